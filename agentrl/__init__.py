@@ -1,0 +1,1 @@
+"""Multi-turn agentic reinforcement learning on SGLang."""

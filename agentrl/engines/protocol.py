@@ -1,0 +1,114 @@
+"""What every inference engine is: token ids in, token ids and log-probabilities out.
+
+The protocol is all that the rest of agentrl knows of an engine. `tests/engines/conformance.py` is
+the suite that each implementation passes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FinishReason(StrEnum):
+    """Why one engine call ended."""
+
+    STOP = "stop"
+    """A stop token or stop string was sampled; it is the last of the completion's tokens."""
+    LENGTH = "length"
+    """`max_new_tokens` or the engine's context length was reached."""
+    ABORT = "abort"
+    """The call was aborted; what had been sampled so far is returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one engine call samples. Different calls may differ side by side."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    """Stop strings; the tokens that complete one are kept in the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling ends behind any of these; the token itself is kept in the output."""
+    seed: int | None = None
+    """Reserved for deterministic sampling: the same seed and input give the same tokens."""
+
+
+class VersionSpan(NamedTuple):
+    """Which weights sampled the completion's tokens `[start, end)`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one engine call returned, verbatim."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """`log_softmax(logits / T)` of each token over the whole vocabulary, T the call's temperature;
+    for a greedy call (T = 0) at T = 1. One entry for each of `token_ids`."""
+    finish_reason: FinishReason
+    weight_versions: tuple[VersionSpan, ...]
+    """Spans that cover `token_ids` from 0 to its end; empty where no token was sampled."""
+    cached_tokens: int = 0
+    """Tokens of the input that were served from a prefix cache."""
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version that sampled the last token."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An inference engine. All methods run on one event loop.
+
+    A failure of the engine is an `EngineError`. Cancelling `generate` aborts the call inside the
+    engine, so that nothing goes on sampling for a request that has ended.
+    """
+
+    max_model_len: int
+    """Most tokens, input and output together, of one sequence."""
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+    ) -> Completion:
+        """Continue `input_ids`. Returns at a stop, at a limit, or when aborted."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a running call: its `generate` returns with `FinishReason.ABORT`. Unknown ids: no-op."""
+        ...
+
+    async def update_weights(
+        self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
+    ) -> None:
+        """Take new weights (full tensors by parameter name); caches of the old ones are dropped."""
+        ...
+
+    async def flush_cache(self) -> None:
+        """Drop every cached prefix."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give memory (and cores) back until `wake`; a no-op where there is nothing to give."""
+        ...
+
+    async def wake(self) -> None:
+        """Take up work again after `sleep`."""
+        ...
+
+    async def close(self) -> None:
+        """Stop for good; running calls end with `EngineError`. May be called twice."""
+        ...

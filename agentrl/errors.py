@@ -1,0 +1,109 @@
+"""The tree of errors: what went wrong, where, what was expected, and whose fault it is.
+
+Every error inherits the standard error that it refines, takes one message and keyword details that
+become attributes, and survives pickling (workers send errors across processes).
+"""
+
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    """Whose fault a failed request is. Decides, with the ends table, whether a group sees it."""
+
+    MODEL = "model"
+    """The policy: a malformed call under `stop`, a template's refusal of what it wrote."""
+    TOOL = "tool"
+    """A tool raised something else than `ToolError` outside its own call's boundary."""
+    INTERACTION = "interaction"
+    """A simulated user or environment raised or hung."""
+    ENGINE = "engine"
+    """The inference engine failed or went away."""
+    REWARD = "reward"
+    """A scorer raised, hung, or returned something that is no finite number."""
+    LIMIT = "limit"
+    """The wall clock of the request ran out, or the run was stopped."""
+
+
+class AgentRLError(Exception):
+    """The root of what agentrl raises.
+
+    Args:
+        message: What happened, with the offending value.
+        **details: Where and what was expected (`file`, `key`, `expected`, ...); each becomes an
+            attribute and is shown behind the message.
+    """
+
+    def __init__(self, message: str = "", **details: object) -> None:
+        super().__init__(message)
+        self.details = {name: value for name, value in details.items() if value is not None}
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return self.__dict__["details"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        lines += [f"  {name}: {value}" for name, value in self.details.items()]
+        return "\n".join(lines)
+
+
+class ConfigError(AgentRLError, ValueError):
+    """A configuration that cannot mean anything (details: `file`, `key`, `expected`)."""
+
+
+class DataError(AgentRLError, ValueError):
+    """A data file or row that cannot be used (details: `file`, `row`, `expected`)."""
+
+
+class PluginError(AgentRLError, ImportError):
+    """A class path or function path that does not lead to what was asked for."""
+
+
+class MissingExtraError(AgentRLError, ImportError):
+    """A feature whose optional packages are not installed (detail: `install`)."""
+
+
+class TemplateError(AgentRLError, ValueError):
+    """A chat template that cannot carry what the run needs (details: `template`, `role`)."""
+
+
+class ToolCallError(AgentRLError, ValueError):
+    """A tool call of the model that is malformed; its text may be shown to the model."""
+
+
+class LedgerError(AgentRLError, ValueError):
+    """Tokens, mask and log-probabilities that would no longer agree (law 1)."""
+
+
+class TransitionError(AgentRLError, RuntimeError):
+    """A request was asked to take an edge that the table of states does not have (law 4)."""
+
+
+class CheckpointError(AgentRLError, RuntimeError):
+    """A checkpoint that is incomplete, damaged, or of another model (detail: `path`)."""
+
+
+class EngineError(AgentRLError, RuntimeError):
+    """An inference engine that failed; the requests it touched fail with `Fault.ENGINE`."""
+
+
+class InteractionError(AgentRLError, RuntimeError):
+    """A simulated user that raised or hung; the request fails with `Fault.INTERACTION`."""
+
+
+class RewardError(AgentRLError, ValueError):
+    """A scorer that raised or returned no finite number; fails with `Fault.REWARD`."""
+
+
+class ToolFailure(AgentRLError, RuntimeError):
+    """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
+
+
+class ToolError(AgentRLError):
+    """Raise this in `BaseTool.execute`: its text is shown to the model as the call's result.
+
+    Any other exception of `execute` counts as an infrastructure failure of the tool: the model sees
+    a neutral error text and the failure is counted apart.
+    """

@@ -1,0 +1,151 @@
+"""OpenAI-format messages, tool calls and tool schemas: the vocabulary of a conversation.
+
+Nothing here loses what it does not know: extra fields of a message, unknown content parts and every
+JSON Schema keyword of a tool go through whole.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import jsonschema
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(BaseModel):
+    """One part of a multi-part content. Only `text` parts are generated on; others are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    """`text`, `image`, `image_url`, `video`, ... as the row wrote it."""
+    text: str | None = None
+    """The text of a `text` part."""
+
+
+class FunctionCall(BaseModel):
+    """The function half of a tool call."""
+
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Decoded arguments. A JSON string, as OpenAI sends it, is decoded on entry."""
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _decode(cls, value: Any) -> Any:
+        return json.loads(value or "{}") if isinstance(value, str) else value
+
+
+class ToolCall(BaseModel):
+    """One call of a tool, as it stands in an assistant message."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of a conversation.
+
+    Example:
+        >>> Message(role="user", content="What is 2 + 3?").text
+        'What is 2 + 3?'
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    """On a tool message: the call that it answers."""
+    name: str | None = None
+    """On a tool message: the tool that answered."""
+
+    @property
+    def text(self) -> str:
+        """The text parts joined; an empty string where there are none."""
+        if isinstance(self.content, list):
+            return "".join(part.text or "" for part in self.content if part.type == "text")
+        return self.content or ""
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: a plain dict, absent keys left out."""
+        return self.model_dump(exclude_none=True)
+
+
+class OpenAIFunctionSchema(BaseModel):
+    """Name, description and JSON Schema of a tool's parameters; unknown keys are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = Field(
+        default_factory=lambda: {"type": "object", "properties": {}, "required": []}
+    )
+    """Any JSON Schema of an object, whole: nested, `anyOf`, `items`, `default`, `$defs`."""
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_json_schema(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            jsonschema.Draft202012Validator.check_schema(value)
+        except jsonschema.SchemaError as error:
+            raise ValueError(f"not a JSON Schema: {error.message}") from None
+        return value
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool as the model is told of it. `model_dump` returns what was read, key for key."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionSchema
+
+    @property
+    def name(self) -> str:
+        """The name by which the model calls the tool."""
+        return self.function.name
+
+    def to_template(self) -> dict[str, Any]:
+        """The schema as chat templates expect it, keys that were never set left out."""
+        return self.model_dump(exclude_unset=True, exclude_none=True) | {"type": self.type}
+
+
+class ToolResponse(BaseModel):
+    """What a tool (or its creation) gives back to the conversation."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _media_are_lists(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in ("image", "video"):
+                if data.get(key) is not None and not isinstance(data[key], list):  # pyright: ignore
+                    raise ValueError(f"{key} must be a list with one entry for each {key}")
+        return data  # pyright: ignore[reportUnknownVariableType]
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to append."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """Whether there is text and nothing else."""
+        return bool(self.text) and not self.image and not self.video
+
+    @classmethod
+    def of(cls, value: Self | str | dict[str, Any] | None) -> "ToolResponse":
+        """Accept what users return: a response, a string, a dict (shown as JSON)."""
+        if isinstance(value, ToolResponse):
+            return value
+        if value is None or isinstance(value, str):
+            return cls(text=value)
+        return cls(text=json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,95 @@
+"""Lead from a path in a configuration to a checked Python object.
+
+A path is `package.module.Name`, `package.module:name`, or `path/to/file.py:name`. Loading imports a
+module and nothing more: what is found is checked against what was asked for before any of it runs.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from agentrl.errors import PluginError
+
+T = TypeVar("T")
+
+
+def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> type[T]:
+    """Load a class and check that it derives from `base`, without building anything.
+
+    Raises:
+        PluginError: with the path, the YAML `file` that named it, and what was expected.
+    """
+    found = load_object(path, file=file)
+    if not isinstance(found, type) or not issubclass(found, base):
+        what = f"the class {found.__name__}" if isinstance(found, type) else repr(found)
+        raise PluginError(
+            f"{path!r} leads to {what}, which is not a {base.__name__}",
+            file=file,
+            expected=f"a subclass of {base.__module__}.{base.__qualname__}",
+        )
+    return found
+
+
+def load_object(path: str, *, file: str | Path | None = None) -> Any:
+    """Load whatever stands at `path`.
+
+    Raises:
+        PluginError: where the module cannot be imported or has no such name.
+    """
+    module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not module_path or not name:
+        raise PluginError(
+            f"{path!r} is no path to a Python object",
+            file=file,
+            expected="package.module.Name, package.module:name or path/to/file.py:name",
+        )
+    found: Any = _load_module(module_path, path, file)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise PluginError(
+                f"{path!r}: {module_path} has no {name!r}", file=file, expected=_names(found)
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(module_path: str, path: str, file: str | Path | None) -> ModuleType:
+    try:
+        if module_path.endswith(".py"):
+            return _load_file(Path(module_path))
+        return importlib.import_module(module_path)
+    except Exception as error:
+        kind = type(error).__name__
+        raise PluginError(
+            f"{path!r}: importing {module_path} raised {kind}: {error}", file=file
+        ) from error
+
+
+def _load_file(source: Path) -> ModuleType:
+    source = source.expanduser().resolve()
+    if not source.is_file():
+        raise FileNotFoundError(f"no file {source}")
+    digest = hashlib.sha256(str(source).encode()).hexdigest()[:12]
+    name = f"agentrl_plugin_{source.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, source)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _names(module: Any) -> str:
+    public = sorted(name for name in vars(module) if not name.startswith("_"))
+    return f"one of {', '.join(public[:20])}"
