@@ -97,7 +97,7 @@ class RewardError(AgentRLError, ValueError):
     """A scorer that raised or returned no finite number; fails with `Fault.REWARD`."""
 
 
-class ToolFailure(AgentRLError, RuntimeError):
+class ToolLifeError(AgentRLError, RuntimeError):
     """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
 
 

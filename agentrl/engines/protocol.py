@@ -88,7 +88,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a running call: its `generate` returns with `FinishReason.ABORT`. Unknown ids: no-op."""
+        """End a running call, whose `generate` returns with `ABORT`; unknown ids are ignored."""
         ...
 
     async def update_weights(

@@ -1,0 +1,479 @@
+"""One rollout: its conversation, its ledger, its state, and all that is known of each token.
+
+A request is made from a `Prompt`, driven by `agentrl.rollout.runner`, scored by `agentrl.rewards`
+and turned into a row of tensors by `agentrl.collate`. Everything that can be derived is a property.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from agentrl.data.prompt import Prompt
+from agentrl.engines.protocol import FinishReason, SamplingParams, VersionSpan
+from agentrl.errors import Fault, LedgerError, TransitionError
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.states import (
+    ENDS,
+    FINAL_STATES,
+    RequestState,
+    StopReason,
+    check_edge,
+)
+
+RECORD_VERSION = 1
+"""Version of the saved form of a request; raised when its meaning changes."""
+
+
+class Record(BaseModel):
+    """A checked record that refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class Budgets(Record):
+    """What one request may use (law 13). Each has its own key, and each cut is recorded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    max_response_tokens: int = 4096
+    """Response tokens, sampled and observed, over all turns."""
+    max_model_len: int = 32768
+    """Prompt and response together."""
+    max_turn_tokens: int | None = None
+    """Sampled tokens of one turn."""
+    max_observation_tokens: int = 1024
+    """Tokens of one tool result or user reply."""
+    max_assistant_turns: int | None = None
+    """Completions of the policy."""
+    max_user_turns: int | None = None
+    """Replies of the interaction."""
+    max_tool_calls: int | None = None
+    """Calls of all tools together."""
+    timeout_s: float | None = None
+    """Wall clock of the request."""
+
+
+class CallRecord(Record):
+    """One tool call: what was asked, what came of it, how long it took."""
+
+    call_id: str = ""
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
+    outcome: Literal["ok", "tool_error", "malformed", "timeout", "crashed", "skipped"] = "ok"
+    """`tool_error`: the tool raised `ToolError`; `crashed`: it raised something else."""
+    message: str = ""
+    """What went wrong, in words; empty where nothing did."""
+    seconds: float = 0.0
+    reward: float | None = None
+    num_tokens: int = 0
+    """Tokens of the observation as appended."""
+    num_cut_tokens: int = 0
+    """Tokens that the observation lost to its budget."""
+    metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """What the tool itself reported."""
+
+
+class Turn(Record):
+    """What one party added to the response: a completion, tool results, or a user's reply."""
+
+    index: int
+    role: Literal["assistant", "tool", "user"]
+    start: int
+    """First token, as an index into the response."""
+    end: int
+    """Behind the last token."""
+    reward: float | None = None
+    """Reward of this turn; an interaction's score stands on the completion that it judges."""
+    seconds: float = 0.0
+    finish_reason: FinishReason | None = None
+    """Of a completion: why the engine stopped."""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Of a completion: which weights sampled its tokens (spans count from `start`)."""
+    cached_tokens: int = 0
+    """Of a completion: input tokens that a prefix cache served."""
+    calls: list[CallRecord] = Field(default_factory=list[CallRecord])
+    """Of a completion: its tool calls, in order, with their outcomes."""
+    excluded: str | None = None
+    """Why a sampled turn was left out of the loss; None where it was not."""
+    cut: str | None = None
+    """Which budget cut this turn short; None where none did."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the turn."""
+        return self.end - self.start
+
+
+class Failure(Record):
+    """Why a request failed: whose fault, what was raised, in which turn."""
+
+    fault: Fault
+    kind: str
+    """Class name of the exception."""
+    message: str
+    turn: int
+    """Number of turns that the request had when it failed."""
+    traceback: str = ""
+
+
+class TokenDifference(Record):
+    """One place where the ledger and the rendering of the whole conversation differ."""
+
+    turn: int
+    """Index of the turn; -1 for the prompt."""
+    kind: str
+    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`."""
+    expected: str
+    """Excerpt of the rendering."""
+    actual: str
+    """Excerpt of the ledger."""
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+class AsyncRolloutRequest(Record):
+    """One sample of one prompt, from PENDING to its end.
+
+    Tokens enter through `append_sampled` and `append_observed` alone; the state changes through
+    `take_edge` and `finish` alone.
+
+    Example:
+        >>> request = AsyncRolloutRequest(messages=[Message(role="user", content="Hi")])
+        >>> request.begin([1, 2, 3])
+        >>> turn = request.append_sampled([7, 8], [-0.1, -0.2], finish_reason=FinishReason.STOP)
+        >>> request.input_ids, request.loss_mask
+        ([1, 2, 3, 7, 8], [1, 1])
+    """
+
+    # Identity.
+    request_id: str = Field(default_factory=_new_id)
+    """Unique to this attempt: a retry has a new one."""
+    batch_data_id: int = 0
+    """Place of the prompt in its batch."""
+    rollout_offset: int = 0
+    """Place of the sample in its group."""
+    uid: str = Field(default_factory=_new_id)
+    """The group: samples of one prompt share it."""
+    attempt: int = 0
+    """0, or how many attempts failed before this one."""
+
+    # What it was made from.
+    messages: list[Message]
+    """The conversation so far; assistant messages hold what the parser read in sampled tokens."""
+    tool_schemas: list[OpenAIFunctionToolSchema] = Field(
+        default_factory=list[OpenAIFunctionToolSchema]
+    )
+    tools_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
+    """By tool: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`."""
+    interaction_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """`name` of the interaction, and what it is started and asked with."""
+    tool_selection: list[str] | None = None
+    """Names of the tools that this row may use; None: all."""
+    data_source: str = "unknown"
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
+    columns: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """The row's own further columns, carried through."""
+    sampling: SamplingParams = SamplingParams(max_new_tokens=1 << 30)
+    """How its turns are sampled; each turn's token limit is derived from the budgets."""
+    budgets: Budgets = Budgets()
+    seed: int = 0
+    """Seed of the request's own draws."""
+
+    # What came of it.
+    reward: float | None = None
+    """The scorer's number for the finished request; None where it was not scored."""
+    reward_extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """What else the scorer returned."""
+    tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])
+    """`calc_reward` of each tool, asked once at the end."""
+    metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    differences: list[TokenDifference] = Field(default_factory=list[TokenDifference])
+    """What the tokenization check found."""
+
+    _state: RequestState = PrivateAttr(default=RequestState.PENDING)
+    _stop_reason: StopReason | None = PrivateAttr(default=None)
+    _error: Failure | None = PrivateAttr(default=None)
+    _ledger: Ledger = PrivateAttr(default_factory=Ledger)
+    _turns: list[Turn] = PrivateAttr(default_factory=list[Turn])
+
+    @classmethod
+    def from_prompt(cls, prompt: Prompt, **fields: Any) -> "AsyncRolloutRequest":
+        """Make a request from a row; `fields` are identity, budgets, sampling, schemas, seed."""
+        return cls(
+            messages=[message.model_copy(deep=True) for message in prompt.messages],
+            tools_kwargs=prompt.tools_kwargs,
+            interaction_kwargs=prompt.interaction_kwargs,
+            tool_selection=prompt.tool_selection,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            columns=prompt.columns,
+            **fields,
+        )
+
+    # The state.
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request stands; changed by `take_edge` and `finish` alone."""
+        return self._state
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why it ended; None while it lives."""
+        return self._stop_reason
+
+    @property
+    def error(self) -> Failure | None:
+        """What broke; None unless it failed."""
+        return self._error
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self._stop_reason is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its sampled tokens enter the loss."""
+        return self._stop_reason is not None and ENDS[self._stop_reason].trained
+
+    @property
+    def in_baseline(self) -> bool:
+        """Whether its group's statistics count it."""
+        return self._stop_reason is not None and ENDS[self._stop_reason].in_baseline
+
+    def take_edge(self, target: RequestState) -> None:
+        """Follow an edge between living states (law 4); ends are taken by `finish`.
+
+        Raises:
+            TransitionError: where the table has no such edge.
+        """
+        if target in FINAL_STATES:
+            raise TransitionError(f"{target} is an end: it needs a stop reason", expected="finish")
+        self._follow(target)
+
+    def finish(self, reason: StopReason, error: Failure | None = None) -> None:
+        """End the request, once.
+
+        Raises:
+            TransitionError: where it has ended before, or cannot end so from its state.
+        """
+        if self._stop_reason is not None:
+            raise TransitionError(f"the request has ended already: {self._stop_reason}")
+        self._follow(ENDS[reason].state)
+        self._stop_reason = reason
+        self._error = error
+
+    def fail_scoring(self, error: Failure) -> None:
+        """Turn a completed request whose scorer broke into a failed one (law 5).
+
+        The conversation stands; only its account changes: it leaves baseline and loss.
+        """
+        if self._state is not RequestState.COMPLETED:
+            raise TransitionError(f"only a completed request can fail scoring, not {self._state}")
+        self._follow(RequestState.FAILED)
+        self._stop_reason = StopReason.FAILED
+        self._error = error
+
+    def _follow(self, target: RequestState) -> None:
+        check_edge(self._state, target)
+        self._state = target
+
+    # The ledger.
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens before the first sampled one (a copy)."""
+        return list(self._ledger.prompt_ids)
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Tokens after the prompt, sampled and observed (a copy)."""
+        return list(self._ledger.response_ids)
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 for each response token that is trained (a copy)."""
+        return list(self._ledger.loss_mask)
+
+    @property
+    def rollout_log_probs(self) -> list[float]:
+        """Log-probability at sampling, 0.0 for observed tokens (a copy)."""
+        return list(self._ledger.rollout_log_probs)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Prompt and response: what the engine is sent, exactly (law 2)."""
+        return self._ledger.prompt_ids + self._ledger.response_ids
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """1 for each of `input_ids`: a request holds no padding."""
+        return [1] * len(self._ledger)
+
+    @property
+    def position_ids(self) -> list[int]:
+        """0, 1, 2, ... for each of `input_ids`."""
+        return list(range(len(self._ledger)))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self._ledger.prompt_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Length of the response."""
+        return len(self._ledger.response_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that still fit into the response budget and the model's length."""
+        of_response = self.budgets.max_response_tokens - self.num_response_tokens
+        return min(of_response, self.budgets.max_model_len - len(self._ledger))
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Set the prompt's tokens, once, before anything is appended.
+
+        Raises:
+            LedgerError: for an empty prompt, or where there is one already.
+        """
+        if self._ledger.prompt_ids or self._ledger.response_ids:
+            raise LedgerError("the request has begun already")
+        if not prompt_ids:
+            raise LedgerError("a prompt without tokens", expected="at least one token")
+        self._ledger = Ledger(prompt_ids)
+
+    def append_sampled(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        *,
+        finish_reason: FinishReason | None = None,
+        weight_versions: tuple[VersionSpan, ...] = (),
+        cached_tokens: int = 0,
+        seconds: float = 0.0,
+    ) -> Turn:
+        """Append a completion of the policy, verbatim, with mask 1; opens its turn's record.
+
+        Raises:
+            LedgerError: where tokens and log-probabilities do not agree; nothing is appended.
+        """
+        start, end = self._ledger.append_sampled(ids, log_probs)
+        return self._open_turn(
+            Turn(
+                index=len(self._turns),
+                role="assistant",
+                start=start,
+                end=end,
+                finish_reason=finish_reason,
+                weight_versions=weight_versions,
+                cached_tokens=cached_tokens,
+                seconds=seconds,
+            )
+        )
+
+    def append_observed(
+        self, ids: Sequence[int], *, role: Literal["tool", "user"], seconds: float = 0.0
+    ) -> Turn:
+        """Append what the policy is shown, with mask 0; opens its turn's record."""
+        start, end = self._ledger.append_observed(ids)
+        return self._open_turn(
+            Turn(index=len(self._turns), role=role, start=start, end=end, seconds=seconds)
+        )
+
+    def exclude_turn(self, index: int, reason: str) -> None:
+        """Leave a sampled turn out of the loss, by a declared policy; its ids stay.
+
+        Raises:
+            LedgerError: where there is no such turn, or it was not sampled.
+        """
+        if not 0 <= index < len(self._turns) or self._turns[index].role != "assistant":
+            raise LedgerError(f"turn {index} is no sampled turn of {len(self._turns)} turns")
+        turn = self._turns[index]
+        turn.excluded = reason
+        self._ledger.exclude(turn.start, turn.end)
+
+    def _open_turn(self, turn: Turn) -> Turn:
+        self._turns.append(turn)
+        return turn
+
+    # The turns.
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """A record for each turn, in order; their spans cover the response without a gap."""
+        return tuple(self._turns)
+
+    @property
+    def num_assistant_turns(self) -> int:
+        """Completions so far."""
+        return sum(turn.role == "assistant" for turn in self._turns)
+
+    @property
+    def num_user_turns(self) -> int:
+        """Replies of the interaction so far."""
+        return sum(turn.role == "user" for turn in self._turns)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Tool calls so far, malformed ones included."""
+        return sum(len(turn.calls) for turn in self._turns)
+
+    @property
+    def reward_scores(self) -> dict[str, Any]:
+        """Rewards of tools by name, and of the turns under `user_turn_rewards`."""
+        scored = [turn.reward for turn in self._turns if turn.reward is not None]
+        return {**self.tool_rewards, "user_turn_rewards": scored}
+
+    # Saving: the private half travels with the public one.
+
+    @model_serializer(mode="wrap")
+    def _save(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return handler(self) | {
+            "version": RECORD_VERSION,
+            "state": str(self._state),
+            "stop_reason": self._stop_reason and str(self._stop_reason),
+            "error": self._error and self._error.model_dump(mode="json"),
+            "turns": [turn.model_dump(mode="json") for turn in self._turns],
+            **{name: list(getattr(self._ledger, name)) for name in Ledger.__slots__},
+        }
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _load(
+        cls, data: Any, handler: ModelWrapValidatorHandler["AsyncRolloutRequest"]
+    ) -> "AsyncRolloutRequest":
+        if not isinstance(data, dict) or "version" not in data:
+            return handler(data)
+        if data["version"] != RECORD_VERSION:
+            raise ValueError(f"a request saved in version {data['version']}, not {RECORD_VERSION}")
+        private = ("version", "state", "stop_reason", "error", "turns", *Ledger.__slots__)
+        request = handler({k: v for k, v in data.items() if k not in private})
+        request._restore({k: data[k] for k in private})
+        return request
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self._ledger = Ledger()
+        for name in Ledger.__slots__:
+            setattr(self._ledger, name, list(saved[name]))
+        self._turns = [Turn.model_validate(turn) for turn in saved["turns"]]
+        self._state = RequestState(saved["state"])
+        self._stop_reason = StopReason(saved["stop_reason"]) if saved["stop_reason"] else None
+        self._error = Failure.model_validate(saved["error"]) if saved["error"] else None
