@@ -1,1 +1,30 @@
-"""Multi-turn agentic reinforcement learning on SGLang."""
+"""Multi-turn agentic reinforcement learning on SGLang.
+
+The door: `Trainer`, `load_config`, `DataProto`, and the packages `agentrl.tools`,
+`agentrl.interactions`, `agentrl.rollout`, `agentrl.engines`, `agentrl.rewards`,
+`agentrl.algorithms`. Names load on first use: importing this package loads neither torch nor any
+engine.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.config import RunConfig, load_config
+    from agentrl.protocol import DataProto
+    from agentrl.trainer.trainer import Trainer
+
+__all__ = ["DataProto", "RunConfig", "Trainer", "load_config"]
+
+_HOMES = {
+    "DataProto": "agentrl.protocol",
+    "RunConfig": "agentrl.config",
+    "Trainer": "agentrl.trainer.trainer",
+    "load_config": "agentrl.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -101,6 +101,10 @@ class ToolLifeError(AgentRLError, RuntimeError):
     """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
 
 
+class RolloutError(AgentRLError, RuntimeError):
+    """A batch of which too much failed (details: `reasons`, `expected`)."""
+
+
 class ToolError(AgentRLError):
     """Raise this in `BaseTool.execute`: its text is shown to the model as the call's result.
 

@@ -16,6 +16,9 @@ from agentrl.errors import PluginError
 
 T = TypeVar("T")
 
+FILE_MODULE_PREFIX = "agentrl_plugin_"
+"""Begins the module names of files loaded by path, which no other process can import by name."""
+
 
 def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> type[T]:
     """Load a class and check that it derives from `base`, without building anything.
@@ -47,7 +50,7 @@ def load_object(path: str, *, file: str | Path | None = None) -> Any:
             file=file,
             expected="package.module.Name, package.module:name or path/to/file.py:name",
         )
-    found: Any = _load_module(module_path, path, file)
+    found: Any = _import(module_path, path, file)
     for part in name.split("."):
         if not hasattr(found, part):
             raise PluginError(
@@ -57,7 +60,16 @@ def load_object(path: str, *, file: str | Path | None = None) -> Any:
     return found
 
 
-def _load_module(module_path: str, path: str, file: str | Path | None) -> ModuleType:
+def load_module(path: str, *, file: str | Path | None = None) -> ModuleType:
+    """Load a module, given as `package.module` or `path/to/file.py`.
+
+    Raises:
+        PluginError: where it cannot be imported.
+    """
+    return _import(path, path, file)
+
+
+def _import(module_path: str, path: str, file: str | Path | None) -> ModuleType:
     try:
         if module_path.endswith(".py"):
             return _load_file(Path(module_path))
@@ -74,7 +86,7 @@ def _load_file(source: Path) -> ModuleType:
     if not source.is_file():
         raise FileNotFoundError(f"no file {source}")
     digest = hashlib.sha256(str(source).encode()).hexdigest()[:12]
-    name = f"agentrl_plugin_{source.stem}_{digest}"
+    name = f"{FILE_MODULE_PREFIX}{source.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source)

@@ -202,6 +202,8 @@ class AsyncRolloutRequest(Record):
     tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])
     """`calc_reward` of each tool, asked once at the end."""
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    dropped: str | None = None
+    """Why it was left out of baseline and loss though it may have ended well; None: it was not."""
     differences: list[TokenDifference] = Field(default_factory=list[TokenDifference])
     """What the tokenization check found."""
 
@@ -251,12 +253,14 @@ class AsyncRolloutRequest(Record):
     @property
     def is_trained(self) -> bool:
         """Whether its sampled tokens enter the loss."""
-        return self._stop_reason is not None and ENDS[self._stop_reason].trained
+        end = self._stop_reason and ENDS[self._stop_reason]
+        return end is not None and end.trained and self.dropped is None
 
     @property
     def in_baseline(self) -> bool:
         """Whether its group's statistics count it."""
-        return self._stop_reason is not None and ENDS[self._stop_reason].in_baseline
+        end = self._stop_reason and ENDS[self._stop_reason]
+        return end is not None and end.in_baseline and self.dropped is None
 
     def take_edge(self, target: RequestState) -> None:
         """Follow an edge between living states (law 4); ends are taken by `finish`.

@@ -1,0 +1,49 @@
+"""Read the answer of a GSM8K-format solution, and tell whether two answers are the same number.
+
+The tool, the simulated user and the scorer of GSM8K all judge by these two functions.
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Literal
+
+Method = Literal["strict", "flexible"]
+
+_NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_STRICT = re.compile(rf"####\s*({_NUMBER})")
+_ANY = re.compile(_NUMBER)
+
+
+def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:
+    """Find the answer in a solution: the last one where there are several.
+
+    Args:
+        text: The solution.
+        method: `strict` reads the number behind `####`; `flexible` the last number anywhere.
+
+    Returns:
+        The number without `$` and thousands separators, or None.
+
+    Example:
+        >>> extract_gsm8k_answer("12 * 100 = 1200\\n#### 1,200")
+        '1200'
+    """
+    found = (_STRICT if method == "strict" else _ANY).findall(text)
+    return _plain(found[-1]) if found else None
+
+
+def same_number(left: str, right: str) -> bool:
+    """Whether two texts are the same number; texts that are no numbers are the same as nothing.
+
+    Example:
+        >>> same_number("1,200", "1200.0")
+        True
+    """
+    try:
+        return Decimal(_plain(left)) == Decimal(_plain(right))
+    except InvalidOperation:
+        return False
+
+
+def _plain(number: str) -> str:
+    return number.strip().replace("$", "").replace(",", "")

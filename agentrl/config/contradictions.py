@@ -1,0 +1,141 @@
+"""Settings that cannot hold together, told before any model loads.
+
+Each check takes the configuration and the number of ranks, and yields what is wrong.
+"""
+
+from collections.abc import Callable, Iterator
+
+from agentrl.config.dead_keys import set_keys
+from agentrl.config.problems import Problem
+from agentrl.config.schema import RunConfig
+
+Check = Callable[[RunConfig, int], Iterator[Problem]]
+
+
+def find_contradictions(config: RunConfig, *, world_size: int = 1) -> list[Problem]:
+    """Find every pair of settings that cannot both be meant.
+
+    Args:
+        config: A run file whose single keys are right.
+        world_size: Ranks that share each batch.
+    """
+    return [problem for check in CHECKS for problem in check(config, world_size)]
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Count the tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _files(config: RunConfig, _: int) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.val_only and not config.data.val_files:
+        yield Problem("data.val_files", "is empty, and trainer.val_only is true", "a file")
+    if not trainer.val_only and not config.data.train_files:
+        yield Problem("data.train_files", "is empty", "at least one file")
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        told = "is not set, and trainer.resume_mode is resume_path"
+        yield Problem("trainer.resume_from_path", told, "a checkpoint's folder")
+    for key, value in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
+        if value == 0:
+            yield Problem(f"trainer.{key}", "0 is no interval", "a number of steps, or -1")
+
+
+def _batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if mini is not None and batch % mini:
+        told = f"{mini} prompts do not divide data.train_batch_size, {batch}"
+        yield Problem("actor.ppo_mini_batch_size", told, f"a divisor of {batch}, or null")
+    for key, size in (("data.train_batch_size", batch), ("actor.ppo_mini_batch_size", mini)):
+        if size is not None and size % world_size:
+            told = f"{size} prompts cannot be shared evenly by {world_size} ranks"
+            yield Problem(key, told, f"a multiple of {world_size}")
+
+
+def _groups(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
+        told = "is 1, and algorithm.adv_estimator grpo trains on nothing in a group of one"
+        yield Problem("rollout.n", told, "at least 2")
+    weights = config.reward.weights
+    if weights.trajectory == weights.turn == weights.tool == 0:
+        yield Problem("reward.weights", "are all 0, so every reward is 0", "one that is not")
+
+
+def _lengths(config: RunConfig, _: int) -> Iterator[Problem]:
+    longest, told = longest_sequence(config), _sum_in_words(config)
+    limit = config.rollout.max_model_len
+    if limit is not None and longest > limit:
+        yield Problem(
+            "rollout.max_model_len", f"{limit} tokens cannot hold {told}", f">= {longest}"
+        )
+    packed = config.actor.ppo_max_token_len_per_gpu
+    if longest > packed:
+        words = f"a micro-batch of {packed} tokens cannot hold one sequence of {told}"
+        yield Problem("actor.ppo_max_token_len_per_gpu", words, f">= {longest}")
+    tiny = config.prepare.tiny_policy
+    if tiny is not None and longest > tiny.max_position_embeddings:
+        words = f"{tiny.max_position_embeddings} positions cannot hold {told}"
+        yield Problem("prepare.tiny_policy.max_position_embeddings", words, f">= {longest}")
+
+
+def _budgets(config: RunConfig, _: int) -> Iterator[Problem]:
+    response, multi_turn = config.data.max_response_length, config.rollout.multi_turn
+    given = set(set_keys(config))
+    budgets = {
+        "rollout.multi_turn.max_tokens_per_turn": multi_turn.max_tokens_per_turn,
+        "rollout.multi_turn.max_tool_response_length": multi_turn.max_tool_response_length,
+    }
+    for key, tokens in budgets.items():
+        if key in given and tokens is not None and tokens > response:
+            told = f"{tokens} tokens are more than data.max_response_length, {response}"
+            yield Problem(key, told, f"at most {response}")
+    timeout = config.rollout.request_timeout_s
+    for name, seconds in (
+        ("tool_timeout_s", multi_turn.tool_timeout_s),
+        ("interaction_timeout_s", multi_turn.interaction_timeout_s),
+    ):
+        key = f"rollout.multi_turn.{name}"
+        if key in given and timeout is not None and seconds > timeout:
+            told = f"{seconds:g} s are more than rollout.request_timeout_s, {timeout:g}"
+            yield Problem(key, told, f"at most {timeout:g}")
+
+
+def _engine(config: RunConfig, _: int) -> Iterator[Problem]:
+    engine = config.rollout.engine
+    if engine.name == "scripted" and not engine.scripted.answers:
+        yield Problem("rollout.engine.scripted.answers", "is empty", "at least one answer")
+    for key, top_k in (
+        ("", config.rollout.top_k),
+        ("val_kwargs.", config.rollout.val_kwargs.top_k),
+    ):
+        if top_k == 0 or top_k < -1:
+            yield Problem(
+                f"rollout.{key}top_k", f"{top_k} keeps no token", "at least 1, or -1: all"
+            )
+
+
+def _tiny_policy(config: RunConfig, _: int) -> Iterator[Problem]:
+    tiny = config.prepare.tiny_policy
+    if tiny is None:
+        return
+    for key, part, whole_key, whole in (
+        ("num_heads", tiny.num_heads, "hidden_size", tiny.hidden_size),
+        ("num_kv_heads", tiny.num_kv_heads, "num_heads", tiny.num_heads),
+    ):
+        if part < 1 or whole % part:
+            told = f"{part} does not divide prepare.tiny_policy.{whole_key}, {whole}"
+            yield Problem(f"prepare.tiny_policy.{key}", told, f"a divisor of {whole}")
+
+
+def _sum_in_words(config: RunConfig) -> str:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    return (
+        f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
+        f"{prompt + response} tokens"
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    _files, _batches, _groups, _lengths, _budgets, _engine, _tiny_policy,
+)  # fmt: skip
+"""Every check, in the order in which its problems are told."""

@@ -1,0 +1,228 @@
+"""Keys that change nothing in this configuration (law 12), found by a table of rules.
+
+Only keys that the user set are reported: a default that has no effect misleads nobody.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from agentrl.config.schema import OptimConfig, RunConfig, Section
+
+
+@dataclass(frozen=True)
+class KeyNote:
+    """Something a user should know of a key before the run starts."""
+
+    key: str
+    """Dotted."""
+    reason: str
+    """A sentence."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}"
+
+
+class DeadKey(KeyNote):
+    """A key that was set and has no effect."""
+
+    def __str__(self) -> str:
+        return f"{self.key} has no effect: {self.reason}"
+
+
+@dataclass(frozen=True)
+class DeadKeyRule:
+    """When some keys have no effect, and why."""
+
+    keys: tuple[str, ...]
+    """Dotted; a trailing `.*` stands for every key of a section."""
+    applies: Callable[[RunConfig], bool]
+    reason: str
+
+    def covers(self, key: str) -> bool:
+        """Whether `key` is one of the rule's."""
+        return any(key == k or (k.endswith(".*") and key.startswith(k[:-1])) for k in self.keys)
+
+
+def find_dead_keys(config: RunConfig) -> list[DeadKey]:
+    """Find the keys that the user set and that change nothing, each with its reason once."""
+    rules = [rule for rule in DEAD_KEY_RULES if rule.applies(config)]
+    first_rule = (
+        (key, next((r for r in rules if r.covers(key)), None)) for key in set_keys(config)
+    )
+    return [DeadKey(key, rule.reason) for key, rule in first_rule if rule]
+
+
+def set_keys(section: Section, prefix: str = "") -> Iterator[str]:
+    """List the leaf keys that were given (not defaulted), dotted, in the schema's order."""
+    for name in type(section).model_fields:
+        if name not in section.model_fields_set:
+            continue
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from set_keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def has_tools(config: RunConfig) -> bool:
+    """Whether the run has any tool."""
+    multi_turn = config.rollout.multi_turn
+    return bool(multi_turn.tool_config_path or multi_turn.function_tool_path)
+
+
+def has_interaction(config: RunConfig) -> bool:
+    """Whether the run has a simulated user or environment."""
+    return config.rollout.multi_turn.interaction_config_path is not None
+
+
+def num_mini_batches(config: RunConfig) -> int:
+    """Count the optimizer steps of one pass over a batch."""
+    size = config.actor.ppo_mini_batch_size or config.data.train_batch_size
+    return max(1, config.data.train_batch_size // size)
+
+
+def _multi_turn(*leaves: str) -> tuple[str, ...]:
+    return tuple(f"rollout.multi_turn.{leaf}" for leaf in leaves)
+
+
+def _optim_rules(
+    prefix: str, optim: Callable[[RunConfig], OptimConfig | None]
+) -> list[DeadKeyRule]:
+    def uses(config: RunConfig, **values: str) -> bool:
+        section = optim(config)
+        return section is not None and all(section.__dict__[k] == v for k, v in values.items())
+
+    return [
+        DeadKeyRule(
+            (f"{prefix}.muon_lr",),
+            lambda c: uses(c, name="adamw"),
+            f"{prefix}.name is adamw, whose learning rate is `lr`",
+        ),
+        DeadKeyRule(
+            (f"{prefix}.min_lr_ratio",),
+            lambda c: uses(c, lr_scheduler="constant"),
+            f"{prefix}.lr_scheduler is constant, so the learning rate never falls",
+        ),
+    ]
+
+
+DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
+    # Data.
+    DeadKeyRule(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
+    DeadKeyRule(
+        ("data.filter_num_workers", "data.cache_dir"),
+        lambda c: not c.data.filter_overlong_prompts,
+        "data.filter_overlong_prompts is false, so no prompt is measured beforehand",
+    ),
+    DeadKeyRule(
+        ("data.truncation",),
+        lambda c: c.data.filter_overlong_prompts,
+        "data.filter_overlong_prompts drops every prompt that would be truncated",
+    ),
+    DeadKeyRule(
+        ("data.val_batch_size", "data.val_max_samples", "trainer.test_freq",
+         "trainer.val_before_train", "trainer.validation_data_dir", "rollout.val_kwargs.*"),
+        lambda c: not c.data.val_files,
+        "data.val_files is empty, so nothing is validated",
+    ),
+    # Tools and interactions.
+    DeadKeyRule(
+        _multi_turn("tool_config_path", "function_tool_path", "interaction_config_path"),
+        lambda c: c.rollout.multi_turn.max_assistant_turns == 1,
+        "rollout.multi_turn.max_assistant_turns is 1, and nothing is executed behind the last turn",
+    ),
+    DeadKeyRule(
+        _multi_turn("tool_config_path", "function_tool_path"),
+        lambda c: c.rollout.multi_turn.max_tool_calls == 0,
+        "rollout.multi_turn.max_tool_calls is 0",
+    ),
+    DeadKeyRule(
+        _multi_turn("interaction_config_path"),
+        lambda c: c.rollout.multi_turn.max_user_turns == 0,
+        "rollout.multi_turn.max_user_turns is 0",
+    ),
+    DeadKeyRule(
+        (*_multi_turn("tool_timeout_s", "max_parallel_calls", "max_tool_calls", "format",
+                      "on_malformed_call"), "reward.weights.tool"),
+        lambda c: not has_tools(c),
+        "the run has no tools (rollout.multi_turn.tool_config_path, function_tool_path)",
+    ),
+    DeadKeyRule(
+        _multi_turn("interaction_timeout_s", "interaction_interval", "interaction_prob",
+                    "max_user_turns"),
+        lambda c: not has_interaction(c),
+        "the run has no interaction (rollout.multi_turn.interaction_config_path)",
+    ),
+    DeadKeyRule(
+        (*_multi_turn("max_tool_response_length", "tool_response_truncate_side"),
+         "reward.weights.turn"),
+        lambda c: not has_tools(c) and not has_interaction(c),
+        "the run has neither tools nor an interaction",
+    ),
+    # Generation.
+    DeadKeyRule(
+        ("rollout.val_kwargs.top_p", "rollout.val_kwargs.top_k", "rollout.val_kwargs.n"),
+        lambda c: c.rollout.val_kwargs.temperature == 0,
+        "rollout.val_kwargs.temperature is 0 (greedy), which leaves one answer",
+    ),
+    DeadKeyRule(
+        ("rollout.engine.transformers.*",),
+        lambda c: c.rollout.engine.name not in ("auto", "transformers"),
+        "rollout.engine.name names another engine",
+    ),
+    DeadKeyRule(
+        ("rollout.engine.scripted.*",),
+        lambda c: c.rollout.engine.name != "scripted",
+        "rollout.engine.name names another engine",
+    ),
+    DeadKeyRule(
+        ("rollout.failure.max_retries",),
+        lambda c: c.rollout.failure.policy != "retry",
+        "rollout.failure.policy is not retry",
+    ),
+    # The update.
+    DeadKeyRule(
+        ("actor.kl_loss_coef", "actor.kl_loss_type", "ref.path"),
+        lambda c: not c.actor.use_kl_loss,
+        "actor.use_kl_loss is false, so there is no reference",
+    ),
+    DeadKeyRule(
+        ("actor.clip_ratio",),
+        lambda c: c.actor.clip_ratio_low is not None and c.actor.clip_ratio_high is not None,
+        "actor.clip_ratio_low and actor.clip_ratio_high are both set",
+    ),
+    DeadKeyRule(
+        ("actor.shuffle",),
+        lambda c: num_mini_batches(c) == 1,
+        "the whole batch is one mini-batch",
+    ),
+    *_optim_rules("actor.optim", lambda c: c.actor.optim),
+    *_optim_rules("prepare.sft.optim", lambda c: c.prepare.sft and c.prepare.sft.optim),
+    DeadKeyRule(
+        ("algorithm.gamma", "algorithm.lam"),
+        lambda c: c.algorithm.adv_estimator == "grpo",
+        "grpo gives every token of a trajectory the same advantage",
+    ),
+    DeadKeyRule(
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        lambda c: "grpo" not in c.algorithm.adv_estimator,
+        "algorithm.adv_estimator is not grpo",
+    ),
+    # The loop.
+    DeadKeyRule(
+        ("trainer.total_epochs",),
+        lambda c: c.trainer.total_training_steps is not None,
+        "trainer.total_training_steps decides how long the run is",
+    ),
+    DeadKeyRule(
+        ("trainer.max_ckpt_to_keep",),
+        lambda c: c.trainer.save_freq == -1,
+        "trainer.save_freq is -1, so there is one checkpoint, at the end",
+    ),
+    DeadKeyRule(
+        ("trainer.resume_from_path",),
+        lambda c: c.trainer.resume_mode != "resume_path",
+        "trainer.resume_mode is not resume_path",
+    ),
+)  # fmt: skip
+"""Every rule; the first that covers a key gives its reason."""

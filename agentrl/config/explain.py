@@ -1,0 +1,70 @@
+"""Say what a run file means: every key resolved, and the batch arithmetic in words."""
+
+import yaml
+
+from agentrl.config.contradictions import longest_sequence
+from agentrl.config.dead_keys import num_mini_batches
+from agentrl.config.schema import RunConfig
+
+
+def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = None) -> str:
+    """Print the resolved configuration, then what it amounts to.
+
+    Args:
+        config: A checked run file.
+        world_size: Ranks that share each batch.
+        num_rows: Training rows, where they are known; says how long an epoch is.
+    """
+    arithmetic = [*_batch(config, world_size), *_tokens(config), *_length(config, num_rows)]
+    return to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in arithmetic) + "\n"
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write the configuration with every default filled in; `load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _batch(config: RunConfig, world_size: int) -> list[str]:
+    prompts, n, epochs = config.data.train_batch_size, config.rollout.n, config.actor.ppo_epochs
+    minis = num_mini_batches(config)
+    rows = prompts * n
+    return [
+        f"One training step: {_count(prompts, 'prompt')} x {_count(n, 'sample')} = "
+        f"{_count(rows, 'row')}, {_count(rows // world_size, 'row')} on each of "
+        f"{_count(world_size, 'rank')}.",
+        f"It is cut into {_count(minis, 'mini-batch', 'mini-batches')} of "
+        f"{_count(prompts // minis, 'prompt')} ({_count(rows // minis, 'row')}) and gone through "
+        f"{_count(epochs, 'time')}: {_count(minis * epochs, 'optimizer step')} for each "
+        f"training step.",
+    ]
+
+
+def _tokens(config: RunConfig) -> list[str]:
+    data, packed = config.data, config.actor.ppo_max_token_len_per_gpu
+    multi_turn = config.rollout.multi_turn
+    turn = multi_turn.max_tokens_per_turn or data.max_response_length
+    longest = longest_sequence(config)
+    return [
+        f"A sequence has at most {data.max_prompt_length} + {data.max_response_length} = {longest} "
+        f"tokens: prompt and response; a turn samples at most {turn}, an observation shows at most "
+        f"{multi_turn.max_tool_response_length}.",
+        f"A packed micro-batch of {packed} tokens holds at least "
+        f"{_count(packed // longest, 'sequence')}.",
+    ]
+
+
+def _length(config: RunConfig, num_rows: int | None) -> list[str]:
+    trainer, size = config.trainer, config.data.train_batch_size
+    if trainer.total_training_steps is not None:
+        total = f"The run has {_count(trainer.total_training_steps, 'training step')}."
+    else:
+        total = f"The run goes through the data {_count(trainer.total_epochs, 'time')}."
+    if num_rows is None:
+        return [total]
+    steps, left = divmod(num_rows, size)
+    epoch = f"An epoch of {_count(num_rows, 'row')} has {_count(steps, 'training step')}"
+    return [total, f"{epoch}; {_count(left, 'row')} do not fill a batch and are left out of it."]
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

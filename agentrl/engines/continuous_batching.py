@@ -1,0 +1,455 @@
+"""The one file that knows the inside of transformers' continuous batching.
+
+The library's scheduler decides which sequences run, its cache holds their keys and values page by
+page, shares prefixes and makes room when it is full. This file puts four things of its own in
+their places:
+
+- `TrackedState`: a request whose end the engine decides (stop strings, budgets);
+- `RowSampler`: temperature, top-k and top-p for each row, and log-probabilities over the whole
+  vocabulary, which the library's own sampling does not return;
+- `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`);
+- `CacheAccess`: the differences between releases in how the cache numbers its pages.
+
+Where another attention than ours was asked for, the library's own inputs are kept.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
+
+from agentrl.engines.calls import Call
+from agentrl.engines.paged_attention import (
+    ATTENTION_NAME,
+    LayerPages,
+    PagedBatch,
+    PageGeometry,
+    Span,
+    plan_batch,
+)
+from agentrl.engines.protocol import FinishReason
+from agentrl.engines.sampling import Sampled, SamplingRows, sample_tokens
+
+UNLIMITED_TOKENS = None
+"""The library's own limit is not used: `Call` counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How much the engine takes on at once."""
+
+    page_size: int
+    """Tokens of one cache page."""
+    num_pages: int
+    """Pages of the cache, each for all layers."""
+    max_batch_tokens: int
+    """Tokens of one forward pass."""
+    max_batch_size: int
+    """Sequences of one forward pass."""
+
+
+class CallSink(Protocol):
+    """Where calls go when they end."""
+
+    def finished(self, calls: Sequence[tuple[Call, FinishReason]]) -> None:
+        """Take calls that ended as they should."""
+        ...
+
+    def failed(self, call: Call, reason: str) -> None:
+        """Take a call that the library gave up."""
+        ...
+
+
+@dataclass
+class TrackedState(RequestState):
+    """A request of the library that is one call of the engine."""
+
+    call: Call = field(kw_only=True)
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def of(cls, call: Call) -> "TrackedState":
+        """The state from which a call starts, or starts again with what it has sampled."""
+        return cls(
+            request_id=call.key,
+            initial_tokens=call.input_ids + call.token_ids,
+            max_new_tokens=UNLIMITED_TOKENS,
+            call=call,
+        )
+
+    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
+        """Take a sampled token; the library asks whether it was the last."""
+        self.generated_tokens.append(token_id)
+        self.tokens_to_process = [token_id]
+        self.finish_reason = self.call.append(token_id, float("nan") if logprob is None else logprob)
+        if self.finish_reason is None:
+            return False
+        self.status = RequestStatus.FINISHED
+        return True
+
+    def create_equivalent_initial_request(self) -> RequestState:
+        """Start again: the library took the request's pages, or its weights changed."""
+        return TrackedState.of(self.call)
+
+    def to_generation_output(self) -> GenerationOutput:
+        """What the library hands to the router."""
+        return TrackedOutput(
+            request_id=self.request_id, status=self.status, error=self.error, state=self
+        )
+
+
+@dataclass
+class TrackedOutput(GenerationOutput):
+    """A result of the library that still knows its state."""
+
+    state: TrackedState = field(kw_only=True)
+
+
+class CallRouter(OutputRouter):
+    """Hands finished requests to the engine instead of the library's queue."""
+
+    def __init__(self, sink: CallSink) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def deliver(self, output: TrackedOutput) -> None:
+        """Take one result."""
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[TrackedOutput]) -> None:
+        """Take the results of one step."""
+        finished: list[tuple[Call, FinishReason]] = []
+        for output in outputs:
+            reason = output.state.finish_reason
+            if reason is None:
+                self._sink.failed(output.state.call, output.error or "the request was dropped")
+            else:
+                finished.append((output.state.call, reason))
+        self._sink.finished(finished)
+
+
+class RowSampler:
+    """Stands where the library keeps its logits processors: sees each batch before it runs."""
+
+    tensors_required = 0
+    do_processing = False
+
+    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: SamplingRows | None = None
+
+    def fill_defaults(self, _: torch.Tensor) -> None:
+        """Nothing is kept in the library's static tensors."""
+
+    def check_kwargs(self, _: dict[str, Any]) -> None:
+        """Requests carry their parameters in their call."""
+
+    def prepare_tensor_args(
+        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        """Lay out the parameters of the rows that get a token in the coming step."""
+        draws = []
+        for future in requests_in_batch:
+            call = _call_of(future)
+            if call.cached_tokens is None:
+                call.cached_tokens = future.state.position_offset - future.query_length
+            if future.has_new_token:
+                draws.append(call.draw())
+        if draws:
+            self._rows = SamplingRows.of(draws, vocab_size=self._vocab_size, device=self._device)
+        return arg_storage
+
+    def sample(self, logits: torch.Tensor) -> Sampled:
+        """Sample for the rows that were laid out last; `logits` is [R, V]."""
+        assert self._rows is not None  # noqa: S101 - rows are laid out before every step
+        return sample_tokens(logits, self._rows)
+
+
+class SamplingRunner(ModelRunner):
+    """The library's forward pass, with our sampling behind it."""
+
+    logit_processor: RowSampler
+
+    def _forward_process_and_sample(
+        self,
+        model: nn.Module,
+        batch_data: dict[str, Any],
+        carry_over_ids: torch.Tensor,
+        prev_output_ids: torch.Tensor,
+        output_ids: torch.Tensor,
+    ) -> None:
+        logits = model(**batch_data).logits[0]
+        if "logits_to_keep" not in batch_data:
+            logits = logits[batch_data["logits_indices"]]
+        sampled = self.logit_processor.sample(logits)
+        count = sampled.token_ids.shape[0]
+        output_ids[0, :count].copy_(sampled.token_ids)
+        output_ids[1, :count].copy_(sampled.log_probs.view(torch.int32))
+
+
+class PagedInputs:
+    """Inputs and runner of a step in one: packs a batch, runs it, keeps what was sampled."""
+
+    compute_stream = None
+    use_block_table = False
+    pad_inputs = False
+
+    def __init__(self, cache: "CacheAccess", sampler: RowSampler, device: torch.device) -> None:
+        self._cache = cache
+        self._sampler = sampler
+        self._device = device
+        self._requests: list[FutureRequestState] = []
+        self._input_ids: list[int] = []
+        self._last_rows: list[int] = []
+        self._batch: PagedBatch | None = None
+        self._sampled: Sampled | None = None
+
+    def maybe_pad_inputs(
+        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+    ) -> tuple[int, int]:
+        """Nothing is padded to a static shape."""
+        return num_q_tokens, max_kv_read
+
+    def prepare_batch_tensors(
+        self,
+        requests_in_batch: list[FutureRequestState],
+        logits_processors: RowSampler,
+        use_decode_fast_path: bool,
+        num_q_tokens: int,
+        max_kv_read: int,
+        use_padding: bool,
+    ) -> None:
+        """Pack the scheduled sequences one behind the other."""
+        tables = self._cache.page_tables
+        spans: list[Span] = []
+        input_ids: list[int] = []
+        last_rows: list[int] = []
+        for future in requests_in_batch:
+            state = future.state
+            count = future.query_length
+            spans.append(Span(state.position_offset, count, tables[state.request_id]))
+            state.position_offset += count
+            input_ids += state.tokens_to_process
+            if future.has_new_token:
+                last_rows.append(len(input_ids) - 1)
+        self._requests, self._input_ids, self._last_rows = requests_in_batch, input_ids, last_rows
+        self._batch = plan_batch(spans, self._cache.geometry, device=self._device)
+        logits_processors.prepare_tensor_args(requests_in_batch, torch.empty(0))
+
+    def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
+        """The forward pass's arguments."""
+        assert self._batch is not None  # noqa: S101 - the library prepares before it runs
+        return {
+            "input_ids": torch.tensor([self._input_ids], device=self._device),
+            "position_ids": self._batch.positions.unsqueeze(0),
+            "paged_batch": self._batch,
+            "use_cache": False,
+            "logits_to_keep": torch.tensor(
+                self._last_rows, dtype=torch.int64, device=self._device
+            ),
+        }
+
+    def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
+        """Run the model and sample."""
+        if self._last_rows:
+            self._sampled = self._sampler.sample(model(**batch_data).logits[0])
+        else:
+            model(**batch_data)
+            self._sampled = None
+
+    def retrieve_device_outputs(self) -> None:
+        """The results are read where they are used."""
+
+    def prepare_batch_update(
+        self,
+    ) -> tuple[list[FutureRequestState], list[int], list[float]]:
+        """The batch, with a token and a log-probability for each row that has one."""
+        if self._sampled is None:
+            return self._requests, [], []
+        return self._requests, self._sampled.token_ids.tolist(), self._sampled.log_probs.tolist()
+
+    def reset(self) -> None:
+        """Forget the last batch."""
+        self._requests, self._batch, self._sampled = [], None, None
+
+
+class CacheAccess:
+    """Reads the library's cache: page tables, page numbering, memory; clears it.
+
+    From 5.18 on all layers share one tensor in which a page id is a block of pages; before, each
+    layer has its own tensor and a page id is a page.
+    """
+
+    def __init__(self, cache: Any, page_size: int) -> None:
+        self._cache = cache
+        self._page_size = page_size
+        self._layers: dict[int, LayerPages] = {}
+        self._has_allocators = hasattr(cache, "cache_allocators")
+
+    @property
+    def _allocator(self) -> Any:
+        if self._has_allocators:
+            return next(iter(self._cache.cache_allocators.values()))
+        return self._cache.group_cache_managers[0]
+
+    @property
+    def page_tables(self) -> dict[str, list[int]]:
+        """Page ids of each sequence in the cache."""
+        return self._allocator.block_table
+
+    @property
+    def geometry(self) -> PageGeometry:
+        """How page ids are laid out in memory."""
+        return PageGeometry(self._page_size, self._rows_per_page_id, self._layer_pages)
+
+    @property
+    def _rows_per_page_id(self) -> int:
+        if self._has_allocators:
+            return self._allocator.block_physical_stride // self._page_size
+        return 1
+
+    def _layer_pages(self, layer: int) -> LayerPages:
+        if layer not in self._layers:
+            self._layers[layer] = self._view_layer(layer)
+        return self._layers[layer]
+
+    def _view_layer(self, layer: int) -> LayerPages:
+        if self._has_allocators:
+            slots = self._allocator._kv_token_views[layer]
+        else:
+            _, place = self._cache.layer_index_to_group_indices[layer]
+            slots = (self._cache.key_cache[place], self._cache.value_cache[place])
+        keys, values = (view.flatten(1) for view in slots)
+        pages = (view.view(-1, self._page_size * view.shape[1]) for view in (keys, values))
+        return LayerPages(keys, values, *pages)
+
+    def clear(self) -> None:
+        """Forget every cached prefix; no sequence may hold pages."""
+        if self._has_allocators:
+            self._cache.reset()
+        else:
+            manager = self._cache._block_manager
+            self._cache._block_manager = type(manager)(
+                manager.num_blocks, manager.block_size, tp_on=manager.tp_on
+            )
+
+
+class _Manager(ContinuousBatchingManager):
+    """The library's manager, used to build a batch processor; its thread is never started."""
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, *settings: Any) -> None:
+        """Keep our attention, which the library's check does not know."""
+        if model.config._attn_implementation != ATTENTION_NAME:
+            super().switch_to_cb_friendly_attn(model, *settings)
+
+    def build(self, sampler: RowSampler, sink: CallSink) -> ContinuousBatchProcessor:
+        """A processor that samples by `sampler` and hands its results to `sink`."""
+        self.logit_processor = sampler
+        self.output_router = CallRouter(sink)
+        return self._create_batch_processor()
+
+
+@dataclass(frozen=True, slots=True)
+class Batcher:
+    """Runs calls together, step by step, in the thread that calls it."""
+
+    model: PreTrainedModel
+    processor: Any
+    """`ContinuousBatchProcessor`, parts of which were replaced."""
+    cache: CacheAccess
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, limits: BatchLimits, sink: CallSink) -> "Batcher":
+        """Allocate the cache and what goes with it."""
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+        vocab_size = model.config.get_text_config().vocab_size
+        sampler = RowSampler(vocab_size=vocab_size, device=model.device)
+        is_ours = model.config._attn_implementation == ATTENTION_NAME
+        config = _library_config(limits, has_masks=not is_ours)
+        processor: Any = _Manager(model, GenerationConfig(do_sample=True), config).build(
+            sampler, sink
+        )
+        cache = CacheAccess(processor.cache, limits.page_size)
+        if is_ours:
+            inputs = PagedInputs(cache, sampler, model.device)
+            processor.inputs_and_outputs = processor.model_runner = inputs
+        else:
+            processor.model_runner = SamplingRunner(
+                logit_processor=sampler,
+                cb_config=processor.cb_config,
+                cache=processor.cache,
+                inputs_and_outputs=processor.inputs_and_outputs,
+                do_sample=True,
+                return_logprobs=True,
+            )
+        return cls(model, processor, cache)
+
+    def add(self, call: Call) -> None:
+        """Queue a call."""
+        self.processor.scheduler.add_waiting_request(TrackedState.of(call))
+
+    def drop(self, call: Call) -> None:
+        """Take a call out and free its pages; its tokens so far stay in it."""
+        self.processor.scheduler.set_request_cancellation(call.key)
+        self.processor.scheduler.clear_cancelled_requests()
+
+    def step(self) -> bool:
+        """Sample the next token of every sequence that runs; False where there is nothing to do."""
+        if not self.processor.prepare_next_batch():
+            return False
+        self.processor._generation_step(self.model)
+        self.processor.update_batch()
+        return True
+
+    def forget_prefixes(self, running: Sequence[Call]) -> None:
+        """Drop the whole cache. Calls that run are queued again with what they have sampled.
+
+        Their keys and values were computed by weights that may have changed; they are computed
+        anew, so that what follows is what the weights of then would say.
+        """
+        for call in running:
+            self.drop(call)
+        self.cache.clear()
+        for call in running:
+            self.add(call)
+
+
+def _call_of(future: FutureRequestState) -> Call:
+    state: Any = future.state
+    return state.call
+
+
+def _library_config(limits: BatchLimits, *, has_masks: bool) -> ContinuousBatchingConfig:
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    page_size = {"page_size" if "page_size" in fields else "block_size": limits.page_size}
+    return ContinuousBatchingConfig(
+        **page_size,
+        num_blocks=limits.num_pages,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_requests_per_batch=limits.max_batch_size,
+        # The library checks its memory with masks that our attention does not have.
+        max_memory_percent=None if has_masks else 1e6,
+        return_logprobs=True,
+        # Tokens must be read, and weights changed, between any two steps.
+        use_async_batching=False,
+        # Sampling looks at the batch to skip what no row asks for.
+        use_cuda_graph=False,
+    )

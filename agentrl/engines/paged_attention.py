@@ -1,0 +1,248 @@
+"""Attention over a paged key-value cache, without a mask over the whole cache.
+
+The attention functions that the library brings for devices without FlashAttention build one dense
+mask of [all queries, all cached keys of all requests]. Here each sequence reads its own pages:
+sequences of like length are padded to one [B, Q] x [B, K] problem (a `Chunk`), which
+`scaled_dot_product_attention` solves on any device.
+
+Shape key: T tokens of the packed batch, B sequences of a chunk, Q queries, K keys, H heads,
+P pages a sequence, D head dimension, S sequences of the batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "agentrl_paged"
+MAX_MASK_ELEMENTS = 4 * 2**20
+"""Most elements of one chunk's mask: bounds its memory, and how much is padded in vain."""
+
+
+class LayerPages(NamedTuple):
+    """One layer's share of the cache, as four views of the same memory."""
+
+    key_slots: torch.Tensor
+    """[slots, H * D]: a key for each token slot. Two dimensions: indexing rows is fast then."""
+    value_slots: torch.Tensor
+    """[slots, H * D]."""
+    key_pages: torch.Tensor
+    """[page rows, page_size * H * D]."""
+    value_pages: torch.Tensor
+    """[page rows, page_size * H * D]."""
+
+
+class Span(NamedTuple):
+    """One sequence's part in a packed batch."""
+
+    past: int
+    """Its tokens that are already in the cache."""
+    num_queries: int
+    """Its tokens that this batch computes."""
+    pages: Sequence[int]
+    """Ids of its pages, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Sequences that attend in one call, padded to the longest of them."""
+
+    rows: torch.Tensor
+    """[B, Q] int64: the packed row of each query; the sequence's first one where padded."""
+    real: torch.Tensor | None
+    """[n] int64: which of the B * Q queries are not padding; None: all."""
+    targets: torch.Tensor
+    """[n] int64: the packed rows of the queries that are not padding."""
+    pages: torch.Tensor
+    """[B * P] int64: page rows to read; any row where padded."""
+    mask: torch.Tensor
+    """[B, 1, Q, K] bool: True where a query may look at a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """What the attention of every layer needs to know of a packed batch. Built once a step."""
+
+    positions: torch.Tensor
+    """[T] int64: each token's place in its sequence."""
+    slots: torch.Tensor
+    """[T] int64: where each token's key and value are written."""
+    chunks: tuple[Chunk, ...]
+    layer_pages: Callable[[int], LayerPages]
+    """From a layer's index to its share of the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGeometry:
+    """How the cache numbers its memory."""
+
+    page_size: int
+    """Tokens of a page."""
+    rows_per_page_id: int
+    """Distance in page rows between page id n and n + 1."""
+    layer_pages: Callable[[int], LayerPages]
+
+
+def plan_batch(
+    spans: Sequence[Span], geometry: PageGeometry, *, device: torch.device
+) -> PagedBatch:
+    """Lay out a batch of sequences, packed in the order of `spans`."""
+    past = np.fromiter((span.past for span in spans), np.int64, len(spans))
+    counts = np.fromiter((span.num_queries for span in spans), np.int64, len(spans))
+    starts = np.cumsum(counts) - counts
+    table = _page_table([span.pages for span in spans]) * geometry.rows_per_page_id
+    owner = np.repeat(np.arange(len(spans)), counts)
+    positions = np.arange(len(owner)) - np.repeat(starts - past, counts)
+    page, offset = np.divmod(positions, geometry.page_size)
+    slots = table[owner, page] * geometry.page_size + offset
+
+    def chunk(members: NDArray[np.int64]) -> Chunk:
+        return _plan_chunk(
+            starts[members], past[members], counts[members], table[members], geometry, device
+        )
+
+    return PagedBatch(
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        chunks=tuple(chunk(members) for members in _split(past, counts)),
+        layer_pages=geometry.layer_pages,
+    )
+
+
+def _page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """[S, P] page ids, padded with 0."""
+    lengths = np.fromiter(map(len, pages), np.int64, len(pages))
+    table = np.zeros((len(pages), lengths.max()), np.int64)
+    filled = np.arange(table.shape[1]) < lengths[:, None]
+    table[filled] = np.fromiter(chain.from_iterable(pages), np.int64, lengths.sum())
+    return table
+
+
+def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Group sequences of like shape, so that little is padded and no mask grows too large."""
+    totals = past + counts
+    order = np.lexsort((totals, counts))
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end < len(order) and _fits(counts[order[begin : end + 1]], totals[order[begin : end + 1]]):
+            continue
+        yield order[begin:end]
+        begin = end
+
+
+def _fits(counts: NDArray[np.int64], totals: NDArray[np.int64]) -> bool:
+    if len(counts) * counts[-1] * totals.max() > MAX_MASK_ELEMENTS:
+        return False
+    return bool(counts[-1] <= 2 * counts[0])
+
+
+def _plan_chunk(
+    starts: NDArray[np.int64],
+    past: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    table: NDArray[np.int64],
+    geometry: PageGeometry,
+    device: torch.device,
+) -> Chunk:
+    num_pages = -(-int((past + counts).max()) // geometry.page_size)
+    steps = np.arange(counts.max())
+    is_real = steps < counts[:, None]
+    # A padded query repeats its sequence's first one: it sees a key, so its softmax has a value.
+    offsets = np.where(is_real, steps, 0)
+    rows = starts[:, None] + offsets
+    seen = past[:, None] + offsets
+    mask = np.arange(num_pages * geometry.page_size) <= seen[:, None, :, None]
+
+    def move(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Chunk(
+        rows=move(rows),
+        real=None if is_real.all() else move(np.flatnonzero(is_real)),
+        targets=move(rows[is_real]),
+        pages=move(np.ascontiguousarray(table[:, :num_pages]).reshape(-1)),
+        mask=move(mask),
+    )
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_batch: PagedBatch,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Write the batch's keys and values to the cache and attend, each sequence to its own pages.
+
+    The signature is that of `transformers.AttentionInterface`.
+
+    Args:
+        module: The attention layer; its `layer_idx` finds its pages.
+        query: [1, heads, T, D].
+        key: [1, H, T, D].
+        value: [1, H, T, D].
+        attention_mask: Not used: `paged_batch` knows who sees what.
+        paged_batch: The batch's layout.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        softcap: Refused: not supported.
+        s_aux: Refused: not supported.
+
+    Returns:
+        [1, T, heads, D], and None for the weights.
+
+    Raises:
+        NotImplementedError: For attention with soft-capped scores or sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError(
+            "paged attention has no soft-capping and no attention sinks; choose attention='eager'"
+        )
+    layer = paged_batch.layer_pages(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    layer.key_slots.index_copy_(0, paged_batch.slots, key[0].transpose(0, 1).flatten(1))
+    layer.value_slots.index_copy_(0, paged_batch.slots, value[0].transpose(0, 1).flatten(1))
+    packed = query[0].transpose(0, 1)
+    output = torch.empty(packed.shape, dtype=query.dtype, device=query.device)
+    for chunk in paged_batch.chunks:
+        attended = _attend(packed, layer, chunk, key.shape[1], scaling).flatten(0, 1)
+        real = attended if chunk.real is None else attended[chunk.real]
+        output.index_copy_(0, chunk.targets, real)
+    return output.unsqueeze(0), None
+
+
+def _attend(
+    packed: torch.Tensor, layer: LayerPages, chunk: Chunk, key_heads: int, scaling: float | None
+) -> torch.Tensor:
+    """[T, heads, D] -> [B, Q, heads, D] for the chunk's queries."""
+    num_sequences = chunk.rows.shape[0]
+
+    def read(pages: torch.Tensor) -> torch.Tensor:
+        rows = pages.index_select(0, chunk.pages)
+        return rows.view(num_sequences, -1, key_heads, packed.shape[2]).transpose(1, 2)
+
+    attended = scaled_dot_product_attention(
+        packed[chunk.rows].transpose(1, 2),
+        read(layer.key_pages),
+        read(layer.value_pages),
+        attn_mask=chunk.mask,
+        scale=scaling,
+        enable_gqa=packed.shape[1] != key_heads,
+    )
+    return attended.transpose(1, 2)
+
+
+def register_paged_attention() -> str:
+    """Make the function known to transformers; returns the name to build a model with."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    return ATTENTION_NAME

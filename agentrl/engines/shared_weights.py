@@ -1,0 +1,187 @@
+"""A second module of the same architecture whose weights are the trainer's own tensors.
+
+The engine needs another attention implementation, evaluation mode and no hooks; the trainer's
+module must not notice. So the engine has a module of its own, and only the tensors are shared.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Self
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from agentrl.errors import EngineError
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and `torch.compile` put into parameter names."""
+
+
+class SharedWeights:
+    """The engine's module, and which of its tensors are whose.
+
+    A tensor that is shared is never written to: where other values are given for it, the module
+    gets a tensor of its own.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self._groups = _tied_names(module)
+        self._buffers = {name for name, _ in module.named_buffers()} & set(module.state_dict())
+        self._owned: set[str] = set()
+        self.is_complete = False
+        """Whether every weight has its value."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, *, attention: str, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Build the engine's module for the trainer's.
+
+        Parameters share storage where they are whole on this rank and of type `dtype` (None: each
+        as it is). The others are left without values, for `update`.
+
+        Raises:
+            EngineError: The module is no Hugging Face model, or FSDP has gathered its parameters
+                (call `reshard()` on it before).
+        """
+        source = _hugging_face_model(model)
+        shared = cls(_empty_twin(source, attention))
+        parameters = {_plain_name(name): p for name, p in source.named_parameters()}
+        if isinstance(source, FSDPModule) and not any(
+            isinstance(p, DTensor) for p in parameters.values()
+        ):
+            raise EngineError("the FSDP module is gathered; reshard it before sharing its weights")
+        _copy_buffers(source, shared.module)
+        shared.is_complete = all(
+            shared._share(name, parameter, dtype or parameter.dtype)
+            for name, parameter in parameters.items()
+        )
+        return shared
+
+    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take values by parameter name. What already is the same memory costs nothing.
+
+        Args:
+            named_tensors: Whole tensors of the module's shapes, of any type; a tied weight may
+                come under each of its names or under one. Buffers of the state dict may be among
+                them.
+
+        Raises:
+            EngineError: A name is unknown, a shape differs, or weights are missing. The module
+                takes no more calls until a complete update.
+        """
+        self.is_complete = False
+        unknown: list[str] = []
+        missing = dict.fromkeys(self._groups)
+        for raw_name, tensor in named_tensors:
+            name = _plain_name(raw_name)
+            if name in self._groups:
+                self._take(name, _whole(name, tensor))
+                for tied in self._groups[name]:
+                    missing.pop(tied, None)
+            elif name in self._buffers:
+                self.module.get_buffer(name).copy_(_whole(name, tensor))
+            else:
+                unknown.append(name)
+        if unknown or missing:
+            raise EngineError(
+                "the weights given are not those of the model",
+                unknown=", ".join(unknown) or None,
+                missing=", ".join(missing) or None,
+            )
+        self.is_complete = True
+
+    def _share(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+        """Bind one of the trainer's parameters; False: it is a shard, and memory was set aside."""
+        device = parameter.device
+        if isinstance(parameter, DTensor):
+            if parameter.device_mesh.size() > 1:
+                self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=device))
+                self._owned.add(self._groups[name][0])
+                return False
+        whole = _whole(name, parameter)
+        if whole.dtype != dtype:
+            self._owned.add(self._groups[name][0])
+        self._bind(name, whole.to(dtype))
+        return True
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        current = self.module.get_parameter(name).data
+        if tensor.shape != current.shape:
+            raise EngineError(
+                f"weight {name!r} has the wrong shape {tuple(tensor.shape)}",
+                expected=tuple(current.shape),
+            )
+        if tensor.data_ptr() == current.data_ptr() and tensor.dtype == current.dtype:
+            return
+        if self._groups[name][0] in self._owned:
+            current.copy_(tensor)
+            return
+        self._bind(name, tensor.to(current, copy=True))
+        self._owned.add(self._groups[name][0])
+
+    def _bind(self, name: str, tensor: torch.Tensor) -> None:
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for tied in self._groups[name]:
+            path, _, leaf = tied.rpartition(".")
+            setattr(self.module.get_submodule(path), leaf, parameter)
+
+
+def _hugging_face_model(model: nn.Module) -> PreTrainedModel:
+    inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not isinstance(inner, PreTrainedModel):
+        raise EngineError(
+            f"cannot generate with a {type(inner).__name__}", expected="a transformers PreTrainedModel"
+        )
+    return inner
+
+
+def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """A module of the same class without memory, in evaluation mode."""
+    plain_class = next(
+        cls
+        for cls in type(source).__mro__
+        if issubclass(cls, PreTrainedModel) and not issubclass(cls, FSDPModule)
+    )
+    config = copy.deepcopy(source.config)
+    with torch.device("meta"):
+        twin = plain_class._from_config(config, attn_implementation=attention)
+    return twin.requires_grad_(False).eval()
+
+
+def _copy_buffers(source: nn.Module, twin: nn.Module) -> None:
+    """Give the twin the buffers, which are not in the state dict (rotary frequencies) included."""
+    buffers = {_plain_name(name): buffer for name, buffer in source.named_buffers()}
+    for name, _ in list(twin.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        # A copy: rotary embeddings that depend on the length replace theirs while they run.
+        twin.get_submodule(path)._buffers[leaf] = buffers[name].detach().clone()
+
+
+def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each parameter's name, all the names that lead to the same parameter."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name: tuple(group) for group in names.values() for name in group}
+
+
+def _plain_name(name: str) -> str:
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.size() > 1:
+            raise EngineError(
+                f"weight {name!r} is a shard", expected="full tensors (`DTensor.full_tensor()`)"
+            )
+        tensor = tensor.to_local()
+    return tensor.detach()

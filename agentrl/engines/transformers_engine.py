@@ -1,0 +1,298 @@
+"""The embedded engine: transformers' continuous batching on the trainer's own weights."""
+
+import asyncio
+import importlib.util
+import itertools
+import math
+import random
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+
+from agentrl.engines.batch_worker import BatchWorker
+from agentrl.engines.calls import Call, Decode, StopCheck
+from agentrl.engines.continuous_batching import BatchLimits
+from agentrl.engines.paged_attention import ATTENTION_NAME, register_paged_attention
+from agentrl.engines.protocol import Completion, SamplingParams
+from agentrl.engines.shared_weights import SharedWeights
+from agentrl.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+CACHE_MEMORY_FRAC = 0.3
+"""Share of the memory that is free when the engine is built which its cache may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersEngineSettings:
+    """What may be configured (`rollout.engine.transformers`); None: chosen by device and need."""
+
+    page_size: int | None = None
+    """Tokens of one cache page. Small pages share more of a prefix, large ones cost less."""
+    num_pages: int | None = None
+    """Pages of the cache."""
+    max_batch_tokens: int | None = None
+    """Tokens of one forward pass: bounds the memory of a prefill."""
+    max_batch_size: int | None = None
+    """Sequences of one forward pass; more calls than that wait."""
+    max_model_len: int | None = None
+    """Most tokens of a sequence; None: the model's `max_position_embeddings`."""
+    attention: str | None = None
+    """An attention implementation of transformers instead of the one chosen by device."""
+    seed: int | None = None
+    """Of calls that bring no seed of their own; None: from the operating system."""
+
+
+class TransformersEngine:
+    """Generates in this process, with no second copy of the weights.
+
+    The engine has a module of its own whose parameters are the trainer's tensors: a step of the
+    optimizer is seen at once, and the trainer's module stays as it is. Sampling runs in a thread of
+    its own, which starts with the first call. After weights have changed in place,
+    `update_weights` must be called, so that no prefix computed by the old ones is used.
+
+    A completion ends only at what its `SamplingParams` name; the model's own end-of-text tokens are
+    not added.
+
+    Example:
+        >>> engine = TransformersEngine.from_model(model, tokenizer=tokenizer)
+        >>> completion = await engine.generate(ids, SamplingParams(max_new_tokens=8), request_id="0")
+    """
+
+    max_model_len: int
+
+    def __init__(
+        self,
+        weights: SharedWeights,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        settings: TransformersEngineSettings | None = None,
+    ) -> None:
+        """Prefer `from_model`.
+
+        Args:
+            weights: The engine's module.
+            tokenizer: Needed for stop strings only.
+            settings: How much to take on at once.
+        """
+        settings = settings or TransformersEngineSettings()
+        config = weights.module.config.get_text_config()
+        device = weights.module.device
+        max_model_len = settings.max_model_len or _position_limit(config)
+        limits = choose_limits(settings, weights.module, max_model_len)
+        # One page is kept in reserve by the library's allocator.
+        self.max_model_len = min(max_model_len, (limits.num_pages - 1) * limits.page_size)
+        self._vocab_size: int = config.vocab_size
+        self._device = device
+        self._weights = weights
+        self._decode = _decoder(tokenizer)
+        self._random = random.Random(settings.seed)
+        self._counter = itertools.count()
+        self._version = 0
+        self._is_asleep = False
+        self._worker = BatchWorker(weights.module, limits)
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        dtype: torch.dtype | None = None,
+        settings: TransformersEngineSettings | None = None,
+    ) -> Self:
+        """An engine on the weights of a Hugging Face model, sharded by FSDP2 or not.
+
+        Args:
+            model: The trainer's module. Its parameters are shared where that is possible: whole on
+                this rank, and of type `dtype`. Otherwise the engine has memory of its own, which
+                `update_weights` fills; where parameters are shards it must be called first.
+            tokenizer: Needed for stop strings only.
+            dtype: What to compute in; None: as the parameters are.
+            settings: How much to take on at once.
+
+        Raises:
+            EngineError: The module cannot be generated with.
+        """
+        attention = choose_attention(model, settings or TransformersEngineSettings())
+        weights = SharedWeights.of(model, attention=attention, dtype=dtype)
+        return cls(weights, tokenizer=tokenizer, settings=settings)
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+    ) -> Completion:
+        """Continue `input_ids` (see `Engine.generate`). Cancellation takes the call out.
+
+        Raises:
+            EngineError: The input leaves no room for a token or is not of this vocabulary, stop
+                strings were given and no tokenizer, or the engine failed or was closed.
+        """
+        call = self._new_call(list(input_ids), sampling, request_id)
+        self._worker.submit(call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._worker.abort(lambda other: other is call)
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        """End the running calls of a request; each returns what it has so far."""
+        self._worker.abort(lambda call: call.request_id == request_id)
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
+        """Take new weights; calls that run go on with them.
+
+        A tensor that is the trainer's own, shared, is only looked at. Cached prefixes are dropped,
+        and what running calls have in the cache is computed anew.
+
+        Raises:
+            EngineError: Names are unknown or missing. No call is taken until a complete update.
+        """
+        with self._worker.paused():
+            self._weights.update(named_tensors)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+            self._version = version
+            self._worker.note_version(version)
+            self._worker.forget_prefixes()
+
+    async def flush_cache(self) -> None:
+        """Drop every cached prefix."""
+        with self._worker.paused():
+            self._worker.forget_prefixes()
+
+    async def sleep(self) -> None:
+        """Free the cache's memory. Running calls wait for `wake` and then start their cache anew."""
+        if not self._is_asleep:
+            self._is_asleep = True
+            self._worker.pause()
+            self._worker.release_cache()
+
+    async def wake(self) -> None:
+        """Go on after `sleep`."""
+        if self._is_asleep:
+            self._is_asleep = False
+            self._worker.resume()
+
+    async def close(self) -> None:
+        """Stop the engine's thread; running calls end with `EngineError`."""
+        self._worker.stop()
+
+    def _new_call(self, input_ids: list[int], sampling: SamplingParams, request_id: str) -> Call:
+        room = self.max_model_len - len(input_ids)
+        problem = self._problem(input_ids, sampling, room)
+        if problem is not None:
+            raise EngineError(problem, request_id=request_id)
+        return Call(
+            key=f"{request_id}#{next(self._counter)}",
+            request_id=request_id,
+            input_ids=input_ids,
+            sampling=sampling,
+            max_tokens=min(sampling.max_new_tokens, room),
+            stop=StopCheck.of(sampling, self._decode),
+            random=self._random if sampling.seed is None else random.Random(sampling.seed),
+            future=asyncio.get_running_loop().create_future(),
+            version=self._version,
+        )
+
+    def _problem(self, input_ids: list[int], sampling: SamplingParams, room: int) -> str | None:
+        """Why a call cannot be taken, or None."""
+        if not self._weights.is_complete:
+            return "the engine has no complete weights: call update_weights"
+        if not input_ids:
+            return "the input is empty"
+        if room < 1:
+            return f"the input has {len(input_ids)} tokens, the engine's limit is {self.max_model_len}"
+        if min(input_ids) < 0 or max(input_ids) >= self._vocab_size:
+            return f"the input has ids outside the vocabulary of {self._vocab_size}"
+        if sampling.max_new_tokens < 1:
+            return f"max_new_tokens is {sampling.max_new_tokens}"
+        if sampling.stop and self._decode is _cannot_decode:
+            return "stop strings need the engine's tokenizer"
+        return None
+
+
+def choose_attention(model: nn.Module, settings: TransformersEngineSettings) -> str:
+    """FlashAttention on a CUDA device that has it, else our paged attention.
+
+    Our attention reads whole pages of full-attention layers; a model with sliding windows gets the
+    library's `sdpa`.
+    """
+    if settings.attention is not None:
+        return settings.attention
+    device = next(model.parameters()).device
+    if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+        return "flash_attention_2"
+    config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    return register_paged_attention() if _attends_fully(config) else "sdpa"
+
+
+def choose_limits(
+    settings: TransformersEngineSettings, model: nn.Module, max_model_len: int
+) -> BatchLimits:
+    """Fill in what the settings leave open.
+
+    The cache is sized for `max_batch_size` sequences of full length, within a share of the memory
+    that is free now.
+    """
+    is_ours = model.config._attn_implementation == ATTENTION_NAME  # pyright: ignore
+    page_size = settings.page_size or (32 if is_ours else 256)
+    max_batch_size = settings.max_batch_size or 256
+    num_pages = settings.num_pages
+    if num_pages is None:
+        needed = max_batch_size * math.ceil(max_model_len / page_size)
+        num_pages = min(needed, _affordable_pages(model, page_size))
+    return BatchLimits(
+        page_size=page_size,
+        num_pages=max(num_pages, 2),
+        max_batch_tokens=settings.max_batch_tokens or (8192 if is_ours else 1024),
+        max_batch_size=max_batch_size,
+    )
+
+
+def _affordable_pages(model: nn.Module, page_size: int) -> int:
+    parameter = next(model.parameters())
+    config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    page_bytes = (
+        2 * config.num_hidden_layers * heads * head_dim * page_size * parameter.dtype.itemsize
+    )
+    return int(_free_bytes(parameter.device) * CACHE_MEMORY_FRAC) // page_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def _attends_fully(config: "PretrainedConfig") -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return getattr(config, "sliding_window", None) is None
+    return set(layer_types) == {"full_attention"}
+
+
+def _position_limit(config: "PretrainedConfig") -> int:
+    return getattr(config, "max_position_embeddings", None) or 4096
+
+
+def _decoder(tokenizer: "PreTrainedTokenizerBase | None") -> Decode:
+    if tokenizer is None:
+        return _cannot_decode
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _cannot_decode(_: Sequence[int]) -> str:
+    raise EngineError("stop strings need the engine's tokenizer")

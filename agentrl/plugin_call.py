@@ -1,0 +1,163 @@
+"""Call code of users so that it cannot hang, block or bring down what called it.
+
+`call_bounded` is the one boundary round tools and simulated users: time out, cancellation and every
+exception, even `SystemExit`, end there. `in_thread` and `in_thread_loop` keep code that blocks off
+the event loop.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+TASK_PREFIX = "plugin:"
+"""Begins the name of every task that runs users' code; the watchdog reads it."""
+
+MAX_GRACE_S = 1.0
+GRACE_FRAC = 0.05
+
+
+class CallTimeoutError(TimeoutError):
+    """The time-out of the call itself, told apart from a `TimeoutError` that the plug-in raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt(Generic[T]):
+    """How a call ended: a value, or what it raised."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+    def unwrap(self) -> T:
+        if self.error is None:
+            return cast("T", self.value)
+        if isinstance(self.error, Exception):
+            raise self.error
+        raise RuntimeError(f"raised {type(self.error).__name__}") from self.error
+
+
+async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, name: str) -> T:
+    """Await `call()` in a task of its own for at most `timeout_s` seconds.
+
+    A call that is late, or whose caller is cancelled, is cancelled and given a moment to clean up
+    (5 % of its time, at most a second); one that ignores even that is left behind.
+
+    Args:
+        call: Starts the work; called inside the task.
+        timeout_s: Seconds.
+        name: Whose code runs (`tool:calculator`), for the watchdog.
+
+    Raises:
+        CallTimeoutError: after `timeout_s`.
+        Exception: what the call raised. A `KeyboardInterrupt`, `SystemExit` or stray
+            `CancelledError` of its own comes out as a `RuntimeError`.
+    """
+    task = asyncio.create_task(_contain(call), name=TASK_PREFIX + name)
+    done: set[asyncio.Task[_Attempt[T]]] = set()
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        if not done and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=min(MAX_GRACE_S, GRACE_FRAC * timeout_s))
+    if not done:
+        raise CallTimeoutError(f"no answer within {timeout_s:g} s")
+    return task.result().unwrap()
+
+
+async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a user's method, which may be `async def` or, off the loop, a plain `def`."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **kwargs)
+    value = await in_thread(lambda: method(*args, **kwargs))
+    return await value if inspect.isawaitable(value) else value
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking function on a daemon thread of its own.
+
+    A thread cannot be killed. Cancelling leaves it behind; being a daemon it holds up neither
+    another call nor the end of the process, as one of an executor would.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Attempt[T]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        attempt = context.run(_try, function)
+        # The loop may have closed meanwhile: then nobody waits for this any more.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_settle, future, attempt)
+
+    threading.Thread(target=run, name="agentrl-plugin", daemon=True).start()
+    return (await future).unwrap()
+
+
+async def in_thread_loop(call: Callable[[], Awaitable[T]]) -> T:
+    """Await `call()` in an event loop of its own on a daemon thread.
+
+    Cancelling is passed on into that loop, which ends whatever awaits there; code that blocks is
+    left behind.
+    """
+    remote = _RemoteTask()
+
+    async def main() -> T:
+        remote.begin()
+        return await call()
+
+    try:
+        return await in_thread(lambda: asyncio.run(main()))
+    except asyncio.CancelledError:
+        remote.cancel()
+        raise
+
+
+class _RemoteTask:
+    """A task of another thread's loop, to be cancelled from this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+
+    def begin(self) -> None:
+        """Note the running task; called inside it."""
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        with self._lock:
+            self._running = asyncio.get_running_loop(), task
+            if self._cancelled:
+                task.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the task, now or as soon as it begins."""
+        with self._lock:
+            self._cancelled = True
+            if self._running is not None:
+                loop, task = self._running
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(task.cancel)
+
+
+async def _contain(call: Callable[[], Awaitable[T]]) -> _Attempt[T]:
+    try:
+        return _Attempt(value=await call())
+    except BaseException as error:  # noqa: BLE001 - the boundary round users' code
+        return _Attempt(error=error)
+
+
+def _try(function: Callable[[], T]) -> _Attempt[T]:
+    try:
+        return _Attempt(value=function())
+    except BaseException as error:  # noqa: BLE001 - the boundary round users' code
+        return _Attempt(error=error)
+
+
+def _settle(future: "asyncio.Future[_Attempt[T]]", attempt: _Attempt[T]) -> None:
+    if not future.done():
+        future.set_result(attempt)

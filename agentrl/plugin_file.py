@@ -1,0 +1,99 @@
+"""Read the YAML that lists plug-ins, and say of every mistake in which file, at which key it stands.
+
+Interpolation works as in a run file: `${oc.env:SEARCH_URL}` is read from the environment.
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from agentrl.errors import ConfigError
+
+Entry = TypeVar("Entry", bound=BaseModel)
+
+
+def read_entries(path: str | Path, key: str, entry: type[Entry]) -> list[Entry]:
+    """Read the list under the file's one key, each item checked against `entry`.
+
+    Raises:
+        ConfigError: with the file, the key (`tools[1].class_name`) and what was expected.
+    """
+    file = Path(path)
+    data = _read_yaml(file)
+    expected = f"a mapping with the one key {key!r} that holds a list"
+    if not isinstance(data, dict) or key not in data:
+        raise ConfigError(f"the file has no key {key!r}", file=file, expected=expected)
+    mapping = cast("dict[Any, Any]", data)
+    for other in mapping:
+        if other != key:
+            raise unknown_key(str(other), [key], file=file)
+    items = mapping[key]
+    if not isinstance(items, list):
+        raise ConfigError(f"{key} is {items!r}", file=file, key=key, expected=expected)
+    listed = cast("list[Any]", items)
+    return [_check(entry, item, f"{key}[{i}]", file) for i, item in enumerate(listed)]
+
+
+def unknown_key(
+    key: str, known: Iterable[str], *, file: str | Path | None, parent: str = ""
+) -> ConfigError:
+    """Build the error for a key that nothing reads, with the nearest one that something reads."""
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(
+        f"unknown key {key!r}{guess}",
+        file=file,
+        key=f"{parent}.{key}" if parent else key,
+        expected=f"one of {', '.join(names)}",
+    )
+
+
+def _read_yaml(file: Path) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except OSError as error:
+        raise ConfigError(f"cannot read the file: {error.strerror}", file=file) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file is not UTF-8 text: {error}", file=file) from error
+    except yaml.MarkedYAMLError as error:
+        raise _malformed(error, file) from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"cannot read the file: {error}", file=file) from error
+
+
+def _malformed(error: yaml.MarkedYAMLError, file: Path) -> ConfigError:
+    mark = error.problem_mark
+    where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return ConfigError(f"malformed YAML{where}: {error.problem}", file=file, expected="YAML")
+
+
+def _check(entry: type[Entry], item: Any, key: str, file: Path) -> Entry:
+    try:
+        return entry.model_validate(item)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place, kind = first["loc"], first["type"]
+        if kind == "extra_forbidden":
+            raise unknown_key(str(place[-1]), entry.model_fields, file=file, parent=key) from None
+        raise ConfigError(
+            f"{first['msg']} (found {first['input']!r:.80})",
+            file=file,
+            key=key + "".join(_step(part) for part in place),
+            expected=_expected(entry, place),
+        ) from None
+
+
+def _step(part: str | int) -> str:
+    return f"[{part}]" if isinstance(part, int) else f".{part}"
+
+
+def _expected(entry: type[BaseModel], place: tuple[str | int, ...]) -> str | None:
+    field = entry.model_fields.get(str(place[0])) if place else None
+    return field.description if field else f"a mapping with the keys {', '.join(entry.model_fields)}"

@@ -1,0 +1,362 @@
+"""`DataProto`, the batch that stages with tensors hand to each other.
+
+A `DataProto` holds B rows: tensors `[B, ...]`, object arrays `[B]`, and facts about the batch as a
+whole. Which keys there are is said in `agentrl.collate`. Selections and repetitions are new objects
+that may share memory with the old; `union`, `pop`, `rename`, `reorder` and `to` change the batch
+itself, as users of the field expect.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, overload
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.errors import DataError
+from agentrl.protocol.columns import (
+    check_rows,
+    object_array,
+    refuse_conflicts,
+    refuse_other_columns,
+    take_columns,
+    tensor_columns,
+    union_facts,
+)
+from agentrl.protocol.saving import read_columns, write_columns
+
+Rows = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+"""Which rows: their numbers, or a truth value for each row."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a `DataProto`."""
+
+    batch: TensorDict | None
+    """The row's tensors, without the batch dimension."""
+    non_tensor_batch: dict[str, Any]
+    """The row's objects."""
+    meta_info: dict[str, Any]
+    """Facts about the batch that it came from."""
+
+
+@dataclass
+class DataProto:
+    """B rows of tensors and objects.
+
+    Example:
+        >>> data = DataProto.from_dict({"x": torch.arange(3)}, {"uid": ["a", "a", "b"]})
+        >>> len(data), data[1:].non_tensor_batch["uid"].tolist()
+        (3, ['a', 'b'])
+    """
+
+    batch: TensorDict | None = None
+    """Tensors by name, each `[B, ...]`."""
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    """Object arrays by name, each `[B]`."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    """What is true of the whole batch; JSON values, where it is to be saved."""
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> "DataProto":
+        """Make a batch from columns.
+
+        Raises:
+            DataError: where a column has another number of rows than the first.
+        """
+        columns = {key: object_array(values) for key, values in (non_tensors or {}).items()}
+        batch = None
+        if tensors:
+            num_rows = next(iter(tensors.values())).shape[:1].numel()
+            for key, tensor in tensors.items():
+                check_rows(key, tuple(tensor.shape), num_rows)
+            batch = TensorDict(dict(tensors), batch_size=[num_rows])
+        return cls(batch, columns, dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, torch.Tensor | np.ndarray | Sequence[Any]],
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> "DataProto":
+        """Make a batch from columns of both kinds: tensors are told by their type."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        others = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, cast("Mapping[str, Sequence[Any]]", others), meta_info)
+
+    def check_consistency(self) -> None:
+        """Hold every column against the number of rows.
+
+        Raises:
+            DataError: naming the column, its shape, and what was expected.
+        """
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            shape = tuple(self.batch.batch_size)
+            raise DataError(f"a batch of shape {shape}", expected="one batch dimension")
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise DataError(f"{key!r} is a {type(array).__name__}", expected="a numpy array")
+            check_rows(key, array.shape, len(self))
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    @overload
+    def __getitem__(self, rows: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, rows: slice | Rows) -> "DataProto": ...
+    def __getitem__(self, rows: int | slice | Rows) -> "DataProto | DataProtoItem":
+        if isinstance(rows, slice):
+            return self.slice(rows.start, rows.stop, rows.step)
+        if isinstance(rows, int | np.integer):
+            return self._item(int(rows))
+        return self.select_idxs(cast("Rows", rows))
+
+    def _item(self, row: int) -> DataProtoItem:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        batch = None if self.batch is None else cast("TensorDict", self.batch[row])
+        return DataProtoItem(
+            batch,
+            {key: array[row] for key, array in self.non_tensor_batch.items()},
+            dict(self.meta_info),
+        )
+
+    # Choosing.
+
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> "DataProto":
+        """Rows `start`, `start + step`, ... before `end`."""
+        rows = slice(start, end, step)
+        if step is not None and step < 0:  # tensors know no negative steps
+            return self.select_idxs(np.arange(len(self))[rows])
+        batch = None if self.batch is None else cast("TensorDict", self.batch[rows])
+        columns = {key: array[rows] for key, array in self.non_tensor_batch.items()}
+        return DataProto(batch, columns, dict(self.meta_info))
+
+    def select_idxs(self, idxs: Rows) -> "DataProto":
+        """The rows of these numbers, in their order, or those that a truth value keeps."""
+        if isinstance(idxs, torch.Tensor):
+            idxs = idxs.detach().cpu().numpy()
+        rows = np.asarray(idxs)
+        if rows.dtype == np.bool_:
+            check_rows("idxs", rows.shape, len(self))
+            rows = np.flatnonzero(rows)
+        rows = rows.astype(np.int64)
+        if rows.size and not (-len(self) <= rows.min() and rows.max() < len(self)):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
+        rows = rows % max(len(self), 1)
+        batch = None
+        if self.batch is not None:
+            batch = cast("TensorDict", self.batch[torch.from_numpy(rows)])
+        columns = {key: array[rows] for key, array in self.non_tensor_batch.items()}
+        return DataProto(batch, columns, dict(self.meta_info))
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> "DataProto":
+        """The columns of these names; None keeps all of a kind."""
+        chosen = DataProto(
+            self._take_tensors(batch_keys),
+            take_columns(self.non_tensor_batch, non_tensor_batch_keys),
+            take_columns(self.meta_info, meta_info_keys),
+        )
+        return copy.deepcopy(chosen) if deepcopy else chosen
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> "DataProto":
+        """Take the columns of these names out, and return them; None takes none of a kind."""
+        taken = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        for key in batch_keys or ():
+            cast("TensorDict", self.batch).del_(key)
+        for key in non_tensor_batch_keys or ():
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys or ():
+            del self.meta_info[key]
+        return taken
+
+    def _take_tensors(self, keys: Sequence[str] | None) -> TensorDict | None:
+        if self.batch is None:
+            take_columns({}, keys)
+            return None
+        return TensorDict(
+            take_columns(tensor_columns(self.batch), keys), batch_size=self.batch.batch_size
+        )
+
+    # Changing in place, as users of the field expect.
+
+    def union(self, other: "DataProto") -> "DataProto":
+        """Add the columns of `other`; a column that both have must be the same.
+
+        Raises:
+            DataError: naming the key, and the first row in which the two differ. Nothing has
+                changed then.
+        """
+        if self._columns() and other._columns() and len(self) != len(other):
+            raise DataError(f"{len(other)} rows to add to {len(self)}")
+        mine, theirs = tensor_columns(self.batch), tensor_columns(other.batch)
+        refuse_conflicts(mine, theirs)
+        refuse_conflicts(self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = union_facts([self.meta_info, other.meta_info])
+        if other.batch is not None:
+            self.batch = TensorDict(theirs | mine, batch_size=other.batch.batch_size)
+        self.non_tensor_batch = other.non_tensor_batch | self.non_tensor_batch
+        self.meta_info = meta_info
+        return self
+
+    def _columns(self) -> dict[str, Any]:
+        return {**tensor_columns(self.batch), **self.non_tensor_batch}
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
+        """Rename tensors."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise DataError(f"{len(old)} names to replace by {len(new)}")
+        tensors = tensor_columns(self.batch)
+        take_columns(tensors, old)
+        names = dict(zip(old, new, strict=True))
+        renamed = {names.get(key, key): tensor for key, tensor in tensors.items()}
+        if len(renamed) != len(tensors):
+            raise DataError(f"renaming {old} to {new} would make two columns one")
+        self.batch = TensorDict(renamed, batch_size=[len(self)]) if tensors else self.batch
+        return self
+
+    def reorder(self, indices: Rows) -> None:
+        """Put the rows into this order."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def to(self, device: str | torch.device) -> "DataProto":
+        """Move the tensors to a device."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    # Repeating, cutting and joining.
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
+        """Repeat the rows: each one in its place (a a b b), or the whole batch (a b a b)."""
+        rows = np.arange(len(self))
+        return self.select_idxs(
+            np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
+        )
+
+    def split(self, split_size: int) -> "list[DataProto]":
+        """Cut into pieces of `split_size` rows; the last may be shorter."""
+        if split_size < 1:
+            raise DataError(f"pieces of {split_size} rows", expected="at least 1")
+        return [self.slice(at, at + split_size) for at in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> "list[DataProto]":
+        """Cut into so many pieces of equal length.
+
+        Raises:
+            DataError: where the rows do not divide.
+        """
+        if chunks < 1 or len(self) % chunks:
+            raise DataError(
+                f"{len(self)} rows do not divide into {chunks} equal pieces",
+                expected="pad_dataproto_to_divisor first, or split",
+            )
+        size = len(self) // chunks
+        return [self.slice(at * size, (at + 1) * size) for at in range(chunks)]
+
+    @staticmethod
+    def concat(data: "Sequence[DataProto]") -> "DataProto":
+        """Join batches of the same columns, row behind row.
+
+        Raises:
+            DataError: where columns, shapes or facts in `meta_info` differ, naming the key.
+        """
+        if not data:
+            raise DataError("nothing to concatenate", expected="at least one batch")
+        for other in data[1:]:
+            refuse_other_columns(data[0]._columns(), other._columns())
+        tensors = {
+            key: torch.cat([tensor_columns(part.batch)[key] for part in data])
+            for key in tensor_columns(data[0].batch)
+        }
+        columns = {
+            key: np.concatenate([part.non_tensor_batch[key] for part in data])
+            for key in data[0].non_tensor_batch
+        }
+        return DataProto.from_dict(tensors, columns, union_facts([part.meta_info for part in data]))
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+    ) -> "Iterator[DataProto]":
+        """Pass over the rows `epochs` times in mini-batches; the last of a pass may be shorter.
+
+        Args:
+            mini_batch_size: Rows of one piece.
+            epochs: Passes.
+            seed: None keeps the order of the rows; a number shuffles each pass anew by it.
+        """
+        for epoch in range(epochs):
+            rows = np.arange(len(self))
+            if seed is not None:
+                np.random.default_rng((seed, epoch)).shuffle(rows)
+            yield from self.select_idxs(rows).split(mini_batch_size)
+
+    # Saving. No pickle: reading a file runs nothing.
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the batch to one safetensors file, whole or not at all.
+
+        Objects must be JSON values or pydantic models; the latter are read back as dicts.
+
+        Raises:
+            DataError: naming the key and row of an object that JSON cannot hold.
+        """
+        write_columns(
+            filepath, tensor_columns(self.batch), dict(self.non_tensor_batch), self.meta_info
+        )
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> "DataProto":
+        """Read what `save_to_disk` wrote.
+
+        Raises:
+            DataError: where the file is damaged or of another kind.
+        """
+        return DataProto.from_dict(*read_columns(filepath))
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append copies of the first rows until the rows divide. Returns the batch and how many."""
+    num_padded = -len(data) % size_divisor
+    if not num_padded:
+        return data, 0
+    if not len(data):
+        raise DataError("no row to pad with", expected="at least one row")
+    rows = np.arange(len(data) + num_padded) % len(data)
+    return data.select_idxs(rows), num_padded
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Take the padded rows off again."""
+    return data.slice(0, len(data) - pad_size) if pad_size else data

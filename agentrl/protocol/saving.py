@@ -1,0 +1,87 @@
+"""A batch on disk: one safetensors file, written whole or not at all.
+
+No pickle: reading a file runs nothing. Objects are kept as JSON, which stands in the file as one
+more tensor of bytes (the file's own header is limited in size).
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from agentrl.errors import DataError
+
+_FORMAT = {"format": "agentrl.DataProto", "version": "1"}
+_JSON_KEY = "__json__"
+
+
+def write_columns(
+    path: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    non_tensors: Mapping[str, np.ndarray],
+    meta_info: Mapping[str, Any],
+) -> None:
+    """Write the columns of a batch.
+
+    Raises:
+        DataError: naming the key and row of an object that JSON cannot hold.
+    """
+    columns = {
+        key: [_to_json(value, f"{key!r} in row {row}") for row, value in enumerate(values)]
+        for key, values in non_tensors.items()
+    }
+    facts = {key: _to_json(value, f"meta_info {key!r}") for key, value in meta_info.items()}
+    text = json.dumps({"non_tensors": columns, "meta_info": facts})
+    # Cloned: tensors that share memory cannot be saved side by side.
+    plain = {
+        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for key, tensor in tensors.items()
+    }
+    plain[_JSON_KEY] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    save_file(plain, partial, metadata=_FORMAT)
+    partial.replace(target)
+
+
+def read_columns(
+    path: str | Path,
+) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]], dict[str, Any]]:
+    """Read tensors, objects and facts of a saved batch.
+
+    Raises:
+        DataError: where the file is missing, damaged, or of another kind.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            if file.metadata() != _FORMAT:
+                raise DataError("not a saved DataProto", file=path, expected=_FORMAT)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"cannot read the batch: {error}", file=path) from error
+    saved = json.loads(tensors.pop(_JSON_KEY).numpy().tobytes())
+    return tensors, saved["non_tensors"], saved["meta_info"]
+
+
+def _to_json(value: Any, where: str) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, np.generic):
+        return _to_json(value.item(), where)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_json(entry, where) for entry in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _to_json(entry, where) for key, entry in value.items()}
+    raise DataError(
+        f"{where} holds a {type(value).__name__}, which cannot be saved",
+        expected="JSON values or pydantic models",
+    )

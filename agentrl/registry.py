@@ -1,0 +1,81 @@
+"""Names under which the functions and classes of one kind are found."""
+
+import difflib
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Generic, TypeVar, cast
+
+from agentrl.errors import ConfigError
+
+T = TypeVar("T")
+F = TypeVar("F")
+
+
+class Registry(Generic[T]):
+    """A table that users extend with a decorator and configurations choose from by name.
+
+    Args:
+        kind: What it holds, in words, for messages.
+        key: The configuration key that chooses.
+
+    Example:
+        >>> greetings: Registry[Callable[[], str]] = Registry("greeting", key="demo.greeting")
+        >>> @greetings.register("plain")
+        ... def say_hello() -> str:
+        ...     return "hello"
+        >>> greetings.get("plain")()
+        'hello'
+    """
+
+    def __init__(self, kind: str, *, key: str) -> None:
+        self._kind = kind
+        self._key = key
+        self._found: dict[str, T] = {}
+
+    def register(self, name: str | Enum) -> Callable[[F], F]:
+        """Decorate what is to be found under `name`.
+
+        Raises:
+            ConfigError: where the name is taken by another. (The same one, defined anew in a
+                notebook or a reloaded module, replaces itself.)
+        """
+        plain = _plain(name)
+
+        def put(found: F) -> F:
+            taken = self._found.get(plain)
+            if taken is not None and _origin(taken) != _origin(found):
+                raise ConfigError(f"the {self._kind} {plain!r} is {_origin(taken)} already")
+            self._found[plain] = cast("T", found)
+            return found
+
+        return put
+
+    def get(self, name: str | Enum) -> T:
+        """Look a name up.
+
+        Raises:
+            ConfigError: for an unknown name, with the nearest known one.
+        """
+        plain = _plain(name)
+        if plain not in self._found:
+            near = difflib.get_close_matches(plain, self._found, n=1)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"unknown {self._kind} {plain!r}{guess}",
+                key=self._key,
+                expected=f"one of {', '.join(self.names)}",
+            )
+        return self._found[plain]
+
+    @property
+    def names(self) -> list[str]:
+        """What there is, sorted."""
+        return sorted(self._found)
+
+
+def _plain(name: str | Enum) -> str:
+    return str(name.value) if isinstance(name, Enum) else name
+
+
+def _origin(found: Any) -> str:
+    return f"{found.__module__}.{found.__qualname__}"

@@ -1,0 +1,221 @@
+"""Roll out many requests at once: groups, bounded concurrency, and what becomes of failures."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from agentrl.config.schema import DataConfig, RolloutConfig
+from agentrl.data.fit import fit_prompt
+from agentrl.data.prompt import Prompt
+from agentrl.engines.protocol import SamplingParams
+from agentrl.errors import RolloutError
+from agentrl.rollout.request import AsyncRolloutRequest, Budgets
+from agentrl.rollout.runner import House, run_request
+from agentrl.rollout.states import RequestState, StopReason
+
+_UNBOUNDED = 1 << 30
+"""Token limit of a call before its request's budgets are applied."""
+
+
+class SamplingPlan(NamedTuple):
+    """For what, how often and how hot prompts are sampled."""
+
+    name: str
+    """Begins the ids of the plan's groups: `train`, or `val-` and the set's name."""
+    n: int
+    """Samples of one prompt."""
+    sampling: SamplingParams
+
+
+class RolloutManager:
+    """Makes requests of prompts and drives them to their ends.
+
+    Args:
+        house: Engine, template, parser, tools and interactions of the run.
+        rollout: Samples per prompt, sampling, budgets, concurrency, failure policy.
+        data: Lengths of prompts and responses.
+
+    Example:
+        >>> requests = manager.make_requests(prompts, train_plan(config.rollout))
+        >>> finished = await manager.rollout(requests)
+    """
+
+    def __init__(self, house: House, rollout: RolloutConfig, data: DataConfig) -> None:
+        self.house = house
+        self._rollout = rollout
+        self._data = data
+        self.budgets = make_budgets(rollout, data, house.engine.max_model_len)
+
+    def make_requests(
+        self, prompts: Sequence[Prompt], plan: SamplingPlan, *, step: int = 0
+    ) -> list[AsyncRolloutRequest]:
+        """Expand each prompt to a group of `plan.n` samples, which stand together in order.
+
+        Group ids and seeds are functions of the configuration's seed, the plan, the step and the
+        row, so that the same run makes the same requests.
+        """
+        requests: list[AsyncRolloutRequest] = []
+        for place, prompt in enumerate(prompts):
+            uid = f"{plan.name}-{step}-{prompt.index}-{place}"
+            requests += [
+                AsyncRolloutRequest.from_prompt(
+                    prompt,
+                    request_id=f"{uid}-{offset}",
+                    batch_data_id=place,
+                    rollout_offset=offset,
+                    uid=uid,
+                    sampling=plan.sampling,
+                    budgets=self.budgets,
+                    seed=random.Random(f"{self._rollout.seed}:{uid}:{offset}").getrandbits(63),
+                )
+                for offset in range(plan.n)
+            ]
+        return requests
+
+    async def rollout(
+        self,
+        requests: Sequence[AsyncRolloutRequest],
+        *,
+        on_finished: Callable[[AsyncRolloutRequest], None] | None = None,
+    ) -> list[AsyncRolloutRequest]:
+        """Drive all requests to their ends; the result has their order.
+
+        A failed request costs itself alone; then the configured policy applies. Cancelling ends
+        every request as ABORTED and releases its plug-ins before the cancellation goes on.
+
+        Raises:
+            RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
+                the requests failed.
+        """
+        room = asyncio.Semaphore(self._rollout.max_concurrent_requests)
+
+        async def drive(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
+            async with room:
+                done = await self._attempt(request)
+            if on_finished is not None:
+                on_finished(done)
+            return done
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(drive(request)) for request in requests]
+        finished = [task.result() for task in tasks]
+        self._apply_policy(finished)
+        return finished
+
+    async def _attempt(self, request: AsyncRolloutRequest) -> AsyncRolloutRequest:
+        failure = self._rollout.failure
+        retries = failure.max_retries if failure.policy == "retry" else 0
+        fresh = request.model_copy(deep=True) if retries else request
+        done = await run_request(request, self.house)
+        while done.state is RequestState.FAILED and done.attempt < retries:
+            fresh = next_attempt(fresh)
+            done = await run_request(fresh.model_copy(deep=True), self.house)
+        return done
+
+    def _apply_policy(self, finished: Sequence[AsyncRolloutRequest]) -> None:
+        failed = [r for r in finished if r.state is RequestState.FAILED]
+        if not failed:
+            return
+        failure = self._rollout.failure
+        too_many = len(failed) > failure.max_failed_frac * len(finished)
+        if failure.policy == "raise" or too_many:
+            raise RolloutError(
+                f"{len(failed)} of {len(finished)} requests failed",
+                reasons=summarise_failures(failed),
+                expected=f"at most {failure.max_failed_frac:.0%} (rollout.failure)",
+            )
+        if failure.policy == "drop_group":
+            groups = {request.uid for request in failed}
+            for request in finished:
+                if request.uid in groups:
+                    request.dropped = "a sample of its group failed"
+
+
+def next_attempt(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
+    """A fresh request for the same sample: a new request_id, the same uid."""
+    attempt = request.attempt + 1
+    root = request.request_id.partition("~")[0]
+    return request.model_copy(
+        deep=True, update={"attempt": attempt, "request_id": f"{root}~{attempt}"}
+    )
+
+
+def make_budgets(rollout: RolloutConfig, data: DataConfig, engine_len: int) -> Budgets:
+    """Gather what one request may use from the configuration and the engine's length."""
+    turns = rollout.multi_turn
+    return Budgets(
+        max_response_tokens=data.max_response_length,
+        max_model_len=min(rollout.max_model_len or engine_len, engine_len),
+        max_turn_tokens=turns.max_tokens_per_turn,
+        max_observation_tokens=turns.max_tool_response_length,
+        max_assistant_turns=turns.max_assistant_turns,
+        max_user_turns=turns.max_user_turns,
+        max_tool_calls=turns.max_tool_calls,
+        timeout_s=rollout.request_timeout_s,
+    )
+
+
+def train_plan(rollout: RolloutConfig) -> SamplingPlan:
+    """How training samples."""
+    sampling = SamplingParams(
+        max_new_tokens=_UNBOUNDED,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+    return SamplingPlan("train", rollout.n, sampling)
+
+
+def val_plan(rollout: RolloutConfig, name: str) -> SamplingPlan:
+    """How validation on the set `name` samples (`val_kwargs`)."""
+    val = rollout.val_kwargs
+    sampling = SamplingParams(
+        max_new_tokens=_UNBOUNDED,
+        temperature=val.temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        stop=tuple(rollout.stop),
+    )
+    return SamplingPlan(f"val-{name}", val.n, sampling)
+
+
+def summarise_failures(failed: Sequence[AsyncRolloutRequest]) -> str:
+    """The commonest failures of a batch in one line."""
+    kinds = Counter(
+        f"{r.error.fault}: {r.error.kind}: {r.error.message[:120]}" if r.error else str(r.stop_reason)
+        for r in failed
+    )
+    return "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3))
+
+
+class PromptCache:
+    """Render each group's prompt once, within its budget.
+
+    Args:
+        encode: Renders messages and tool schemas to tokens.
+        max_tokens: Budget of the prompt.
+        truncation: What to do with a longer one: `error`, or the side to cut.
+    """
+
+    def __init__(
+        self, encode: Callable[..., list[int]], *, max_tokens: int, truncation: str
+    ) -> None:
+        self._encode = encode
+        self._max_tokens = max_tokens
+        self._truncation = truncation
+        self._cached: dict[tuple[str, int], list[int]] = {}
+
+    def __call__(self, request: AsyncRolloutRequest) -> list[int]:
+        key = (request.uid, len(request.messages))
+        if key not in self._cached:
+            ids = self._encode(request.messages, request.tool_schemas)
+            self._cached[key] = fit_prompt(ids, self._max_tokens, self._truncation)
+            self._forget_old()
+        return self._cached[key]
+
+    def _forget_old(self) -> None:
+        while len(self._cached) > 1024:
+            del self._cached[next(iter(self._cached))]

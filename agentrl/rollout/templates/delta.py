@@ -1,0 +1,232 @@
+"""What a template writes behind an assistant turn: its end, a separator, new messages, a prompt.
+
+A delta is found by rendering the new messages behind fixed neighbours, and cutting behind the
+neighbour's assistant turn. Neighbours are a plain answer, or tool calls that the new messages
+answer where the template asks for them. Nothing here knows a model's name.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import TemplateError
+from agentrl.rollout.templates.shape import (
+    CallStyle,
+    Hole,
+    Node,
+    Pairs,
+    Voice,
+    as_arguments,
+)
+from agentrl.rollout.templates.splice import (
+    Piece,
+    Place,
+    Render,
+    common_length,
+    cut,
+    learn,
+    places_in_order,
+)
+
+RenderNode = Callable[[Sequence[Node], bool], Render]
+"""(nodes of messages, whether to add the generation prompt) -> the shape's render function."""
+
+NEIGHBOUR = 1_000_000
+"""Holes from this index on belong to neighbours and are never filled with a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfTurn:
+    """How a template ends an assistant turn that is followed by something."""
+
+    text: str
+    """What it writes up to the last control token; empty where it writes none."""
+    is_written: bool
+    """False where the turn has no end of its own and the next turn's opening stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPieces:
+    """A delta, cut behind the neighbour's assistant turn."""
+
+    pieces: tuple[Piece, ...]
+    end: str
+    """The literal's start that ends the assistant turn: what a policy samples as its stop."""
+    needs_call: bool
+    """Whether the new messages were rendered behind tool calls, not behind a plain answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """Pieces behind a neighbour's last text, and how much of them closes the neighbour."""
+
+    pieces: tuple[Piece, ...]
+    common: int
+    """Characters of the first literal that stand there too when nothing follows."""
+
+    @property
+    def lead(self) -> str:
+        return str(self.pieces[0])
+
+
+class DeltaFinder:
+    """Find deltas of one template.
+
+    Args:
+        render_node: Renders nodes, with the run's tools.
+        control: Matches a control token in a rendering.
+        style: How the template wants tool calls.
+    """
+
+    def __init__(
+        self, render_node: RenderNode, control: re.Pattern[str], style: CallStyle
+    ) -> None:
+        self._render_node = render_node
+        self._control = control
+        self._style = style
+
+    def end_of_turn(self) -> EndOfTurn:
+        """How a plain answer ends when a user follows.
+
+        Raises:
+            TemplateError: where the template does not carry an assistant's answer.
+        """
+        follower = {"role": "user", "content": _neighbour(9)}
+        behind = self._behind_answer([follower], [_neighbour(9)], gen=False, read=cut)
+        return self._end_of(behind)
+
+    def find(self, new: Sequence[dict[str, Node]], holes: Sequence[Hole]) -> DeltaPieces:
+        """Find the delta of new messages and the next generation prompt.
+
+        Raises:
+            TemplateError: where the template refuses the messages behind an assistant turn, or
+                loses their text.
+        """
+        answer = self._attempt(self._behind_answer, new, holes)
+        if not any(node["role"] == "tool" for node in new):
+            return self._after_answer(_or_raise(answer))
+        calls = self._attempt(self._behind_calls, new, holes)
+        if isinstance(calls, _Behind):
+            delta = self._after_calls(calls, answer)
+            if delta is not None:
+                return delta
+        return self._after_answer(_or_raise(answer))
+
+    def _after_answer(self, behind: _Behind) -> DeltaPieces:
+        end = self._end_of(behind)
+        return DeltaPieces(behind.pieces, end.text, needs_call=False)
+
+    def _after_calls(
+        self, behind: _Behind, answer: "_Behind | TemplateError"
+    ) -> DeltaPieces | None:
+        """The delta behind tool calls; None where that behind a plain answer is to be had.
+
+        Behind a call stands first what closes the call itself, which the policy samples.
+        """
+        end = self.end_of_turn()
+        known = end.is_written and end.text in behind.lead
+        if isinstance(answer, _Behind) and not known:
+            return None
+        start = behind.lead.index(end.text) if known else self._last_closing(behind)
+        stop = start + len(end.text) if known else behind.common
+        lead = behind.lead
+        return DeltaPieces((lead[start:], *behind.pieces[1:]), lead[start:stop], needs_call=True)
+
+    def _last_closing(self, behind: _Behind) -> int:
+        closing = list(self._control.finditer(behind.lead, 0, behind.common))
+        return closing[-1].start() if closing else behind.common
+
+    def _end_of(self, behind: _Behind) -> EndOfTurn:
+        closing = list(self._control.finditer(behind.lead, 0, behind.common))
+        if closing:
+            return EndOfTurn(behind.lead[: closing[-1].end()], is_written=True)
+        opening = self._control.search(behind.lead)
+        return EndOfTurn(behind.lead[: opening.end()] if opening else "", is_written=False)
+
+    def _attempt(
+        self, behind: Callable[..., _Behind], new: Sequence[dict[str, Node]], holes: Sequence[Hole]
+    ) -> "_Behind | TemplateError":
+        try:
+            found = behind(new, holes, gen=True, read=learn)
+        except TemplateError as error:
+            return error
+        lost = {hole.index: hole for hole in holes if hole.is_content}
+        for index in places_in_order(found.pieces):
+            lost.pop(index, None)
+        if not lost:
+            return found
+        role = new[next(iter(lost.values())).message]["role"]
+        return TemplateError(f"the template drops the text of a {role} message", role=role)
+
+    def _behind_answer(
+        self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
+    ) -> _Behind:
+        anchor = _neighbour(1, Voice.POLICY)
+        before = [{"role": "assistant", "content": anchor}]
+        return self._behind(before, anchor, [anchor], new, holes, gen=gen, read=read)
+
+    def _behind_calls(
+        self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
+    ) -> _Behind:
+        answered = [node for node in new if node["role"] == "tool"]
+        own: list[Hole] = []
+        calls: list[Node] = []
+        for number, node in enumerate(answered):
+            spare = [_neighbour(10 + 3 * number + i) for i in range(3)]
+            own += spare
+            arguments = Pairs(((spare[0], spare[1]),))
+            calls.append(
+                {
+                    "id": node.get("tool_call_id", "call00000"),
+                    "type": "function",
+                    "function": {
+                        "name": node.get("name", spare[2]),
+                        "arguments": as_arguments(arguments, self._style),
+                    },
+                }
+            )
+        content = self._style.empty_content
+        before = [{"role": "assistant", "content": content, "tool_calls": calls}]
+        return self._behind(before, own[-2], own, new, holes, gen=gen, read=read)
+
+    def _behind(
+        self,
+        before: list[Node],
+        anchor: Hole,
+        own: list[Hole],
+        new: Sequence[Node],
+        holes: Sequence[Hole],
+        *,
+        gen: bool,
+        read: Any,
+    ) -> _Behind:
+        """Render [a user, the neighbour, the new messages]; keep what is behind the anchor."""
+        user = _neighbour(0)
+        start = [{"role": "user", "content": user}, *before]
+        every = [user, *own, *holes]
+        followed = _tail(read(self._render_node([*start, *new], gen), every), anchor)
+        closed = _tail(cut(self._render_node(start, False), every), anchor)
+        common = common_length(str(followed[0]), str(closed[0]), self._control)
+        return _Behind(followed, common)
+
+
+def _or_raise(found: "_Behind | TemplateError") -> _Behind:
+    if isinstance(found, TemplateError):
+        raise found
+    return found
+
+
+def _neighbour(number: int, voice: Voice = Voice.OUTSIDE) -> Hole:
+    return Hole(NEIGHBOUR + number, -1, voice, is_content=False)
+
+
+def _tail(pieces: Sequence[Piece], anchor: Hole) -> tuple[Piece, ...]:
+    """Pieces behind the last place of `anchor`."""
+    for number in range(len(pieces) - 1, -1, -1):
+        piece = pieces[number]
+        if isinstance(piece, Place) and piece.hole.index == anchor.index:
+            return tuple(pieces[number + 1 :])
+    raise TemplateError("the template drops the text of an assistant message", role="assistant")
+
+

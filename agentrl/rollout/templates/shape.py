@@ -1,0 +1,262 @@
+"""What a conversation looks like without its texts: its shape, with a hole for each text.
+
+The shape is what a template may branch on (roles, kinds of fields, which texts are empty); it is
+the key under which renderings are cached. The texts stay outside of it. A text that is empty or
+blank is part of the shape, since templates treat those differently and they hold no control token.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from agentrl.messages import ContentPart, Message
+
+SHORTEST_ID = 8
+"""Call ids from this length on keep their length in a rendering (templates may check it)."""
+LONGEST_ID = 40
+HOLE_WIDTH = 32
+"""Digits of a placeholder."""
+
+
+class Voice(StrEnum):
+    """Who speaks in a text, which decides how it is encoded."""
+
+    OUTSIDE = "outside"
+    """Rows, users, tools, errors: plain characters."""
+    POLICY = "policy"
+    """Assistant turns: the control tokens that a policy may write inside its turn are live."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """The place of one text."""
+
+    index: int
+    """Place among the conversation's texts."""
+    message: int
+    """Index of its message; -1 for a tool's schema."""
+    voice: Voice
+    is_content: bool
+    """Whether it is (part of) the message's content, not a name or an argument."""
+    width: int = HOLE_WIDTH
+    """Length of its placeholder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A text of several holes with visible separators between them."""
+
+    parts: tuple["str | Hole", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """A mapping whose keys may be holes."""
+
+    items: tuple[tuple["str | Hole", "Node"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonText:
+    """A value that the template is given as a string of JSON."""
+
+    value: "Node"
+
+
+Node = Any
+"""JSON-like: dict, list, str, number, None, with `Hole`, `Joined`, `Pairs`, `JsonText` in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a template wants an assistant message with tool calls."""
+
+    arguments_as_json: bool = False
+    """Arguments as a string of JSON, not as a mapping."""
+    empty_content: str | None = ""
+    """Content of a message that has none; None for the value null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How messages are read into shapes for one template."""
+
+    separators: re.Pattern[str]
+    """Where a policy's text is cut, because the template looks for these in it."""
+    calls: CallStyle = CallStyle()
+
+
+class ShapeBuilder:
+    """Read messages and tools into nodes; collects holes and texts."""
+
+    def __init__(self, reading: Reading, *, first_hole: int = 0) -> None:
+        self._reading = reading
+        self._first_hole = first_hole
+        self._message = -1
+        self.holes: list[Hole] = []
+        self.texts: list[str] = []
+
+    def messages(self, messages: Sequence[Message]) -> list[Node]:
+        """Nodes of messages, in order."""
+        nodes: list[Node] = []
+        for index, message in enumerate(messages):
+            self._message = index
+            nodes.append(self._read_message(message))
+        return nodes
+
+    def structure(self, value: Any, is_inert: Any) -> Node:
+        """Nodes of a schema or content part; strings that are inert stay as they are."""
+        if isinstance(value, str):
+            return value if is_inert(value) else self.hole(value)
+        if isinstance(value, Mapping):
+            return Pairs(
+                tuple(
+                    (self.structure(str(key), is_inert), self.structure(item, is_inert))
+                    for key, item in value.items()
+                )
+            )
+        if isinstance(value, list | tuple):
+            return [self.structure(item, is_inert) for item in value]
+        return value
+
+    def hole(
+        self,
+        text: str,
+        voice: Voice = Voice.OUTSIDE,
+        *,
+        is_content: bool = False,
+        width: int = HOLE_WIDTH,
+    ) -> "str | Hole":
+        """Keep a text apart and return its hole; blank texts are returned as they are."""
+        if not text.strip():
+            return text
+        index = self._first_hole + len(self.holes)
+        hole = Hole(index, self._message, voice, is_content, width)
+        self.holes.append(hole)
+        self.texts.append(text)
+        return hole
+
+    def _read_message(self, message: Message) -> dict[str, Node]:
+        voice = Voice.POLICY if message.role == "assistant" else Voice.OUTSIDE
+        fields = message.to_template()
+        node: dict[str, Node] = {"role": message.role}
+        for key, value in fields.items():
+            if key not in ("role", "content", "tool_calls"):
+                node[key] = self._read_field(key, value, voice)
+        if message.tool_calls:
+            node["content"] = self._reading.calls.empty_content
+            node["tool_calls"] = [self._read_call(call) for call in fields["tool_calls"]]
+        if message.content or not message.tool_calls:
+            node["content"] = self._read_content(message, voice)
+        return node
+
+    def _read_content(self, message: Message, voice: Voice) -> Node:
+        parts = message.content
+        if isinstance(parts, list) and any(part.type != "text" for part in parts):
+            return [self._read_part(part, voice) for part in parts]
+        return self._read_text(message.text, voice, is_content=True)
+
+    def _read_part(self, part: ContentPart, voice: Voice) -> dict[str, Node]:
+        fields = part.model_dump(exclude_none=True)
+        node: dict[str, Node] = {"type": part.type}
+        for key, value in fields.items():
+            if key == "text":
+                node[key] = self._read_text(value, voice, is_content=True)
+            elif key != "type":
+                node[key] = self.structure(value, _nothing)
+        return node
+
+    def _read_field(self, key: str, value: Any, voice: Voice) -> Node:
+        if key == "tool_call_id" and isinstance(value, str):
+            return self._read_id(value)
+        if isinstance(value, str):
+            spoken = voice if key != "name" else Voice.OUTSIDE
+            return self._read_text(value, spoken, is_content=False)
+        return self.structure(value, _nothing)
+
+    def _read_text(self, text: str, voice: Voice, *, is_content: bool) -> Node:
+        if voice is Voice.OUTSIDE:
+            return self.hole(text, voice, is_content=is_content)
+        pieces = _cut_at(self._reading.separators, text)
+        if len(pieces) == 1:
+            return self.hole(text, voice, is_content=is_content)
+        return Joined(
+            tuple(
+                piece if place % 2 else self.hole(piece, voice, is_content=is_content)
+                for place, piece in enumerate(pieces)
+            )
+        )
+
+    def _read_call(self, call: dict[str, Any]) -> dict[str, Node]:
+        function = call["function"]
+        arguments = self.structure(function["arguments"], _nothing)
+        return {
+            "id": self._read_id(call["id"]),
+            "type": call["type"],
+            "function": {
+                "name": self.hole(function["name"]),
+                "arguments": as_arguments(arguments, self._reading.calls),
+            },
+        }
+
+    def _read_id(self, text: str) -> "str | Hole":
+        keeps_length = SHORTEST_ID <= len(text) <= LONGEST_ID
+        return self.hole(text, width=len(text) if keeps_length else HOLE_WIDTH)
+
+
+def as_arguments(arguments: Node, style: CallStyle) -> Node:
+    """Arguments of a call in the form that a template wants."""
+    return JsonText(arguments) if style.arguments_as_json else arguments
+
+
+def shape_key(node: Node) -> str:
+    """The shape as a string: equal for conversations that a template treats alike."""
+    return json.dumps(node, default=_key_of)
+
+
+def fill(node: Node, texts: Mapping[int, str]) -> Any:
+    """Put texts into the holes; `texts` maps a hole's index to its text."""
+    if isinstance(node, Hole):
+        return texts[node.index]
+    if isinstance(node, Joined):
+        return "".join(fill(part, texts) for part in node.parts)
+    if isinstance(node, Pairs):
+        return {fill(key, texts): fill(value, texts) for key, value in node.items}
+    if isinstance(node, JsonText):
+        return json.dumps(fill(node.value, texts), ensure_ascii=False)
+    if isinstance(node, dict):
+        return {key: fill(value, texts) for key, value in node.items()}
+    if isinstance(node, list):
+        return [fill(value, texts) for value in node]
+    return node
+
+
+def _nothing(_: str) -> bool:
+    return False
+
+
+def _cut_at(separators: re.Pattern[str], text: str) -> list[str]:
+    """Pieces of a text: outside and inside of separators, alternating."""
+    pieces: list[str] = []
+    start = 0
+    for match in separators.finditer(text):
+        pieces += [text[start : match.start()], match.group()]
+        start = match.end()
+    return [*pieces, text[start:]]
+
+
+def _key_of(node: object) -> Any:
+    match node:
+        case Hole(voice=voice, width=width):
+            return {"hole": [voice, width]}
+        case Joined(parts=parts):
+            return {"joined": parts}
+        case Pairs(items=items):
+            return {"pairs": items}
+        case JsonText(value=value):
+            return {"json": value}
+        case _:
+            return {"other": repr(node)}

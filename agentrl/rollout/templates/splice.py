@@ -1,0 +1,264 @@
+"""Renderings cut at random placeholders, and the splicing of texts into the cuts.
+
+A conversation's shape is rendered with a fresh random number in each hole, so no text that anybody
+wrote ever enters the string. What the template does to a text on its way (strips it, escapes it in
+JSON) is learned from further renderings of the same shape and done to the text before it is
+encoded. A splice is compiled once for each shape; using it costs what encoding the texts costs.
+"""
+
+import html
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agentrl.errors import TemplateError
+from agentrl.rollout.templates.shape import HOLE_WIDTH, Hole, Voice
+from agentrl.rollout.templates.text import TextEncoder
+
+Render = Callable[[Mapping[int, str]], str]
+"""Renders one shape with the given texts in its holes."""
+
+BLANKS = "\n "
+"""The blanks that are tried; a template that strips both strips all."""
+_MARK = "Aé/\n\"\\'<&>\u2028"
+
+
+@dataclass(frozen=True, slots=True)
+class Escape:
+    """How a template writes a text."""
+
+    name: str
+    apply: Callable[[str], str]
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_ascii(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _safe(dump: Callable[[str], str]) -> Callable[[str], str]:
+    codes = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&'"}
+    return lambda text: dump(text).translate(codes)
+
+
+VERBATIM = Escape("verbatim", lambda text: text)
+UNKNOWN = Escape("unknown", lambda text: text)
+"""A template that rewrites the text in no way known here: the text is kept as it is."""
+ESCAPES = (
+    VERBATIM,
+    Escape("json", _json),
+    Escape("json, ASCII", _json_ascii),
+    Escape("json, HTML-safe", _safe(_json)),
+    Escape("json, ASCII, HTML-safe", _safe(_json_ascii)),
+    Escape("json in json", lambda text: _json(_json(text))),
+    Escape("json in ASCII json", lambda text: _json_ascii(_json(text))),
+    Escape("html", html.escape),
+    Escape("upper case", str.upper),
+    Escape("lower case", str.lower),
+    Escape("python", lambda text: repr(text)[1:-1]),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a text stands in a rendering, and what the template does to it there."""
+
+    hole: Hole
+    escape: Escape = VERBATIM
+    strips_left: str = ""
+    """Characters stripped from the text's start; `BLANKS` for all white space."""
+    strips_right: str = ""
+    """Characters stripped from the text's end."""
+
+    def written(self, text: str) -> str:
+        """The text as the template writes it here."""
+        text = text.lstrip() if self.strips_left == BLANKS else text.lstrip(self.strips_left)
+        text = text.rstrip() if self.strips_right == BLANKS else text.rstrip(self.strips_right)
+        return self.escape.apply(text)
+
+
+Piece = str | Place
+"""A literal of the template, or a text's place."""
+
+
+def cut(render: Render, holes: Sequence[Hole]) -> list[Piece]:
+    """Render a shape and cut it: literals and places, alternating, literals at both ends."""
+    marks = _placeholders(holes)
+    by_mark = {mark: hole for hole, mark in zip(holes, marks, strict=True)}
+    pieces = _split(render(_by_index(holes, marks)), marks)
+    return [Place(by_mark[p]) if i % 2 else p for i, p in enumerate(pieces)]
+
+
+def learn(render: Render, holes: Sequence[Hole]) -> list[Piece]:
+    """Cut a shape, and learn what becomes of a text in each place."""
+    pieces = cut(render, holes)
+    if len(pieces) == 1:
+        return pieces
+    escapes = _learn_escapes(render, holes, pieces)
+    places = [
+        replace(place, escape=escape)
+        for place, escape in zip(pieces[1::2], escapes, strict=True)
+        if isinstance(place, Place)
+    ]
+    learned: list[Piece] = list(pieces)
+    learned[1::2] = _learn_strips(render, holes, pieces[0::2], places)
+    return learned
+
+
+def written_text(pieces: Sequence[Piece], texts: Mapping[int, str]) -> str:
+    """The rendering with texts in their places, as the template would write it."""
+    return "".join(
+        piece if isinstance(piece, str) else piece.written(texts[piece.hole.index])
+        for piece in pieces
+    )
+
+
+class Splice:
+    """Pieces with their literals encoded: texts in, tokens out.
+
+    Args:
+        pieces: What `learn` returned, or a part of it.
+        encoder: Encodes literals now and texts later.
+        live: Control tokens that a policy may write inside its turn.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], encoder: TextEncoder, live: re.Pattern[str]
+    ) -> None:
+        self.pieces = tuple(pieces)
+        self._encoder = encoder
+        self._live = live
+        self._steps = [
+            encoder.encode_literal(piece) if isinstance(piece, str) else piece for piece in pieces
+        ]
+
+    def encode(self, texts: Sequence[str]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Encode with these texts.
+
+        Returns:
+            The tokens, and for each content in them: index of its message, start, end.
+        """
+        ids: list[int] = []
+        spans: list[tuple[int, int, int]] = []
+        for step in self._steps:
+            if isinstance(step, list):
+                ids += step
+                continue
+            start = len(ids)
+            ids += self._encode_text(step, texts[step.hole.index])
+            if step.hole.is_content:
+                spans.append((step.hole.message, start, len(ids)))
+        return ids, spans
+
+    def _encode_text(self, place: Place, text: str) -> list[int]:
+        written = place.written(text)
+        if place.hole.voice is Voice.POLICY:
+            return self._encoder.encode_policy(written, self._live)
+        return self._encoder.encode_text(written)
+
+
+def _placeholders(holes: Sequence[Hole]) -> list[str]:
+    """A fresh random number for each hole: it survives any change of case and any escape."""
+    return ["".join(secrets.choice(string.digits) for _ in range(h.width)) for h in holes]
+
+
+def _by_index(holes: Sequence[Hole], texts: Sequence[str]) -> dict[int, str]:
+    return {hole.index: text for hole, text in zip(holes, texts, strict=True)}
+
+
+def _split(rendered: str, marks: Sequence[str]) -> list[str]:
+    longest_first = sorted(marks, key=len, reverse=True)
+    return re.split("(" + "|".join(longest_first) + ")", rendered) if marks else [rendered]
+
+
+def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece]) -> list[Escape]:
+    """For each place, how a text with every awkward character comes out."""
+    marks, ends = _placeholders(holes), _placeholders(holes)
+    texts = [
+        mark + _MARK + end if hole.width == HOLE_WIDTH else mark
+        for hole, mark, end in zip(holes, marks, ends, strict=True)
+    ]
+    places = pieces[1::2]
+    try:
+        rendered = render(_by_index(holes, texts))
+    except TemplateError:
+        return [UNKNOWN] * len(places)
+    found = _split(rendered, marks + ends)
+    by_mark = dict(zip(marks, ends, strict=True))
+    written = [
+        between if after == by_mark[mark] else None
+        for mark, between, after in zip(found[1::2], found[2::2], [*found[3::2], ""], strict=True)
+        if mark in by_mark
+    ]
+    if len(written) != len(places):
+        return [UNKNOWN] * len(places)
+    return [
+        _recognise(text) if isinstance(p, Place) and p.hole.width == HOLE_WIDTH else VERBATIM
+        for p, text in zip(places, written, strict=True)
+    ]
+
+
+def _recognise(written: str | None) -> Escape:
+    return next((escape for escape in ESCAPES if escape.apply(_MARK) == written), UNKNOWN)
+
+
+def _learn_strips(
+    render: Render, holes: Sequence[Hole], literals: Sequence[Piece], places: list[Place]
+) -> list[Place]:
+    """Try a blank on each side of every text and see whether it is still there."""
+    plain = [literal for literal in literals if isinstance(literal, str)]
+    for blank in BLANKS:
+        before = _literals_with(render, holes, before=blank)
+        after = _literals_with(render, holes, after=blank)
+        for number, place in enumerate(places):
+            kept = place.escape.apply(blank)
+            if _is_stripped(before, plain, number, plain[number] + kept):
+                place = replace(place, strips_left=place.strips_left + blank)
+            if _is_stripped(after, plain, number + 1, kept + plain[number + 1]):
+                place = replace(place, strips_right=place.strips_right + blank)
+            places[number] = place
+    return places
+
+
+def _is_stripped(found: list[str], plain: list[str], number: int, kept: str) -> bool:
+    return len(found) == len(plain) and found[number] == plain[number] != kept
+
+
+def _literals_with(
+    render: Render, holes: Sequence[Hole], *, before: str = "", after: str = ""
+) -> list[str]:
+    marks = _placeholders(holes)
+    texts = [
+        before + mark + after if hole.width == HOLE_WIDTH else mark
+        for hole, mark in zip(holes, marks, strict=True)
+    ]
+    try:
+        return _split(render(_by_index(holes, texts)), marks)[0::2]
+    except TemplateError:
+        return []
+
+
+def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
+    """Length of the common start of two renderings, never inside a control token."""
+    length = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
+    for text in (first, second):
+        for match in control.finditer(text):
+            if match.start() < length < match.end():
+                length = match.start()
+    return length
+
+
+def places_in_order(pieces: Sequence[Piece]) -> list[int]:
+    """Index of the hole of each place, in order."""
+    return [piece.hole.index for piece in pieces if isinstance(piece, Place)]
+
+

@@ -1,0 +1,190 @@
+"""Text to tokens, in three voices: outside text, the policy's own text, a template's literals.
+
+Outside text (tools, users, rows) is encoded by a clone of the tokenizer that has no added tokens at
+all, special or not, so that no text can become a control token (law 3). `split_special_tokens` is
+not enough: tokens such as `<tool_call>` are added but not special.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class TextEncoder:
+    """Encode and decode text with one tokenizer, which it leaves as it found it.
+
+    Args:
+        tokenizer: A tokenizer with a fast backend.
+
+    Raises:
+        TemplateError: where the tokenizer has no fast backend to clone.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TemplateError(
+                f"{type(tokenizer).__name__} has no fast backend",
+                expected="a tokenizer with a tokenizer.json",
+            )
+        self._plain = _clone_without_added_tokens(backend)
+        self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
+        """Content of every added token, special or not, and its id."""
+        self.special: frozenset[str] = frozenset(
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        )
+        """Those of them that are special."""
+        # Runs of blanks that some vocabularies add (Gemma) control nothing.
+        self._control = {text: id for text, id in self.added.items() if text.strip(" \t\r\n▁")}
+        self._control_ids = frozenset(self._control.values())
+        self.control_pattern = any_of(self._control)
+        """Matches one control token in a string, the longest where several begin."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode outside text as plain characters, whatever it contains."""
+        ids = self._encode_plain(text)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # The model's own vocabulary holds the token as a piece: character by character it cannot.
+        return [id for character in text for id in self._encode_plain(character)]
+
+    def encode_policy(self, text: str, live: re.Pattern[str]) -> list[int]:
+        """Encode text in the policy's voice: the tokens that `live` matches are control tokens."""
+        ids: list[int] = []
+        start = 0
+        for match in live.finditer(text):
+            ids += self.encode_text(text[start : match.start()])
+            ids.append(self.added[match.group()])
+            start = match.end()
+        return ids + self.encode_text(text[start:])
+
+    def encode_literal(self, text: str) -> list[int]:
+        """Encode what a template writes itself: its control tokens are live."""
+        if not text:
+            return []
+        if not self._prefixes:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        anchor = self._tokenizer.encode("\n", add_special_tokens=False)
+        ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
+        if ids[: len(anchor)] == anchor:
+            return ids[len(anchor) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, with control tokens visible."""
+        if not self._prefixes:
+            return self._decode(list(ids))
+        return self._decode([*self._anchor, *ids])[1:]
+
+    def is_inert(self, text: str) -> bool:
+        """Whether `text` can have no part in a control token, wherever a template puts it."""
+        folded = _fold(text)
+        if self._folded_pattern.search(folded) or folded in self._folded_joined:
+            return False
+        longest = range(1, min(len(folded), self._longest) + 1)
+        heads, tails = self._fragments
+        return not any(folded[-k:] in heads or folded[:k] in tails for k in longest)
+
+    @cached_property
+    def _prefixes(self) -> bool:
+        # SentencePiece styles put a blank before the first word of whatever they are given.
+        encode = self._tokenizer.encode
+        joined = encode("\na", add_special_tokens=False)
+        newline = encode("\n", add_special_tokens=False)
+        return joined != newline + encode("a", add_special_tokens=False)
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self._encode_plain("a")
+
+    @cached_property
+    def _folded(self) -> list[str]:
+        return [_fold(token) for token in self._control]
+
+    @cached_property
+    def _folded_pattern(self) -> re.Pattern[str]:
+        return any_of(self._folded)
+
+    @cached_property
+    def _folded_joined(self) -> str:
+        return "\0".join(self._folded)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._folded), default=0)
+
+    @cached_property
+    def _fragments(self) -> tuple[set[str], set[str]]:
+        heads = {token[:k] for token in self._folded for k in range(1, len(token))}
+        tails = {token[k:] for token in self._folded for k in range(1, len(token))}
+        return heads, tails
+
+    def _encode_plain(self, text: str) -> list[int]:
+        try:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        except TypeError:  # lone surrogates, which no UTF-8 holds
+            whole = text.encode("utf-8", "replace").decode()
+            return self._plain.encode(whole, add_special_tokens=False).ids
+
+    def _decode(self, ids: list[int]) -> str:
+        decode: Any = self._tokenizer.decode
+        return decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Compile a pattern that matches any of `texts`, the longest first, and nothing for none."""
+    longest_first = sorted((text for text in texts if text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _fold(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
+
+
+def _clone_without_added_tokens(backend: "Tokenizer") -> "Tokenizer":
+    """Build a tokenizer on the same model that knows no added token and adds no first blank."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    parts: Any = Tokenizer(BPE())
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        setattr(parts, part, getattr(backend, part))
+    state = json.loads(parts.to_str())
+    edited: Any = Tokenizer.from_str(json.dumps(_without_first_blank(state)))
+    clone: Any = Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        setattr(clone, part, getattr(edited, part))
+    return clone
+
+
+def _without_first_blank(state: Any) -> Any:
+    """Copy a tokenizer's state with every prefix blank switched off.
+
+    A text is spliced behind other text, so the blank that stands for the start of a string would
+    be a character that nobody wrote.
+    """
+    if isinstance(state, list):
+        kept = (item for item in state if not _is_prepend(item))
+        return [_without_first_blank(item) for item in kept]
+    if not isinstance(state, dict):
+        return state
+    copy = {key: None if _is_prepend(item) else item for key, item in state.items()}
+    if "prepend_scheme" in copy:
+        copy["prepend_scheme"] = "never"
+    if "add_prefix_space" in copy and copy.get("type") != "Metaspace":
+        copy["add_prefix_space"] = False
+    return {key: _without_first_blank(item) for key, item in copy.items()}
+
+
+def _is_prepend(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "Prepend"

@@ -1,0 +1,79 @@
+"""Tell the policy how good its answer to a GSM8K problem is."""
+
+import uuid
+from typing import Any
+
+from agentrl.answers import extract_gsm8k_answer, same_number
+from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.tools.base import BaseTool, ToolResult
+
+_SCHEMA = OpenAIFunctionToolSchema.model_validate(
+    {
+        "type": "function",
+        "function": {
+            "name": "calc_gsm8k_reward",
+            "description": "Score an answer to the problem: 1.0 if it is right, 0.0 if it is not.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "answer": {
+                        "type": "string",
+                        "description": "The answer: a number, without unit.",
+                    }
+                },
+                "required": ["answer"],
+            },
+        },
+    }
+)
+
+
+class Gsm8kTool(BaseTool):
+    """Score answers against the ground truth.
+
+    A call is rewarded with 0.0 where it scored better than the best so far and with
+    `config.repeat_penalty` (default -0.05) where it did not. The tool's own reward is the last
+    answer's score. `create_kwargs`: `ground_truth`.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self._repeat_penalty = float(config.get("repeat_penalty", -0.05))
+        self._truths: dict[str, str] = {}
+        self._scores: dict[str, float] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Give the schema that a YAML need not repeat."""
+        return self.tool_schema or _SCHEMA
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: Any = "", **create_kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Note the right answer of one request."""
+        instance_id = instance_id or uuid.uuid4().hex
+        self._truths[instance_id] = str(ground_truth)
+        self._scores[instance_id] = 0.0
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
+        """Score an answer."""
+        answer = str(parameters.get("answer", ""))
+        number = extract_gsm8k_answer(answer) or extract_gsm8k_answer(answer, "flexible") or ""
+        score = float(same_number(number, self._truths[instance_id]))
+        reward = 0.0 if score > self._scores[instance_id] else self._repeat_penalty
+        self._scores[instance_id] = score
+        text = f"The answer {number} is scored {score}." if number else "There is no number in it."
+        return ToolResult(ToolResponse(text=text), reward, {"score": score})
+
+    async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
+        """Give the last answer's score; 0.0 where none was scored."""
+        return self._scores[instance_id]
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Forget the request."""
+        self._truths.pop(instance_id, None)
+        self._scores.pop(instance_id, None)

@@ -1,0 +1,260 @@
+"""One tool, in one request: its life, and the boundary round every call of its code."""
+
+import copy
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError
+from agentrl.messages import ToolCall, ToolResponse
+from agentrl.plugin_call import CallTimeoutError, call_bounded
+from agentrl.plugin_file import unknown_key
+from agentrl.tools.base import BaseTool, ToolResult, finite
+from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
+
+logger = logging.getLogger(__name__)
+
+
+class ToolSettings(BaseModel):
+    """The keys of a tool's `config` that agentrl itself reads; the rest is the tool's."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    isolation: Isolation = Field(default=Isolation.NONE, description="none, thread or process")
+    timeout_s: float | None = Field(default=None, gt=0, description="seconds, more than 0")
+    """Of one call of one method; None: the run's `tool_timeout_s`."""
+
+    @classmethod
+    def check(
+        cls, config: Mapping[str, Any], *, file: str | Path | None = None, key: str = "config"
+    ) -> Self:
+        """Read a tool's `config`.
+
+        Raises:
+            ConfigError: for a value that cannot be meant.
+        """
+        try:
+            return cls.model_validate(dict(config))
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            raise ConfigError(
+                f"{name} is {config[name]!r}",
+                file=file,
+                key=f"{key}.{name}",
+                expected=cls.model_fields[name].description,
+            ) from None
+
+
+class ToolKwargs(BaseModel):
+    """What a row hands to one tool: keywords for each of its methods."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    create_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    execute_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    calc_reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    release_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_nothing(cls, value: Any) -> Any:
+        """Take the nulls with which Parquet fills in what only other rows have."""
+        return {} if value is None else value
+
+    @classmethod
+    def of(cls, tool: str, kwargs: Mapping[str, Any] | None) -> Self:
+        """Check a row's entry for a tool, and copy it: a tool may change what it is given.
+
+        Raises:
+            DataError: for an unknown key, with the nearest known one.
+        """
+        try:
+            return cls.model_validate(copy.deepcopy(dict(kwargs or {})))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0])
+            parent = f"extra_info.tools_kwargs.{tool}"
+            if first["type"] == "extra_forbidden":
+                told = unknown_key(key, cls.model_fields, file=None, parent=parent)
+                raise DataError(str(told.args[0]), **told.details) from None
+            raise DataError(first["msg"], key=f"{parent}.{key}", expected="a mapping") from None
+
+
+class Outcome(StrEnum):
+    """How one call of a tool ended."""
+
+    OK = "ok"
+    TOOL_ERROR = "tool_error"
+    """The tool raised `ToolError`: its text is what the model sees."""
+    TIMEOUT = "timeout"
+    """No answer in time; the call was abandoned."""
+    CRASHED = "crashed"
+    """It raised something else, or gave back what is no result: a failure of the tool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome:
+    """What came of one call: what the model is shown, and what is recorded."""
+
+    call: ToolCall
+    outcome: Outcome
+    response: ToolResponse
+    """The tool's answer, or the text that stands in for it."""
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    should_stop: bool = False
+    message: str = ""
+    """What went wrong, for the record and not for the model; empty where nothing did."""
+    seconds: float = 0.0
+    """From the start of the execution; time in the queue is not counted."""
+
+    @property
+    def is_infrastructure_failure(self) -> bool:
+        """Whether the tool, not the model, is to blame."""
+        return self.outcome in (Outcome.TIMEOUT, Outcome.CRASHED)
+
+
+class ToolInstance:
+    """One tool of one request (law 6). Nothing that its code does leaves these methods unexpected.
+
+    Args:
+        tool: The run's tool.
+        request_id: Becomes the `instance_id`, unless `create` gives another.
+        kwargs: What the row hands to it.
+        timeout_s: Seconds of one call, where the tool's config has no `timeout_s`.
+    """
+
+    def __init__(
+        self, tool: BaseTool, *, request_id: str, kwargs: ToolKwargs, timeout_s: float
+    ) -> None:
+        settings = ToolSettings.check(tool.config, key=f"{tool.name}.config")
+        self.tool = tool
+        self._kwargs = kwargs
+        self._timeout_s = settings.timeout_s or timeout_s
+        self._lane = _lane(tool, settings.isolation)
+        self._instance_id = request_id
+        self._must_release = False
+
+    async def create(self) -> ToolResponse:
+        """Create the instance, once.
+
+        Raises:
+            ToolLifeError: whatever went wrong.
+        """
+        self._must_release = True
+        try:
+            return await self._create()
+        except Exception as error:
+            raise self._failure("create", error) from error
+
+    async def execute(self, call: ToolCall) -> ToolOutcome:
+        """Answer a call of the model. Raises nothing; cancelling it cancels the tool."""
+        async with self._lane.gate:
+            started = time.monotonic()
+            try:
+                await self._revive()
+                kwargs = self._kwargs.execute_kwargs
+                arguments = copy.deepcopy(call.function.arguments)
+                value = await self._run("execute", self._instance_id, arguments, **kwargs)
+                result = ToolResult.of(value, tool=self.tool.name)
+            except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
+                outcome = self._excuse(call, error)
+            else:
+                outcome = ToolOutcome(call=call, outcome=Outcome.OK, **result._asdict())
+            return replace(outcome, seconds=time.monotonic() - started)
+
+    async def calc_reward(self) -> float:
+        """Ask for the tool's reward.
+
+        Raises:
+            ToolLifeError: where it raises, hangs, or gives no finite number.
+        """
+        try:
+            await self._revive()
+            kwargs = self._kwargs.calc_reward_kwargs
+            value = await self._run("calc_reward", self._instance_id, **kwargs)
+            return finite(value, self.tool.name)
+        except Exception as error:
+            raise self._failure("calc_reward", error) from error
+
+    async def release(self) -> ToolLifeError | None:
+        """Release what was created, or whose creation was begun; a second call does nothing.
+
+        Returns:
+            What went wrong; None where nothing did.
+        """
+        try:
+            if self._must_release:
+                self._must_release = False
+                await self._run("release", self._instance_id, **self._kwargs.release_kwargs)
+        except Exception as error:  # noqa: BLE001 - law 6: a release disturbs nobody
+            return self._failure("release", error)
+        finally:
+            await self._lane.close()
+        return None
+
+    async def _create(self) -> ToolResponse:
+        value = await self._run("create", self._instance_id, **self._kwargs.create_kwargs)
+        instance_id, response = _created(value, self.tool.name)
+        self._instance_id = instance_id or self._instance_id
+        return response
+
+    async def _revive(self) -> None:
+        """Make the instance again where its process was killed under it."""
+        if self._lane.is_lost:
+            with suppress(Exception):  # what it would release may have died with the process
+                await self._run("release", self._instance_id, **self._kwargs.release_kwargs)
+            await self._create()
+
+    async def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        call = MethodCall(method, args, kwargs)
+        return await call_bounded(
+            lambda: self._lane.run(call), timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
+        )
+
+    def _excuse(self, call: ToolCall, error: Exception) -> ToolOutcome:
+        """Say what a failed call looks like: to the model neutral, on the record in full."""
+        name = self.tool.name
+        if isinstance(error, ToolError):
+            outcome, text = Outcome.TOOL_ERROR, str(error) or f"Error: tool {name!r} failed"
+        elif isinstance(error, CallTimeoutError):
+            outcome = Outcome.TIMEOUT
+            text = f"Error: tool {name!r} timed out after {self._timeout_s:g} seconds"
+        else:
+            outcome, text = Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
+        message = f"{type(error).__name__}: {error}"
+        if outcome is not Outcome.TOOL_ERROR:
+            logger.warning("tool %r, call %s: %s", name, call.id, message)
+        response = ToolResponse(text=text)
+        return ToolOutcome(call=call, outcome=outcome, response=response, message=message)
+
+    def _failure(self, method: str, error: Exception) -> ToolLifeError:
+        why = f"tool {self.tool.name!r}, {method}: {type(error).__name__}: {error}"
+        logger.warning("%s", why)
+        return ToolLifeError(why, tool=self.tool.name, method=method)
+
+
+def _lane(tool: BaseTool, isolation: Isolation) -> Lane:
+    if isolation is Isolation.PROCESS:
+        # Starting processes is for those who ask for it: nobody else pays for the import.
+        from agentrl.tools.process import ProcessLane
+
+        return ProcessLane(tool)
+    return ThreadLane(tool) if isolation is Isolation.THREAD else LoopLane(tool)
+
+
+def _created(value: Any, tool: str) -> tuple[str | None, ToolResponse]:
+    """Read what `create` returned: an id and a response, or either, or nothing."""
+    if value is None or isinstance(value, str):
+        return value, ToolResponse()
+    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:
+        instance_id, response = cast("tuple[Any, Any]", value)
+        return instance_id, ToolResponse.of(response)
+    raise TypeError(f"tool {tool!r}: create returned {value!r:.80}; expected (id, ToolResponse)")

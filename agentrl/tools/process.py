@@ -1,0 +1,185 @@
+"""Run a tool in a process that can be killed.
+
+One process serves one tool of one request, from `create` to `release`. It is forked from a server
+that has imported agentrl and the main module, but no torch of the trainer and none of its threads.
+As with every Python library that starts processes, a script that trains must guard its entry with
+`if __name__ == "__main__"`.
+"""
+
+import asyncio
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ToolError, ToolLifeError
+from agentrl.plugin_call import in_thread
+from agentrl.plugins import FILE_MODULE_PREFIX, load_module
+from agentrl.tools.base import BaseTool
+from agentrl.tools.lanes import MethodCall
+
+_KILL_WAIT_S = 5.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["__main__", __name__])
+
+
+class ProcessLane:
+    """Run in a process, one call at a time; a call that is cancelled takes the process with it.
+
+    Args:
+        tool: Built again in the process from its class, `config` and `tool_schema`.
+    """
+
+    def __init__(self, tool: BaseTool) -> None:
+        self._tool = tool
+        self._worker: _Worker | None = None
+        self._is_lost = False
+        self.gate = asyncio.Lock()
+        """Held around each execution: the calls of one request run one after another."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a process was killed, or died, since the last `create`."""
+        return self._is_lost
+
+    async def run(self, call: MethodCall) -> Any:
+        """Make the call in the process; start one where there is none.
+
+        Raises:
+            ToolError: as the tool raised it.
+            ToolLifeError: for anything else that the tool raised, and where the process died.
+        """
+        if call.method == "create":
+            self._is_lost = False
+        try:
+            worker = await self._started()
+            return await in_thread(partial(worker.ask, call))
+        except (asyncio.CancelledError, _ProcessDiedError):
+            self._is_lost = True
+            await self._kill()
+            raise
+
+    async def close(self) -> None:
+        """Kill the process: behind `release` there is nothing left in it."""
+        await self._kill()
+
+    async def _started(self) -> "_Worker":
+        if self._worker is None:
+            self._worker = _Worker(self._tool)
+            await in_thread(self._worker.start)
+        return self._worker
+
+    async def _kill(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await in_thread(worker.kill)
+
+
+class _ProcessDiedError(ToolLifeError):
+    """The process ended by itself, or was killed, with a call under way."""
+
+
+class _Worker:
+    """The near end of one process. Its methods block; `kill` may be called beside `ask`."""
+
+    def __init__(self, tool: BaseTool) -> None:
+        self._connection, far = _context.Pipe()
+        self._far = far
+        self._name = tool.name
+        self._process = _context.Process(
+            target=_serve,
+            args=(far, _source_file(tool), pickle.dumps(tool)),
+            name=f"tool:{tool.name}",
+            daemon=True,
+        )
+
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        with self._starting:
+            self._process.start()
+            self._far.close()
+
+    def ask(self, call: MethodCall) -> Any:
+        try:
+            self._connection.send(call)
+            value, error = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(_KILL_WAIT_S)
+            raise _ProcessDiedError(
+                f"the process of tool {self._name!r} died in {call.method}",
+                exit_code=self._process.exitcode,
+            ) from None
+        if error is not None:
+            raise error
+        return value
+
+    def kill(self) -> None:
+        # The connection is not closed here: `ask` may still be reading from it.
+        with self._starting:
+            pid = self._process.pid
+        if pid is not None:
+            # The process leads a group of its own, with whatever the tool started.
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join(_KILL_WAIT_S)
+
+
+def _source_file(tool: BaseTool) -> str | None:
+    """Name the file to import first, where the class stands in no importable module."""
+    kind = type(tool)
+    function = vars(tool).get("function")
+    owner = function if inspect.isfunction(function) else kind
+    in_file = owner.__module__.startswith(FILE_MODULE_PREFIX)
+    return str(Path(inspect.getfile(owner))) if in_file else None
+
+
+def _serve(connection: Connection, source_file: str | None, tool: bytes) -> None:
+    """Answer calls until the other end closes; the whole life of the process."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with asyncio.Runner() as runner, suppress(EOFError):
+        call = connection.recv()
+        try:
+            built = _build(source_file, tool)
+        except Exception as error:  # noqa: BLE001 - the boundary round users' code
+            _reply(connection, (None, _broken(error)))
+            return
+        while True:
+            _reply(connection, runner.run(_answer(built, call)))
+            call = connection.recv()
+
+
+def _build(source_file: str | None, tool: bytes) -> BaseTool:
+    if source_file is not None:
+        load_module(source_file)
+    return pickle.loads(tool)
+
+
+async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | None]:
+    try:
+        return await call.on(tool), None
+    except ToolError as error:
+        return None, error
+    except BaseException as error:  # noqa: BLE001 - the boundary round users' code
+        return None, _broken(error)
+
+
+def _broken(error: BaseException) -> ToolLifeError:
+    return ToolLifeError(f"{type(error).__name__}: {error}")
+
+
+def _reply(connection: Connection, answer: tuple[Any, Exception | None]) -> None:
+    try:
+        connection.send(answer)
+    except Exception as error:  # noqa: BLE001 - whatever a user's value raises in pickling
+        connection.send((None, ToolLifeError(f"the answer cannot leave its process: {error}")))

@@ -1,0 +1,181 @@
+"""Read a tool YAML, and a module of function tools, into checked tools."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.errors import ConfigError, DataError, PluginError
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.plugin_file import read_entries
+from agentrl.plugins import load_class, load_module
+from agentrl.tools.base import BaseTool
+from agentrl.tools.function_tool import MARK, FunctionTool
+from agentrl.tools.instance import ToolSettings
+
+OWN_CLASSES = {"verl.tools.gsm8k_tool.Gsm8kTool": "agentrl.tools.gsm8k_tool.Gsm8kTool"}
+"""Class paths of bundled tools that users bring along, and where ours stand."""
+
+
+class ToolEntry(BaseModel):
+    """One tool of a tool YAML."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    class_name: str = Field(description="the path of a BaseTool subclass, as package.module.Name")
+    config: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="a mapping that the class is given"
+    )
+    tool_schema: OpenAIFunctionToolSchema | None = Field(
+        default=None, description="a function schema as OpenAI writes it, or null"
+    )
+    mcp: dict[str, Any] | None = Field(default=None, description="nothing: not yet supported")
+
+
+def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
+    """Build the tools that a YAML lists, in its order.
+
+    Every class is found and checked before any tool is built.
+
+    Raises:
+        ConfigError: for a file that cannot be read, a wrong or unknown key, two tools of one name.
+        PluginError: for a class path that leads nowhere, or not to a `BaseTool`.
+    """
+    entries = read_entries(path, "tools", ToolEntry)
+    for place, entry in enumerate(entries):
+        _check_entry(entry, f"tools[{place}]", path)
+    classes = [_class(entry, f"tools[{place}]", path) for place, entry in enumerate(entries)]
+    tools = [
+        _build(found, entry, f"tools[{place}]", path)
+        for place, (found, entry) in enumerate(zip(classes, entries, strict=True))
+    ]
+    refuse_duplicates(tools, file=path)
+    return tools
+
+
+def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:
+    """Make a tool of each function that `@function_tool` marks in a file or module.
+
+    Raises:
+        PluginError: where it cannot be imported.
+        ConfigError: where it holds no such function, or two of one name.
+    """
+    module = load_module(str(path_or_module))
+    marked = {id(value): value for value in vars(module).values() if _is_marked(value)}
+    if not marked:
+        raise ConfigError(
+            "no function is marked as a tool", file=path_or_module, expected="@function_tool"
+        )
+    tools: list[BaseTool] = [FunctionTool(function) for function in marked.values()]
+    refuse_duplicates(tools, file=path_or_module)
+    return tools
+
+
+def load_all_tools(
+    tool_config_path: str | Path | None = None, function_tool_path: str | Path | None = None
+) -> list[BaseTool]:
+    """Load the tools of a YAML and those of a module; names may not collide.
+
+    Raises:
+        ConfigError: see the two loaders, and for one name in both.
+        PluginError: see the two loaders.
+    """
+    tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    if function_tool_path:
+        tools = tools + load_function_tools(function_tool_path)
+        refuse_duplicates(tools, file=function_tool_path)
+    return tools
+
+
+def select_tools(
+    tools: Iterable[BaseTool],
+    *,
+    tool_selection: Iterable[str] | None = None,
+    tools_kwargs: dict[str, Any] | None = None,
+) -> list[BaseTool]:
+    """Choose the tools of one row: those of its `tool_selection`, else all.
+
+    Args:
+        tools: The run's tools.
+        tool_selection: Names; None selects all, an empty one none.
+        tools_kwargs: The row's settings by tool name, held against the run's tools. A null entry
+            (Parquet fills in what other rows have) says nothing.
+
+    Raises:
+        DataError: for a name, in either, that no tool of the run has.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    wanted = list(by_name) if tool_selection is None else list(dict.fromkeys(tool_selection))
+    given = [name for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None]
+    for key, names in (("tool_selection", wanted), ("tools_kwargs", given)):
+        for name in names:
+            if name not in by_name:
+                raise DataError(
+                    f"{key} names the tool {name!r}, which this run does not have",
+                    key=f"extra_info.{key}",
+                    expected=f"one of {', '.join(by_name) or 'none: the run has no tools'}",
+                )
+    return [by_name[name] for name in wanted]
+
+
+def refuse_duplicates(tools: Iterable[BaseTool], *, file: str | Path | None = None) -> None:
+    """Check that no two tools have one name.
+
+    Raises:
+        ConfigError: naming the tool and both classes.
+    """
+    seen: dict[str, BaseTool] = {}
+    for place, tool in enumerate(tools):
+        first = seen.setdefault(tool.name, tool)
+        if first is not tool:
+            raise ConfigError(
+                f"two tools have the name {tool.name!r}: a {type(first).__name__} and a "
+                f"{type(tool).__name__}",
+                file=file,
+                key=f"tools[{place}]",
+                expected="a name for each tool",
+            )
+
+
+def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
+    kind = entry.config.get("type", "native")
+    if kind == "mcp" or entry.mcp is not None:
+        raise ConfigError(
+            "tools of an MCP server are not yet supported",
+            file=path,
+            key=f"{key}.config.type" if kind == "mcp" else f"{key}.mcp",
+            expected="native",
+        )
+    if kind != "native":
+        raise ConfigError(
+            f"unknown type {kind!r}", file=path, key=f"{key}.config.type", expected="native"
+        )
+    ToolSettings.check(entry.config, file=path, key=f"{key}.config")
+
+
+def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
+    class_path = OWN_CLASSES.get(entry.class_name, entry.class_name)
+    try:
+        return load_class(class_path, BaseTool, file=path)
+    except PluginError as error:
+        details = {**error.details, "key": f"{key}.class_name"}
+        raise PluginError(str(error.args[0]), **details) from error
+
+
+def _build(found: type[BaseTool], entry: ToolEntry, key: str, path: str | Path) -> BaseTool:
+    try:
+        return found(entry.config, entry.tool_schema)
+    except Exception as error:
+        raise ConfigError(
+            f"building {entry.class_name} raised {type(error).__name__}: {error}",
+            file=path,
+            key=key,
+            expected="a config and a tool_schema that the class takes",
+        ) from error
+
+
+def _is_marked(value: Any) -> bool:
+    return callable(value) and isinstance(
+        getattr(value, "__dict__", {}).get(MARK), OpenAIFunctionToolSchema
+    )

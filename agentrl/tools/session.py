@@ -1,0 +1,151 @@
+"""The tools of one request, from its first turn to its end (law 6)."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from agentrl.errors import ToolLifeError
+from agentrl.messages import OpenAIFunctionToolSchema, ToolCall, ToolResponse
+from agentrl.tools.base import BaseTool
+from agentrl.tools.instance import ToolInstance, ToolKwargs, ToolOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """What the tools of one request may use."""
+
+    timeout_s: float = 30.0
+    """Seconds of one call of one method, where the tool's config has no `timeout_s`."""
+    max_parallel_calls: int = 8
+    """Calls that run at once; the others queue, and their time-outs start behind the queue."""
+
+
+class Opening(NamedTuple):
+    """What the creation of a tool has to say to the conversation."""
+
+    tool: str
+    response: ToolResponse
+
+
+class ToolSession:
+    """Create, execute, reward and release the tools of one request.
+
+    Call `create` once, then `execute` for each turn with calls, `calc_rewards` once, and `release`
+    in a `finally`, however the request ended.
+
+    Args:
+        tools: The tools of the row (`select_tools`).
+        request_id: The instance id that each tool is created with.
+        tools_kwargs: The row's settings by tool name.
+        limits: Time and parallel calls.
+
+    Raises:
+        DataError: for an unknown key in `tools_kwargs`.
+
+    Example:
+        >>> async def ask(tools, calls):
+        ...     session = ToolSession(tools, request_id="1")
+        ...     try:
+        ...         await session.create()
+        ...         return await session.execute(calls)
+        ...     finally:
+        ...         await session.release()
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[BaseTool],
+        *,
+        request_id: str,
+        tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None = None,
+        limits: ToolLimits | None = None,
+    ) -> None:
+        limits = limits or ToolLimits()
+        given = tools_kwargs or {}
+        self._instances = {
+            tool.name: ToolInstance(
+                tool,
+                request_id=request_id,
+                kwargs=ToolKwargs.of(tool.name, given.get(tool.name)),
+                timeout_s=limits.timeout_s,
+            )
+            for tool in tools
+        }
+        self._slots = asyncio.Semaphore(limits.max_parallel_calls)
+        self._releasing: asyncio.Task[list[ToolLifeError]] | None = None
+
+    @property
+    def schemas(self) -> list[OpenAIFunctionToolSchema]:
+        """What the model is told of the tools."""
+        return [instance.tool.tool_schema for instance in self._instances.values()]
+
+    async def create(self) -> list[Opening]:
+        """Create every tool, all at once.
+
+        Returns:
+            The responses that are not empty, in the order of the tools, to be appended.
+
+        Raises:
+            ToolLifeError: of the first tool that failed, when all have ended.
+        """
+        made = await asyncio.gather(
+            *(instance.create() for instance in self._instances.values()), return_exceptions=True
+        )
+        openings: list[Opening] = []
+        for name, response in zip(self._instances, made, strict=True):
+            if isinstance(response, BaseException):
+                raise response
+            if not response.is_empty():
+                openings.append(Opening(name, response))
+        return openings
+
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
+        """Execute the calls of one turn, at most `max_parallel_calls` at once, dropping none.
+
+        Args:
+            calls: Calls of tools of this session, checked (`agentrl.rollout.tool_calls`).
+
+        Returns:
+            One outcome for each call, in the order of the calls. A call that failed is an outcome
+            too. Cancelling cancels every call.
+        """
+        return await asyncio.gather(*(self._execute(call) for call in calls))
+
+    async def calc_rewards(self) -> dict[str, float]:
+        """Ask every tool for its reward, all at once.
+
+        Raises:
+            ToolLifeError: of the first tool that failed.
+        """
+        rewards = await asyncio.gather(
+            *(instance.calc_reward() for instance in self._instances.values()),
+            return_exceptions=True,
+        )
+        by_name: dict[str, float] = {}
+        for name, reward in zip(self._instances, rewards, strict=True):
+            if isinstance(reward, BaseException):
+                raise reward
+            by_name[name] = reward
+        return by_name
+
+    async def release(self) -> list[ToolLifeError]:
+        """Release every tool, all at once; takes no longer than the longest time-out.
+
+        Cancelling the caller does not stop the releases, which then end in the background. A
+        second call waits for the first.
+
+        Returns:
+            What went wrong, for the record.
+        """
+        if self._releasing is None:
+            self._releasing = asyncio.create_task(self._release(), name="release tools")
+        return await asyncio.shield(self._releasing)
+
+    async def _execute(self, call: ToolCall) -> ToolOutcome:
+        async with self._slots:
+            return await self._instances[call.function.name].execute(call)
+
+    async def _release(self) -> list[ToolLifeError]:
+        failures = await asyncio.gather(*(i.release() for i in self._instances.values()))
+        return [failure for failure in failures if failure is not None]

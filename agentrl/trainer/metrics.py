@@ -1,0 +1,374 @@
+"""Figures of a step: plain numbers under flat names, where there is one the name verl gave it.
+
+`rollout_metrics` sees finished requests, `batch_metrics` the tensors made from them, `Timer` the
+clock. A figure over nothing is left out, so that no NaN is made here; a name from a closed set
+(stop reasons, outcomes, faults) is always there, so that the columns of a run stay the same.
+`agentrl.trainer.merge` reduces the figures of several ranks.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast, get_args
+
+import torch
+
+from agentrl.errors import Fault
+from agentrl.protocol import DataProto
+from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, Turn
+from agentrl.rollout.states import ENDS, StopReason
+
+Metrics = dict[str, float]
+"""Flat names and numbers: what a tracker logs."""
+
+OUTCOMES: tuple[str, ...] = get_args(CallRecord.model_fields["outcome"].annotation)
+"""Every way in which a tool call can come out."""
+
+_NEVER_RAN = frozenset({"malformed", "skipped"})
+_GIB = 1024**3
+_CUT_BY_LENGTH = frozenset({StopReason.RESPONSE_BUDGET, StopReason.MODEL_LENGTH})
+
+
+# Requests.
+
+
+def rollout_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    """Describe what a rollout did: lengths, turns, tool calls, ends, failures.
+
+    Every request counts, failed ones too: they cost their tokens. Only `rollout/reward` leaves out
+    those that are not in their group's baseline. `num_turns` counts as verl does, the prompt
+    included.
+    """
+    if not requests:
+        return {}
+    scored = [r.reward for r in requests if r.in_baseline and r.reward is not None]
+    return {
+        "rollout/num_requests": float(len(requests)),
+        **_spread("rollout/reward", scored),
+        **_length_metrics(requests),
+        **_turn_metrics(requests),
+        **_call_metrics(requests),
+        **_end_metrics(requests),
+        **_ledger_metrics(requests),
+    }
+
+
+def _length_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    cut = [request.stop_reason in _CUT_BY_LENGTH for request in requests]
+    return {
+        **_spread("prompt_length", [r.num_prompt_tokens for r in requests]),
+        **_spread("response_length", [r.num_response_tokens for r in requests]),
+        "response_length/clip_ratio": _mean(cut),
+    }
+
+
+def _turn_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    sampled = [turn for request in requests for turn in request.turns if turn.role == "assistant"]
+    tokens = [turn.num_tokens for turn in sampled]
+    return {
+        **_spread("num_turns", [len(r.turns) + 1 for r in requests]),
+        **_spread("rollout/assistant_turns", [r.num_assistant_turns for r in requests]),
+        **_spread("rollout/user_turns", [r.num_user_turns for r in requests]),
+        **_spread("rollout/tokens_per_turn", tokens),
+        **_tail("rollout/turn_seconds", [turn.seconds for turn in sampled]),
+        "rollout/cut_turns/mean": _per_request(sum(t.cut is not None for t in sampled), requests),
+        "rollout/excluded_turns/mean": _per_request(
+            sum(t.excluded is not None for t in sampled), requests
+        ),
+        **_cut_observation_metrics(requests),
+    }
+
+
+def _cut_observation_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    cut_calls = [call for call in _calls(requests) if call.num_cut_tokens]
+    cut_replies = sum(
+        turn.role == "user" and turn.cut is not None for r in requests for turn in r.turns
+    )
+    lost = sum(call.num_cut_tokens for call in cut_calls)
+    return {
+        "rollout/cut_observations/mean": _per_request(len(cut_calls) + cut_replies, requests),
+        "rollout/cut_observation_tokens/mean": _per_request(lost, requests),
+    }
+
+
+def _call_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    """Calls per request, in all and by outcome (they sum to the mean); by tool, those that ran."""
+    outcomes = Counter(call.outcome for call in _calls(requests))
+    metrics = _spread("rollout/tool_calls", [request.num_tool_calls for request in requests])
+    for outcome in OUTCOMES:
+        metrics[f"rollout/tool_calls/{outcome}"] = _per_request(outcomes[outcome], requests)
+    for tool, seconds in sorted(_seconds_by_tool(requests).items()):
+        metrics[f"rollout/tool/{tool}/num_calls"] = float(len(seconds))
+        metrics |= _tail(f"rollout/tool/{tool}/seconds", seconds)
+    return metrics
+
+
+def _seconds_by_tool(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[float]]:
+    # A policy can call by any name: names that no schema has are counted together, so that what a
+    # model invents cannot fill the log with columns.
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for request in requests:
+        known = {schema.name for schema in request.tool_schemas}
+        for call in _calls([request]):
+            if call.outcome not in _NEVER_RAN:
+                seconds[call.name if call.name in known else "unknown"].append(call.seconds)
+    return seconds
+
+
+def _end_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    """Shares of the requests by stop reason and, of failed ones, by fault."""
+    reasons = Counter(request.stop_reason for request in requests)
+    faults = Counter(_fault(request) for request in requests)
+    failed = [request.stop_reason is not None and not request.is_trained for request in requests]
+    return {
+        **{f"rollout/stop_reason/{r}": _per_request(reasons[r], requests) for r in StopReason},
+        **{f"rollout/failures/{f}": _per_request(faults[f], requests) for f in Fault},
+        "rollout/failed_frac": _mean(failed),
+        "rollout/retried_frac": _mean([request.attempt > 0 for request in requests]),
+    }
+
+
+def _fault(request: AsyncRolloutRequest) -> Fault | None:
+    """Whose fault a failed request is; None for one that did not fail."""
+    if request.stop_reason is None or request.is_trained:
+        return None
+    return request.error.fault if request.error else ENDS[request.stop_reason].fault
+
+
+def _ledger_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    num_response = sum(request.num_response_tokens for request in requests)
+    num_trained = sum(sum(request.loss_mask) for request in requests if request.is_trained)
+    different = [len(request.differences) for request in requests]
+    return {
+        **_ratio("rollout/mask_ones_ratio", num_trained, num_response),
+        **_cache_metrics(requests),
+        **_version_metrics(requests),
+        "rollout/tokenization_differences/mean": _mean(different),
+        "rollout/tokenization_differences_frac": _mean([n > 0 for n in different]),
+    }
+
+
+def _cache_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    """Share of the engine's input tokens, over all turns, that a prefix cache served."""
+    sent = cached = 0
+    for request in requests:
+        for turn in (turn for turn in request.turns if turn.role == "assistant"):
+            sent += request.num_prompt_tokens + turn.start
+            cached += turn.cached_tokens
+    return _ratio("rollout/cached_tokens_frac", cached, sent)
+
+
+def _version_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+    """Which weights sampled the batch, and how many versions one trajectory spans at most."""
+    of_requests = [versions for r in requests if (versions := _versions(r.turns))]
+    if not of_requests:
+        return {}
+    spread = [max(versions) - min(versions) for versions in of_requests]
+    return {
+        "rollout/policy_version/min": float(min(map(min, of_requests))),
+        "rollout/policy_version/max": float(max(map(max, of_requests))),
+        "rollout/policy_version/spread_max": float(max(spread)),
+        "rollout/policy_version/spread_mean": _mean(spread),
+    }
+
+
+def _versions(turns: Sequence[Turn]) -> set[int]:
+    return {span.version for turn in turns for span in turn.weight_versions}
+
+
+def _calls(requests: Sequence[AsyncRolloutRequest]) -> Iterator[CallRecord]:
+    return (call for request in requests for turn in request.turns for call in turn.calls)
+
+
+# Tensors.
+
+
+def batch_metrics(data: DataProto) -> Metrics:
+    """Describe a batch's rewards, credit, and how far trainer and engine disagree.
+
+    Rows whose `stop_reason` leaves the group's baseline are out of scores and rewards. Of tokens
+    only those with `response_mask` 1 count. Figures whose tensors are not there are left out.
+
+    Args:
+        data: `response_mask` and, where there are, `token_level_scores`, `token_level_rewards`,
+            `advantages`, `returns`, `old_log_probs`, `rollout_log_probs`, all `[B, T]`; `uid` and
+            `stop_reason` for each row.
+    """
+    if data.batch is None or len(data) == 0:
+        return {}
+    tensors = cast("Mapping[str, torch.Tensor]", dict(data.batch.items()))
+    trained = tensors["response_mask"].bool()
+    metrics = _reward_metrics(tensors, _rows_in_baseline(data))
+    for key in ("advantages", "returns", "values"):
+        if key in tensors:
+            metrics |= _tensor_spread(f"critic/{key}", tensors[key][trained])
+    metrics |= _mismatch_metrics(tensors, trained)
+    if "uid" in data.non_tensor_batch and "advantages" in tensors:
+        has_signal = ((tensors["advantages"] != 0) & trained).any(dim=-1)
+        metrics |= _signal_metrics(data.non_tensor_batch["uid"], has_signal.tolist())
+    return metrics
+
+
+def _rows_in_baseline(data: DataProto) -> torch.Tensor:
+    """`[B]` bool: rows that their group's statistics count; all, where ends are not recorded."""
+    reasons = data.non_tensor_batch.get("stop_reason")
+    if reasons is None:
+        return torch.ones(len(data), dtype=torch.bool)
+    return torch.tensor([ENDS[StopReason(reason)].in_baseline for reason in reasons])
+
+
+def _reward_metrics(tensors: Mapping[str, torch.Tensor], scored: torch.Tensor) -> Metrics:
+    """Rewards of whole trajectories: as scored, and as trained on (a KL penalty included)."""
+    metrics: Metrics = {}
+    for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        if key in tensors:
+            metrics |= _tensor_spread(f"critic/{name}", tensors[key].sum(dim=-1)[scored])
+    return metrics
+
+
+def _mismatch_metrics(tensors: Mapping[str, torch.Tensor], trained: torch.Tensor) -> Metrics:
+    """Distance of the engine's probabilities from the trainer's, over trained tokens.
+
+    Source: verl's `training/rollout_probs_diff_*` (differences of probabilities, not of logs).
+    """
+    if not {"old_log_probs", "rollout_log_probs"} <= tensors.keys() or not trained.any():
+        return {}
+    old = tensors["old_log_probs"][trained].double()
+    rollout = tensors["rollout_log_probs"][trained].double()
+    of_probs = (old.exp() - rollout.exp()).abs()
+    of_logs = (old - rollout).abs()
+    return {
+        "training/rollout_probs_diff_max": of_probs.max().item(),
+        "training/rollout_probs_diff_mean": of_probs.mean().item(),
+        "training/rollout_probs_diff_std": of_probs.std(correction=0).item(),
+        "training/rollout_log_probs_diff_max": of_logs.max().item(),
+        "training/rollout_log_probs_diff_mean": of_logs.mean().item(),
+    }
+
+
+def _signal_metrics(groups: Iterable[str], has_signal: Iterable[bool]) -> Metrics:
+    """Share of the groups that train on nothing: no trained token has an advantage but zero."""
+    signal_of: dict[str, bool] = {}
+    for group, signal in zip(groups, has_signal, strict=True):
+        signal_of[group] = signal_of.get(group, False) or signal
+    return {"algorithm/zero_signal_groups_frac": _mean([not s for s in signal_of.values()])}
+
+
+def _tensor_spread(name: str, values: torch.Tensor) -> Metrics:
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+# The clock.
+
+
+class Timer:
+    """Seconds of each station of one step, as `timing_s/<station>`.
+
+    Stations may nest and repeat (their seconds add up); a station that raises is still recorded.
+
+    Example:
+        >>> timer = Timer(clock=iter([0.0, 1.5]).__next__)
+        >>> with timer("gen"):
+        ...     pass
+        >>> timer.pop_metrics()
+        {'timing_s/gen': 1.5}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, station: str) -> Iterator[None]:
+        """Add the seconds of the `with` block to `station`."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[station] = self.seconds(station) + self._clock() - start
+
+    def seconds(self, station: str) -> float:
+        """Seconds of `station` so far; 0 where it was not entered."""
+        return self._seconds.get(station, 0.0)
+
+    def pop_metrics(self) -> Metrics:
+        """All stations under `timing_s/`; the timer starts afresh for the next step."""
+        metrics = {f"timing_s/{station}": seconds for station, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics
+
+
+def perf_metrics(num_tokens: int, seconds: float) -> Metrics:
+    """Describe one rank's speed and memory in a step.
+
+    Args:
+        num_tokens: Prompt and response tokens of the rank's batch.
+        seconds: Wall clock of the step.
+
+    Returns:
+        `perf/throughput` in tokens per second (merged over ranks: per device); peaks of memory
+        in GiB.
+    """
+    metrics = {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": seconds,
+        "perf/max_cpu_memory_gb": _peak_host_bytes() / _GIB,
+    }
+    if seconds > 0:
+        metrics["perf/throughput"] = num_tokens / seconds
+    if torch.cuda.is_available():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
+    return metrics
+
+
+def _peak_host_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+# Numbers.
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _per_request(count: int, requests: Sequence[AsyncRolloutRequest]) -> float:
+    return count / len(requests)
+
+
+def _ratio(name: str, part: float, whole: float) -> Metrics:
+    return {name: part / whole} if whole else {}
+
+
+def _spread(name: str, values: Sequence[float]) -> Metrics:
+    if not values:
+        return {}
+    return {
+        f"{name}/mean": _mean(values),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }
+
+
+def _tail(name: str, values: Sequence[float]) -> Metrics:
+    if not values:
+        return {}
+    rank = math.ceil(0.95 * len(values)) - 1
+    return {
+        f"{name}/mean": _mean(values),
+        f"{name}/p95": sorted(values)[rank],
+        f"{name}/max": max(values),
+    }

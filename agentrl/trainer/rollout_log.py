@@ -1,0 +1,181 @@
+"""Rollouts on disk: one JSON line for each trajectory, complete, versioned, read back exactly.
+
+    rollouts/step_000010.jsonl    training rollouts of step 10
+    rollouts/val_000010.jsonl     validation rollouts after step 10
+
+A line holds the whole request and a summary of what can be derived from it:
+
+    {"version": 1, "step": 10, "summary": {"num_turns": 3, ...}, "request": {...}}
+
+What JSON cannot hold is written as the nearest that it can: numbers that are not finite as null,
+arrays as lists, bytes as base64, other objects as their `str`.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from agentrl.errors import AgentRLError, DataError
+from agentrl.rollout.request import AsyncRolloutRequest, to_plain
+from agentrl.trainer.atomic import written_whole
+
+LINE_VERSION = 1
+"""Version of a line; the request in it has its own (`RECORD_VERSION`)."""
+
+
+class TrajectorySummary(BaseModel):
+    """What one looks for first in a trajectory. All of it follows from the request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    num_turns: int
+    """Completions, tool results and replies."""
+    num_assistant_turns: int
+    num_user_turns: int
+    num_tool_calls: int
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_trained_tokens: int
+    mask_ones_ratio: float
+    """Share of the response that is trained; 0 for an empty one."""
+    reward_index: int | None
+    """Response token on which the trajectory's reward sits under `placement: last`: the last
+    trained one. None where nothing is trained."""
+
+    @classmethod
+    def of(cls, request: AsyncRolloutRequest) -> Self:
+        """Derive the summary of `request`."""
+        mask = request.loss_mask if request.is_trained else [0] * request.num_response_tokens
+        trained = [index for index, is_trained in enumerate(mask) if is_trained]
+        return cls(
+            num_turns=len(request.turns),
+            num_assistant_turns=request.num_assistant_turns,
+            num_user_turns=request.num_user_turns,
+            num_tool_calls=request.num_tool_calls,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_response_tokens=len(mask),
+            num_trained_tokens=len(trained),
+            mask_ones_ratio=len(trained) / len(mask) if mask else 0.0,
+            reward_index=trained[-1] if trained else None,
+        )
+
+
+class SavedTrajectory(BaseModel):
+    """One line of a rollout file, checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    version: int
+    """`LINE_VERSION` of what wrote the line."""
+    step: int
+    summary: TrajectorySummary
+    request: AsyncRolloutRequest
+
+    @field_validator("version")
+    @classmethod
+    def _is_known(cls, version: int) -> int:
+        if version != LINE_VERSION:
+            raise ValueError(f"a rollout line of version {version}, not {LINE_VERSION}")
+        return version
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        request = self.request
+        lengths = {request.num_response_tokens, len(request.loss_mask)}
+        if lengths != {len(request.rollout_log_probs)}:
+            raise ValueError("tokens, mask and log-probabilities of different lengths")
+        spans = [(turn.start, turn.end) for turn in request.turns]
+        ends = [0, *(end for _, end in spans)]
+        if [start for start, _ in spans] != ends[:-1] or ends[-1] != request.num_response_tokens:
+            raise ValueError("turns that do not cover the response")
+        if self.summary != TrajectorySummary.of(request):
+            raise ValueError("a summary of another request")
+        return self
+
+
+def rollout_path(folder: Path, step: int, kind: str = "step") -> Path:
+    """Name the file of one step's rollouts; `kind` is `step` (training) or `val`.
+
+    Example:
+        >>> rollout_path(Path("rollouts"), 10, "val").as_posix()
+        'rollouts/val_000010.jsonl'
+    """
+    return folder / f"{kind}_{step:06d}.jsonl"
+
+
+def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: int) -> int:
+    """Write trajectories as they come, one line each; the file appears when it is whole.
+
+    Returns:
+        How many were written.
+
+    Raises:
+        OSError: naming `path`, where the disk does not take it.
+    """
+    count = 0
+    with written_whole(path) as draft, draft.open("w", encoding="utf-8") as file:
+        for request in requests:
+            file.write(_to_line(request, step))
+            count += 1
+    return count
+
+
+def _to_line(request: AsyncRolloutRequest, step: int) -> str:
+    line = {
+        "version": LINE_VERSION,
+        "step": step,
+        "summary": TrajectorySummary.of(request).model_dump(),
+        "request": request.model_dump(mode="json", fallback=to_plain),
+    }
+    return json.dumps(line, allow_nan=False) + "\n"
+
+
+def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:
+    """Read requests back as they were when saved: tokens, mask, turns, state and end.
+
+    Raises:
+        DataError: naming the line that is damaged or of another version.
+    """
+    return (trajectory.request for trajectory in read_trajectories(path))
+
+
+def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
+    """Read a rollout file line by line, with each line's step and summary.
+
+    Raises:
+        DataError: naming the line that is damaged or of another version.
+    """
+    if not path.is_file():
+        raise DataError("no such rollout file", file=path)
+    with path.open("rb") as file:
+        for row, line in enumerate(file, start=1):
+            yield _parse(line, path, row)
+
+
+def _parse(line: bytes, path: Path, row: int) -> SavedTrajectory:
+    try:
+        return SavedTrajectory.model_validate(json.loads(line))
+    except ValidationError as error:
+        raise _damaged(path, row, _reason(error)) from error
+    except (ValueError, LookupError, TypeError, AgentRLError) as error:
+        raise _damaged(path, row, f"{type(error).__name__}: {error}") from error
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def _damaged(path: Path, row: int, reason: str) -> DataError:
+    return DataError(
+        f"a rollout line that cannot be read: {reason}",
+        file=path,
+        row=row,
+        expected=f"one trajectory as `save_rollouts` of version {LINE_VERSION} writes it",
+    )
+
+

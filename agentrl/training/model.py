@@ -1,0 +1,259 @@
+"""The policy's module: a Hugging Face causal LM, sharded by FSDP2, that scores packed batches.
+
+Master weights are float32; what the layers compute in is FSDP2's mixed precision. Everything that
+touches a sharded weight goes through `PolicyModel.forward`, so that FSDP2 gathers it first.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from agentrl.config.schema import FsdpConfig, ModelConfig
+from agentrl.errors import ConfigError
+from agentrl.training.attention import PACKED_ATTENTION, check_packable
+from agentrl.training.distributed import World
+from agentrl.training.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
+from agentrl.training.packing import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringParams:
+    """How tokens are scored."""
+
+    temperature: float
+    """The rollout's; the logits are divided by it."""
+    logits_chunk_tokens: int = 1024
+    """Trained positions for which full-vocabulary logits exist at once."""
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward pass is: packed tokens in, scores of the trained ones out.
+
+    Args:
+        lm: The Hugging Face model, float32, on the device of the run.
+        world: The ranks that shard it.
+        compute_dtype: What its layers compute in.
+        fsdp: How it is sharded.
+    """
+
+    def __init__(
+        self, lm: PreTrainedModel, world: World, compute_dtype: torch.dtype, fsdp: FsdpConfig
+    ) -> None:
+        super().__init__()
+        check_packable(lm.config)
+        self.lm = lm
+        self.world = world
+        self.compute_dtype = compute_dtype
+        self.transform = probe_head(lm)
+        lm.set_attn_implementation(PACKED_ATTENTION)
+        _shard(self, fsdp)
+
+    def forward(self, packed: PackedBatch, params: ScoringParams) -> TokenScores:
+        """Score the trained tokens of a micro-batch, `[N]` each."""
+        hidden = self.lm.base_model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            attention_plan=packed.plan,
+        ).last_hidden_state
+        head = self.lm.get_output_embeddings()
+        return score_tokens(
+            hidden[0].index_select(0, packed.head_positions),
+            head.weight,
+            head.bias,
+            packed.targets,
+            temperature=params.temperature,
+            transform=self.transform,
+            chunk=params.logits_chunk_tokens,
+        )
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each weight once under its Hugging Face name, shards as they are; tied ones once."""
+        return self.lm.named_parameters()
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Hugging Face configuration."""
+        return self.lm.config
+
+
+def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyModel:
+    """Load a model folder as a sharded policy.
+
+    Every rank reads the whole model and keeps its shard.
+
+    Raises:
+        ConfigError: where there is no such model, its weights are incomplete, `override_config`
+            names a key that it does not have, or it cannot be trained packed.
+    """
+    lm = load_causal_lm(config).to(world.device)
+    if config.enable_gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return PolicyModel(lm, world, resolve_dtype(config, world.device), fsdp)
+
+
+def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
+    """Load a Hugging Face causal LM in float32.
+
+    Raises:
+        ConfigError: where there is no such model, or weights are missing.
+    """
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            config.path, trust_remote_code=config.trust_remote_code
+        )
+        override_config(hf_config, config.override_config)
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=hf_config,
+            dtype=torch.float32,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"no model can be loaded from {config.path!r}: {error}",
+            key="model.path",
+            expected="a Hugging Face folder with config.json and safetensors, or a hub name",
+        ) from error
+    _refuse_random_weights(info, config.path)
+    return lm
+
+
+def override_config(hf_config: PretrainedConfig, overrides: dict[str, Any]) -> None:
+    """Replace keys of a Hugging Face configuration.
+
+    Raises:
+        ConfigError: for a key that the configuration does not have.
+    """
+    for key, value in overrides.items():
+        if not hasattr(hf_config, key):
+            raise ConfigError(
+                f"a {hf_config.model_type} configuration has no {key!r}",
+                key=f"model.override_config.{key}",
+            )
+        setattr(hf_config, key, value)
+
+
+def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Say what `model.dtype` means on a device."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def full_tensor(shard: Tensor) -> Tensor:
+    """Give the whole of a sharded tensor; on one rank this is the shard itself, not a copy.
+
+    A collective: every rank must call it, in the same order.
+    """
+    if not isinstance(shard, DTensor):
+        return shard
+    if shard.device_mesh.size() == 1:
+        return shard.to_local()
+    return shard.full_tensor()
+
+
+def make_rollout_module(policy: PolicyModel) -> PreTrainedModel:
+    """Make a plain module of the same model, for an embedded engine to generate with.
+
+    On one rank that computes in float32 its weights are the trainer's own memory: an optimizer step
+    is seen at once. Else it holds a copy of the whole, which `sync_weights` renews. A collective.
+    """
+    config = copy.deepcopy(policy.config)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        module = type(policy.lm)(config)
+    weights = {name: full_tensor(weight.detach()) for name, weight in policy.named_weights()}
+    for name, weight in weights.items():
+        alias = weight.to(policy.world.device, policy.compute_dtype)
+        _replace(module, name, nn.Parameter(alias, requires_grad=False))
+    for name, buffer in policy.lm.named_buffers():
+        _replace(module, name, buffer.detach().clone())
+    module.tie_weights()
+    module.generation_config = copy.deepcopy(policy.lm.generation_config)
+    return module.eval()
+
+
+def probe_head(lm: PreTrainedModel) -> HeadTransform:
+    """Learn what a model does behind its head, and hold it against the model's own logits.
+
+    Raises:
+        ConfigError: where our log-probabilities would not be the model's.
+    """
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"{type(lm).__name__} has no linear head", key="model.path")
+    transform = read_head_transform(lm.config)
+    ids = torch.tensor([[0, 1]], device=lm.device)
+    was_training = lm.training
+    with torch.no_grad():
+        lm.eval()
+        expected = lm(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        targets = expected.argmax(-1)
+        found = score_tokens(
+            hidden, head.weight, head.bias, targets, temperature=1.0, transform=transform, chunk=2
+        )
+    lm.train(was_training)
+    if not torch.allclose(found.log_probs, expected.amax(-1).float(), atol=1e-3):
+        raise ConfigError(
+            f"{type(lm).__name__} does something to its logits that agentrl does not know",
+            key="model.path",
+            expected="plain logits, logit_scale, logits_scaling or final_logit_softcapping",
+        )
+    return transform
+
+
+def _refuse_random_weights(info: dict[str, Any], path: str) -> None:
+    missing = sorted(info.get("missing_keys") or []) + sorted(
+        str(key) for key in info.get("mismatched_keys") or []
+    )
+    if missing:
+        raise ConfigError(
+            f"{path!r} lacks weights that would be left random: {', '.join(missing[:5])}",
+            key="model.path",
+            expected="a complete causal language model",
+        )
+
+
+def _shard(policy: PolicyModel, fsdp: FsdpConfig) -> None:
+    """Shard each decoder layer, then the rest (embeddings, last norm, head) as one group."""
+    low = policy.compute_dtype != torch.float32
+    shared: dict[str, Any] = {
+        "mesh": policy.world.mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=policy.compute_dtype if low else None,
+            reduce_dtype=torch.float32 if low else None,
+        ),
+        # One rank gathers nothing, so there is nothing to free.
+        "reshard_after_forward": fsdp.reshard_after_forward and not policy.world.is_alone,
+    }
+    if fsdp.offload_policy:
+        shared["offload_policy"] = CPUOffloadPolicy()
+    for layer in _decoder_layers(policy.lm):
+        fully_shard(layer, **shared)
+    fully_shard(policy, **shared)
+
+
+def _decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:
+    names = set(lm._no_split_modules or [])
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
+def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(leaf, tensor)
+    else:
+        owner.register_buffer(leaf, tensor, persistent=leaf in owner.state_dict())

@@ -1,0 +1,84 @@
+"""Name the plug-in that blocks the event loop, while it does so."""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Self
+
+from agentrl.plugin_call import TASK_PREFIX
+
+logger = logging.getLogger(__name__)
+
+
+class LoopWatchdog:
+    """Watch an event loop from a thread; a context manager, entered inside that loop.
+
+    Each plug-in is warned of once, with the line at which it was found.
+
+    Args:
+        threshold_s: How long the loop may be silent, in seconds.
+
+    Example:
+        >>> async def main():
+        ...     with LoopWatchdog() as watchdog:
+        ...         await asyncio.sleep(0)
+        ...     return watchdog.blocked_s
+        >>> asyncio.run(main())
+        {}
+    """
+
+    def __init__(self, threshold_s: float = 0.5) -> None:
+        self.blocked_s: dict[str, float] = {}
+        """By plug-in (`tool:calculator`): the longest time it was seen to hold up the loop."""
+        self._threshold_s = threshold_s
+        self._over = threading.Event()
+        self._beat = 0.0
+
+    def __enter__(self) -> Self:
+        loop, ident = asyncio.get_running_loop(), threading.get_ident()
+        self._beat = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(
+            target=self._watch, args=(loop, ident, self._over), name="agentrl-loop-watchdog", daemon=True
+        ).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _watch(
+        self, loop: asyncio.AbstractEventLoop, ident: int, over: threading.Event
+    ) -> None:
+        while not over.wait(self._threshold_s / 4):
+            try:
+                loop.call_soon_threadsafe(self._mark)
+            except RuntimeError:  # the loop is closed: there is nothing left to watch
+                return
+            silent_s = time.monotonic() - self._beat
+            if silent_s > self._threshold_s:
+                self._blame(asyncio.current_task(loop), sys._current_frames().get(ident), silent_s)
+
+    def _mark(self) -> None:
+        self._beat = time.monotonic()
+
+    def _blame(
+        self, task: "asyncio.Task[object] | None", frame: FrameType | None, silent_s: float
+    ) -> None:
+        name = task.get_name() if task else ""
+        if not name.startswith(TASK_PREFIX):
+            return
+        plugin = name.removeprefix(TASK_PREFIX)
+        if plugin not in self.blocked_s:
+            where = traceback.format_list(traceback.extract_stack(frame)[-1:]) if frame else [""]
+            logger.warning(
+                "%s has blocked the event loop for %.1f s, and every request with it; it is at\n%s\n"
+                "Run blocking code in a plain `def`; a tool may set `isolation: thread`.",
+                plugin,
+                silent_s,
+                where[0].rstrip(),
+            )
+        self.blocked_s[plugin] = max(silent_s, self.blocked_s.get(plugin, 0.0))
