@@ -15,7 +15,7 @@ _ANY = re.compile(_NUMBER)
 
 
 def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:
-    """Find the answer in a solution: the last one where there are several.
+    r"""Find the answer in a solution: the last one where there are several.
 
     Args:
         text: The solution.
@@ -25,7 +25,7 @@ def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:
         The number without `$` and thousands separators, or None.
 
     Example:
-        >>> extract_gsm8k_answer("12 * 100 = 1200\\n#### 1,200")
+        >>> extract_gsm8k_answer("12 * 100 = 1200\n#### 1,200")
         '1200'
     """
     found = (_STRICT if method == "strict" else _ANY).findall(text)

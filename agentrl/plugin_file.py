@@ -1,4 +1,4 @@
-"""Read the YAML that lists plug-ins, and say of every mistake in which file, at which key it stands.
+"""Read the YAML that lists plug-ins, and name file and key of every mistake in it.
 
 Interpolation works as in a run file: `${oc.env:SEARCH_URL}` is read from the environment.
 """
@@ -96,4 +96,4 @@ def _step(part: str | int) -> str:
 
 def _expected(entry: type[BaseModel], place: tuple[str | int, ...]) -> str | None:
     field = entry.model_fields.get(str(place[0])) if place else None
-    return field.description if field else f"a mapping with the keys {', '.join(entry.model_fields)}"
+    return field.description if field else f"a mapping with {', '.join(entry.model_fields)}"

@@ -103,5 +103,5 @@ def _load_file(source: Path) -> ModuleType:
 
 
 def _names(module: Any) -> str:
-    public = sorted(name for name in vars(module) if not name.startswith("_"))
+    public = sorted(name for name in dir(module) if not name.startswith("_"))
     return f"one of {', '.join(public[:20])}"

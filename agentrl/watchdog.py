@@ -43,16 +43,17 @@ class LoopWatchdog:
         self._beat = time.monotonic()
         self._over = threading.Event()
         threading.Thread(
-            target=self._watch, args=(loop, ident, self._over), name="agentrl-loop-watchdog", daemon=True
+            target=self._watch,
+            args=(loop, ident, self._over),
+            name="agentrl-loop-watchdog",
+            daemon=True,
         ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
-    def _watch(
-        self, loop: asyncio.AbstractEventLoop, ident: int, over: threading.Event
-    ) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, ident: int, over: threading.Event) -> None:
         while not over.wait(self._threshold_s / 4):
             try:
                 loop.call_soon_threadsafe(self._mark)
@@ -75,8 +76,8 @@ class LoopWatchdog:
         if plugin not in self.blocked_s:
             where = traceback.format_list(traceback.extract_stack(frame)[-1:]) if frame else [""]
             logger.warning(
-                "%s has blocked the event loop for %.1f s, and every request with it; it is at\n%s\n"
-                "Run blocking code in a plain `def`; a tool may set `isolation: thread`.",
+                "%s has blocked the event loop for %.1f s, and every request with it; it is at\n"
+                "%s\nRun blocking code in a plain `def`; a tool may set `isolation: thread`.",
                 plugin,
                 silent_s,
                 where[0].rstrip(),

@@ -79,7 +79,6 @@ def problems_of(error: ValidationError, overridden: Iterable[str] = ()) -> list[
 def nearest_key(key: str) -> str | None:
     """Find the known key that an unknown one was most likely meant to be."""
     section, _, leaf = key.rpartition(".")
-    known = known_keys()
     leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
     if leaf in leaves:
         return leaves[leaf]

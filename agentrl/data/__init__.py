@@ -1,1 +1,24 @@
-"""TODO door."""
+"""A row of a dataset -> Prompt: reading, measuring, ordering."""
+
+from agentrl.data.conversations import Conversation, load_conversations
+from agentrl.data.dataset import PromptDataset, load_prompts
+from agentrl.data.fit import Truncation, fit_prompt
+from agentrl.data.lengths import EncodePrompt, FilteredPrompts, drop_overlong, measure_prompts
+from agentrl.data.order import DataOrder, epoch_order
+from agentrl.data.prompt import Prompt
+
+__all__ = [
+    "Conversation",
+    "DataOrder",
+    "EncodePrompt",
+    "FilteredPrompts",
+    "Prompt",
+    "PromptDataset",
+    "Truncation",
+    "drop_overlong",
+    "epoch_order",
+    "fit_prompt",
+    "load_conversations",
+    "load_prompts",
+    "measure_prompts",
+]

@@ -2,3 +2,50 @@
 
 Names load on first use: importing this package loads neither torch nor sglang.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.engines.protocol import (
+        Completion,
+        Engine,
+        FinishReason,
+        SamplingParams,
+        VersionSpan,
+    )
+    from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
+    from agentrl.engines.transformers_engine import (
+        TransformersEngine,
+        TransformersEngineSettings,
+    )
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "FinishReason",
+    "SamplingParams",
+    "ScriptedAnswer",
+    "ScriptedEngine",
+    "TransformersEngine",
+    "TransformersEngineSettings",
+    "VersionSpan",
+]
+
+_HOMES = {
+    "Completion": "agentrl.engines.protocol",
+    "Engine": "agentrl.engines.protocol",
+    "FinishReason": "agentrl.engines.protocol",
+    "SamplingParams": "agentrl.engines.protocol",
+    "ScriptedAnswer": "agentrl.engines.scripted",
+    "ScriptedEngine": "agentrl.engines.scripted",
+    "TransformersEngine": "agentrl.engines.transformers_engine",
+    "TransformersEngineSettings": "agentrl.engines.transformers_engine",
+    "VersionSpan": "agentrl.engines.protocol",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'agentrl.engines' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

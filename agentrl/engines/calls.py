@@ -3,43 +3,12 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, VersionSpan
 from agentrl.engines.sampling import Draw
+from agentrl.engines.stopping import StopCheck
 from agentrl.errors import EngineError
-
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopCheck:
-    """Decides whether the last sampled token ends a completion."""
-
-    token_ids: frozenset[int]
-    strings: tuple[str, ...]
-    decode: Decode
-    window: int
-    """How many of the last tokens can take part in completing a stop string."""
-
-    @classmethod
-    def of(cls, sampling: SamplingParams, decode: Decode) -> "StopCheck":
-        """The check that `sampling` asks for."""
-        # A token stands for at least one byte, but for a few that render as nothing.
-        longest = max((len(text.encode()) for text in sampling.stop), default=0)
-        return cls(frozenset(sampling.stop_token_ids), sampling.stop, decode, longest + 8)
-
-    def is_met(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of `token_ids` ends them."""
-        if token_ids[-1] in self.token_ids:
-            return True
-        if not self.strings:
-            return False
-        tail = self.decode(token_ids[-self.window :])
-        return any(text in tail for text in self.strings)
-
 
 @dataclass(eq=False, slots=True)
 class Call:

@@ -47,6 +47,7 @@ from agentrl.engines.paged_attention import (
 from agentrl.engines.protocol import FinishReason
 from agentrl.engines.sampling import Sampled, SamplingRows, sample_tokens
 
+NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), torch.empty(0))
 UNLIMITED_TOKENS = None
 """The library's own limit is not used: `Call` counts."""
 
@@ -154,7 +155,8 @@ class RowSampler:
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: SamplingRows | None = None
+        self._num_rows = 0
+        self._rows = SamplingRows.of([], vocab_size=vocab_size, device=device)
 
     def fill_defaults(self, _: torch.Tensor) -> None:
         """Nothing is kept in the library's static tensors."""
@@ -173,14 +175,19 @@ class RowSampler:
                 call.cached_tokens = future.state.position_offset - future.query_length
             if future.has_new_token:
                 draws.append(call.draw())
-        if draws:
-            self._rows = SamplingRows.of(draws, vocab_size=self._vocab_size, device=self._device)
+        self._num_rows = len(draws)
+        self._rows = SamplingRows.of(draws, vocab_size=self._vocab_size, device=self._device)
         return arg_storage
 
     def sample(self, logits: torch.Tensor) -> Sampled:
-        """Sample for the rows that were laid out last; `logits` is [R, V]."""
-        assert self._rows is not None  # noqa: S101 - rows are laid out before every step
-        return sample_tokens(logits, self._rows)
+        """Sample for the rows that were laid out last.
+
+        Args:
+            logits: [at least R, V]; the library pads behind the rows that get a token.
+        """
+        if not self._num_rows:
+            return NOTHING_SAMPLED
+        return sample_tokens(logits[: self._num_rows], self._rows)
 
 
 class SamplingRunner(ModelRunner):
@@ -220,7 +227,7 @@ class PagedInputs:
         self._input_ids: list[int] = []
         self._last_rows: list[int] = []
         self._batch: PagedBatch | None = None
-        self._sampled: Sampled | None = None
+        self._sampled = NOTHING_SAMPLED
 
     def maybe_pad_inputs(
         self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
@@ -269,11 +276,7 @@ class PagedInputs:
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         """Run the model and sample."""
-        if self._last_rows:
-            self._sampled = self._sampler.sample(model(**batch_data).logits[0])
-        else:
-            model(**batch_data)
-            self._sampled = None
+        self._sampled = self._sampler.sample(model(**batch_data).logits[0])
 
     def retrieve_device_outputs(self) -> None:
         """The results are read where they are used."""
@@ -282,13 +285,11 @@ class PagedInputs:
         self,
     ) -> tuple[list[FutureRequestState], list[int], list[float]]:
         """The batch, with a token and a log-probability for each row that has one."""
-        if self._sampled is None:
-            return self._requests, [], []
         return self._requests, self._sampled.token_ids.tolist(), self._sampled.log_probs.tolist()
 
     def reset(self) -> None:
         """Forget the last batch."""
-        self._requests, self._batch, self._sampled = [], None, None
+        self._requests, self._batch, self._sampled = [], None, NOTHING_SAMPLED
 
 
 class CacheAccess:

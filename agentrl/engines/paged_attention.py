@@ -22,7 +22,9 @@ from transformers import AttentionInterface
 
 ATTENTION_NAME = "agentrl_paged"
 MAX_MASK_ELEMENTS = 4 * 2**20
-"""Most elements of one chunk's mask: bounds its memory, and how much is padded in vain."""
+"""Most elements of one chunk's mask: bounds its memory."""
+MAX_PADDING = 1.5
+"""How much longer the longest sequence of a chunk may be than its first."""
 
 
 class LayerPages(NamedTuple):
@@ -128,18 +130,18 @@ def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArr
     """Group sequences of like shape, so that little is padded and no mask grows too large."""
     totals = past + counts
     order = np.lexsort((totals, counts))
-    begin = 0
-    for end in range(1, len(order) + 1):
-        if end < len(order) and _fits(counts[order[begin : end + 1]], totals[order[begin : end + 1]]):
-            continue
-        yield order[begin:end]
-        begin = end
-
-
-def _fits(counts: NDArray[np.int64], totals: NDArray[np.int64]) -> bool:
-    if len(counts) * counts[-1] * totals.max() > MAX_MASK_ELEMENTS:
-        return False
-    return bool(counts[-1] <= 2 * counts[0])
+    begin, smallest, longest = 0, None, 0
+    for end, (count, total) in enumerate(
+        zip(counts[order].tolist(), totals[order].tolist(), strict=True)
+    ):
+        smallest = smallest or (count, total)
+        num_elements = (end - begin + 1) * count * max(longest, total)
+        is_alike = count <= MAX_PADDING * smallest[0] and total <= MAX_PADDING * smallest[1]
+        if not is_alike or num_elements > MAX_MASK_ELEMENTS and end > begin:
+            yield order[begin:end]
+            begin, smallest, longest = end, (count, total), 0
+        longest = max(longest, total)
+    yield order[begin:]
 
 
 def _plan_chunk(

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from agentrl.engines.batch_worker import BatchWorker
-from agentrl.engines.calls import Call, Decode, StopCheck
+from agentrl.engines.calls import Call
 from agentrl.engines.continuous_batching import BatchLimits
 from agentrl.engines.paged_attention import ATTENTION_NAME, register_paged_attention
 from agentrl.engines.protocol import Completion, SamplingParams
 from agentrl.engines.shared_weights import SharedWeights
+from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from agentrl.config.schema import DataConfig, RolloutConfig
+from agentrl.config.schema import DataConfig, RolloutConfig, ValKwargsConfig
 from agentrl.data.fit import fit_prompt
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import SamplingParams
 from agentrl.errors import RolloutError
 from agentrl.rollout.request import AsyncRolloutRequest, Budgets
 from agentrl.rollout.runner import House, run_request
-from agentrl.rollout.states import RequestState, StopReason
+from agentrl.rollout.states import RequestState
 
 _UNBOUNDED = 1 << 30
 """Token limit of a call before its request's budgets are applied."""
@@ -38,7 +38,7 @@ class RolloutManager:
         data: Lengths of prompts and responses.
 
     Example:
-        >>> requests = manager.make_requests(prompts, train_plan(config.rollout))
+        >>> requests = manager.make_requests(prompts, manager.train_plan())
         >>> finished = await manager.rollout(requests)
     """
 
@@ -47,6 +47,26 @@ class RolloutManager:
         self._rollout = rollout
         self._data = data
         self.budgets = make_budgets(rollout, data, house.engine.max_model_len)
+
+    def train_plan(self) -> SamplingPlan:
+        """How training samples."""
+        rollout = self._rollout
+        return SamplingPlan("train", rollout.n, self._sampling(rollout))
+
+    def val_plan(self, name: str) -> SamplingPlan:
+        """How validation on the set `name` samples (`val_kwargs`)."""
+        val = self._rollout.val_kwargs
+        return SamplingPlan(f"val-{name}", val.n, self._sampling(val))
+
+    def _sampling(self, heat: RolloutConfig | ValKwargsConfig) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=_UNBOUNDED,
+            temperature=heat.temperature,
+            top_p=heat.top_p,
+            top_k=heat.top_k,
+            stop=tuple(self._rollout.stop),
+            stop_token_ids=self.house.template.stop_token_ids,
+        )
 
     def make_requests(
         self, prompts: Sequence[Prompt], plan: SamplingPlan, *, step: int = 0
@@ -157,35 +177,12 @@ def make_budgets(rollout: RolloutConfig, data: DataConfig, engine_len: int) -> B
     )
 
 
-def train_plan(rollout: RolloutConfig) -> SamplingPlan:
-    """How training samples."""
-    sampling = SamplingParams(
-        max_new_tokens=_UNBOUNDED,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=tuple(rollout.stop),
-    )
-    return SamplingPlan("train", rollout.n, sampling)
-
-
-def val_plan(rollout: RolloutConfig, name: str) -> SamplingPlan:
-    """How validation on the set `name` samples (`val_kwargs`)."""
-    val = rollout.val_kwargs
-    sampling = SamplingParams(
-        max_new_tokens=_UNBOUNDED,
-        temperature=val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        stop=tuple(rollout.stop),
-    )
-    return SamplingPlan(f"val-{name}", val.n, sampling)
-
-
 def summarise_failures(failed: Sequence[AsyncRolloutRequest]) -> str:
     """The commonest failures of a batch in one line."""
     kinds = Counter(
-        f"{r.error.fault}: {r.error.kind}: {r.error.message[:120]}" if r.error else str(r.stop_reason)
+        f"{r.error.fault}: {r.error.kind}: {r.error.message[:120]}"
+        if r.error
+        else str(r.stop_reason)
         for r in failed
     )
     return "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3))
@@ -209,6 +206,11 @@ class PromptCache:
         self._cached: dict[tuple[str, int], list[int]] = {}
 
     def __call__(self, request: AsyncRolloutRequest) -> list[int]:
+        """Give the prompt's tokens, generation prompt included.
+
+        Raises:
+            DataError: for a prompt over its budget under `truncation: error`.
+        """
         key = (request.uid, len(request.messages))
         if key not in self._cached:
             ids = self._encode(request.messages, request.tool_schemas)

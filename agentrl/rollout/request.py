@@ -36,10 +36,17 @@ RECORD_VERSION = 1
 """Version of the saved form of a request; raised when its meaning changes."""
 
 
+def to_plain(value: Any) -> Any:
+    """Give a value that JSON cannot hold the nearest form that it can: arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 class Record(BaseModel):
     """A checked record that refuses unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, ser_json_bytes="base64"
+    )
 
 
 class Budgets(Record):
@@ -455,7 +462,7 @@ class AsyncRolloutRequest(Record):
             "state": str(self._state),
             "stop_reason": self._stop_reason and str(self._stop_reason),
             "error": self._error and self._error.model_dump(mode="json"),
-            "turns": [turn.model_dump(mode="json") for turn in self._turns],
+            "turns": [turn.model_dump(mode="json", fallback=to_plain) for turn in self._turns],
             **{name: list(getattr(self._ledger, name)) for name in Ledger.__slots__},
         }
 

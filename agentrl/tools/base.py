@@ -21,7 +21,7 @@ class ToolResult(NamedTuple):
     """What the model is shown."""
     reward: float | None = None
     """Reward of this call; None where the tool does not judge it."""
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, Any] | None = None
     """What the tool reports of itself; stands in the call's record."""
     should_stop: bool = False
     """End the request: the model is not asked again."""
@@ -67,9 +67,10 @@ class BaseTool:
     3. `calc_reward` once, at the end, unless the request failed;
     4. `release` once, always: after a failure, a time-out or a cancellation too, even of `create`.
 
-    Methods may be `async def` or plain `def` (which then runs on a thread). Each call has a time-out
-    (`rollout.multi_turn.tool_timeout_s`, or `timeout_s` in the tool's `config`); it is cancelled
-    then, which raises `asyncio.CancelledError` inside it; clean up and let it through.
+    Methods may be `async def`, or plain `def`, which then runs on a thread. Each call has a
+    time-out (`rollout.multi_turn.tool_timeout_s`, or `timeout_s` in the tool's `config`). A call
+    that is late, or whose request is cancelled, is cancelled: that raises
+    `asyncio.CancelledError` inside it; clean up and let it through.
 
     `config.isolation` says where the methods run. `none`: on the event loop, where blocking code
     holds up every request. `thread`: each call in an event loop of its own on a thread, which may

@@ -26,6 +26,8 @@ from agentrl.tools.base import BaseTool, ToolResult
 MAX_CHARACTERS = 300
 MAX_DIGITS = 100
 _SHOWN_DIGITS = 12
+_ROUNDING = Decimal("1e-40")
+"""Share of a value by which `1 / 3 * 3` and the like may miss a whole number."""
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -124,7 +126,7 @@ def _evaluate(node: ast.expr, context: Context) -> Decimal:
 
 def _literal(value: float) -> str:
     """Write a literal for the decimals; an integer too long to write has too many digits."""
-    if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
+    if value == float("inf") or (isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS):
         raise ToolError(f"Error: a number has more than {MAX_DIGITS} digits.")
     return repr(value)
 
@@ -172,9 +174,10 @@ _BINARY: dict[type[ast.operator], Callable[[Context, Decimal, Decimal], Decimal]
 
 
 def _plain(value: Decimal, context: Context) -> str:
-    whole = value.to_integral_value()
-    if abs(value - whole) <= Decimal("1e-40") * max(Decimal(1), abs(value)):
-        return f"{whole + 0:f}"
+    whole = value.to_integral_value(context=context)
+    off = context.abs(context.subtract(value, whole))
+    if off <= context.multiply(_ROUNDING, context.max_mag(Decimal(1), value).copy_abs()):
+        return f"{context.plus(whole):f}"
     digits = max(_SHOWN_DIGITS, value.adjusted() + 1 + _SHOWN_DIGITS)
     rounded = Context(prec=min(digits, MAX_DIGITS), Emin=context.Emin).plus(value)
     text = f"{rounded:f}"

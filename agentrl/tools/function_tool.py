@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast, get_type_hints, overload
 
 import docstring_parser
@@ -55,7 +56,7 @@ def function_tool(
     """
     if callable(target):
         return _mark(cast("Callable[..., Any]", target), None, schema)
-    return lambda function: _mark(function, target, schema)  # pyright: ignore[reportUnknownLambdaType]
+    return partial(_mark, name=target, schema=schema)
 
 
 class FunctionTool(BaseTool):

@@ -126,20 +126,20 @@ class ToolInstance:
 
     Args:
         tool: The run's tool.
-        request_id: Becomes the `instance_id`, unless `create` gives another.
+        instance_id: What `create` is given; its answer may replace it.
         kwargs: What the row hands to it.
         timeout_s: Seconds of one call, where the tool's config has no `timeout_s`.
     """
 
     def __init__(
-        self, tool: BaseTool, *, request_id: str, kwargs: ToolKwargs, timeout_s: float
+        self, tool: BaseTool, *, instance_id: str, kwargs: ToolKwargs, timeout_s: float
     ) -> None:
         settings = ToolSettings.check(tool.config, key=f"{tool.name}.config")
         self.tool = tool
         self._kwargs = kwargs
         self._timeout_s = settings.timeout_s or timeout_s
         self._lane = _lane(tool, settings.isolation)
-        self._instance_id = request_id
+        self._instance_id = instance_id
         self._must_release = False
 
     async def create(self) -> ToolResponse:

@@ -20,7 +20,7 @@ import torch
 from agentrl.errors import Fault
 from agentrl.protocol import DataProto
 from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, Turn
-from agentrl.rollout.states import ENDS, StopReason
+from agentrl.rollout.states import ENDS, RequestState, StopReason
 
 Metrics = dict[str, float]
 """Flat names and numbers: what a tracker logs."""
@@ -123,18 +123,19 @@ def _end_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
     """Shares of the requests by stop reason and, of failed ones, by fault."""
     reasons = Counter(request.stop_reason for request in requests)
     faults = Counter(_fault(request) for request in requests)
-    failed = [request.stop_reason is not None and not request.is_trained for request in requests]
+    failed = [request.state is RequestState.FAILED for request in requests]
     return {
         **{f"rollout/stop_reason/{r}": _per_request(reasons[r], requests) for r in StopReason},
         **{f"rollout/failures/{f}": _per_request(faults[f], requests) for f in Fault},
         "rollout/failed_frac": _mean(failed),
+        "rollout/dropped_frac": _mean([request.dropped is not None for request in requests]),
         "rollout/retried_frac": _mean([request.attempt > 0 for request in requests]),
     }
 
 
 def _fault(request: AsyncRolloutRequest) -> Fault | None:
     """Whose fault a failed request is; None for one that did not fail."""
-    if request.stop_reason is None or request.is_trained:
+    if request.state is not RequestState.FAILED or request.stop_reason is None:
         return None
     return request.error.fault if request.error else ENDS[request.stop_reason].fault
 

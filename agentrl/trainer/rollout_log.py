@@ -14,7 +14,7 @@ arrays as lists, bytes as base64, other objects as their `str`.
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
@@ -116,7 +116,11 @@ def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: 
         OSError: naming `path`, where the disk does not take it.
     """
     count = 0
-    with written_whole(path) as draft, draft.open("w", encoding="utf-8") as file:
+    # A lone surrogate, which UTF-8 cannot hold, becomes the JSON escape of itself.
+    with (
+        written_whole(path) as draft,
+        draft.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         for request in requests:
             file.write(_to_line(request, step))
             count += 1
@@ -130,7 +134,7 @@ def _to_line(request: AsyncRolloutRequest, step: int) -> str:
         "summary": TrajectorySummary.of(request).model_dump(),
         "request": request.model_dump(mode="json", fallback=to_plain),
     }
-    return json.dumps(line, allow_nan=False) + "\n"
+    return json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:
@@ -177,5 +181,3 @@ def _damaged(path: Path, row: int, reason: str) -> DataError:
         row=row,
         expected=f"one trajectory as `save_rollouts` of version {LINE_VERSION} writes it",
     )
-
-

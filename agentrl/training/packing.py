@@ -111,7 +111,7 @@ def count_micro_batches(lengths: Sequence[int], budget: int) -> int:
 
     A row longer than the budget has a micro-batch to itself.
     """
-    count = max(1, -(-sum(lengths) // budget))
+    count = -(-sum(lengths) // budget)
     while not _fits(lengths, count, budget):
         count += 1
     return count
@@ -181,4 +181,3 @@ def _pack(
         row_index=tuple(picked.tolist()),
         response_length=num_response,
     )
-

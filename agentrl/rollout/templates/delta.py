@@ -77,11 +77,17 @@ class DeltaFinder:
         render_node: Renders nodes, with the run's tools.
         control: Matches a control token in a rendering.
         style: How the template wants tool calls.
+        tool_holes: Holes in the run's tools.
     """
 
     def __init__(
-        self, render_node: RenderNode, control: re.Pattern[str], style: CallStyle
+        self,
+        render_node: RenderNode,
+        control: re.Pattern[str],
+        style: CallStyle,
+        tool_holes: Sequence[Hole] = (),
     ) -> None:
+        self._tool_holes = tool_holes
         self._render_node = render_node
         self._control = control
         self._style = style
@@ -96,17 +102,24 @@ class DeltaFinder:
         behind = self._behind_answer([follower], [_neighbour(9)], gen=False, read=cut)
         return self._end_of(behind)
 
-    def find(self, new: Sequence[dict[str, Node]], holes: Sequence[Hole]) -> DeltaPieces:
+    def find(
+        self,
+        new: Sequence[dict[str, Node]],
+        holes: Sequence[Hole],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> DeltaPieces:
         """Find the delta of new messages and the next generation prompt.
 
         Raises:
             TemplateError: where the template refuses the messages behind an assistant turn, or
                 loses their text.
         """
-        answer = self._attempt(self._behind_answer, new, holes)
+        gen = add_generation_prompt
+        answer = self._attempt(self._behind_answer, new, holes, gen)
         if not any(node["role"] == "tool" for node in new):
             return self._after_answer(_or_raise(answer))
-        calls = self._attempt(self._behind_calls, new, holes)
+        calls = self._attempt(self._behind_calls, new, holes, gen)
         if isinstance(calls, _Behind):
             delta = self._after_calls(calls, answer)
             if delta is not None:
@@ -145,19 +158,26 @@ class DeltaFinder:
         return EndOfTurn(behind.lead[: opening.end()] if opening else "", is_written=False)
 
     def _attempt(
-        self, behind: Callable[..., _Behind], new: Sequence[dict[str, Node]], holes: Sequence[Hole]
+        self,
+        behind: Callable[..., _Behind],
+        new: Sequence[dict[str, Node]],
+        holes: Sequence[Hole],
+        gen: bool,
     ) -> "_Behind | TemplateError":
         try:
-            found = behind(new, holes, gen=True, read=learn)
+            found = behind(new, holes, gen=gen, read=learn)
+            silent = gen and behind(new, holes, gen=False, read=cut).pieces[-1] == found.pieces[-1]
         except TemplateError as error:
             return error
         lost = {hole.index: hole for hole in holes if hole.is_content}
         for index in places_in_order(found.pieces):
             lost.pop(index, None)
-        if not lost:
-            return found
-        role = new[next(iter(lost.values())).message]["role"]
-        return TemplateError(f"the template drops the text of a {role} message", role=role)
+        if lost:
+            role = new[next(iter(lost.values())).message]["role"]
+            return TemplateError(f"the template drops the text of a {role} message", role=role)
+        if silent:
+            return TemplateError("the template writes no generation prompt", role=_last_role(new))
+        return found
 
     def _behind_answer(
         self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
@@ -204,7 +224,7 @@ class DeltaFinder:
         """Render [a user, the neighbour, the new messages]; keep what is behind the anchor."""
         user = _neighbour(0)
         start = [{"role": "user", "content": user}, *before]
-        every = [user, *own, *holes]
+        every = [user, *own, *self._tool_holes, *holes]
         followed = _tail(read(self._render_node([*start, *new], gen), every), anchor)
         closed = _tail(cut(self._render_node(start, False), every), anchor)
         common = common_length(str(followed[0]), str(closed[0]), self._control)
@@ -215,6 +235,10 @@ def _or_raise(found: "_Behind | TemplateError") -> _Behind:
     if isinstance(found, TemplateError):
         raise found
     return found
+
+
+def _last_role(new: Sequence[dict[str, Node]]) -> str:
+    return new[-1]["role"] if new else "assistant"
 
 
 def _neighbour(number: int, voice: Voice = Voice.OUTSIDE) -> Hole:

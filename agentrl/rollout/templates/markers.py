@@ -1,6 +1,5 @@
 """Strings that a template's program looks for in the texts it is given."""
 
-import ast
 from dataclasses import dataclass
 
 _METHODS = frozenset(
@@ -30,10 +29,15 @@ def find_markers(source: str) -> Markers:
     for index, (kind, text) in enumerate(around):
         if kind != "string":
             continue
-        value = ast.literal_eval(text)
+        value = _unquote(text)
         before, opening, after = around[index - 2][1], around[index - 1][1], around[index + 1][1]
         if (opening == "(" and before in _METHODS) or after in ("in", "not"):
             inside.append(value)
         elif {opening, after} & {"==", "!="}:
             whole.append(value)
     return Markers(tuple(dict.fromkeys(inside)), tuple(dict.fromkeys(whole)))
+
+
+def _unquote(literal: str) -> str:
+    """The value of a Jinja string, which unlike Python's may run over lines."""
+    return literal[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")

@@ -7,18 +7,29 @@ blank is part of the shape, since templates treat those differently and they hol
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from agentrl.messages import ContentPart, Message
 
-SHORTEST_ID = 8
+SHORTEST_ID = 9
 """Call ids from this length on keep their length in a rendering (templates may check it)."""
 LONGEST_ID = 40
 HOLE_WIDTH = 32
 """Digits of a placeholder."""
+
+
+SCHEMA_WORDS = frozenset(
+    "type function name description parameters properties required strict items prefixItems enum "
+    "const default examples title format pattern anyOf oneOf allOf not if then else nullable "
+    "additionalProperties patternProperties propertyNames dependentRequired $ref $defs definitions "
+    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength minItems "
+    "maxItems uniqueItems contains minProperties maxProperties return "
+    "object string number integer boolean array null".split()
+)
+"""Words by which templates find their way in a tool's schema; they are never kept apart."""
 
 
 class Voice(StrEnum):
@@ -107,20 +118,18 @@ class ShapeBuilder:
             nodes.append(self._read_message(message))
         return nodes
 
-    def structure(self, value: Any, is_inert: Any) -> Node:
-        """Nodes of a schema or content part; strings that are inert stay as they are."""
-        if isinstance(value, str):
-            return value if is_inert(value) else self.hole(value)
-        if isinstance(value, Mapping):
-            return Pairs(
-                tuple(
-                    (self.structure(str(key), is_inert), self.structure(item, is_inert))
-                    for key, item in value.items()
-                )
-            )
-        if isinstance(value, list | tuple):
-            return [self.structure(item, is_inert) for item in value]
-        return value
+    def schema(self, value: Any, is_inert: Callable[[str], bool]) -> Node:
+        """Nodes of a tool's schema: words that can do no harm stay, equal texts share a hole."""
+        shared: dict[str, str | Hole] = {}
+
+        def word(text: str) -> "str | Hole":
+            if text in SCHEMA_WORDS or is_inert(text):
+                return text
+            if text not in shared:
+                shared[text] = self.hole(text)
+            return shared[text]
+
+        return _structure(value, word)
 
     def hole(
         self,
@@ -166,7 +175,7 @@ class ShapeBuilder:
             if key == "text":
                 node[key] = self._read_text(value, voice, is_content=True)
             elif key != "type":
-                node[key] = self.structure(value, _nothing)
+                node[key] = _structure(value, self.hole)
         return node
 
     def _read_field(self, key: str, value: Any, voice: Voice) -> Node:
@@ -175,7 +184,7 @@ class ShapeBuilder:
         if isinstance(value, str):
             spoken = voice if key != "name" else Voice.OUTSIDE
             return self._read_text(value, spoken, is_content=False)
-        return self.structure(value, _nothing)
+        return _structure(value, self.hole)
 
     def _read_text(self, text: str, voice: Voice, *, is_content: bool) -> Node:
         if voice is Voice.OUTSIDE:
@@ -192,7 +201,7 @@ class ShapeBuilder:
 
     def _read_call(self, call: dict[str, Any]) -> dict[str, Node]:
         function = call["function"]
-        arguments = self.structure(function["arguments"], _nothing)
+        arguments = _structure(function["arguments"], self.hole)
         return {
             "id": self._read_id(call["id"]),
             "type": call["type"],
@@ -234,8 +243,16 @@ def fill(node: Node, texts: Mapping[int, str]) -> Any:
     return node
 
 
-def _nothing(_: str) -> bool:
-    return False
+def _structure(value: Any, word: Callable[[str], "str | Hole"]) -> Node:
+    """Nodes of a JSON-like value; `word` says what stands for a string."""
+    if isinstance(value, str):
+        return word(value)
+    if isinstance(value, Mapping):
+        items = value.items()
+        return Pairs(tuple((word(str(key)), _structure(item, word)) for key, item in items))
+    if isinstance(value, list | tuple):
+        return [_structure(item, word) for item in value]
+    return value
 
 
 def _cut_at(separators: re.Pattern[str], text: str) -> list[str]:

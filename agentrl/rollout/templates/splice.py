@@ -23,6 +23,8 @@ Render = Callable[[Mapping[int, str]], str]
 
 BLANKS = "\n "
 """The blanks that are tried; a template that strips both strips all."""
+SERIAL_DIGITS = 6
+"""Digits of a placeholder that count the holes; the rest are random, drawn for each rendering."""
 _MARK = "Aé/\n\"\\'<&>\u2028"
 
 
@@ -83,6 +85,16 @@ class Place:
         return self.escape.apply(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Placeholders of one rendering."""
+
+    texts: list[str]
+    """One for each hole, in order."""
+    pattern: re.Pattern[str]
+    """Matches any of them, as a group."""
+
+
 Piece = str | Place
 """A literal of the template, or a text's place."""
 
@@ -90,8 +102,8 @@ Piece = str | Place
 def cut(render: Render, holes: Sequence[Hole]) -> list[Piece]:
     """Render a shape and cut it: literals and places, alternating, literals at both ends."""
     marks = _placeholders(holes)
-    by_mark = {mark: hole for hole, mark in zip(holes, marks, strict=True)}
-    pieces = _split(render(_by_index(holes, marks)), marks)
+    by_mark = dict(zip(marks.texts, holes, strict=True))
+    pieces = marks.pattern.split(render(_by_index(holes, marks.texts)))
     return [Place(by_mark[p]) if i % 2 else p for i, p in enumerate(pieces)]
 
 
@@ -163,48 +175,50 @@ class Splice:
         return self._encoder.encode_text(written)
 
 
-def _placeholders(holes: Sequence[Hole]) -> list[str]:
+def _placeholders(holes: Sequence[Hole]) -> "Marks":
     """A fresh random number for each hole: it survives any change of case and any escape."""
-    return ["".join(secrets.choice(string.digits) for _ in range(h.width)) for h in holes]
+    nonces: dict[int, str] = {}
+    texts: list[str] = []
+    for number, hole in enumerate(holes):
+        serial = f"{number:0{SERIAL_DIGITS}d}"
+        nonce = nonces.setdefault(hole.width, _random_digits(hole.width - SERIAL_DIGITS))
+        texts.append(nonce + serial)
+    patterns = [f"{nonce}[0-9]{{{SERIAL_DIGITS}}}" for _, nonce in sorted(nonces.items())[::-1]]
+    return Marks(texts, re.compile("(" + ("|".join(patterns) or "(?!)") + ")"))
+
+
+def _random_digits(length: int) -> str:
+    return "".join(secrets.choice(string.digits) for _ in range(length))
 
 
 def _by_index(holes: Sequence[Hole], texts: Sequence[str]) -> dict[int, str]:
     return {hole.index: text for hole, text in zip(holes, texts, strict=True)}
 
 
-def _split(rendered: str, marks: Sequence[str]) -> list[str]:
-    longest_first = sorted(marks, key=len, reverse=True)
-    return re.split("(" + "|".join(longest_first) + ")", rendered) if marks else [rendered]
-
-
 def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece]) -> list[Escape]:
     """For each place, how a text with every awkward character comes out."""
-    marks, ends = _placeholders(holes), _placeholders(holes)
+    starts, ends = _placeholders(holes), _placeholders(holes)
     texts = [
-        mark + _MARK + end if hole.width == HOLE_WIDTH else mark
-        for hole, mark, end in zip(holes, marks, ends, strict=True)
+        start + _MARK + end if hole.width == HOLE_WIDTH else start
+        for hole, start, end in zip(holes, starts.texts, ends.texts, strict=True)
     ]
-    places = pieces[1::2]
+    places = [piece for piece in pieces if isinstance(piece, Place)]
     try:
         rendered = render(_by_index(holes, texts))
     except TemplateError:
         return [UNKNOWN] * len(places)
-    found = _split(rendered, marks + ends)
-    by_mark = dict(zip(marks, ends, strict=True))
-    written = [
-        between if after == by_mark[mark] else None
-        for mark, between, after in zip(found[1::2], found[2::2], [*found[3::2], ""], strict=True)
-        if mark in by_mark
-    ]
-    if len(written) != len(places):
+    expected = dict(zip((hole.index for hole in holes), ends.texts, strict=True))
+    found = starts.pattern.split(rendered)[2::2]
+    if len(found) != len(places):
         return [UNKNOWN] * len(places)
     return [
-        _recognise(text) if isinstance(p, Place) and p.hole.width == HOLE_WIDTH else VERBATIM
-        for p, text in zip(places, written, strict=True)
+        _recognise(behind, expected[place.hole.index]) if place.hole.width == HOLE_WIDTH else VERBATIM
+        for place, behind in zip(places, found, strict=True)
     ]
 
 
-def _recognise(written: str | None) -> Escape:
+def _recognise(behind: str, end: str) -> Escape:
+    written = behind.partition(end)[0] if end in behind else None
     return next((escape for escape in ESCAPES if escape.apply(_MARK) == written), UNKNOWN)
 
 
@@ -236,10 +250,10 @@ def _literals_with(
     marks = _placeholders(holes)
     texts = [
         before + mark + after if hole.width == HOLE_WIDTH else mark
-        for hole, mark in zip(holes, marks, strict=True)
+        for hole, mark in zip(holes, marks.texts, strict=True)
     ]
     try:
-        return _split(render(_by_index(holes, texts)), marks)[0::2]
+        return marks.pattern.split(render(_by_index(holes, texts)))[0::2]
     except TemplateError:
         return []
 

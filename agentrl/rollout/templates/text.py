@@ -45,9 +45,11 @@ class TextEncoder:
         )
         """Those of them that are special."""
         # Runs of blanks that some vocabularies add (Gemma) control nothing.
-        self._control = {text: id for text, id in self.added.items() if text.strip(" \t\r\n▁")}
-        self._control_ids = frozenset(self._control.values())
-        self.control_pattern = any_of(self._control)
+        self.control: dict[str, int] = {
+            text: id for text, id in self.added.items() if text.strip(" \t\r\n▁")
+        }
+        self._control_ids = frozenset(self.control.values())
+        self.control_pattern = any_of(self.control)
         """Matches one control token in a string, the longest where several begin."""
 
     def encode_text(self, text: str) -> list[int]:
@@ -109,7 +111,7 @@ class TextEncoder:
 
     @cached_property
     def _folded(self) -> list[str]:
-        return [_fold(token) for token in self._control]
+        return [_fold(token) for token in self.control]
 
     @cached_property
     def _folded_pattern(self) -> re.Pattern[str]:

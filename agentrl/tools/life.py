@@ -2,23 +2,12 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.errors import ToolLifeError
-from agentrl.messages import OpenAIFunctionToolSchema, ToolCall, ToolResponse
+from agentrl.messages import ToolCall, ToolResponse
 from agentrl.tools.base import BaseTool
 from agentrl.tools.instance import ToolInstance, ToolKwargs, ToolOutcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolLimits:
-    """What the tools of one request may use."""
-
-    timeout_s: float = 30.0
-    """Seconds of one call of one method, where the tool's config has no `timeout_s`."""
-    max_parallel_calls: int = 8
-    """Calls that run at once; the others queue, and their time-outs start behind the queue."""
 
 
 class Opening(NamedTuple):
@@ -35,17 +24,19 @@ class ToolSession:
     in a `finally`, however the request ended.
 
     Args:
-        tools: The tools of the row (`select_tools`).
-        request_id: The instance id that each tool is created with.
+        tools: The tools of the row (`select_tools`), by name.
+        instance_id: What each tool is created with: the request's id.
         tools_kwargs: The row's settings by tool name.
-        limits: Time and parallel calls.
+        timeout_s: Seconds of one call of one method, where a tool's config has no `timeout_s`.
+        max_parallel_calls: Calls that run at once; the others queue, and their time-outs start
+            behind the queue.
 
     Raises:
         DataError: for an unknown key in `tools_kwargs`.
 
     Example:
         >>> async def ask(tools, calls):
-        ...     session = ToolSession(tools, request_id="1")
+        ...     session = ToolSession(tools, instance_id="1")
         ...     try:
         ...         await session.create()
         ...         return await session.execute(calls)
@@ -55,30 +46,25 @@ class ToolSession:
 
     def __init__(
         self,
-        tools: Sequence[BaseTool],
+        tools: Mapping[str, BaseTool],
         *,
-        request_id: str,
+        instance_id: str,
         tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None = None,
-        limits: ToolLimits | None = None,
+        timeout_s: float = 30.0,
+        max_parallel_calls: int = 8,
     ) -> None:
-        limits = limits or ToolLimits()
         given = tools_kwargs or {}
         self._instances = {
-            tool.name: ToolInstance(
+            name: ToolInstance(
                 tool,
-                request_id=request_id,
-                kwargs=ToolKwargs.of(tool.name, given.get(tool.name)),
-                timeout_s=limits.timeout_s,
+                instance_id=instance_id,
+                kwargs=ToolKwargs.of(name, given.get(name)),
+                timeout_s=timeout_s,
             )
-            for tool in tools
+            for name, tool in tools.items()
         }
-        self._slots = asyncio.Semaphore(limits.max_parallel_calls)
+        self._slots = asyncio.Semaphore(max_parallel_calls)
         self._releasing: asyncio.Task[list[ToolLifeError]] | None = None
-
-    @property
-    def schemas(self) -> list[OpenAIFunctionToolSchema]:
-        """What the model is told of the tools."""
-        return [instance.tool.tool_schema for instance in self._instances.values()]
 
     async def create(self) -> list[Opening]:
         """Create every tool, all at once.

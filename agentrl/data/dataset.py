@@ -1,0 +1,132 @@
+"""Files -> prompts."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+from agentrl.config.schema import CustomClassConfig, DataConfig
+from agentrl.data.files import read_rows
+from agentrl.data.prompt import Prompt
+from agentrl.data.rows import RowReader
+from agentrl.errors import DataError
+from agentrl.plugins import load_object
+
+
+class PromptDataset(Sequence[Prompt]):
+    """Prompts in the order of their files.
+
+    Example:
+        >>> dataset = PromptDataset([Prompt(index=0, messages=[{"role": "user", "content": "Hi"}])])
+        >>> len(dataset), dataset[0].messages[0].text
+        (1, 'Hi')
+    """
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self._prompts = tuple(prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> "PromptDataset": ...
+    def __getitem__(self, index: int | slice) -> "Prompt | PromptDataset":
+        if isinstance(index, slice):
+            return PromptDataset(self._prompts[index])
+        return self._prompts[index]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of every prompt's content, in order: changed data has another one."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            content = json.dumps(prompt.model_dump(), sort_keys=True, default=repr)
+            digest.update(content.encode() + b"\n")
+        return digest.hexdigest()
+
+    def select(self, places: Iterable[int]) -> "PromptDataset":
+        """Take the prompts at `places`, in that order."""
+        return PromptDataset(self._prompts[place] for place in places)
+
+    def tools_named(self) -> dict[str, int]:
+        """Find the tools that rows name, each with the index of the first row that does."""
+        named: dict[str, int] = {}
+        for prompt in self._prompts:
+            for tool in (*prompt.tools_kwargs, *(prompt.tool_selection or ())):
+                named.setdefault(tool, prompt.index)
+        return named
+
+
+def load_prompts(
+    files: Sequence[str | Path], config: DataConfig, *, max_samples: int | None = None
+) -> PromptDataset:
+    """Read data files, or ask the user's own dataset class for their rows.
+
+    Args:
+        files: Parquet, JSON or JSONL files; rows keep the order of files and lines.
+        config: Which columns hold what, and `custom_cls`.
+        max_samples: Use only the first rows.
+
+    Raises:
+        DataError: with file, row number (from 0) and what was expected.
+        PluginError: where `custom_cls` leads nowhere.
+    """
+    if config.custom_cls is not None:
+        return PromptDataset(_custom_prompts(config.custom_cls, files, config, max_samples))
+    prompts: list[Prompt] = []
+    for file in files:
+        reader = _reader(file, config)
+        for number, row in enumerate(read_rows(file)):
+            if len(prompts) == max_samples:
+                return PromptDataset(prompts)
+            prompts.append(reader.read(row, number, len(prompts)))
+    if not prompts:
+        raise DataError("no data files were given", expected="at least one file")
+    return PromptDataset(prompts)
+
+
+def _reader(file: str | Path, config: DataConfig) -> RowReader:
+    return RowReader(file, prompt_key=config.prompt_key, reward_fn_key=config.reward_fn_key)
+
+
+def _custom_prompts(
+    custom: CustomClassConfig,
+    files: Sequence[str | Path],
+    config: DataConfig,
+    max_samples: int | None,
+) -> list[Prompt]:
+    name = f"{custom.path}:{custom.name}"
+    rows = _custom_rows(name, files, config, max_samples)[:max_samples]
+    if not rows:
+        raise DataError(f"{name} gave no rows", expected="at least one row")
+    reader = _reader(name, config)
+    return [
+        row if isinstance(row, Prompt) else reader.read(row, number, number)
+        for number, row in enumerate(rows)
+    ]
+
+
+def _custom_rows(
+    name: str, files: Sequence[str | Path], config: DataConfig, max_samples: int | None
+) -> list[Any]:
+    custom_class = load_object(name)
+    try:
+        dataset = custom_class(list(files), config, max_samples=max_samples)
+        rows = [dataset[place] for place in range(len(dataset))]
+    except Exception as error:
+        kind = type(error).__name__
+        told = f"the dataset class {name} raised {kind}: {error}"
+        wanted = "a class (files, config, *, max_samples) with __len__ and __getitem__"
+        raise DataError(told, expected=wanted) from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict | Prompt):
+            told = f"a row is {type(row).__name__}"
+            raise DataError(told, file=name, row=number, expected="a dict of columns, or a Prompt")
+    return rows

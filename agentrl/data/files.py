@@ -1,0 +1,126 @@
+"""Rows on disk: Parquet, JSON and JSONL in, and out again atomically.
+
+Parquet goes through `datasets`, which knows its own column types. JSON is read as it stands:
+Arrow's reader would turn `"4"` into 4 and a text that looks like a date into a date, drop keys
+that only some rows have, and lose the line of an error.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import DataError
+
+Row = dict[str, Any]
+"""A row as its file has it: string keys stop at the dataset's border."""
+
+
+def read_rows(file: str | Path) -> list[Row]:
+    """Read every row of a data file.
+
+    Raises:
+        DataError: for a missing, empty, unknown or malformed file, or a row that is no mapping.
+    """
+    path = Path(file).expanduser()
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"unknown kind of file: {path.name}", file=path, expected=_KINDS)
+    if not path.is_file():
+        raise DataError(f"no file {path}", file=path, expected="an existing data file")
+    try:
+        rows = reader(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the file: {error}", file=path) from None
+    if not rows:
+        raise DataError("the file has no rows", file=path, expected="at least one row")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            told = f"a row is {type(row).__name__}, not a mapping"
+            raise DataError(told, file=path, row=number, expected="an object with named columns")
+    return rows
+
+
+def write_parquet(file: Path, rows: list[Row]) -> None:
+    """Write rows as Parquet: whole, or not at all."""
+    import datasets
+
+    with _quiet(), atomic_file(file) as partial:
+        datasets.Dataset.from_list(rows).to_parquet(partial)
+
+
+def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON lines: whole, or not at all."""
+    with atomic_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+@contextmanager
+def atomic_file(file: Path) -> Iterator[Path]:
+    """Give a path to write to; it takes the place of `file` if nothing was raised."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    # `datasets` writes an Arrow copy of what it reads; the rows are held in memory, so it can go.
+    with _quiet(), tempfile.TemporaryDirectory() as cache:
+        try:
+            table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+            return list(table)  # pyright: ignore[reportArgumentType, reportReturnType]
+        except (DatasetGenerationError, ValueError, OSError) as error:
+            cause = error.__cause__ or error
+            raise DataError(f"cannot read Parquet: {cause}", file=path) from None
+
+
+def _read_json(path: Path) -> list[Row]:
+    text = path.read_text(encoding="utf-8")
+    # Many a file of JSON lines is called .json.
+    return _parse(text, path) if text.lstrip().startswith("[") else _read_jsonl(path)
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8") as stream:
+        return [_parse(line, path, number) for number, line in enumerate(stream) if line.strip()]
+
+
+def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"malformed JSON: {_placed(error, lines_before)}", file=path) from None
+
+
+def _placed(error: ValueError, lines_before: int) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return f"{error.msg} in line {lines_before + error.lineno}, column {error.colno}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars of `datasets` off the console, and leave its setting as it was."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+_READERS = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_jsonl}
+_KINDS = "one of " + ", ".join(_READERS)

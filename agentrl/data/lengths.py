@@ -1,0 +1,199 @@
+"""Measure prompts in tokens, in parallel and once, and drop those that are too long."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from agentrl.data.dataset import PromptDataset
+from agentrl.data.files import atomic_file
+from agentrl.data.prompt import Prompt
+from agentrl.errors import DataError
+
+log = logging.getLogger(__name__)
+
+EncodePrompt = Callable[[Prompt], Sequence[int]]
+"""Renders a prompt through the chat template, with the tools it may use."""
+
+DEFAULT_CACHE_DIR = Path("~/.cache/agentrl")
+WORTH_FORKING_S = 2.0
+"""Seconds of work left that pay for starting processes."""
+_SAMPLE = 64
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class FilteredPrompts:
+    """What the length filter left."""
+
+    dataset: PromptDataset
+    num_dropped: int
+    longest: int
+    """Tokens of the longest prompt, dropped ones included."""
+    max_length: int
+
+    def __str__(self) -> str:
+        total = len(self.dataset) + self.num_dropped
+        return (
+            f"{self.num_dropped} of {total} prompts were dropped: longer than {self.max_length} "
+            f"tokens (the longest has {self.longest})"
+        )
+
+
+def measure_prompts(
+    dataset: PromptDataset,
+    encode: EncodePrompt,
+    *,
+    fingerprint: str,
+    cache_dir: Path | None = None,
+    num_workers: int | None = None,
+) -> list[int]:
+    """Count the tokens of each prompt.
+
+    A few prompts are measured first: only where the rest would take seconds are processes forked.
+    The counts are cached by the content of the data and `fingerprint`.
+
+    Args:
+        dataset: The prompts.
+        encode: Gives a prompt's tokens. It runs in forked processes, so it need not be picklable.
+        fingerprint: Of tokenizer, template and tools: whatever else the counts depend on.
+        cache_dir: Where counts are kept; None: `~/.cache/agentrl`.
+        num_workers: Processes; None: one for each core.
+
+    Raises:
+        DataError: for a prompt that cannot be encoded (detail: `row`).
+    """
+    cache = _cache_file(cache_dir or DEFAULT_CACHE_DIR, dataset.fingerprint, fingerprint)
+    cached = _load(cache)
+    if cached is not None and len(cached) == len(dataset):
+        return cached
+    lengths = _measure(dataset, encode, num_workers or _num_cores())
+    _save(cache, lengths)
+    return lengths
+
+
+def drop_overlong(
+    dataset: PromptDataset, lengths: Sequence[int], max_length: int
+) -> FilteredPrompts:
+    """Keep the prompts of at most `max_length` tokens, in order.
+
+    Raises:
+        DataError: where none is left.
+    """
+    kept = [place for place, length in enumerate(lengths) if length <= max_length]
+    longest = max(lengths, default=0)
+    if not kept:
+        raise DataError(
+            f"every prompt is longer than data.max_prompt_length, {max_length} tokens",
+            expected=f"at least {min(lengths, default=0)} (the longest prompt has {longest})",
+        )
+    filtered = dataset if len(kept) == len(dataset) else dataset.select(kept)
+    return FilteredPrompts(filtered, len(dataset) - len(kept), longest, max_length)
+
+
+def _measure(dataset: PromptDataset, encode: EncodePrompt, num_workers: int) -> list[int]:
+    started = time.monotonic()
+    lengths = [_length(encode, prompt) for prompt in dataset[:_SAMPLE]]
+    rest = dataset[_SAMPLE:]
+    seconds_left = (time.monotonic() - started) * len(rest) / max(1, len(lengths))
+    if num_workers == 1 or seconds_left < WORTH_FORKING_S or not _can_fork():
+        return lengths + [_length(encode, prompt) for prompt in rest]
+    return lengths + _measure_in_processes(rest, encode, num_workers)
+
+
+def _length(encode: EncodePrompt, prompt: Prompt) -> int:
+    try:
+        return len(encode(prompt))
+    except Exception as error:
+        told = f"the prompt cannot be encoded: {type(error).__name__}: {error}"
+        raise DataError(told, row=prompt.index) from error
+
+
+def _measure_in_processes(
+    dataset: PromptDataset, encode: EncodePrompt, num_workers: int
+) -> list[int]:
+    starts = range(0, len(dataset), _CHUNK)
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=_start_worker,
+        initargs=(dataset, encode),
+    )
+    try:
+        with _quiet_fork(), pool:
+            return [length for chunk in pool.map(_measure_chunk, starts) for length in chunk]
+    except BrokenProcessPool:
+        told = "a process that measured prompts died (out of memory?)"
+        raise DataError(told, expected="a smaller data.filter_num_workers") from None
+
+
+_work: list[tuple[PromptDataset, EncodePrompt]] = []
+"""Filled in forked processes alone: forking shares the work without pickling."""
+
+
+def _start_worker(dataset: PromptDataset, encode: EncodePrompt) -> None:
+    _work.append((dataset, encode))
+
+
+def _measure_chunk(start: int) -> list[int]:
+    dataset, encode = _work[-1]
+    return [_length(encode, prompt) for prompt in dataset[start : start + _CHUNK]]
+
+
+def _can_fork() -> bool:
+    # A daemonic process (a Ray or multiprocessing worker) may have no children.
+    methods = multiprocessing.get_all_start_methods()
+    return "fork" in methods and not multiprocessing.current_process().daemon
+
+
+@contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Fork without the warnings of tokenizers and Python: the children use one thread."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+            yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cache_file(folder: Path, data: str, encoding: str) -> Path:
+    key = hashlib.sha256(f"{data}\n{encoding}".encode()).hexdigest()
+    return folder.expanduser() / "prompt_lengths" / f"{key[:32]}.npy"
+
+
+def _load(cache: Path) -> list[int] | None:
+    try:
+        return np.load(cache, allow_pickle=False).tolist()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        log.warning("prompt lengths in %s cannot be read and are measured anew: %s", cache, error)
+        return None
+
+
+def _save(cache: Path, lengths: Sequence[int]) -> None:
+    try:
+        with atomic_file(cache) as partial, partial.open("wb") as stream:
+            np.save(stream, np.asarray(lengths, dtype=np.int32), allow_pickle=False)
+    except OSError as error:
+        log.warning("prompt lengths cannot be cached in %s: %s", cache, error)

@@ -1,0 +1,114 @@
+"""Which rows come when: a function of seed and epoch, so that a resumed run sees the same ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import DataError
+
+_UINT64 = (1 << 64) - 1
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """Order the rows of one epoch: a permutation, equal for equal arguments.
+
+    Args:
+        num_rows: Rows of the data.
+        seed: Any integer.
+        epoch: From 0.
+        shuffle: Without it, every epoch has the rows' own order.
+    """
+    if not shuffle:
+        return list(range(num_rows))
+    generator = np.random.Generator(np.random.PCG64([seed & _UINT64, epoch]))
+    return generator.permutation(num_rows).tolist()
+
+
+class DataOrder:
+    """A place in the data: batch after batch, epoch after epoch.
+
+    An epoch ends where its rows no longer fill a batch; the rows left over are skipped in that
+    epoch (with shuffling, others in each one), so every batch is full and no batch holds a row
+    twice.
+
+    Args:
+        num_rows: Rows of the data.
+        seed: Of the shuffling.
+        shuffle: Draw a new order for each epoch.
+        fingerprint: Of the data (`PromptDataset.fingerprint`); a state of other data is refused.
+
+    Example:
+        >>> order = DataOrder(5, seed=0, shuffle=False)
+        >>> order.next_batch(2), order.next_batch(2), order.next_batch(2), order.epoch
+        ([0, 1], [2, 3], [0, 1], 1)
+    """
+
+    def __init__(
+        self, num_rows: int, *, seed: int, shuffle: bool = True, fingerprint: str = ""
+    ) -> None:
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.fingerprint = fingerprint
+        self.epoch = 0
+        self.position = 0
+        self._drawn: tuple[int, list[int]] | None = None
+
+    def num_batches(self, size: int) -> int:
+        """Count the full batches of one epoch."""
+        return self.num_rows // size
+
+    def next_batch(self, size: int) -> list[int]:
+        """Give the places of the next `size` rows, and go on behind them.
+
+        Raises:
+            DataError: where the data has fewer rows than a batch.
+        """
+        if size > self.num_rows:
+            raise DataError(
+                f"a batch of {size} prompts from {self.num_rows} rows",
+                expected=f"a data.train_batch_size of at most {self.num_rows}, or more data",
+            )
+        if self.position + size > self.num_rows:
+            self.epoch += 1
+            self.position = 0
+        start = self.position
+        self.position += size
+        return self._order()[start : self.position]
+
+    def state_dict(self) -> dict[str, int | bool | str]:
+        """Say where the order stands, and of what it is the order, for a checkpoint."""
+        return self._identity() | {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` stood.
+
+        Raises:
+            DataError: where it is the state of other data, another seed or another shuffling.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                was = state.get(name)
+                raise DataError(
+                    f"the checkpoint's data order has {name} {was!r}, this run {value!r}",
+                    expected="the data and order that the run began with, or "
+                    "trainer.resume_mode=disable to begin anew",
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _identity(self) -> dict[str, int | bool | str]:
+        return {
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.fingerprint,
+        }
+
+    def _order(self) -> list[int]:
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            drawn = epoch_order(
+                self.num_rows, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle
+            )
+            self._drawn = self.epoch, drawn
+        return self._drawn[1]

@@ -1,0 +1,98 @@
+"""Bring GSM8K into the row format, with what its tool and its simulated user need."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from agentrl.answers import extract_gsm8k_answer
+from agentrl.config.schema import Gsm8kConfig
+from agentrl.data.files import Row, read_rows, write_parquet
+from agentrl.data.prepare.manifest import make_once
+from agentrl.errors import DataError
+
+DATA_SOURCE = "openai/gsm8k"
+SYSTEM_PROMPT = (
+    "Solve the problem step by step. When you have an answer, check it with the "
+    "`calc_gsm8k_reward` tool, and think again if it is wrong. End with `#### ` and the number."
+)
+
+_MAKER = "gsm8k/1"
+_SPLITS = ("train", "test")
+
+
+class Gsm8kFiles(NamedTuple):
+    """What was made, and whether it was made just now."""
+
+    train: Path
+    test: Path
+    made: bool
+
+
+def prepare_gsm8k(config: Gsm8kConfig) -> Gsm8kFiles:
+    """Write train.parquet and test.parquet, unless they are there.
+
+    Raises:
+        DataError: where the source cannot be read, or `out_dir` holds other files of these names.
+    """
+    out_dir = config.out_dir.expanduser()
+    train, test = files = [out_dir / f"{split}.parquet" for split in _SPLITS]
+    arguments = config.model_dump(mode="json", exclude={"out_dir"})
+    made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config, files))
+    return Gsm8kFiles(train, test, made)
+
+
+def _write(config: Gsm8kConfig, files: Iterable[Path]) -> None:
+    for split, file in zip(_SPLITS, files, strict=True):
+        if config.source_dir is None:
+            source, raw = f"{DATA_SOURCE}, {split}", _download(split)
+        else:
+            source = str(config.source_dir.expanduser() / f"{split}.jsonl")
+            raw = read_rows(source)
+        chosen = raw[: config.max_samples]
+        write_parquet(file, [_row(row, n, split, source) for n, row in enumerate(chosen)])
+
+
+def _download(split: str) -> list[Row]:
+    import datasets
+
+    try:
+        if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        return list(datasets.load_dataset(DATA_SOURCE, "main", split=split))  # pyright: ignore[reportArgumentType, reportReturnType]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{DATA_SOURCE} cannot be downloaded: {error}",
+            expected="a connection to the hub, or prepare.gsm8k.source_dir: a folder with "
+            "train.jsonl and test.jsonl",
+        ) from error
+
+
+def _row(raw: Row, index: int, split: str, source: str) -> Row:
+    question, answer = raw.get("question"), raw.get("answer")
+    truth = extract_gsm8k_answer(answer) if isinstance(answer, str) else None
+    if not isinstance(question, str) or truth is None:
+        raise DataError(
+            "a row without a question or without an answer that ends with `#### number`",
+            file=source,
+            row=index,
+            expected="columns `question` and `answer`, as GSM8K has them",
+        )
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": question},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {
+            "index": index,
+            "split": split,
+            "question": question,
+            "answer": answer,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}},
+            "interaction_kwargs": {"name": "gsm8k", "query": question, "ground_truth": truth},
+        },
+    }

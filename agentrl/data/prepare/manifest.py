@@ -1,0 +1,80 @@
+"""Make files once: what was made with the same arguments is left alone.
+
+`manifest.json` in the folder says what made its files. It is written before the first of them as
+incomplete and after the last as complete, so a run that was killed is noticed, and files that
+somebody else put there are never overwritten.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentrl.data.files import atomic_file
+from agentrl.errors import DataError
+
+Arguments = dict[str, Any]
+
+
+class Manifest(BaseModel):
+    """What made the files of a folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    maker: str
+    """Name of the generator, with its version: another version makes other files."""
+    arguments: Arguments
+    complete: bool
+    """Whether every file was written."""
+
+
+def make_once(
+    out_dir: Path,
+    maker: str,
+    arguments: Mapping[str, Any],
+    files: Sequence[Path],
+    write: Callable[[], None],
+) -> bool:
+    """Call `write`, unless `files` were made with the same arguments before.
+
+    Returns:
+        Whether anything was written.
+
+    Raises:
+        DataError: where the folder has such files and no manifest: they are somebody else's.
+    """
+    wanted = Manifest(maker=maker, arguments=dict(arguments), complete=True)
+    path = out_dir / "manifest.json"
+    found = _read(path)
+    present = [file for file in files if file.exists()]
+    if found == wanted and len(present) == len(files):
+        return False
+    if present and (found is None or _family(found) != _family(wanted)):
+        raise DataError(
+            f"{present[0]} exists and was not made by {maker}",
+            file=present[0],
+            expected="another out_dir, or a folder without these files",
+        )
+    _write(path, wanted.model_copy(update={"complete": False}))
+    write()
+    _write(path, wanted)
+    return True
+
+
+def _family(manifest: Manifest) -> str:
+    return manifest.maker.partition("/")[0]
+
+
+def _read(path: Path) -> Manifest | None:
+    try:
+        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValidationError, ValueError):
+        return None
+
+
+def _write(path: Path, manifest: Manifest) -> None:
+    with atomic_file(path) as partial:
+        text = json.dumps(manifest.model_dump(mode="json"), indent=2)
+        partial.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,149 @@
+"""One row of a file -> one `Prompt`.
+
+Arrow gives every struct of a column the same keys and fills what a row did not have with nulls.
+So a null counts as absent, in every format, and so does a mapping of nothing but nulls. Columns
+that vary from row to row may also be JSON texts; they are decoded, and their nulls are kept.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from agentrl.data.files import Row
+from agentrl.data.prompt import Prompt
+from agentrl.errors import DataError
+
+_MESSAGES = "a list of messages, each with `role` and `content`, or a text"
+
+
+class RowReader:
+    """Reads the rows of one file.
+
+    Args:
+        file: Named in errors.
+        prompt_key: Column of the messages.
+        reward_fn_key: Column by which the scorer chooses its rule.
+    """
+
+    def __init__(
+        self,
+        file: str | Path,
+        *,
+        prompt_key: str = "prompt",
+        reward_fn_key: str = "data_source",
+    ) -> None:
+        self._file = str(file)
+        self._prompt_key = prompt_key
+        self._reward_fn_key = reward_fn_key
+
+    def read(self, row: Row, number: int, index: int) -> Prompt:
+        """Read one row.
+
+        Args:
+            row: The columns, as the file has them.
+            number: Place in the file, from 0: named in errors.
+            index: Place over all files.
+
+        Raises:
+            DataError: with file, row number and what was expected.
+        """
+        given = without_nulls(row) or {}
+        messages = self._messages(given, number)
+        extra_info = self._mapping(given.get("extra_info"), "extra_info", number)
+        try:
+            return self._prompt(given, messages, extra_info, number, index)
+        except ValidationError as error:
+            raise self._error(_words(error, self._prompt_key), number, _MESSAGES) from None
+
+    def _prompt(
+        self, row: Row, messages: list[Any], extra_info: Row, number: int, index: int
+    ) -> Prompt:
+        reward_model = self._mapping(row.get("reward_model"), "reward_model", number)
+        tools_kwargs = self._mapping(extra_info.get("tools_kwargs"), "tools_kwargs", number)
+        if extra_info.get("need_tools_kwargs") and not tools_kwargs:
+            told = "extra_info.need_tools_kwargs is true, and there are no tools_kwargs"
+            raise self._error(told, number, "extra_info.tools_kwargs: {tool: {create_kwargs: ...}}")
+        named = {self._prompt_key, self._reward_fn_key, "reward_model", "extra_info"}
+        return Prompt(
+            index=index,
+            messages=messages,
+            data_source=str(row.get(self._reward_fn_key, "unknown")),
+            ground_truth=reward_model.get("ground_truth"),
+            extra_info=extra_info,
+            tools_kwargs=tools_kwargs,
+            interaction_kwargs=self._mapping(
+                extra_info.get("interaction_kwargs"), "interaction_kwargs", number
+            ),
+            tool_selection=extra_info.get("tool_selection"),
+            columns={name: value for name, value in row.items() if name not in named},
+        )
+
+    def _messages(self, row: Row, number: int) -> list[Any]:
+        if self._prompt_key not in row:
+            told = f"a row without {self._prompt_key!r}: it has {', '.join(row) or 'no column'}"
+            raise self._error(
+                told, number, f"{_MESSAGES}, in the column that data.prompt_key names"
+            )
+        found = row[self._prompt_key]
+        if isinstance(found, str):
+            found = _decoded_list(found) or [{"role": "user", "content": found}]
+        if not isinstance(found, list) or not found:
+            told = f"{self._prompt_key!r} is {_shown(found)}"
+            raise self._error(told, number, _MESSAGES)
+        return found
+
+    def _mapping(self, value: Any, name: str, number: int) -> Row:
+        found = _decoded(value) if isinstance(value, str) else value
+        if found is None:
+            return {}
+        if not isinstance(found, dict):
+            raise self._error(f"{name} is {_shown(value)}", number, "a mapping, or one as JSON")
+        return found
+
+    def _error(self, told: str, number: int, expected: str) -> DataError:
+        return DataError(told, file=self._file, row=number, expected=expected)
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop nulls from mappings, at any depth; what was nothing but nulls becomes None.
+
+    Example:
+        >>> without_nulls({"a": {"x": 1, "y": None}, "b": {"x": None}, "c": {}})
+        {'a': {'x': 1}, 'c': {}}
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return without_nulls(value.tolist())
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, Mapping) or not value:
+        return value
+    kept = {name: without_nulls(item) for name, item in value.items()}
+    return {name: item for name, item in kept.items() if item is not None} or None
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _decoded_list(text: str) -> list[Any] | None:
+    # A plain question may start with "[": only a list of mappings is a conversation.
+    found = _decoded(text) if text.lstrip().startswith("[") else None
+    return found if isinstance(found, list) and all(isinstance(m, dict) for m in found) else None
+
+
+def _words(error: ValidationError, prompt_key: str) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place.replace('messages', prompt_key, 1)}: {first['msg']} ({_shown(first['input'])})"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,236 @@
+"""An engine that answers from a script: for tests, and to debug a tool without a model."""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, VersionSpan
+from agentrl.engines.stopping import StopCheck
+from agentrl.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_LOG_PROB = -1.0
+
+
+class TextCodec(Protocol):
+    """The two methods of a tokenizer that a script needs."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Text to ids."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Ids to text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedCall:
+    """One call of the engine, as it came in."""
+
+    input_ids: list[int]
+    sampling: SamplingParams
+    request_id: str
+    turn: int
+    """How many calls this request made before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedAnswer:
+    """An answer with more to say than its text."""
+
+    content: str | Sequence[int]
+    """Text, or token ids."""
+    log_probs: Sequence[float] | None = None
+    """One for each token; None: -1.0 each."""
+    delay_s: float = 0.0
+    """Seconds before the answer; it may be aborted in the meantime."""
+
+
+Answer = str | Sequence[int] | ScriptedAnswer | BaseException
+"""Text, token ids, either with more to say, or what is raised instead."""
+
+Script = Callable[[Sequence[int], SamplingParams, str, int], Answer | Awaitable[Answer]]
+"""(input_ids, sampling, request_id, turn) -> answer. May be async."""
+
+
+class ScriptedEngine:
+    """Answers each request's turns from a list, or by a function.
+
+    A list holds the answers of one request's turns: every request gets them from the first on, and
+    the last is repeated. A text that contains no stop is ended by the first of the call's
+    `stop_token_ids`, as a model would end it; token ids are returned as they are. Budgets, stop
+    tokens, stop strings and aborts are obeyed.
+
+    Example:
+        >>> engine = ScriptedEngine(["Let me see.", "It is 5."], tokenizer=tokenizer)
+        >>> engine = ScriptedEngine(lambda ids, sampling, request_id, turn: [1, 2, 3])
+
+    Args:
+        answers: The script.
+        tokenizer: Needed for texts and for stop strings.
+        max_model_len: Most tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Answer] | Script,
+        *,
+        tokenizer: TextCodec | None = None,
+        max_model_len: int = 32_768,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.calls: list[list[int]] = []
+        """The `input_ids` of every call, in order."""
+        self.records: list[ScriptedCall] = []
+        """Every call, in order."""
+        self.version = 0
+        """The version that `update_weights` was last told."""
+        self.num_flushes = 0
+        """How often prefixes were dropped."""
+        self._script = answers if callable(answers) else _read_from(answers)
+        self._tokenizer = tokenizer
+        self._turns: Counter[str] = Counter()
+        self._waiting: dict[asyncio.Future[None], str] = {}
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._is_closed = False
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+    ) -> Completion:
+        """Answer the next turn of `request_id` (see `Engine.generate`).
+
+        Raises:
+            EngineError: The engine is closed, the input leaves no room, or a text or stop string
+                came and there is no tokenizer.
+            BaseException: What the script says is raised.
+        """
+        room = self.max_model_len - len(input_ids)
+        self._raise_if_impossible(len(input_ids), room)
+        call = ScriptedCall(list(input_ids), sampling, request_id, self._turns[request_id])
+        self._turns[request_id] += 1
+        self.calls.append(call.input_ids)
+        self.records.append(call)
+        answer = await self._answer(call)
+        await self._awake.wait()
+        self._raise_if_impossible(len(input_ids), room)
+        if not await self._wait(answer.delay_s, request_id):
+            return self._completion([], [], FinishReason.ABORT)
+        return self._cut(answer, sampling, min(sampling.max_new_tokens, room))
+
+    async def abort(self, request_id: str) -> None:
+        """End the calls of a request that wait for their answer; they return no token."""
+        for waiting, owner in self._waiting.items():
+            if owner == request_id and not waiting.done():
+                waiting.set_result(None)
+
+    async def update_weights(
+        self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
+    ) -> None:
+        """Take note of the version; the tensors are drawn from the iterable and dropped."""
+        for _ in named_tensors:
+            pass
+        self.version = version
+        await self.flush_cache()
+
+    async def flush_cache(self) -> None:
+        """Count it: there is nothing to drop."""
+        self.num_flushes += 1
+
+    async def sleep(self) -> None:
+        """Hold answers back until `wake`."""
+        self._awake.clear()
+
+    async def wake(self) -> None:
+        """Answer again."""
+        self._awake.set()
+
+    async def close(self) -> None:
+        """Answer no more; calls that wait end with `EngineError`."""
+        self._is_closed = True
+        self._awake.set()
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_exception(EngineError("the engine was closed"))
+
+    def _raise_if_impossible(self, num_input: int, room: int) -> None:
+        if self._is_closed:
+            raise EngineError("the engine was closed")
+        if room < 1:
+            raise EngineError(
+                f"the input has {num_input} tokens, the engine's limit is {self.max_model_len}"
+            )
+
+    async def _answer(self, call: ScriptedCall) -> ScriptedAnswer:
+        answer = self._script(call.input_ids, call.sampling, call.request_id, call.turn)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer if isinstance(answer, ScriptedAnswer) else ScriptedAnswer(answer)
+
+    async def _wait(self, delay_s: float, request_id: str) -> bool:
+        """Let the delay pass; False: the call was aborted."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[waiting] = request_id
+        try:
+            async with asyncio.timeout(delay_s):
+                await waiting
+        except TimeoutError:
+            return True
+        finally:
+            del self._waiting[waiting]
+        return False
+
+    def _cut(self, answer: ScriptedAnswer, sampling: SamplingParams, room: int) -> Completion:
+        """The answer as far as its stops and budgets let it go."""
+        token_ids = self._encode(answer.content)
+        stop = StopCheck.of(sampling, self._decode)
+        stop_at = (n for n in range(1, len(token_ids) + 1) if stop.is_met(token_ids[:n]))
+        end = next(stop_at, None)
+        if end is None and isinstance(answer.content, str) and sampling.stop_token_ids:
+            token_ids.append(sampling.stop_token_ids[0])
+            end = len(token_ids)
+        is_cut = end > room if end is not None else len(token_ids) >= room
+        token_ids = token_ids[: min(end or room, room)]
+        log_probs = list(answer.log_probs or [])[: len(token_ids)]
+        log_probs += [DEFAULT_LOG_PROB] * (len(token_ids) - len(log_probs))
+        reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        return self._completion(token_ids, log_probs, reason)
+
+    def _completion(
+        self, token_ids: list[int], log_probs: list[float], reason: FinishReason
+    ) -> Completion:
+        spans = (VersionSpan(self.version, 0, len(token_ids)),) if token_ids else ()
+        return Completion(
+            token_ids=token_ids, log_probs=log_probs, finish_reason=reason, weight_versions=spans
+        )
+
+    def _encode(self, content: str | Sequence[int]) -> list[int]:
+        if not isinstance(content, str):
+            return list(content)
+        if self._tokenizer is None:
+            raise EngineError(f"the script answers with text ({content[:40]!r}) and needs a tokenizer")
+        return list(self._tokenizer.encode(content, add_special_tokens=False))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            raise EngineError("stop strings need the engine's tokenizer")
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _read_from(answers: Sequence[Answer]) -> Script:
+    """A script that gives each request the answers in order and repeats the last."""
+    if not answers:
+        raise EngineError("a script needs at least one answer")
+
+    def script(_ids: Sequence[int], _sampling: SamplingParams, _id: str, turn: int) -> Answer:
+        return answers[min(turn, len(answers) - 1)]
+
+    return script

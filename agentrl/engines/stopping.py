@@ -1,0 +1,41 @@
+"""When a completion is over: stop tokens and stop strings, both kept in the output."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from agentrl.engines.protocol import SamplingParams
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens kept."""
+
+EMPTY_TOKENS = 8
+"""How many tokens of a stop string's window may render as nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCheck:
+    """Decides whether the last sampled token ends a completion."""
+
+    token_ids: frozenset[int]
+    strings: tuple[str, ...]
+    decode: Decode
+    window: int
+    """How many of the last tokens can take part in completing a stop string."""
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, decode: Decode) -> Self:
+        """The check that `sampling` asks for."""
+        # A token that renders as something stands for at least one byte.
+        longest = max((len(text.encode()) for text in sampling.stop), default=0)
+        window = longest + EMPTY_TOKENS
+        return cls(frozenset(sampling.stop_token_ids), sampling.stop, decode, window)
+
+    def is_met(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of `token_ids` ends them."""
+        if token_ids[-1] in self.token_ids:
+            return True
+        if not self.strings:
+            return False
+        tail = self.decode(token_ids[-self.window :])
+        return any(text in tail for text in self.strings)

@@ -1,0 +1,131 @@
+"""The interaction of one request, from its first turn to its end (law 6)."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import InteractionError
+from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.messages import Message
+from agentrl.plugin_call import call_bounded, call_method
+
+logger = logging.getLogger(__name__)
+
+
+class InteractionSession:
+    """Start, ask and finalise the interaction of one request.
+
+    Call `start` once, `respond` for each answer, and `finalize` in a `finally`, however the request
+    ended.
+
+    Args:
+        interaction: The run's interaction.
+        instance_id: What it is started with: the request's id.
+        kwargs: The row's `interaction_kwargs`. Its `name` is handed on like the rest, but only to
+            methods that take it.
+        timeout_s: Seconds of one call, where the interaction's config has no `timeout_s`.
+
+    Example:
+        >>> async def ask(interaction, messages):
+        ...     session = InteractionSession(interaction, instance_id="1")
+        ...     try:
+        ...         await session.start()
+        ...         return await session.respond(messages)
+        ...     finally:
+        ...         await session.finalize()
+    """
+
+    def __init__(
+        self,
+        interaction: BaseInteraction,
+        *,
+        instance_id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.interaction = interaction
+        self._instance_id = instance_id
+        self._kwargs = dict(kwargs or {})
+        self._timeout_s = float(interaction.config.get("timeout_s") or timeout_s)
+        self._must_finalize = False
+        self._finalizing: asyncio.Task[InteractionError | None] | None = None
+
+    async def start(self) -> None:
+        """Start the interaction, once.
+
+        Raises:
+            InteractionError: whatever went wrong.
+        """
+        self._must_finalize = True
+        method = self.interaction.start_interaction
+        started = await self._guarded(method, self._instance_id, **self._kwargs)
+        self._instance_id = started or self._instance_id
+
+    async def respond(self, messages: Sequence[Message]) -> InteractionResult:
+        """Ask for the reply to the conversation's last answer. Cancelling cancels the interaction.
+
+        Raises:
+            InteractionError: where it raises, hangs, or returns what is no reply.
+        """
+        plain = [message.to_template() for message in messages]
+        method = self.interaction.generate_response
+        value = await self._guarded(method, self._instance_id, plain, **self._kwargs)
+        try:
+            return InteractionResult.of(value, interaction=self.interaction.name)
+        except (TypeError, ValueError) as error:
+            raise self._failure("generate_response", error) from error
+
+    async def finalize(self) -> InteractionError | None:
+        """Finalise what was started, or whose start was begun.
+
+        Cancelling the caller does not stop it: it ends in the background, within its time-out. A
+        second call waits for the first.
+
+        Returns:
+            What went wrong, for the record; None where nothing did.
+        """
+        if self._finalizing is None:
+            self._finalizing = asyncio.create_task(self._finalize(), name="finalize interaction")
+        return await asyncio.shield(self._finalizing)
+
+    async def _finalize(self) -> InteractionError | None:
+        try:
+            if self._must_finalize:
+                await self._guarded(self.interaction.finalize_interaction, self._instance_id)
+        except InteractionError as error:
+            logger.warning("%s", error)
+            return error
+        return None
+
+    async def _guarded(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            positional, named = _fitted(method, args, kwargs)
+            return await call_bounded(
+                lambda: call_method(method, *positional, **named),
+                timeout_s=self._timeout_s,
+                name=f"interaction:{self.interaction.name}",
+            )
+        except Exception as error:
+            raise self._failure(method.__name__, error) from error
+
+    def _failure(self, method: str, error: Exception) -> InteractionError:
+        name = self.interaction.name
+        why = f"interaction {name!r}, {method}: {type(error).__name__}: {error}"
+        return InteractionError(why, interaction=name, method=method)
+
+
+def _fitted(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fit arguments to methods of users.
+
+    Some write `finalize_interaction(self)`, and few take the `name` that selected them.
+    """
+    parameters = inspect.signature(method).parameters
+    if not parameters:
+        return (), {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {k: v for k, v in kwargs.items() if takes_any or k != "name" or k in parameters}
+    return args, named

@@ -1,0 +1,98 @@
+"""Read an interaction YAML into checked interactions."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.errors import ConfigError, PluginError
+from agentrl.interactions.base import BaseInteraction
+from agentrl.plugin_file import read_entries
+from agentrl.plugins import load_class
+
+OWN_CLASSES = {
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": (
+        "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction"
+    )
+}
+"""Class paths of bundled interactions that users bring along, and where ours stand."""
+
+
+class InteractionEntry(BaseModel):
+    """One interaction of an interaction YAML."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    class_name: str = Field(
+        description="the path of a BaseInteraction subclass, as package.module.Name"
+    )
+    name: str | None = Field(
+        default=None, min_length=1, description="the name by which rows select it, or null"
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="a mapping that the class is given"
+    )
+
+
+def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInteraction]:
+    """Build the interactions that a YAML lists, by name.
+
+    The name defaults to the class's without "Interaction", in lower case, and is added to the
+    `config`. Every class is found and checked before any is built.
+
+    Raises:
+        ConfigError: for a file that cannot be read, a wrong or unknown key, two of one name.
+        PluginError: for a class path that leads nowhere, or not to a `BaseInteraction`.
+    """
+    entries = read_entries(path, "interaction", InteractionEntry)
+    classes = [_class(entry, f"interaction[{i}]", path) for i, entry in enumerate(entries)]
+    names = [entry.name or default_name(c) for entry, c in zip(entries, classes, strict=True)]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError(
+                f"two interactions have the name {name!r}",
+                file=path,
+                key=f"interaction[{place}].name",
+                expected="a name for each interaction",
+            )
+        _check_timeout(entries[place].config, f"interaction[{place}].config.timeout_s", path)
+    return {
+        name: _build(classes[place], name, entries[place].config, f"interaction[{place}]", path)
+        for place, name in enumerate(names)
+    }
+
+
+def default_name(interaction: type[BaseInteraction]) -> str:
+    """Name an interaction after its class: `Gsm8kInteraction` is `gsm8k`."""
+    return interaction.__name__.removesuffix("Interaction").lower() or "interaction"
+
+
+def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInteraction]:
+    class_path = OWN_CLASSES.get(entry.class_name, entry.class_name)
+    try:
+        return load_class(class_path, BaseInteraction, file=path)
+    except PluginError as error:
+        details = {**error.details, "key": f"{key}.class_name"}
+        raise PluginError(str(error.args[0]), **details) from error
+
+
+def _check_timeout(config: dict[str, Any], key: str, path: str | Path) -> None:
+    timeout_s = config.get("timeout_s", 1.0)
+    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ConfigError(
+            f"timeout_s is {timeout_s!r}", file=path, key=key, expected="seconds, more than 0"
+        )
+
+
+def _build(
+    found: type[BaseInteraction], name: str, config: dict[str, Any], key: str, path: str | Path
+) -> BaseInteraction:
+    try:
+        return found({**config, "name": name})
+    except Exception as error:
+        raise ConfigError(
+            f"building {found.__name__} raised {type(error).__name__}: {error}",
+            file=path,
+            key=f"{key}.config",
+            expected="a config that the class takes",
+        ) from error

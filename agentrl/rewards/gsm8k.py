@@ -1,0 +1,44 @@
+"""Score a solution in the format of GSM8K."""
+
+from typing import Any
+
+from agentrl.answers import Method, extract_gsm8k_answer, same_number
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: Method = "strict",
+    score: float = 1.0,
+    format_score: float = 0.0,
+    require_tool: bool = False,
+) -> dict[str, Any]:
+    """Compare the answer that a solution gives with the true one, as numbers.
+
+    Args:
+        data_source: Taken for the convention of scorers; not read.
+        solution_str: The solution.
+        ground_truth: The true number, as a text or a number.
+        extra_info: Of it, `num_tool_calls` is read.
+        method: `strict` reads the number behind `####`; `flexible` the last number anywhere.
+        score: For the right answer.
+        format_score: For a wrong answer that could be read.
+        require_tool: Whether an answer counts only where a tool has answered a call.
+
+    Returns:
+        `score`, and apart from it `acc` (1.0 where the answer is right), `answered` (1.0 where one
+        could be read) and `used_tool` (1.0 where a tool has answered a call).
+    """
+    answer = extract_gsm8k_answer(solution_str, method)
+    right = answer is not None and same_number(answer, str(ground_truth))
+    used_tool = sum((extra_info or {}).get("num_tool_calls", {}).values()) > 0
+    earned = score if right else format_score if answer is not None else 0.0
+    return {
+        "score": earned if used_tool or not require_tool else 0.0,
+        "acc": float(right),
+        "answered": float(answer is not None),
+        "used_tool": float(used_tool),
+    }

@@ -1,0 +1,139 @@
+"""Whole demonstrations as tokens and a mask, built turn by turn as a rollout builds them.
+
+A demonstration's prompt, deltas and generation prompts are those of a rollout, so a policy that is
+warmed up on it sees in a rollout what it was trained on. An assistant turn is what the template
+writes for it behind the generation prompt, with the token that ends it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.errors import TemplateError
+from agentrl.messages import Message
+from agentrl.rollout.templates.anatomy import THOUGHTS, Anatomy
+from agentrl.rollout.templates.delta import NEIGHBOUR
+from agentrl.rollout.templates.shape import Hole, Voice
+from agentrl.rollout.templates.splice import Piece, Place, common_length, cut, learn
+
+if TYPE_CHECKING:
+    from agentrl.rollout.templates.template import ChatTemplate, Conversation, Tools
+
+
+class EncodedConversation(NamedTuple):
+    """A demonstration's tokens."""
+
+    ids: list[int]
+    loss_mask: list[int]
+    """1 on the text of assistant turns and on the token that ends each, else 0."""
+    turn_spans: list[tuple[int, int]]
+    """Start and end in `ids` of each assistant turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Pieces of an assistant turn; None where the template rewrites it behind its own prompt."""
+
+    pieces: tuple[Piece, ...] | None
+
+
+def encode_conversation(
+    template: "ChatTemplate", messages: Sequence[Message], tools: "Tools"
+) -> EncodedConversation:
+    """Encode a demonstration for supervised training; see `ChatTemplate.encode_conversation`."""
+    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not turns:
+        raise TemplateError("a demonstration without an assistant turn", template=template.name)
+    if turns[0] == 0:
+        raise TemplateError(
+            "a demonstration that begins with an assistant turn",
+            template=template.name,
+            role="assistant",
+            expected="a system or user message before it",
+        )
+    ids = template.encode_prompt(messages[: turns[0]], tools)
+    mask = [0] * len(ids)
+    spans: list[tuple[int, int]] = []
+    for start, stop in zip(turns, [*turns[1:], None], strict=True):
+        replies = [] if stop is None else messages[start + 1 : stop]
+        turn = encode_turn(template, messages[start])
+        if turn[-1:] == [] or turn[-1] not in template.stop_token_ids:
+            turn += _missing_stop(template, replies, tools)
+        spans.append((len(ids), len(ids) + len(turn)))
+        ids += turn
+        mask += [1] * len(turn)
+        if stop is not None:
+            observed = template.encode_delta(replies, last_ids=turn, tools=tools).ids
+            ids += observed
+            mask += [0] * len(observed)
+    return EncodedConversation(ids, mask, spans)
+
+
+def encode_turn(template: "ChatTemplate", message: Message) -> list[int]:
+    """Encode an assistant message as a policy would have sampled it, with its end."""
+    read = template.read([message])
+    turn = _find_turn(template.anatomy, read)
+    if turn.pieces is None:
+        return _encode_raw(template, message.text)
+    return template.splice(turn.pieces).encode(read.texts)[0]
+
+
+def _find_turn(anatomy: Anatomy, read: "Conversation") -> _Turn:
+    """What the template writes for an assistant message behind its generation prompt."""
+    user = Hole(NEIGHBOUR, -1, Voice.OUTSIDE, is_content=False)
+    asked = {"role": "user", "content": user}
+    holes = [user, *read.holes]
+    opened = str(cut(anatomy.render_node([asked], (), True), [user])[-1])
+    closed = _behind(learn(anatomy.render_node([asked, *read.nodes], (), False), holes), user)
+    lead = str(closed[0])
+    if not lead.startswith(opened) and "tool_calls" not in read.nodes[0]:
+        return _Turn(None)
+    start = common_length(lead, opened, anatomy.encoder.control_pattern)
+    pieces: list[Piece] = [lead[start:], *closed[1:]]
+    pieces[-1] = _up_to_end(anatomy, str(pieces[-1]))
+    return _Turn(tuple(pieces))
+
+
+def _behind(pieces: Sequence[Piece], hole: Hole) -> Sequence[Piece]:
+    """Pieces behind the first place of a hole."""
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, Place) and piece.hole.index == hole.index:
+            return pieces[number + 1 :]
+    raise TemplateError("the chat template drops the text of a user message", role="user")
+
+
+def _up_to_end(anatomy: Anatomy, literal: str) -> str:
+    """Cut a turn's last literal behind what ends the turn; the separator is not the turn's."""
+    end = anatomy.end_of_turn
+    if end.is_written and end.text in literal:
+        return literal[: literal.index(end.text) + len(end.text)]
+    control = list(anatomy.encoder.control_pattern.finditer(literal))
+    return literal[: control[-1].end()] if control else literal.rstrip()
+
+
+def _encode_raw(template: "ChatTemplate", text: str) -> list[int]:
+    """Encode an answer behind a generation prompt that its template would not write before it.
+
+    Such a prompt opens a thought. An answer that thinks goes on from there; one that does not
+    closes the thought first.
+    """
+    anatomy = template.anatomy
+    prompt = anatomy.generation_prompt
+    for opening, closing in THOUGHTS.items():
+        if prompt.rfind(opening) > prompt.rfind(closing):
+            text = re.sub(rf"\A\s*{re.escape(opening)}\n?", "", text)
+            text = text if closing in text else f"\n{closing}\n\n{text}"
+    end = anatomy.end_of_turn.text if anatomy.end_of_turn.is_written else anatomy.last_end_of_turn
+    return template.encode_policy_text(text) + anatomy.encoder.encode_literal(end)
+
+
+def _missing_stop(
+    template: "ChatTemplate", replies: Sequence[Message], tools: "Tools"
+) -> list[int]:
+    """What a policy samples to end a turn that its template does not end."""
+    anatomy = template.anatomy
+    stop = anatomy.encoder.encode_literal(anatomy.end_of_turn.text)
+    if replies:
+        stop = template.encode_delta(replies, last_ids=(), tools=tools).end_of_turn_ids
+    return stop or list(template.stop_token_ids[:1])

@@ -1,0 +1,44 @@
+"""Formats of tool calls: which calls stand in the text of a turn.
+
+`hermes`, `qwen3_coder`, `llama3_json` and `pythonic` are what today's models are taught; `json`,
+`python_block` and `search_r1` are those of earlier systems.
+"""
+
+from agentrl.rollout.tool_parsers.base import (
+    Call,
+    MalformedCall,
+    ParsedCall,
+    ParsedTurn,
+    Piece,
+    Problem,
+    ToolParser,
+)
+from agentrl.rollout.tool_parsers.json_calls import HermesParser, JsonParser, Llama3JsonParser
+from agentrl.rollout.tool_parsers.plain_text import PythonBlockParser, SearchR1Parser
+from agentrl.rollout.tool_parsers.pythonic import PythonicParser
+from agentrl.rollout.tool_parsers.qwen3_coder import Qwen3CoderParser
+from agentrl.rollout.tool_parsers.registry import (
+    get_tool_parser,
+    register_tool_parser,
+    tool_parser_names,
+)
+
+__all__ = [
+    "Call",
+    "HermesParser",
+    "JsonParser",
+    "Llama3JsonParser",
+    "MalformedCall",
+    "ParsedCall",
+    "ParsedTurn",
+    "Piece",
+    "Problem",
+    "PythonBlockParser",
+    "PythonicParser",
+    "Qwen3CoderParser",
+    "SearchR1Parser",
+    "ToolParser",
+    "get_tool_parser",
+    "register_tool_parser",
+    "tool_parser_names",
+]

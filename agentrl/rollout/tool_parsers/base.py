@@ -1,0 +1,166 @@
+"""What a tool parser is: it finds the calls in the text of one turn, and never raises.
+
+A parser reads only text that was decoded from sampled tokens. It scans from left to right: what
+stands inside a thought (`<think>` to `</think>`) is no call, and behind a thought that is never
+closed there is none.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from agentrl.messages import OpenAIFunctionToolSchema, Role
+
+Tools = Sequence[OpenAIFunctionToolSchema]
+
+_THOUGHT_END = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call that can be read."""
+
+    name: str
+    arguments: dict[str, Any]
+    index: int = 0
+    """Place among all calls of the turn, malformed ones included."""
+
+    @property
+    def id(self) -> str:
+        """The id by which its result answers it, unique within the turn."""
+        return f"call_{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """A piece of text that is meant as a call and cannot be one."""
+
+    text: str
+    """The piece, as sampled."""
+    reason: str
+    """What is wrong, in words for the model."""
+    name: str = ""
+    """The tool that is meant, where that much can be read."""
+    index: int = 0
+    """Place among all calls of the turn."""
+
+    @property
+    def id(self) -> str:
+        """The id by which its error answers it, unique within the turn."""
+        return f"call_{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """What one turn says, and which calls it makes."""
+
+    content: str = ""
+    """The text without the calls that could be read; thoughts and malformed calls stay in it."""
+    calls: list[ParsedCall] = field(default_factory=list[ParsedCall])
+    malformed: list[MalformedCall] = field(default_factory=list[MalformedCall])
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the turn, malformed ones included."""
+        return len(self.calls) + len(self.malformed)
+
+
+class Problem(NamedTuple):
+    """Why a piece of text is no call."""
+
+    reason: str
+    name: str = ""
+
+
+class Call(NamedTuple):
+    """A call, before it has its place in the turn."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """A span of text and what it means; nothing, where it turned out to be plain text."""
+
+    end: int
+    """Behind the last character."""
+    found: tuple[Call | Problem, ...]
+
+
+class ToolParser(ABC):
+    """Find the calls in a turn. Subclass it and `register_tool_parser` the subclass."""
+
+    opener: ClassVar[str]
+    """Regular expression, without named groups, of what may begin a call."""
+    result_role: Role = "tool"
+    """Role of the message that answers a call."""
+
+    @abstractmethod
+    def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
+        """Read what begins at an opener.
+
+        Args:
+            text: The whole turn.
+            start: First character of the opener.
+            body: Behind the opener.
+            tools: The tools that the model was told of.
+        """
+
+    def render_result(self, text: str) -> str:
+        """Word a result as the policy expects it."""
+        return text
+
+    def parse(self, text: str, *, starts_in_thought: bool = False, tools: Tools = ()) -> ParsedTurn:
+        """Find the calls in a turn; whatever the text is, this raises nothing.
+
+        Args:
+            text: Decoded from sampled tokens.
+            starts_in_thought: The generation prompt opened a thought that the text goes on with.
+            tools: The tools that the model was told of.
+        """
+        turn = _Turn(text)
+        scan = re.compile(f"(?P<thought><think>)|(?:{self.opener})")
+        position = _behind_thought(text, 0) if starts_in_thought else 0
+        while match := scan.search(text, position):
+            if match["thought"]:
+                position = _behind_thought(text, match.end())
+            else:
+                piece = self.read(text, match.start(), match.end(), tools)
+                turn.add(match.start(), piece)
+                position = max(piece.end, match.end(), match.start() + 1)
+        return turn.parsed()
+
+
+class _Turn:
+    """Collects the pieces of a turn, and the text between those that are calls."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._kept: list[str] = []
+        self._position = 0
+        self._calls: list[ParsedCall] = []
+        self._malformed: list[MalformedCall] = []
+
+    def add(self, start: int, piece: Piece) -> None:
+        for found in piece.found:
+            index = len(self._calls) + len(self._malformed)
+            if isinstance(found, Call):
+                self._calls.append(ParsedCall(found.name, found.arguments, index))
+            else:
+                sampled = self._text[start : piece.end]
+                self._malformed.append(MalformedCall(sampled, found.reason, found.name, index))
+        if piece.found and all(isinstance(found, Call) for found in piece.found):
+            self._kept.append(self._text[self._position : start])
+            self._position = piece.end
+
+    def parsed(self) -> ParsedTurn:
+        rest = self._text[self._position :]
+        content = "".join([*self._kept, rest])
+        return ParsedTurn(content.strip() if self._calls else content, self._calls, self._malformed)
+
+
+def _behind_thought(text: str, position: int) -> int:
+    end = text.find(_THOUGHT_END, position)
+    return len(text) if end < 0 else end + len(_THOUGHT_END)

@@ -1,0 +1,149 @@
+"""Formats that write a call as a JSON object: `hermes`, `llama3_json`, `json`."""
+
+import json
+import re
+from typing import Any, NamedTuple, cast
+
+from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.registry import register_tool_parser
+
+_BLANK = re.compile(r"\s*")
+_BLANK_OR_SEMICOLON = re.compile(r"[\s;]*")
+_CALL_SHAPED = r'(?=\{\s*"(?:name|type|function|arguments|parameters)"\s*:)'
+
+
+@register_tool_parser("hermes")
+class HermesParser(ToolParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5 and 3 write it."""
+
+    opener = "<tool_call>"
+    _closer = "</tool_call>"
+
+    def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
+        """Read the object, then the closing tag: a tag inside a string closes nothing."""
+        decoded = decode_json(text, body)
+        if decoded.reason is None:
+            behind = _skip(_BLANK, text, decoded.end)
+            if text.startswith(self._closer, behind):
+                return Piece(behind + len(self._closer), (call_of(decoded.value),))
+        return self._malformed(text, body, decoded.reason)
+
+    def _malformed(self, text: str, body: int, reason: str | None) -> Piece:
+        close = text.find(self._closer, body)
+        if close < 0:
+            return Piece(len(text), (Problem(f"it is not closed by {self._closer}"),))
+        reason = reason or "there is something behind the JSON object"
+        return Piece(close + len(self._closer), (Problem(reason),))
+
+
+@register_tool_parser("json")
+class JsonParser(ToolParser):
+    """A bare object anywhere in the turn: `{"name": ..., "arguments": {...}}`."""
+
+    opener = _CALL_SHAPED
+
+    def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
+        """Read the object. Where it is broken, nobody can say where it ends: it takes the rest."""
+        decoded = decode_json(text, body)
+        if decoded.reason is not None:
+            return Piece(len(text), (Problem(decoded.reason),))
+        found = (call_of(decoded.value),) if _is_call_shaped(decoded.value) else ()
+        return Piece(decoded.end, found)
+
+
+@register_tool_parser("llama3_json")
+class Llama3JsonParser(ToolParser):
+    """`{"name": ..., "parameters": {...}}` as the whole turn, or behind `<|python_tag|>`.
+
+    Several calls are separated by semicolons. What follows the last one is no part of it.
+    """
+
+    opener = rf"<\|python_tag\|>|(?:\A|(?<=</think>))\s*{_CALL_SHAPED}"
+
+    def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
+        """Read objects for as long as there are any."""
+        found: list[Call | Problem] = []
+        end = position = _skip(_BLANK, text, body)
+        while text.startswith("{", position):
+            decoded = decode_json(text, position)
+            if decoded.reason is not None:
+                return Piece(len(text), (*found, Problem(decoded.reason)))
+            if _is_call_shaped(decoded.value):
+                found.append(call_of(decoded.value))
+            end = decoded.end
+            position = _skip(_BLANK_OR_SEMICOLON, text, end)
+        if not found and text.startswith("<|python_tag|>", start):
+            found.append(Problem("there is no call behind <|python_tag|>"))
+        return Piece(end, tuple(found))
+
+
+class Decoded(NamedTuple):
+    """A JSON value at the beginning of a text, or the reason why there is none."""
+
+    value: Any
+    end: int
+    reason: str | None = None
+
+
+def decode_json(text: str, start: int = 0) -> Decoded:
+    """Decode the JSON value that begins at `start` (white space skipped); raises nothing."""
+    try:
+        value, end = _DECODER.raw_decode(text, _skip(_BLANK, text, start))
+    except RecursionError:
+        return Decoded(None, start, "the JSON is nested too deeply")
+    except ValueError as error:
+        return Decoded(None, start, f"it is not valid JSON: {_first_line(error)}")
+    if "\\u" in text[start:end] and not _is_unicode(value):
+        return Decoded(None, start, "it holds half of a surrogate pair")
+    return Decoded(value, end)
+
+
+def call_of(value: Any) -> Call | Problem:
+    """Read a decoded object as a call: `name`, and `arguments` or `parameters`."""
+    if not isinstance(value, dict):
+        return Problem("it is not a JSON object")
+    fields = cast("dict[str, Any]", value)
+    if isinstance(fields.get("function"), dict):
+        return call_of(fields["function"])
+    name = fields.get("name", fields.get("function"))
+    if not isinstance(name, str) or not name:
+        return Problem('it has no "name"')
+    arguments: Any = fields.get("arguments", fields.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = decode_json(arguments).value
+    if not isinstance(arguments, dict | None):
+        return Problem('its "arguments" are not a JSON object', name)
+    return Call(name, cast("dict[str, Any]", arguments or {}))
+
+
+def _is_call_shaped(value: Any) -> bool:
+    """Whether an object that stands bare in the text is meant as a call, and is no plain answer."""
+    fields = cast("dict[str, Any]", value)
+    return isinstance(value, dict) and (
+        isinstance(fields.get("function"), dict)
+        or ("name" in fields and ("arguments" in fields or "parameters" in fields))
+    )
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _skip(blank: re.Pattern[str], text: str, position: int) -> int:
+    match = blank.match(text, position)
+    return match.end() if match else position
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_line(error: ValueError) -> str:
+    return str(error).partition("\n")[0]

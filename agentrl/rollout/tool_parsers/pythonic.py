@@ -1,0 +1,98 @@
+"""The format `pythonic`: calls as a Python list, read by `ast` and never evaluated."""
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.registry import register_tool_parser
+
+_QUOTE_OR_BRACKET = re.compile(r"""\\.|'''|\"\"\"|['"\[\](){}]""", re.DOTALL)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+@register_tool_parser("pythonic")
+class PythonicParser(ToolParser):
+    """`[search(query="Bern"), add(a=1, b=2)]` as the beginning of the turn, or behind a thought.
+
+    Values are Python literals; JSON's `true`, `false` and `null` will do. Values without a name
+    are given the tool's parameters in their order.
+    """
+
+    opener = r"(?:<\|python_start\|>\s*|(?:\A|(?<=</think>))\s*)(?=\[\s*[A-Za-z_][\w.]*\()"
+
+    def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
+        """Read the list up to its closing bracket."""
+        end = _closing(text, body)
+        if end is None:
+            return Piece(len(text), (Problem("the list of calls is not closed by ]"),))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text[body:end], mode="eval").body
+            items = tree.elts if isinstance(tree, ast.List) else [tree]
+            return Piece(end, tuple(_call(item, tools) for item in items))
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            return Piece(end, (Problem(f"it is not a Python list of calls: {error}"),))
+
+
+def _call(node: ast.expr, tools: Tools) -> Call | Problem:
+    if not isinstance(node, ast.Call):
+        return Problem("the list holds something that is no call")
+    name = ast.unparse(node.func)
+    arguments: dict[str, Any] = {}
+    names = _parameter_names(name, tools)
+    if len(node.args) > len(names):
+        return Problem("an argument has no name; write name=value", name)
+    named = [*zip(names, node.args, strict=False), *((k.arg, k.value) for k in node.keywords)]
+    for key, value in named:
+        if key is None or key in arguments:
+            return Problem("an argument is given twice, or as **value", name)
+        try:
+            arguments[key] = _literal(value)
+        except (ValueError, TypeError, RecursionError):
+            return Problem(f"the argument {key} is not a literal", name)
+    return Call(name, arguments)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Evaluate a literal to a JSON value.
+
+    Raises:
+        ValueError: for what is no literal, or no JSON (sets, bytes, infinities).
+    """
+    plain = _JsonNames().visit(node)
+    value = ast.literal_eval(plain)
+    return json.loads(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+
+
+class _JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - the visitor's name for it
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _parameter_names(name: str, tools: Tools) -> list[str]:
+    for tool in tools:
+        if tool.name == name:
+            return list(tool.function.parameters.get("properties", {}))
+    return []
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Find the end of the bracket that opens at `start`; brackets in strings do not count."""
+    depth, quote = 0, ""
+    for match in _QUOTE_OR_BRACKET.finditer(text, start):
+        mark = match[0]
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in ("'", '"', "'''", '"""'):
+            quote = mark
+        elif mark in "[({":
+            depth += 1
+        elif mark in "])}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    return None

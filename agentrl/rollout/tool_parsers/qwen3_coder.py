@@ -1,0 +1,109 @@
+"""The format `qwen3_coder`: a call in tags, its values typed by the tool's schema."""
+
+import re
+from typing import Any, cast
+
+from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.json_calls import decode_json
+from agentrl.rollout.tool_parsers.registry import register_tool_parser
+
+_NAME = re.compile(r"\s*<function=([^>\s]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
+_PARAMETER_END = re.compile(r"\n?</parameter>")
+_FUNCTION_END = re.compile(r"\s*</function>")
+_CALL_END = re.compile(r"\s*</tool_call>")
+
+
+@register_tool_parser("qwen3_coder")
+class Qwen3CoderParser(ToolParser):
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    A value is a string where the schema says so; else it is JSON, and a string where it is no JSON.
+    """
+
+    opener = r"<tool_call>|(?=<function=)"
+
+    def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
+        """Read one function; the tag round it may be missing."""
+        head = _NAME.match(text, body)
+        if head is None:
+            return _malformed(text, body, "there is no <function=NAME> in it", "")
+        name, position = head[1], head.end()
+        properties = _properties(name, tools)
+        arguments: dict[str, Any] = {}
+        while parameter := _PARAMETER.match(text, position):
+            end = _PARAMETER_END.search(text, parameter.end())
+            if end is None:
+                reason = f"the parameter {parameter[1]} is not closed by </parameter>"
+                return _malformed(text, body, reason, name)
+            raw = text[parameter.end() : end.start()]
+            arguments[parameter[1]] = typed(raw, properties.get(parameter[1], {}))
+            position = end.end()
+        closed = _FUNCTION_END.match(text, position)
+        if closed is None:
+            return _malformed(text, body, "the function is not closed by </function>", name)
+        outer = _CALL_END.match(text, closed.end()) if body > start else None
+        return Piece((outer or closed).end(), (Call(name, arguments),))
+
+
+def typed(raw: str, schema: Any) -> Any:
+    """Read a value as its JSON Schema wants it.
+
+    Example:
+        >>> typed("42", {"type": "string"}), typed("42", {"type": "integer"}), typed("True", {})
+        ('42', 42, True)
+    """
+    types = _types(schema)
+    if types == {"string"}:
+        return raw
+    text = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
+    decoded = decode_json(text)
+    if decoded.reason is not None or text[decoded.end :].strip():
+        return raw
+    if "string" in types and not _fits(decoded.value, types):
+        return raw
+    return decoded.value
+
+
+def _types(schema: Any) -> set[str]:
+    """Collect the types that a schema names, in `type`, `anyOf`, `oneOf` and `enum`."""
+    if not isinstance(schema, dict):
+        return set()
+    fields = cast("dict[str, Any]", schema)
+    named = fields.get("type", [])
+    types = {named} if isinstance(named, str) else set(cast("list[str]", named))
+    for key in ("anyOf", "oneOf"):
+        types = types.union(*(_types(option) for option in fields.get(key, [])))
+    if not types and fields.get("enum"):
+        types = {"string"} if all(isinstance(v, str) for v in fields["enum"]) else set[str]()
+    return types
+
+
+_PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def _fits(value: Any, types: set[str]) -> bool:
+    """Whether a decoded value has one of the types; JSON's `true` is no number."""
+    wanted = types & {"boolean"} if isinstance(value, bool) else types
+    return any(isinstance(value, _PYTHON_TYPES[name]) for name in wanted if name in _PYTHON_TYPES)
+
+
+def _properties(name: str, tools: Tools) -> dict[str, Any]:
+    for tool in tools:
+        if tool.name == name:
+            return tool.function.parameters.get("properties", {})
+    return {}
+
+
+def _malformed(text: str, body: int, reason: str, name: str) -> Piece:
+    close = text.find("</tool_call>", body)
+    end = len(text) if close < 0 else close + len("</tool_call>")
+    return Piece(end, (Problem(reason, name),))

@@ -1,0 +1,49 @@
+"""Tool parsers by the name that `rollout.multi_turn.format` gives them."""
+
+import difflib
+from collections.abc import Callable
+from typing import TypeVar
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.tool_parsers.base import ToolParser
+
+P = TypeVar("P", bound=type[ToolParser])
+
+_PARSERS: dict[str, type[ToolParser]] = {}
+
+
+def register_tool_parser(name: str) -> Callable[[P], P]:
+    """Register the decorated class under a name.
+
+    Raises:
+        ConfigError: where another class has the name.
+    """
+
+    def register(parser: P) -> P:
+        if _PARSERS.setdefault(name, parser) is not parser:
+            raise ConfigError(f"there is a tool parser {name!r} already: {_PARSERS[name]}")
+        return parser
+
+    return register
+
+
+def get_tool_parser(name: str) -> ToolParser:
+    """Make the parser of that name.
+
+    Raises:
+        ConfigError: for an unknown name, with the nearest known one.
+    """
+    if name not in _PARSERS:
+        near = difflib.get_close_matches(name, _PARSERS, n=1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"unknown tool-call format {name!r}{guess}",
+            key="rollout.multi_turn.format",
+            expected=f"one of {', '.join(tool_parser_names())}",
+        )
+    return _PARSERS[name]()
+
+
+def tool_parser_names() -> list[str]:
+    """List the names there are, in alphabetical order."""
+    return sorted(_PARSERS)

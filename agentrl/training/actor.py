@@ -1,0 +1,203 @@
+"""The policy under training: its log-probabilities, and its update."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from agentrl.algorithms.aggregation import LossScale
+from agentrl.config.schema import ActorConfig
+from agentrl.protocol import DataProto
+from agentrl.training.batches import (
+    UpdateRows,
+    read_padded_rows,
+    read_update_rows,
+    split_micro_batches,
+    split_mini_batches,
+)
+from agentrl.training.log_probs import TokenScores
+from agentrl.training.metrics import MetricSums, mean_by_name
+from agentrl.training.model import PolicyModel, ScoringParams
+from agentrl.training.optim import PolicyOptimizer
+from agentrl.training.policy_loss import compute_micro_loss
+from agentrl.training.scoring import score_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """An optimizer step that was not taken, because its loss or gradient was not finite."""
+
+    update: int
+    """Which call of `update_policy`, from 0."""
+    mini_batch: int
+    """Which mini-batch of it, counted over the epochs."""
+    loss: float
+    grad_norm: float
+    request_ids: tuple[str, ...]
+    """Requests of all ranks whose own numbers were not finite; empty where only the gradient was
+    not."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an update did."""
+
+    metrics: dict[str, float]
+    """Flat names; means over the optimizer steps, except counts."""
+    skipped: tuple[SkippedStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorCounters:
+    """What of an actor is neither a weight nor a moment."""
+
+    num_updates: int
+    num_optimizer_steps: int
+
+
+class Actor:
+    """Owns the policy's weights and their optimizer.
+
+    Args:
+        policy: The sharded module.
+        config: The update.
+        total_steps: Optimizer steps of the whole run, for the schedule.
+        response_budget: `data.max_response_length`, the divisor of `seq-mean-token-sum-norm`.
+        seed: Of the order of mini-batches under `shuffle`.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        config: ActorConfig,
+        *,
+        total_steps: int,
+        response_budget: int,
+        seed: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.config = config
+        self.world = policy.world
+        self.optimizer = PolicyOptimizer(
+            policy.named_weights(), config.optim, policy.world, total_steps
+        )
+        self.response_budget = response_budget
+        self.seed = seed
+        self.num_updates = 0
+
+    def compute_log_probs(self, batch: DataProto, *, temperature: float) -> TokenScores:
+        """Score a batch under the weights as they are: `old_log_probs` and entropy.
+
+        A collective.
+
+        Args:
+            batch: Rows as collated.
+            temperature: The rollout's.
+
+        Returns:
+            `[B, T]` each, float32, 0 where nothing is trained.
+        """
+        return score_rows(
+            self.policy,
+            read_padded_rows(batch),
+            self._params(temperature),
+            budget=self.config.ppo_max_token_len_per_gpu,
+        )
+
+    def update_policy(self, batch: DataProto, *, temperature: float) -> UpdateResult:
+        """Train on a batch: epochs of mini-batches, one optimizer step each. A collective.
+
+        A step whose loss or gradient is not finite is not taken: weights, moments and schedule
+        stay as they are, and the result says so.
+
+        Args:
+            batch: This rank's rows, with `advantages`, `old_log_probs` and, under `use_kl_loss`,
+                `ref_log_prob`.
+            temperature: The rollout's.
+        """
+        rows = read_update_rows(batch, with_reference=self.config.use_kl_loss)
+        self.policy.train()
+        steps: list[dict[str, float]] = []
+        skipped: list[SkippedStep] = []
+        for place, index in enumerate(self._mini_batches(rows)):
+            outcome = self._step(rows, index, self._params(temperature), place)
+            if isinstance(outcome, SkippedStep):
+                skipped.append(outcome)
+            elif outcome:
+                steps.append(outcome)
+        self.num_updates += 1
+        counts = {"actor/skipped_steps": len(skipped), "actor/optimizer_steps": len(steps)}
+        return UpdateResult(mean_by_name(steps) | counts, tuple(skipped))
+
+    def counters(self) -> ActorCounters:
+        """Read what a checkpoint keeps beside tensors."""
+        return ActorCounters(self.num_updates, self.optimizer.num_steps)
+
+    def _params(self, temperature: float) -> ScoringParams:
+        return ScoringParams(
+            temperature=temperature, logits_chunk_tokens=self.config.logits_chunk_tokens
+        )
+
+    def _mini_batches(self, rows: UpdateRows) -> list[list[int]]:
+        """This rank's rows of each mini-batch of all epochs."""
+        found: list[list[int]] = []
+        for epoch in range(self.config.ppo_epochs):
+            seed = [self.seed, self.num_updates, epoch] if self.config.shuffle else []
+            size = self.config.ppo_mini_batch_size
+            found += split_mini_batches(rows.uids, size, self.world, seed)
+        return found
+
+    def _step(
+        self, rows: UpdateRows, index: Sequence[int], params: ScoringParams, place: int
+    ) -> dict[str, float] | SkippedStep:
+        """One mini-batch; no metrics where nothing in it is trained."""
+        scale = self._loss_scale(rows.response_mask[list(index)])
+        if not scale.batch_num_tokens:
+            return {}
+        sums, broken = self._accumulate(rows, index, params, scale)
+        metrics = sums.totals(self.world)
+        loss, grad_norm = metrics.pop("loss"), self.optimizer.grad_norm()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return self._skip(SkippedStep(self.num_updates, place, loss, grad_norm, broken))
+        lr = self.optimizer.lr
+        self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
+        return metrics | {"actor/grad_norm": grad_norm, "actor/lr": lr}
+
+    def _accumulate(
+        self, rows: UpdateRows, index: Sequence[int], params: ScoringParams, scale: LossScale
+    ) -> tuple[MetricSums, tuple[str, ...]]:
+        """Backward through every micro-batch; the gradients add up."""
+        sums, broken = MetricSums(), list[str]()
+        budget = self.config.ppo_max_token_len_per_gpu
+        for packed in split_micro_batches(rows.padded, index, budget, self.world):
+            micro = compute_micro_loss(
+                self.policy(packed, params), packed, rows, scale, self.config
+            )
+            micro.loss.backward()
+            sums.add({**micro.parts, "loss": micro.loss.detach() / scale.dp_size})
+            broken += [rows.request_ids[row] for row in micro.broken_rows]
+        return sums, tuple(self.world.gather_flat(broken))
+
+    def _skip(self, step: SkippedStep) -> SkippedStep:
+        self.optimizer.drop_gradients()
+        logger.warning(
+            "update %d, mini-batch %d: loss %s, gradient norm %s; the step is skipped%s",
+            step.update, step.mini_batch, step.loss, step.grad_norm,
+            f" (requests {', '.join(step.request_ids)})" if step.request_ids else "",
+        )  # fmt: skip
+        return step
+
+    def _loss_scale(self, mask: Tensor) -> LossScale:
+        """Denominators of a mini-batch over all ranks."""
+        mine = LossScale.of(mask)
+        tokens, sequences = self.world.sum([mine.batch_num_tokens, mine.global_batch_size])
+        return LossScale(
+            batch_num_tokens=int(tokens),
+            global_batch_size=int(sequences),
+            dp_size=self.world.size,
+            loss_scale_factor=float(self.response_budget),
+        )

@@ -1,0 +1,109 @@
+"""The loss of one packed micro-batch: policy gradient, entropy bonus, KL to the reference."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.aggregation import LossScale
+from agentrl.algorithms.kl import kl_penalty
+from agentrl.algorithms.losses import get_policy_loss_fn
+from agentrl.config.schema import ActorConfig
+from agentrl.training.batches import UpdateRows
+from agentrl.training.log_probs import TokenScores
+from agentrl.training.packing import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLoss:
+    """What one micro-batch contributes to its mini-batch."""
+
+    loss: Tensor
+    """Scalar with gradient; includes the factor for FSDP2's averaging over ranks."""
+    parts: dict[str, Tensor | float]
+    """Parts of the mini-batch's metrics; they add up over micro-batches and ranks."""
+    broken_rows: tuple[int, ...]
+    """Rows of the batch whose log-probabilities, advantages or references are not finite."""
+
+
+def compute_micro_loss(
+    scores: TokenScores,
+    packed: PackedBatch,
+    rows: UpdateRows,
+    scale: LossScale,
+    config: ActorConfig,
+) -> MicroLoss:
+    """Compute a micro-batch's share of the mini-batch's loss.
+
+    Args:
+        scores: Of the packed targets, `[N]`, with gradient.
+        packed: Where they belong.
+        rows: The whole batch.
+        scale: The mini-batch's denominators.
+        config: Loss, coefficients, aggregation.
+    """
+    if not packed.row_index:
+        # Zero times what the model gave: the backward pass runs through every shard.
+        return MicroLoss((scores.log_probs.sum() + scores.entropy.sum()) * 0.0, {}, ())
+    log_probs, entropy = packed.unpack(scores.log_probs), packed.unpack(scores.entropy)
+    micro = _pick(rows, packed, log_probs)
+    mask, mode = micro.mask, config.loss_agg_mode
+    loss, metrics = get_policy_loss_fn(config.policy_loss)(
+        micro.old_log_probs, log_probs, micro.advantages, mask, mode, config,
+        micro.rollout_is_weights, scale=scale,
+    )  # fmt: skip
+    parts = {**metrics, "actor/pg_loss": _share(loss, scale)}
+    parts["actor/entropy"] = scale.mean(entropy, mask)
+    if config.entropy_coeff:
+        loss = loss - config.entropy_coeff * scale.aggregate(entropy, mask, mode)
+    if micro.ref_log_prob is not None:
+        kl = scale.aggregate(
+            kl_penalty(log_probs, micro.ref_log_prob, config.kl_loss_type), mask, mode
+        )
+        parts["actor/kl_loss"] = _share(kl, scale)
+        loss = loss + config.kl_loss_coef * kl
+    return MicroLoss(loss, {**parts}, _broken_rows(packed, log_probs, micro))
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroRows:
+    """The rows of one micro-batch on its device, `[b, T]` each."""
+
+    mask: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    ref_log_prob: Tensor | None
+    rollout_is_weights: Tensor | None
+
+
+def _pick(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
+    index = torch.tensor(packed.row_index)
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor[index.to(tensor.device)].to(like.device)
+
+    return _MicroRows(
+        mask=take(rows.response_mask).ne(0),
+        old_log_probs=take(rows.old_log_probs),
+        advantages=take(rows.advantages),
+        ref_log_prob=None if rows.ref_log_prob is None else take(rows.ref_log_prob),
+        rollout_is_weights=None
+        if rows.rollout_is_weights is None
+        else take(rows.rollout_is_weights),
+    )
+
+
+def _share(loss: Tensor, scale: LossScale) -> Tensor:
+    """A loss as a metric: without the factor for FSDP2."""
+    return loss.detach() / scale.dp_size
+
+
+def _broken_rows(packed: PackedBatch, log_probs: Tensor, micro: _MicroRows) -> tuple[int, ...]:
+    looked_at = [log_probs.detach(), micro.old_log_probs, micro.advantages]
+    if micro.ref_log_prob is not None:
+        looked_at.append(micro.ref_log_prob)
+    finite = torch.stack([tensor.isfinite() for tensor in looked_at]).all(dim=0)
+    broken = (~finite & micro.mask).any(dim=1)
+    if not bool(broken.any()):
+        return ()
+    return tuple(packed.row_index[place] for place in broken.nonzero().flatten().tolist())

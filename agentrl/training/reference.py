@@ -1,0 +1,44 @@
+"""The frozen reference of the KL term."""
+
+import torch
+
+from agentrl.config.schema import FsdpConfig, ModelConfig, RefConfig
+from agentrl.protocol import DataProto
+from agentrl.training.batches import read_padded_rows
+from agentrl.training.distributed import World
+from agentrl.training.model import PolicyModel, ScoringParams, load_policy
+from agentrl.training.scoring import score_rows
+
+
+class Reference:
+    """A policy that never changes.
+
+    Args:
+        policy: Its own module, apart from the actor's.
+        budget: Tokens of one packed micro-batch.
+        logits_chunk_tokens: Trained positions for which logits exist at once.
+    """
+
+    def __init__(self, policy: PolicyModel, *, budget: int, logits_chunk_tokens: int) -> None:
+        self.policy = policy.eval().requires_grad_(False)
+        self.budget = budget
+        self.logits_chunk_tokens = logits_chunk_tokens
+
+    def compute_ref_log_prob(self, batch: DataProto, *, temperature: float) -> torch.Tensor:
+        """Give `ref_log_prob`, `[B, T]` float32, 0 where nothing is trained. A collective."""
+        params = ScoringParams(
+            temperature=temperature, logits_chunk_tokens=self.logits_chunk_tokens
+        )
+        return score_rows(
+            self.policy, read_padded_rows(batch), params, budget=self.budget
+        ).log_probs
+
+
+def load_reference_policy(
+    config: RefConfig, model: ModelConfig, world: World, fsdp: FsdpConfig
+) -> PolicyModel:
+    """Load the reference's weights: its own folder, or the one that the policy starts from."""
+    own = model.model_copy(
+        update={"path": config.path or model.path, "enable_gradient_checkpointing": False}
+    )
+    return load_policy(own, world, fsdp)

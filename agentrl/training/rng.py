@@ -1,0 +1,65 @@
+"""The random streams of a process, as JSON and back."""
+
+import base64
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Where every global random stream of one rank stands; JSON values throughout."""
+
+    python: list[Any]
+    numpy: dict[str, Any]
+    torch_cpu: str
+    """base64."""
+    torch_cuda: list[str]
+    """base64, one for each device."""
+
+
+def seed_everything(seed: int) -> None:
+    """Start every global random stream from one seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture_random_state() -> RandomState:
+    """Read where the streams stand."""
+    version, words, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    words_np = numpy_state["state"]["key"].tolist()
+    state = {**numpy_state["state"], "key": words_np}
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return RandomState(
+        python=[version, list(words), gauss],
+        numpy={**numpy_state, "state": state},
+        torch_cpu=_encode(torch.get_rng_state()),
+        torch_cuda=[_encode(tensor) for tensor in cuda],
+    )
+
+
+def restore_random_state(state: RandomState) -> None:
+    """Go on where the streams stood. CUDA streams of absent devices are left out."""
+    version, words, gauss = state.python
+    random.setstate((version, tuple(words), gauss))
+    inner = state.numpy["state"]
+    key = np.array(inner["key"], dtype=np.uint32)
+    np.random.set_state({**state.numpy, "state": {**inner, "key": key}})
+    torch.set_rng_state(_decode(state.torch_cpu))
+    if torch.cuda.is_available():
+        devices = state.torch_cuda[: torch.cuda.device_count()]
+        for device, text in enumerate(devices):
+            torch.cuda.set_rng_state(_decode(text), device)
+
+
+def _encode(tensor: torch.Tensor) -> str:
+    return base64.b64encode(tensor.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

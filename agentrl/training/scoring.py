@@ -1,0 +1,45 @@
+"""Log-probabilities of a whole batch under one set of weights, without gradient."""
+
+import torch
+from torch import Tensor
+
+from agentrl.training.batches import split_micro_batches
+from agentrl.training.log_probs import TokenScores
+from agentrl.training.model import PolicyModel, ScoringParams
+from agentrl.training.packing import PackedBatch, PaddedRows
+
+
+@torch.no_grad()
+def score_rows(
+    policy: PolicyModel, rows: PaddedRows, params: ScoringParams, *, budget: int
+) -> TokenScores:
+    """Score every trained token of a batch; other positions are 0. A collective.
+
+    Args:
+        policy: Whose log-probabilities; left in the mode in which it was found.
+        rows: The padded batch.
+        params: Temperature and chunk.
+        budget: Tokens of one packed micro-batch.
+
+    Returns:
+        `[B, T]` each, float32, on the device of `rows`.
+    """
+    shape, device = rows.response_mask.shape, rows.input_ids.device
+    log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+    entropy = torch.zeros_like(log_probs)
+    was_training = policy.training
+    policy.eval()
+    try:
+        for packed in split_micro_batches(rows, range(shape[0]), budget, policy.world):
+            scores = policy(packed, params)
+            _put(log_probs, packed, scores.log_probs)
+            _put(entropy, packed, scores.entropy)
+    finally:
+        policy.train(was_training)
+    return TokenScores(log_probs, entropy)
+
+
+def _put(padded: Tensor, packed: PackedBatch, values: Tensor) -> None:
+    if packed.row_index:
+        index = torch.tensor(packed.row_index, device=padded.device)
+        padded[index] = packed.unpack(values).to(padded)

@@ -1,0 +1,88 @@
+"""Requests that have run, made by hand, and generated ones: for what shows and saves them."""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from agentrl.engines.protocol import FinishReason, VersionSpan
+from agentrl.errors import Fault
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, Failure
+from agentrl.rollout.states import ENDS, RequestState, StopReason
+
+CALCULATOR = OpenAIFunctionToolSchema.model_validate({"function": {"name": "calculator"}})
+
+
+def byte_decode(ids: Sequence[int]) -> str:
+    """Decode tokens that are bytes, as a byte-level tokenizer does."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def started(prompt: str = "2 + 3?", **fields: object) -> AsyncRolloutRequest:
+    request = AsyncRolloutRequest.model_validate(
+        {"messages": [Message(role="user", content=prompt)], "tool_schemas": [CALCULATOR], **fields}
+    )
+    request.begin(list(prompt.encode()) or [0])
+    request.take_edge(RequestState.RUNNING)
+    return request
+
+
+def sample(
+    request: AsyncRolloutRequest, text: str, *, calls: Sequence[CallRecord] = (), version: int = 0
+) -> None:
+    """Let the policy say `text`, one token a byte, each with log-probability -0.5."""
+    ids = list(text.encode())
+    turn = request.append_sampled(
+        ids,
+        [-0.5] * len(ids),
+        finish_reason=FinishReason.STOP,
+        weight_versions=(VersionSpan(version, 0, len(ids)),) if ids else (),
+        seconds=0.25,
+    )
+    turn.calls.extend(calls)
+
+
+def tool_story(reason: StopReason = StopReason.ANSWERED, **fields: object) -> AsyncRolloutRequest:
+    """A call of the calculator (4 tokens), its result (3), an answer (5)."""
+    request = started(**fields)
+    sample(request, "call", calls=[CallRecord(name="calculator", seconds=0.5, num_tokens=3)])
+    request.append_observed(list(b"=5\n"), role="tool", seconds=0.5)
+    sample(request, "is 5.")
+    finish(request, reason)
+    return request
+
+
+def finish(request: AsyncRolloutRequest, reason: StopReason, fault: Fault = Fault.TOOL) -> None:
+    broke = reason is StopReason.FAILED
+    error = Failure(fault=fault, kind="OSError", message="gone", turn=len(request.turns))
+    request.finish(reason, error if broke else None)
+
+
+TEXTS = st.text(max_size=12)
+"""Any text: other scripts, control characters, markup."""
+
+CALLS = st.builds(
+    CallRecord,
+    name=TEXTS,
+    arguments=st.dictionaries(TEXTS, TEXTS | st.integers() | st.none(), max_size=2),
+    outcome=st.sampled_from(["ok", "tool_error", "malformed", "timeout", "crashed", "skipped"]),
+    message=TEXTS,
+    seconds=st.floats(0, 10),
+    num_cut_tokens=st.integers(0, 3),
+)
+
+
+@st.composite
+def finished_requests(draw: st.DrawFn) -> AsyncRolloutRequest:
+    """A conversation of up to five turns in any order, ended in any way, perhaps excluded."""
+    request = started(draw(TEXTS), reward=draw(st.none() | st.floats(-5, 5)))
+    for role in draw(st.lists(st.sampled_from(["assistant", "tool", "user"]), max_size=5)):
+        if role == "assistant":
+            sample(request, draw(TEXTS), calls=draw(st.lists(CALLS, max_size=2)))
+        else:
+            request.append_observed(list(draw(TEXTS).encode()), role=role)
+    for turn in request.turns:
+        if turn.role == "assistant" and draw(st.integers(0, 3)) == 0:
+            request.exclude_turn(turn.index, draw(TEXTS) or "malformed")
+    finish(request, draw(st.sampled_from(list(ENDS))), draw(st.sampled_from(list(Fault))))
+    return request

@@ -1,0 +1,204 @@
+"""Where tools run: a tool that blocks or never returns costs its own call."""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.plugins import load_class
+from agentrl.tools import BaseTool
+from agentrl.tools.instance import Outcome, ToolSettings
+from agentrl.tools.life import ToolSession
+from agentrl.watchdog import LoopWatchdog
+from tests.fakes_tools import BlockingTool, CountingProcessTool, call, schema
+
+
+def session_of(tool: BaseTool, **kwargs: Any) -> ToolSession:
+    return ToolSession({tool.name: tool}, instance_id="r", **kwargs)
+
+
+async def longest_silence(of: "asyncio.Future[Any]") -> float:
+    """Return for how long the event loop was held up, at most, until a future is done."""
+    longest = last = 0.0
+    last = time.monotonic()
+    while not of.done():
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+async def test_blocking_code_on_a_thread_holds_up_nobody_and_times_out():
+    tool = BlockingTool({"isolation": "thread", "block_s": 0.5})
+    running = asyncio.ensure_future(
+        session_of(tool, timeout_s=0.2).execute([call("blocking", i) for i in range(2)])
+    )
+    silence = await longest_silence(running)
+    outcomes = running.result()
+    assert [o.outcome for o in outcomes] == [Outcome.TIMEOUT] * 2
+    assert max(o.seconds for o in outcomes) < 0.3
+    assert silence < 0.15
+
+
+async def test_a_thread_that_awaits_for_ever_is_ended():
+    class Waiting(BaseTool):
+        ended = threading.Event()
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> str:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended.set()
+            return ""
+
+    tool = Waiting({"isolation": "thread"}, schema("waiting"))
+    [outcome] = await session_of(tool, timeout_s=0.1).execute([call("waiting")])
+    assert outcome.outcome is Outcome.TIMEOUT
+    assert Waiting.ended.wait(2)
+
+
+async def test_a_plain_def_runs_off_the_loop_and_its_abandoned_thread_frees_its_place():
+    class Plain(BaseTool):
+        def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> str:  # type: ignore[override]
+            time.sleep(parameters["seconds"])
+            return str(threading.current_thread().daemon)
+
+    tool = Plain({}, schema("plain"))
+    session = session_of(tool, timeout_s=0.15, max_parallel_calls=1)
+    outcomes = await session.execute(
+        [call("plain", 0, seconds=0.6), call("plain", 1, seconds=0.0)]
+    )
+    assert [o.outcome for o in outcomes] == [Outcome.TIMEOUT, Outcome.OK]
+    assert outcomes[1].response.text == "True"
+
+
+async def test_the_watchdog_names_the_tool_that_blocks_the_loop(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    tool = BlockingTool({"block_s": 0.25})
+    with LoopWatchdog(threshold_s=0.08) as watchdog:
+        await asyncio.sleep(0.03)
+        await session_of(tool).execute([call("blocking"), call("blocking", 1)])
+    assert watchdog.blocked_s["tool:blocking"] > 0.08
+    warnings = [r.getMessage() for r in caplog.records if "blocked the event loop" in r.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("tool:blocking ")
+    assert "fakes_tools.py" in warnings[0]
+
+
+async def test_the_watchdog_blames_no_tool_for_what_is_not_its_doing():
+    with LoopWatchdog(threshold_s=0.05) as watchdog:
+        await asyncio.sleep(0.02)
+        time.sleep(0.15)  # noqa: ASYNC251 - the loop is to be blocked
+        await asyncio.sleep(0.02)
+    assert watchdog.blocked_s == {}
+
+
+def life_of(log: Path) -> list[str]:
+    return log.read_text().split()
+
+
+async def test_a_process_keeps_its_state_from_create_to_release(tmp_path: Path):
+    log = tmp_path / "log"
+    tool = CountingProcessTool({"isolation": "process", "log": str(log)})
+    kwargs = {"counting": {"create_kwargs": {"start": 10}}}
+    session = session_of(tool, tools_kwargs=kwargs)
+    await session.create()
+    outcomes = await session.execute([call("counting", i) for i in range(3)])
+    assert sorted(o.response.text or "" for o in outcomes) == ["11", "12", "13"]
+    assert await session.calc_rewards() == {"counting": 13.0}
+    assert await session.release() == []
+    assert tool.counts == {}, "the run's own object is untouched"
+    assert life_of(log) == ["create", "execute", "execute", "execute", "release"]
+
+
+async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: Path):
+    log = tmp_path / "log"
+    tool = CountingProcessTool({"isolation": "process", "log": str(log), "timeout_s": 4})
+    session = session_of(tool)
+    await session.create()
+    [spun] = await session.execute([call("counting", do="spin")])
+    [after] = await session.execute([call("counting")])
+    assert spun.outcome is Outcome.TIMEOUT
+    assert 4 <= spun.seconds < 4.4
+    assert (after.outcome, after.response.text) == (Outcome.OK, "1")
+    assert await session.release() == []
+    assert life_of(log).count("create") == life_of(log).count("release") == 2
+    assert not _children_named("tool:counting")
+
+
+@pytest.mark.parametrize(
+    ("do", "outcome", "text"),
+    [
+        ("tool_error", Outcome.TOOL_ERROR, "not so"),
+        ("raise", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("unpicklable", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("die", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
+    ],
+)
+async def test_what_happens_in_a_process_comes_out_of_it(
+    tmp_path: Path, do: str, outcome: Outcome, text: str
+):
+    tool = CountingProcessTool({"isolation": "process", "log": str(tmp_path / "log")})
+    session = session_of(tool)
+    await session.create()
+    [first] = await session.execute([call("counting", do=do)])
+    [second] = await session.execute([call("counting")])
+    assert (first.outcome, first.response.text) == (outcome, text)
+    assert second.response.text == "1"
+    assert await session.release() == []
+
+
+async def test_cancelling_a_request_kills_its_process_and_releases(tmp_path: Path):
+    log = tmp_path / "log"
+    tool = CountingProcessTool({"isolation": "process", "log": str(log)})
+    session = session_of(tool)
+    await session.create()
+    running = asyncio.create_task(session.execute([call("counting", do="spin")]))
+    while "execute" not in life_of(log):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    [failure] = await session.release()
+    assert "KeyError" in str(failure), "the new process never saw create"
+    assert life_of(log) == ["create", "execute", "release"]
+    assert not _children_named("tool:counting")
+
+
+async def test_a_tool_from_a_file_finds_its_way_into_a_process(tmp_path: Path):
+    source = tmp_path / "my_tool.py"
+    source.write_text(
+        "import os\n"
+        "from agentrl.tools import BaseTool\n"
+        "class Mine(BaseTool):\n"
+        "    async def execute(self, instance_id, parameters):\n"
+        "        return str(os.getpid())\n"
+    )
+    tool = load_class(f"{source}:Mine", BaseTool)({"isolation": "process"}, schema("mine"))
+    session = session_of(tool)
+    await session.create()
+    [outcome] = await session.execute([call("mine")])
+    await session.release()
+    assert outcome.outcome is Outcome.OK
+    assert outcome.response.text != str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("config", "key"), [({"isolation": "jail"}, "isolation"), ({"timeout_s": 0}, "timeout_s")]
+)
+def test_a_setting_that_cannot_be_meant_names_its_key(config: dict[str, Any], key: str):
+    with pytest.raises(ConfigError) as error:
+        ToolSettings.check(config, file="tools.yaml", key="tools[0].config")
+    assert error.value.details["key"] == f"tools[0].config.{key}"
+
+
+def _children_named(name: str) -> list[Any]:
+    import multiprocessing
+
+    return [child for child in multiprocessing.active_children() if child.name == name]

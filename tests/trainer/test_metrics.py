@@ -1,0 +1,291 @@
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from agentrl.engines.protocol import VersionSpan
+from agentrl.errors import Fault
+from agentrl.messages import Message
+from agentrl.protocol import DataProto
+from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, TokenDifference
+from agentrl.rollout.states import StopReason
+from agentrl.trainer.merge import RankMetrics, merge_metrics
+from agentrl.trainer.metrics import OUTCOMES, Timer, batch_metrics, perf_metrics, rollout_metrics
+from tests.fakes_seeing import finish, finished_requests, sample, started, tool_story
+
+
+def test_lengths_and_turns_of_a_tool_story():
+    metrics = rollout_metrics([tool_story()])
+    assert metrics["prompt_length/mean"] == 6
+    assert metrics["response_length/mean"] == metrics["response_length/max"] == 12
+    assert metrics["num_turns/mean"] == 4, "call, result, answer, and the prompt as verl counts it"
+    assert metrics["rollout/assistant_turns/mean"] == 2
+    assert metrics["rollout/user_turns/max"] == 0
+    assert metrics["rollout/tokens_per_turn/mean"] == 4.5
+    assert metrics["rollout/mask_ones_ratio"] == pytest.approx(9 / 12)
+
+
+def test_mask_ratio_is_of_tokens_not_a_mean_of_requests():
+    short = started()
+    sample(short, "x")
+    finish(short, StopReason.ANSWERED)
+    assert rollout_metrics([short, tool_story()])["rollout/mask_ones_ratio"] == 10 / 13
+
+
+def test_clip_ratio_counts_what_a_length_ended():
+    requests = [
+        tool_story(),
+        tool_story(StopReason.RESPONSE_BUDGET),
+        tool_story(StopReason.MODEL_LENGTH),
+        tool_story(StopReason.MAX_ASSISTANT_TURNS),
+    ]
+    assert rollout_metrics(requests)["response_length/clip_ratio"] == 0.5
+
+
+def test_calls_are_counted_per_request_and_by_outcome():
+    request = started()
+    calls = [
+        CallRecord(name="calculator", seconds=1.0),
+        CallRecord(name="calculator", seconds=3.0, outcome="timeout"),
+        CallRecord(name="rm -rf", seconds=0.0, outcome="malformed"),
+    ]
+    sample(request, "a", calls=calls)
+    finish(request, StopReason.ANSWERED)
+    metrics = rollout_metrics([request, tool_story()])
+    assert metrics["rollout/tool_calls/mean"] == 2
+    assert metrics["rollout/tool_calls/ok"] == 1
+    assert metrics["rollout/tool_calls/timeout"] == metrics["rollout/tool_calls/malformed"] == 0.5
+    assert metrics["rollout/tool/calculator/num_calls"] == 3
+    assert metrics["rollout/tool/calculator/seconds/mean"] == pytest.approx(1.5)
+    assert metrics["rollout/tool/calculator/seconds/max"] == 3
+
+
+def test_names_that_a_model_invents_make_no_columns():
+    request = started()
+    sample(request, "a", calls=[CallRecord(name=f"made_up_{n}") for n in range(9)])
+    finish(request, StopReason.ANSWERED)
+    metrics = rollout_metrics([request])
+    assert metrics["rollout/tool/unknown/num_calls"] == 9
+    assert not any("made_up" in name for name in metrics)
+
+
+def test_stop_reasons_and_faults_are_shares():
+    failed = tool_story(StopReason.FAILED)
+    late = tool_story(StopReason.WALL_CLOCK)
+    metrics = rollout_metrics([failed, late, tool_story(), tool_story()])
+    assert metrics["rollout/stop_reason/answered"] == 0.5
+    assert metrics["rollout/failures/tool"] == metrics["rollout/failures/limit"] == 0.25
+    assert metrics["rollout/failures/model"] == 0
+    assert metrics["rollout/failed_frac"] == 0.5
+
+
+def test_rewards_of_failed_requests_are_left_out():
+    scored = tool_story(reward=1.0)
+    broken = tool_story(StopReason.FAILED, reward=0.0)
+    assert rollout_metrics([scored, broken])["rollout/reward/mean"] == 1.0
+
+
+def test_cut_observations_and_excluded_turns():
+    request = tool_story()
+    request.turns[0].calls[0].num_cut_tokens = 7
+    request.exclude_turn(0, "malformed")
+    metrics = rollout_metrics([request, tool_story()])
+    assert metrics["rollout/cut_observations/mean"] == 0.5
+    assert metrics["rollout/cut_observation_tokens/mean"] == 3.5
+    assert metrics["rollout/excluded_turns/mean"] == 0.5
+
+
+def test_versions_differences_and_cache():
+    request = started()
+    sample(request, "abcd", version=3)
+    sample(request, "ef", version=5)
+    request.turns[1].cached_tokens = 8
+    request.turns[1].weight_versions = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
+    request.differences.append(
+        TokenDifference(turn=0, kind="whitespace", expected="a", actual="b")
+    )
+    finish(request, StopReason.ANSWERED)
+    metrics = rollout_metrics([request])
+    assert metrics["rollout/policy_version/min"] == 3
+    assert metrics["rollout/policy_version/max"] == 5
+    assert metrics["rollout/policy_version/spread_max"] == 2
+    assert metrics["rollout/tokenization_differences/mean"] == 1
+    assert metrics["rollout/cached_tokens_frac"] == 8 / (6 + 10)
+
+
+def test_nothing_gives_nothing():
+    assert rollout_metrics([]) == {}
+    assert batch_metrics(DataProto.from_dict({"response_mask": torch.zeros(0, 4)})) == {}
+    assert merge_metrics([]) == {}
+
+
+def test_a_request_that_never_began_gives_finite_figures():
+    request = AsyncRolloutRequest(messages=[Message(role="user", content="x")])
+    finish(request, StopReason.FAILED, Fault.ENGINE)
+    metrics = rollout_metrics([request])
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics["rollout/failures/engine"] == 1
+
+
+@settings(max_examples=40)
+@given(st.lists(finished_requests(), min_size=1, max_size=4))
+def test_figures_are_finite_and_shares_add_up(requests):
+    metrics = rollout_metrics(requests)
+    assert all(map(math.isfinite, metrics.values()))
+    reasons = [v for k, v in metrics.items() if k.startswith("rollout/stop_reason/")]
+    assert sum(reasons) == pytest.approx(1)
+    outcomes = sum(metrics[f"rollout/tool_calls/{outcome}"] for outcome in OUTCOMES)
+    assert outcomes == pytest.approx(metrics["rollout/tool_calls/mean"])
+
+
+# Tensors.
+
+
+def batch(**tensors: list) -> DataProto:
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    columns = {
+        "uid": ["a", "a", "b", "b"],
+        "stop_reason": ["answered", "answered", "max_user_turns", "failed"],
+    }
+    named = {key: torch.tensor(rows) for key, rows in tensors.items()}
+    return DataProto.from_dict({"response_mask": mask} | named, columns)
+
+
+def test_scores_are_of_rows_in_the_baseline():
+    scores = [[0.0, 0.0, 1.0], [0.0, 3.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    metrics = batch_metrics(batch(token_level_scores=scores))
+    assert metrics["critic/score/mean"] == 2
+    assert metrics["critic/score/min"] == 1
+    assert metrics["critic/score/max"] == 3
+    assert "critic/rewards/mean" not in metrics
+
+
+def test_advantages_are_of_trained_tokens_only():
+    advantages = [[1.0, 99.0, 1.0], [-1.0, -1.0, 99.0], [0.0, 99.0, 99.0], [99.0, 99.0, 99.0]]
+    metrics = batch_metrics(batch(advantages=advantages, returns=advantages))
+    assert metrics["critic/advantages/mean"] == 0
+    assert metrics["critic/returns/max"] == 1
+
+
+def test_a_group_without_an_advantage_has_no_signal():
+    signal = [[1.0, 0.0, 1.0], [-1.0, -1.0, 0.0], [0.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
+    metrics = batch_metrics(batch(advantages=signal))
+    assert metrics["algorithm/zero_signal_groups_frac"] == 0.5
+
+
+def test_probs_diff_is_a_difference_of_probabilities():
+    half, quarter = math.log(0.5), math.log(0.25)
+    old = [[half, -99.0, half], [half, quarter, -99.0], [half, -99.0, -99.0], [-99.0] * 3]
+    rollout = [[half, 0.0, quarter], [half, half, 0.0], [half, 0.0, 0.0], [0.0] * 3]
+    metrics = batch_metrics(batch(old_log_probs=old, rollout_log_probs=rollout))
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.1)
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(math.sqrt(0.015))
+    assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(math.log(2))
+
+
+def test_a_batch_that_trains_on_nothing_gives_no_nan():
+    zeros = torch.zeros(2, 3)
+    keys = ("response_mask", "advantages", "returns", "old_log_probs", "rollout_log_probs",
+            "token_level_scores")  # fmt: skip
+    columns = {"uid": ["a", "b"], "stop_reason": ["failed", "failed"]}
+    metrics = batch_metrics(DataProto.from_dict(dict.fromkeys(keys, zeros), columns))
+    assert metrics == {"algorithm/zero_signal_groups_frac": 1.0}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_law_8_observed_tokens_change_no_figure(data):
+    keys = ("advantages", "returns", "old_log_probs", "rollout_log_probs")
+    width = data.draw(st.integers(1, 5))
+    floats = st.floats(-3, 0, width=32)
+    rows = {key: data.draw(st.lists(floats, min_size=width, max_size=width)) for key in keys}
+    place = data.draw(st.integers(0, width))
+    noise = data.draw(floats)
+
+    def figures(extra: bool) -> dict[str, float]:
+        cut = [noise] if extra else []
+        tensors = {k: torch.tensor([r[:place] + cut + r[place:]]) for k, r in rows.items()}
+        mask = [1.0] * place + [0.0] * extra + [1.0] * (width - place)
+        return batch_metrics(
+            DataProto.from_dict(tensors | {"response_mask": torch.tensor([mask])}, {"uid": ["a"]})
+        )
+
+    assert figures(extra=True) == figures(extra=False)
+
+
+# The clock.
+
+
+def test_timer_adds_repeats_and_keeps_what_raised():
+    timer = Timer(clock=iter([0.0, 1.0, 5.0, 7.0, 10.0, 14.0]).__next__)
+    with timer("gen"):
+        pass
+    with timer("gen"):
+        pass
+    with pytest.raises(OSError, match="gone"), timer("save_checkpoint"):
+        raise OSError("gone")
+    assert timer.pop_metrics() == {"timing_s/gen": 3.0, "timing_s/save_checkpoint": 4.0}
+    assert timer.pop_metrics() == {}, "each step starts afresh"
+
+
+def test_timer_counts_real_seconds():
+    timer = Timer()
+    with timer("step"):
+        sum(range(1000))
+    assert 0 < timer.seconds("step") < 5
+
+
+def test_throughput_is_tokens_per_second():
+    metrics = perf_metrics(1000, 4.0)
+    assert metrics["perf/throughput"] == 250
+    assert 0.01 < metrics["perf/max_cpu_memory_gb"] < 1000
+    assert "perf/throughput" not in perf_metrics(0, 0.0)
+
+
+# Ranks.
+
+
+@pytest.mark.parametrize(
+    ("name", "merged"),
+    [
+        ("actor/pg_loss", 2.5),
+        ("response_length/mean", 2.5),
+        ("response_length/max", 3.0),
+        ("response_length/min", 1.0),
+        ("num_turns/mean", 2.5),
+        ("training/rollout_probs_diff_max", 3.0),
+        ("rollout/stop_reason/max_assistant_turns", 2.5),
+        ("rollout/num_requests", 4.0),
+        ("rollout/tool/max/num_calls", 4.0),
+        ("perf/total_num_tokens", 4.0),
+        ("perf/max_memory_allocated_gb", 3.0),
+        ("timing_s/gen", 3.0),
+    ],
+)
+def test_a_name_says_how_ranks_are_merged(name, merged):
+    parts = [RankMetrics({name: 1.0}, weight=1), RankMetrics({name: 3.0}, weight=3)]
+    assert merge_metrics(parts) == {name: merged}
+
+
+def test_merged_means_are_those_of_all_requests():
+    ranks = [[tool_story(reward=1.0)], [tool_story(), tool_story(StopReason.RESPONSE_BUDGET)]]
+    merged = merge_metrics([RankMetrics(rollout_metrics(rank), len(rank)) for rank in ranks])
+    whole = rollout_metrics(sum(ranks, []))
+    assert merged.keys() == whole.keys()
+    for name in ("response_length/clip_ratio", "num_turns/mean", "rollout/num_requests"):
+        assert merged[name] == pytest.approx(whole[name])
+
+
+def test_a_nan_of_one_rank_is_not_lost():
+    for values in ((1.0, math.nan), (math.nan, 1.0)):
+        parts = [RankMetrics({"actor/grad_norm_max": value}) for value in values]
+        assert math.isnan(merge_metrics(parts)["actor/grad_norm_max"])
+
+
+def test_ranks_without_weight_have_no_say():
+    parts = [RankMetrics({"a": 1.0}, weight=0), RankMetrics({"a": 5.0, "b": 2.0}, weight=2)]
+    assert merge_metrics(parts) == {"a": 5.0, "b": 2.0}
+    assert merge_metrics([RankMetrics({"a": 1.0}, 0), RankMetrics({"a": 3.0}, 0)]) == {"a": 2.0}
