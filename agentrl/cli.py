@@ -71,8 +71,53 @@ def rollout(
     out: Annotated[Path | None, typer.Option(help="Also save the rollouts as JSONL.")] = None,
 ) -> None:
     """Show whole conversations token by token, with mask and rewards, without training."""
-    from agentrl.trainer.run import rollout_from_file
+    from agentrl.trainer.run import RolloutOptions, rollout_from_file
 
-    rollout_from_file(
-        run_file, overrides or [], num=num, split=split, greedy=greedy, tokens=tokens, out=out
+    options = RolloutOptions(num=num, split=split, greedy=greedy, tokens=tokens, out=out)
+    rollout_from_file(run_file, overrides or [], options, Console())
+
+
+@config_app.command("check")
+def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
+    """Print the resolved configuration, the batch arithmetic, and what the template can carry."""
+    from agentrl.trainer.run import explain_config
+
+    explain_config(run_file, overrides or [], Console())
+
+
+@prepare_app.command("arithmetic")
+def prepare_arithmetic(
+    out_dir: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    seed: Annotated[int, typer.Option(help="Other seeds make other problems.")] = 0,
+    num_train: Annotated[int, typer.Option(min=1)] = 2048,
+    num_val: Annotated[int, typer.Option(min=1)] = 256,
+    num_demos: Annotated[int, typer.Option(min=0)] = 16000,
+) -> None:
+    """Make word problems of one to three steps in the format of GSM8K."""
+    from agentrl.config.schema import ArithmeticConfig
+    from agentrl.data.prepare import prepare_arithmetic as prepare
+
+    made = prepare(
+        ArithmeticConfig(
+            out_dir=out_dir, seed=seed, num_train=num_train, num_val=num_val, num_demos=num_demos
+        )
     )
+    for path in made:
+        typer.echo(path)
+
+
+@prepare_app.command("gsm8k")
+def prepare_gsm8k(
+    out_dir: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    source_dir: Annotated[
+        Path | None, typer.Option(help="Folder with train.jsonl and test.jsonl; else the hub.")
+    ] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Rows of each split.", min=1)] = None,
+) -> None:
+    """Turn the real GSM8K into rows with tools and an interaction."""
+    from agentrl.config.schema import Gsm8kConfig
+    from agentrl.data.prepare import prepare_gsm8k as prepare
+
+    made = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
+    for path in made:
+        typer.echo(path)

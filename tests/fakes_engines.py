@@ -20,7 +20,7 @@ def tiny_model(*, seed: int = 0, **overrides: object) -> Qwen2ForCausalLM:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "initializer_range": 0.3,
         "eos_token_id": 5,

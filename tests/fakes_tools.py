@@ -1,3 +1,4 @@
+# pyright: reportIncompatibleMethodOverride=false
 """Tools and interactions that misbehave where they are told to."""
 
 import asyncio
@@ -71,7 +72,11 @@ class FlakyTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         await self._enter("execute", kwargs)
-        return None if self.behaviours.get("execute") == "none" else ToolResult(ToolResponse(text="ok"))
+        return (
+            None
+            if self.behaviours.get("execute") == "none"
+            else ToolResult(ToolResponse(text="ok"))
+        )
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         await self._enter("calc_reward", kwargs)
@@ -89,7 +94,7 @@ class BlockingTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         if parameters.get("block", True):
-            time.sleep(self.config["block_s"])
+            time.sleep(self.config["block_s"])  # noqa: ASYNC251 - that is what it is for
         return {"thread": threading.get_ident(), "pid": os.getpid()}
 
 

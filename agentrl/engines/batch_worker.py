@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from transformers import PreTrainedModel
@@ -95,6 +95,13 @@ class BatchWorker:
         if self._batcher is not None:
             self._batcher.forget_prefixes(list(self._running.values()))
 
+    def give_up(self, error: EngineError) -> None:
+        """End every running call with an error. Only while paused."""
+        if self._batcher is not None:
+            for call in self._running.values():
+                self._batcher.drop(call)
+        self._fail_calls(error)
+
     def release_cache(self) -> None:
         """Free the cache's memory; running calls start again when resumed. Only while paused."""
         self._batcher = None
@@ -139,7 +146,8 @@ class BatchWorker:
                 while self._begin_step():
                     self._step()
                     self._end_step()
-        except Exception as error:  # noqa: BLE001 - the boundary: a thread's error ends its calls
+        # The boundary: whatever ends the thread ends its calls, so that nobody waits for ever.
+        except BaseException as error:  # noqa: BLE001
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             with self._changed:
@@ -155,8 +163,10 @@ class BatchWorker:
         """Wait for work; False: stop."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_stopping
-                or (self._num_pauses == 0 and (self._arrived or self._running))
+                lambda: (
+                    self._is_stopping
+                    or (self._num_pauses == 0 and (self._arrived or self._running))
+                )
             )
             self._is_stepping = not self._is_stopping
             return self._is_stepping
@@ -167,6 +177,9 @@ class BatchWorker:
         self._take_in(batcher)
         if self._running and not batcher.step():
             raise RuntimeError("calls are waiting, but none could be scheduled")
+        if not all(call.is_finite for call, _ in self._results):
+            batcher.forget_prefixes(list(self._running.values()))
+            batcher.cache.erase()
 
     def _end_step(self) -> None:
         with self._changed:
@@ -201,7 +214,7 @@ def _hand_over(results: Sequence[tuple[Call, Result]]) -> None:
         by_loop[call.future.get_loop()].append((call, result))
     for loop, own in by_loop.items():
         # A loop that was closed in the meantime has nobody left who waits.
-        if not loop.is_closed():
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, own)
 
 

@@ -10,6 +10,7 @@ from agentrl.engines.sampling import Draw
 from agentrl.engines.stopping import StopCheck
 from agentrl.errors import EngineError
 
+
 @dataclass(eq=False, slots=True)
 class Call:
     """One `generate`. After it was handed over, only the engine's thread writes to it."""
@@ -33,6 +34,11 @@ class Call:
     cached_tokens: int | None = None
     """Input tokens found in the prefix cache; None: not looked up yet."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the model's last logits were numbers."""
+        return not self.log_probs or math.isfinite(self.log_probs[-1])
+
     def draw(self) -> Draw:
         """How the next token is sampled."""
         return Draw(self.sampling, self.random.random())
@@ -41,7 +47,7 @@ class Call:
         """Take a sampled token; says whether, and why, it is the last."""
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
-        if not math.isfinite(log_prob):
+        if not self.is_finite:
             return FinishReason.ABORT
         if self.stop.is_met(self.token_ids):
             return FinishReason.STOP
@@ -55,7 +61,7 @@ class Call:
 
     def result(self, reason: FinishReason) -> Completion | EngineError:
         """What the caller gets."""
-        if self.log_probs and not math.isfinite(self.log_probs[-1]):
+        if not self.is_finite:
             return EngineError(
                 "the model's logits are not finite: its weights have diverged",
                 request_id=self.request_id,

@@ -99,7 +99,9 @@ class TrackedState(RequestState):
         """Take a sampled token; the library asks whether it was the last."""
         self.generated_tokens.append(token_id)
         self.tokens_to_process = [token_id]
-        self.finish_reason = self.call.append(token_id, float("nan") if logprob is None else logprob)
+        self.finish_reason = self.call.append(
+            token_id, float("nan") if logprob is None else logprob
+        )
         if self.finish_reason is None:
             return False
         self.status = RequestStatus.FINISHED
@@ -269,9 +271,7 @@ class PagedInputs:
             "position_ids": self._batch.positions.unsqueeze(0),
             "paged_batch": self._batch,
             "use_cache": False,
-            "logits_to_keep": torch.tensor(
-                self._last_rows, dtype=torch.int64, device=self._device
-            ),
+            "logits_to_keep": torch.tensor(self._last_rows, dtype=torch.int64, device=self._device),
         }
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
@@ -304,6 +304,11 @@ class CacheAccess:
         self._page_size = page_size
         self._layers: dict[int, LayerPages] = {}
         self._has_allocators = hasattr(cache, "cache_allocators")
+
+    @property
+    def is_born_zero(self) -> bool:
+        """Whether the library allocates zeros; `erase` would make the system back all of them."""
+        return self._has_allocators
 
     @property
     def _allocator(self) -> Any:
@@ -352,6 +357,14 @@ class CacheAccess:
                 manager.num_blocks, manager.block_size, tp_on=manager.tp_on
             )
 
+    def erase(self) -> None:
+        """Set the memory to zero: what is masked is still multiplied, by zero, which NaN survives."""
+        if self._has_allocators:
+            self._cache.cache_tensor.zero_()
+        else:
+            for tensor in (*self._cache.key_cache, *self._cache.value_cache):
+                tensor.zero_()
+
 
 class _Manager(ContinuousBatchingManager):
     """The library's manager, used to build a batch processor; its thread is never started."""
@@ -365,6 +378,8 @@ class _Manager(ContinuousBatchingManager):
         """A processor that samples by `sampler` and hands its results to `sink`."""
         self.logit_processor = sampler
         self.output_router = CallRouter(sink)
+        # The library would seed torch for the whole process here, the trainer's draws included.
+        self.distributed_helper.set_tp_seed = lambda *_: None
         return self._create_batch_processor()
 
 
@@ -389,6 +404,8 @@ class Batcher:
             sampler, sink
         )
         cache = CacheAccess(processor.cache, limits.page_size)
+        if not cache.is_born_zero:
+            cache.erase()
         if is_ours:
             inputs = PagedInputs(cache, sampler, model.device)
             processor.inputs_and_outputs = processor.model_runner = inputs

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "agentrl_paged"
-MAX_MASK_ELEMENTS = 4 * 2**20
+MAX_MASK_ELEMENTS = 2 * 2**20
 """Most elements of one chunk's mask: bounds its memory."""
 MAX_PADDING = 1.5
 """How much longer the longest sequence of a chunk may be than its first."""
@@ -130,17 +130,16 @@ def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArr
     """Group sequences of like shape, so that little is padded and no mask grows too large."""
     totals = past + counts
     order = np.lexsort((totals, counts))
-    begin, smallest, longest = 0, None, 0
-    for end, (count, total) in enumerate(
-        zip(counts[order].tolist(), totals[order].tolist(), strict=True)
-    ):
-        smallest = smallest or (count, total)
-        num_elements = (end - begin + 1) * count * max(longest, total)
-        is_alike = count <= MAX_PADDING * smallest[0] and total <= MAX_PADDING * smallest[1]
-        if not is_alike or num_elements > MAX_MASK_ELEMENTS and end > begin:
-            yield order[begin:end]
-            begin, smallest, longest = end, (count, total), 0
+    shapes = zip(counts[order].tolist(), totals[order].tolist(), strict=True)
+    begin, least, longest = 0, (0, 0), 0
+    for end, (count, total) in enumerate(shapes):
         longest = max(longest, total)
+        is_alike = count <= MAX_PADDING * least[0] and total <= MAX_PADDING * least[1]
+        if is_alike and (end + 1 - begin) * count * longest <= MAX_MASK_ELEMENTS:
+            continue
+        if end > begin:
+            yield order[begin:end]
+        begin, least, longest = end, (count, total), total
     yield order[begin:]
 
 

@@ -216,7 +216,9 @@ class ScriptedEngine:
         if not isinstance(content, str):
             return list(content)
         if self._tokenizer is None:
-            raise EngineError(f"the script answers with text ({content[:40]!r}) and needs a tokenizer")
+            raise EngineError(
+                f"the script answers with text ({content[:40]!r}) and needs a tokenizer"
+            )
         return list(self._tokenizer.encode(content, add_special_tokens=False))
 
     def _decode(self, token_ids: Sequence[int]) -> str:

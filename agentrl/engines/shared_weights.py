@@ -37,9 +37,7 @@ class SharedWeights:
         """Whether every weight has its value."""
 
     @classmethod
-    def of(
-        cls, model: nn.Module, *, attention: str, dtype: torch.dtype | None = None
-    ) -> Self:
+    def of(cls, model: nn.Module, *, attention: str, dtype: torch.dtype | None = None) -> Self:
         """Build the engine's module for the trainer's.
 
         Parameters share storage where they are whole on this rank and of type `dtype` (None: each
@@ -136,7 +134,8 @@ def _hugging_face_model(model: nn.Module) -> PreTrainedModel:
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(inner, PreTrainedModel):
         raise EngineError(
-            f"cannot generate with a {type(inner).__name__}", expected="a transformers PreTrainedModel"
+            f"cannot generate with a {type(inner).__name__}",
+            expected="a transformers PreTrainedModel",
         )
     return inner
 

@@ -158,7 +158,11 @@ class TransformersEngine:
             EngineError: Names are unknown or missing. No call is taken until a complete update.
         """
         with self._worker.paused():
-            self._weights.update(named_tensors)
+            try:
+                self._weights.update(named_tensors)
+            except BaseException as error:
+                self._worker.give_up(EngineError(f"the engine's weights are incomplete: {error}"))
+                raise
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
             self._version = version
@@ -173,8 +177,8 @@ class TransformersEngine:
     async def sleep(self) -> None:
         """Free the cache's memory. Running calls wait for `wake` and then start their cache anew."""
         if not self._is_asleep:
-            self._is_asleep = True
             self._worker.pause()
+            self._is_asleep = True
             self._worker.release_cache()
 
     async def wake(self) -> None:
@@ -211,7 +215,9 @@ class TransformersEngine:
         if not input_ids:
             return "the input is empty"
         if room < 1:
-            return f"the input has {len(input_ids)} tokens, the engine's limit is {self.max_model_len}"
+            return (
+                f"the input has {len(input_ids)} tokens, the engine's limit is {self.max_model_len}"
+            )
         if min(input_ids) < 0 or max(input_ids) >= self._vocab_size:
             return f"the input has ids outside the vocabulary of {self._vocab_size}"
         if sampling.max_new_tokens < 1:
@@ -254,7 +260,7 @@ def choose_limits(
     return BatchLimits(
         page_size=page_size,
         num_pages=max(num_pages, 2),
-        max_batch_tokens=settings.max_batch_tokens or (8192 if is_ours else 1024),
+        max_batch_tokens=settings.max_batch_tokens or (4096 if is_ours else 1024),
         max_batch_size=max_batch_size,
     )
 

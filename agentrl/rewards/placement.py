@@ -63,7 +63,8 @@ def place_rewards(
     trained = [place for place, is_trained in enumerate(mask) if is_trained]
     whole = weights.trajectory * (request.reward or 0.0)
     whole += weights.tool * math.fsum(request.tool_rewards.values())
-    by_turn = [(turn, weights.turn * reward) for turn, reward in turn_rewards(request)]
+    scored = turn_rewards(request) if weights.turn else []
+    by_turn = [(turn, weights.turn * reward) for turn, reward in scored]
     combined = math.fsum([whole, *(reward for _, reward in by_turn)])
     if not trained:
         return RewardPlacement(combined=combined)

@@ -104,7 +104,9 @@ def draw_curves(runs: Sequence[Curves], *, title: str = "") -> Figure:
     _draw_reward(reward, [run.reward for run in runs])
     _draw_success(success, [run.success for run in runs])
     if title:
-        figure.suptitle(_literal(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+        figure.suptitle(
+            _literal(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK
+        )
     return figure
 
 
@@ -130,7 +132,9 @@ def _draw_reward(axes: Axes, runs: Sequence[Series]) -> None:
     thin = _draw_thin(axes, drawn if single else [running_mean(run) for run in drawn])
     main = running_mean(mean_series(drawn))
     thick = axes.plot(main.steps, main.values, color=_REWARD_COLOUR, linewidth=2.2)
-    names = ["each step", "running mean"] if single else [f"each of {len(drawn)} seeds", "their mean"]
+    names = (
+        ["each step", "running mean"] if single else [f"each of {len(drawn)} seeds", "their mean"]
+    )
     _add_legend(axes, [thin[0], thick[0]], names)
 
 

@@ -12,6 +12,7 @@ transformers hands down to every layer and keeps for a recomputation under gradi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,10 +95,14 @@ def packed_attention(
             key="model.path",
         )
     window = kwargs.get("sliding_window")
+
+    def mask_of(part: Tensor) -> dict[str, Any]:
+        return _causal(part, window if isinstance(window, int) else None)
+
     parts = [
         scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scaling, enable_gqa=True,
-            **_causal(q, window if isinstance(window, int) else None),
+            **mask_of(q),
         )
         for q, k, v in zip(*(_split(tensor, plan.lengths) for tensor in (query, key, value)),
                            strict=True)
@@ -109,7 +114,7 @@ def _split(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     return tensor.split(list(lengths), dim=2)
 
 
-def _causal(query: Tensor, window: int | None) -> dict[str, Tensor | bool]:
+def _causal(query: Tensor, window: int | None) -> dict[str, Any]:
     """Arguments that let each token see itself and what is before it, up to the window."""
     length = query.shape[2]
     if window is None or length <= window:

@@ -5,6 +5,7 @@ This is the border: behind it there are no string keys.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -90,8 +91,9 @@ def split_mini_batches(
 ) -> list[list[int]]:
     """Deal this rank's rows to mini-batches that count prompts, a prompt's rows together.
 
-    The groups of all ranks are taken in the order in which they appear, rank by rank; a group may
-    be spread over ranks. A collective.
+    The groups are taken in turn from the ranks, the first of each, then the second of each: this
+    is the order of the whole batch where its prompts were dealt out in turn, and in any case every
+    rank has work in every mini-batch. A group may be spread over ranks. A collective.
 
     Args:
         uids: The group of each of this rank's rows.
@@ -102,7 +104,9 @@ def split_mini_batches(
     Returns:
         This rank's rows of each mini-batch; as many lists on every rank.
     """
-    order = list(dict.fromkeys(world.gather_flat(dict.fromkeys(uids))))
+    by_rank = [[(uid,) for uid in rank] for rank in world.gather(list(dict.fromkeys(uids)))]
+    in_turn = (found for turn in zip_longest(*by_rank) for found in turn if found is not None)
+    order = list(dict.fromkeys(uid for (uid,) in in_turn))
     if shuffle_seed:
         permutation = np.random.default_rng(list(shuffle_seed)).permutation(len(order))
         order = [order[place] for place in permutation]
@@ -141,7 +145,7 @@ def _tensor(batch: DataProto, key: str) -> Tensor:
 
 
 def _optional(batch: DataProto, key: str) -> Tensor | None:
-    if key not in batch.batch.keys():  # noqa: SIM118 - a TensorDict has no `in`
+    found = None if batch.batch is None else batch.batch.get(key, None)
+    if found is None:
         return None
-    found = batch.batch[key]
     return found.float() if torch.is_floating_point(found) else found

@@ -135,7 +135,8 @@ def _init_process_group(kind: str, timeout: timedelta) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(backend, timeout=timeout)
         return
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def _own_device(kind: str) -> torch.device:

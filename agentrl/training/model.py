@@ -4,14 +4,18 @@ Master weights are float32; what the layers compute in is FSDP2's mixed precisio
 touches a sharded weight goes through `PolicyModel.forward`, so that FSDP2 gathers it first.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -63,7 +67,7 @@ class PolicyModel(nn.Module):
             use_cache=False,
             attention_plan=packed.plan,
         ).last_hidden_state
-        head = self.lm.get_output_embeddings()
+        head = _head(self.lm)
         return score_tokens(
             hidden[0].index_select(0, packed.head_positions),
             head.weight,
@@ -76,7 +80,18 @@ class PolicyModel(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each weight once under its Hugging Face name, shards as they are; tied ones once."""
+        self.reshard()
         return self.lm.named_parameters()
+
+    def reshard(self) -> None:
+        """Let go of the gathered weights, so that the modules hold the optimizer's own again.
+
+        A forward pass without a backward pass behind it may leave gathered copies in their place,
+        which would be stale after the next step.
+        """
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @property
     def config(self) -> PretrainedConfig:
@@ -93,7 +108,8 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
         ConfigError: where there is no such model, its weights are incomplete, `override_config`
             names a key that it does not have, or it cannot be trained packed.
     """
-    lm = load_causal_lm(config).to(world.device)
+    lm = load_causal_lm(config)
+    nn.Module.to(lm, world.device)
     if config.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PolicyModel(lm, world, resolve_dtype(config, world.device), fsdp)
@@ -110,7 +126,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             config.path, trust_remote_code=config.trust_remote_code
         )
         override_config(hf_config, config.override_config)
-        lm, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
             config=hf_config,
             dtype=torch.float32,
@@ -125,6 +141,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             key="model.path",
             expected="a Hugging Face folder with config.json and safetensors, or a hub name",
         ) from error
+    lm, info = loaded
     _refuse_random_weights(info, config.path)
     return lm
 
@@ -163,36 +180,13 @@ def full_tensor(shard: Tensor) -> Tensor:
     return shard.full_tensor()
 
 
-def make_rollout_module(policy: PolicyModel) -> PreTrainedModel:
-    """Make a plain module of the same model, for an embedded engine to generate with.
-
-    On one rank that computes in float32 its weights are the trainer's own memory: an optimizer step
-    is seen at once. Else it holds a copy of the whole, which `sync_weights` renews. A collective.
-    """
-    config = copy.deepcopy(policy.config)
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        module = type(policy.lm)(config)
-    weights = {name: full_tensor(weight.detach()) for name, weight in policy.named_weights()}
-    for name, weight in weights.items():
-        alias = weight.to(policy.world.device, policy.compute_dtype)
-        _replace(module, name, nn.Parameter(alias, requires_grad=False))
-    for name, buffer in policy.lm.named_buffers():
-        _replace(module, name, buffer.detach().clone())
-    module.tie_weights()
-    module.generation_config = copy.deepcopy(policy.lm.generation_config)
-    return module.eval()
-
-
 def probe_head(lm: PreTrainedModel) -> HeadTransform:
     """Learn what a model does behind its head, and hold it against the model's own logits.
 
     Raises:
         ConfigError: where our log-probabilities would not be the model's.
     """
-    head = lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(f"{type(lm).__name__} has no linear head", key="model.path")
+    head = _head(lm)
     transform = read_head_transform(lm.config)
     ids = torch.tensor([[0, 1]], device=lm.device)
     was_training = lm.training
@@ -226,6 +220,13 @@ def _refuse_random_weights(info: dict[str, Any], path: str) -> None:
         )
 
 
+def _head(lm: PreTrainedModel) -> nn.Linear:
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"{type(lm).__name__} has no linear head", key="model.path")
+    return head
+
+
 def _shard(policy: PolicyModel, fsdp: FsdpConfig) -> None:
     """Shard each decoder layer, then the rest (embeddings, last norm, head) as one group."""
     low = policy.compute_dtype != torch.float32
@@ -248,12 +249,3 @@ def _shard(policy: PolicyModel, fsdp: FsdpConfig) -> None:
 def _decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:
     names = set(lm._no_split_modules or [])
     return [module for module in lm.modules() if type(module).__name__ in names]
-
-
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        owner.register_parameter(leaf, tensor)
-    else:
-        owner.register_buffer(leaf, tensor, persistent=leaf in owner.state_dict())

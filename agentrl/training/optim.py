@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.config.schema import OptimConfig
 from agentrl.training.distributed import World
@@ -80,8 +80,7 @@ class PolicyOptimizer:
 
     def grad_norm(self) -> float:
         """Norm of the gradient over all weights and ranks. A collective."""
-        grads = [w.weight.grad for w in self.weights if w.weight.grad is not None]
-        norms = torch._foreach_norm([_local(grad) for grad in grads])
+        norms = [torch.linalg.vector_norm(grad) for grad in self._local_gradients()]
         square = torch.stack(norms).double().square().sum().item() if norms else 0.0
         return math.sqrt(self.world.sum([square])[0])
 
@@ -91,8 +90,8 @@ class PolicyOptimizer:
         for weight in self.weights:
             weight.take_gradient()
         if grad_scale != 1.0:
-            grads = [w.weight.grad for w in self.weights if w.weight.grad is not None]
-            torch._foreach_mul_([_local(grad) for grad in grads], grad_scale)
+            for grad in self._local_gradients():
+                grad.mul_(grad_scale)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
@@ -122,6 +121,9 @@ class PolicyOptimizer:
             weight = by_name[name]
             self._state_of(weight)[key] = _scatter(value, weight)
         self.num_steps = num_steps
+
+    def _local_gradients(self) -> list[Tensor]:
+        return [_local(w.weight.grad) for w in self.weights if w.weight.grad is not None]
 
     def _state_of(self, weight: TrainedWeight) -> dict[str, Any]:
         for optimizer in self._optimizers:
@@ -211,7 +213,5 @@ def _scatter(value: Tensor, weight: TrainedWeight) -> Tensor:
     if value.ndim == 0 or not isinstance(sharded, DTensor):
         return value
     whole = value.to(sharded.device)
-    placed = torch.distributed.tensor.distribute_tensor(
-        whole, sharded.device_mesh, sharded.placements
-    )
+    placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements)
     return placed if isinstance(weight.local, DTensor) else placed.to_local().clone()

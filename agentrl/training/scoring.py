@@ -36,6 +36,7 @@ def score_rows(
             _put(entropy, packed, scores.entropy)
     finally:
         policy.train(was_training)
+        policy.reshard()
     return TokenScores(log_probs, entropy)
 
 

@@ -59,10 +59,20 @@ def greedy(max_new_tokens: int = 16, **rest: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0, **rest)  # pyright: ignore
 
 
-async def until_running(engine: Engine, tasks: Sequence[asyncio.Task[Completion]]) -> None:
-    """Give the engine time to sample something."""
-    await asyncio.sleep(0.05)
-    assert not any(task.done() for task in tasks), "the test's calls are too short"
+async def start_endless(engine: Engine, request_id: str) -> asyncio.Task[Completion]:
+    """A call that only the engine's length would end, and that has sampled something."""
+    sampling = SamplingParams(max_new_tokens=engine.max_model_len)
+    call = engine.generate(PROMPT, sampling, request_id=request_id)
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    await some_steps(engine)
+    assert not task.done(), "the engine's length is too short for this test"
+    return task
+
+
+async def some_steps(engine: Engine) -> None:
+    """Wait until every running call has sampled more: calls run together."""
+    await engine.generate(PROMPT, greedy(6), request_id="clock")
 
 
 class ProtocolConformance:
@@ -112,9 +122,7 @@ class ProtocolConformance:
     async def test_stop_on_the_last_token_of_the_budget_is_a_stop(self, engine_case: EngineCase):
         engine = engine_case.engine
         first = (await engine.generate(PROMPT, greedy(1), request_id="a")).token_ids[0]
-        stopped = await engine.generate(
-            PROMPT, greedy(1, stop_token_ids=(first,)), request_id="b"
-        )
+        stopped = await engine.generate(PROMPT, greedy(1, stop_token_ids=(first,)), request_id="b")
         assert stopped.finish_reason == FinishReason.STOP
 
     async def test_model_length_ends_with_length(self, engine_case: EngineCase):
@@ -302,16 +310,14 @@ class ModelConformance(ProtocolConformance):
 
     async def test_abort_returns_what_was_sampled(self, engine_case: ModelCase):
         engine = engine_case.engine
-        sampling = SamplingParams(max_new_tokens=200)
-        tasks = [
-            asyncio.create_task(engine.generate(PROMPT, sampling, request_id=name))
-            for name in ("stays", "goes")
-        ]
-        await until_running(engine, tasks)
+        goes_on = await start_endless(engine, "goes")
+        stay = engine.generate(PROMPT, SamplingParams(max_new_tokens=50), request_id="stays")
+        staying = asyncio.create_task(stay)
+        await asyncio.sleep(0)
         await engine.abort("goes")
-        stays, goes = await asyncio.gather(*tasks)
+        stays, goes = await asyncio.gather(staying, goes_on)
         assert goes.finish_reason == FinishReason.ABORT
-        assert len(goes.token_ids) < 200
+        assert goes.token_ids
         assert covers(goes)
         assert stays.finish_reason == FinishReason.LENGTH
         for completion in (stays, goes):
@@ -319,16 +325,14 @@ class ModelConformance(ProtocolConformance):
 
     async def test_cancelled_call_stops_sampling_and_disturbs_nobody(self, engine_case: ModelCase):
         engine = engine_case.engine
-        sampling = SamplingParams(max_new_tokens=200)
-        tasks = [
-            asyncio.create_task(engine.generate(PROMPT, sampling, request_id=name))
-            for name in ("stays", "goes")
-        ]
-        await until_running(engine, tasks)
-        tasks[1].cancel()
+        goes = await start_endless(engine, "goes")
+        stay = engine.generate(PROMPT, SamplingParams(max_new_tokens=50), request_id="stays")
+        staying = asyncio.create_task(stay)
+        await asyncio.sleep(0)
+        goes.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await tasks[1]
-        stays = await tasks[0]
+            await goes
+        stays = await staying
         self.check_log_probs(engine_case, PROMPT, stays, 1.0)
         again = await engine.generate(PROMPT, greedy(), request_id="goes")
         self.check_log_probs(engine_case, PROMPT, again, 0)
@@ -356,10 +360,10 @@ class ModelConformance(ProtocolConformance):
         self, engine_case: ModelCase
     ):
         engine = engine_case.engine
-        call = engine.generate(PROMPT, SamplingParams(max_new_tokens=200), request_id="a")
-        task = asyncio.create_task(call)
-        await until_running(engine, [task])
+        task = await start_endless(engine, "a")
         await engine_case.sync(version=3)
+        await some_steps(engine)
+        await engine.abort("a")
         completion = await task
         assert [span.version for span in completion.weight_versions] == [0, 3]
         assert covers(completion)
@@ -374,9 +378,7 @@ class ModelConformance(ProtocolConformance):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         attention = model.config._attn_implementation  # pyright: ignore
         completions = await asyncio.gather(
-            *(
-                engine_case.engine.generate(PROMPT, greedy(), request_id=f"{i}") for i in range(4)
-            )
+            *(engine_case.engine.generate(PROMPT, greedy(), request_id=f"{i}") for i in range(4))
         )
         await engine_case.engine.flush_cache()
         assert completions[0].token_ids

@@ -31,7 +31,6 @@ class TestScriptedEngine(ProtocolConformance):
     pass
 
 
-
 async def test_each_request_gets_the_answers_from_the_first_on_and_the_last_repeats():
     engine = ScriptedEngine(["one", "two"], tokenizer=LETTERS)
 
@@ -91,7 +90,9 @@ async def test_exception_of_the_script_is_raised():
 
 
 async def test_function_decides_by_input_and_turn():
-    async def script(input_ids: Sequence[int], sampling: SamplingParams, request_id: str, turn: int):
+    async def script(
+        input_ids: Sequence[int], sampling: SamplingParams, request_id: str, turn: int
+    ):
         return [input_ids[-1] + turn, sampling.max_new_tokens, len(request_id)]
 
     engine = ScriptedEngine(script)

@@ -1,3 +1,4 @@
+# pyright: reportIncompatibleMethodOverride=false
 """The life of tools in one request: law 6, and one failure is one failure."""
 
 import asyncio
@@ -255,7 +256,7 @@ async def test_a_tool_that_gives_another_instance_id_gets_it_back():
 
 async def test_unknown_kwargs_are_the_users_error_and_isolated():
     class Strict(FlakyTool):
-        async def execute(self, instance_id: str, parameters: dict[str, Any]) -> str:  # type: ignore[override]
+        async def execute(self, instance_id: str, parameters: dict[str, Any]) -> str:
             return "ok"
 
     session = session_of(Strict(), tools_kwargs={"flaky": {"execute_kwargs": {"x": 1}}})
@@ -270,9 +271,13 @@ async def test_unknown_kwargs_are_the_users_error_and_isolated():
 async def test_a_broken_life_names_tool_and_method(method: str):
     tool = FlakyTool(**{method: "raise"})
     session = session_of(tool)
-    with pytest.raises(ToolLifeError, match=f"tool 'flaky', {method}: ValueError"):
+
+    async def live() -> None:
         await session.create()
         await session.calc_rewards()
+
+    with pytest.raises(ToolLifeError, match=f"tool 'flaky', {method}: ValueError"):
+        await live()
     assert await session.release() == []
     assert tool.counts["release"] == 1
 

@@ -60,6 +60,7 @@ def test_calls_are_counted_per_request_and_by_outcome():
     assert metrics["rollout/tool/calculator/num_calls"] == 3
     assert metrics["rollout/tool/calculator/seconds/mean"] == pytest.approx(1.5)
     assert metrics["rollout/tool/calculator/seconds/max"] == 3
+    assert "rollout/tool/unknown/num_calls" not in metrics, "what is malformed never ran"
 
 
 def test_names_that_a_model_invents_make_no_columns():
@@ -103,9 +104,7 @@ def test_versions_differences_and_cache():
     sample(request, "ef", version=5)
     request.turns[1].cached_tokens = 8
     request.turns[1].weight_versions = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
-    request.differences.append(
-        TokenDifference(turn=0, kind="whitespace", expected="a", actual="b")
-    )
+    request.differences.append(TokenDifference(turn=0, kind="whitespace", expected="a", actual="b"))
     finish(request, StopReason.ANSWERED)
     metrics = rollout_metrics([request])
     assert metrics["rollout/policy_version/min"] == 3
@@ -273,7 +272,7 @@ def test_a_name_says_how_ranks_are_merged(name, merged):
 def test_merged_means_are_those_of_all_requests():
     ranks = [[tool_story(reward=1.0)], [tool_story(), tool_story(StopReason.RESPONSE_BUDGET)]]
     merged = merge_metrics([RankMetrics(rollout_metrics(rank), len(rank)) for rank in ranks])
-    whole = rollout_metrics(sum(ranks, []))
+    whole = rollout_metrics([*ranks[0], *ranks[1]])
     assert merged.keys() == whole.keys()
     for name in ("response_length/clip_ratio", "num_turns/mean", "rollout/num_requests"):
         assert merged[name] == pytest.approx(whole[name])

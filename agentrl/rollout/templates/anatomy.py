@@ -20,7 +20,7 @@ from agentrl.rollout.templates.shape import (
     as_arguments,
     fill,
 )
-from agentrl.rollout.templates.splice import Piece, Render, common_length, cut, places_in_order
+from agentrl.rollout.templates.splice import Render, common_length, cut, places_in_order
 from agentrl.rollout.templates.text import TextEncoder, any_of
 
 THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
@@ -74,6 +74,11 @@ class Anatomy:
         """Whether the generation prompt leaves a thought open."""
         prompt = self.generation_prompt
         return any(prompt.rfind(start) > prompt.rfind(end) for start, end in THOUGHTS.items())
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows of thoughts."""
+        return any(tag in self.renderer.source for pair in THOUGHTS.items() for tag in pair)
 
     @cached_property
     def end_of_turn(self) -> EndOfTurn:

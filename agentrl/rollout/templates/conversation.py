@@ -57,9 +57,7 @@ def encode_conversation(
     spans: list[tuple[int, int]] = []
     for start, stop in zip(turns, [*turns[1:], None], strict=True):
         replies = [] if stop is None else messages[start + 1 : stop]
-        turn = encode_turn(template, messages[start])
-        if turn[-1:] == [] or turn[-1] not in template.stop_token_ids:
-            turn += _missing_stop(template, replies, tools)
+        turn = encode_turn(template, messages[start], replies, tools)
         spans.append((len(ids), len(ids) + len(turn)))
         ids += turn
         mask += [1] * len(turn)
@@ -70,13 +68,26 @@ def encode_conversation(
     return EncodedConversation(ids, mask, spans)
 
 
-def encode_turn(template: "ChatTemplate", message: Message) -> list[int]:
-    """Encode an assistant message as a policy would have sampled it, with its end."""
+def encode_turn(
+    template: "ChatTemplate", message: Message, replies: Sequence[Message], tools: "Tools"
+) -> list[int]:
+    """Encode an assistant message as a policy would have sampled it, with its end.
+
+    Args:
+        template: The chat template.
+        message: The assistant's message.
+        replies: What follows it; the end of some templates' turns depends on it.
+        tools: The schemas in the prompt.
+    """
     read = template.read([message])
     turn = _find_turn(template.anatomy, read)
     if turn.pieces is None:
-        return _encode_raw(template, message.text)
-    return template.splice(turn.pieces).encode(read.texts)[0]
+        ids = _encode_raw(template, message.text)
+    else:
+        ids, _ = template.splice(turn.pieces).encode(read.texts)
+    if not ids or ids[-1] not in template.stop_token_ids:
+        ids += _missing_stop(template, replies, tools)
+    return ids
 
 
 def _find_turn(anatomy: Anatomy, read: "Conversation") -> _Turn:
@@ -91,7 +102,7 @@ def _find_turn(anatomy: Anatomy, read: "Conversation") -> _Turn:
         return _Turn(None)
     start = common_length(lead, opened, anatomy.encoder.control_pattern)
     pieces: list[Piece] = [lead[start:], *closed[1:]]
-    pieces[-1] = _up_to_end(anatomy, str(pieces[-1]))
+    pieces[-1] = up_to_end(anatomy, str(pieces[-1]))
     return _Turn(tuple(pieces))
 
 
@@ -103,7 +114,7 @@ def _behind(pieces: Sequence[Piece], hole: Hole) -> Sequence[Piece]:
     raise TemplateError("the chat template drops the text of a user message", role="user")
 
 
-def _up_to_end(anatomy: Anatomy, literal: str) -> str:
+def up_to_end(anatomy: Anatomy, literal: str) -> str:
     """Cut a turn's last literal behind what ends the turn; the separator is not the turn's."""
     end = anatomy.end_of_turn
     if end.is_written and end.text in literal:

@@ -184,36 +184,35 @@ class DeltaFinder:
     ) -> _Behind:
         anchor = _neighbour(1, Voice.POLICY)
         before = [{"role": "assistant", "content": anchor}]
-        return self._behind(before, anchor, [anchor], new, holes, gen=gen, read=read)
+        return self._behind(before, [anchor], [anchor], new, holes, gen=gen, read=read)
 
     def _behind_calls(
         self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
     ) -> _Behind:
         answered = [node for node in new if node["role"] == "tool"]
-        own: list[Hole] = []
-        calls: list[Node] = []
-        for number, node in enumerate(answered):
-            spare = [_neighbour(10 + 3 * number + i) for i in range(3)]
-            own += spare
-            arguments = Pairs(((spare[0], spare[1]),))
-            calls.append(
-                {
-                    "id": node.get("tool_call_id", "call00000"),
-                    "type": "function",
-                    "function": {
-                        "name": node.get("name", spare[2]),
-                        "arguments": as_arguments(arguments, self._style),
-                    },
-                }
-            )
+        spares = [[_neighbour(10 + 3 * n + i) for i in range(3)] for n in range(len(answered))]
+        calls = [self._call_for(node, spare) for node, spare in zip(answered, spares, strict=True)]
         content = self._style.empty_content
         before = [{"role": "assistant", "content": content, "tool_calls": calls}]
-        return self._behind(before, own[-2], own, new, holes, gen=gen, read=read)
+        own = [hole for spare in spares for hole in spare]
+        values = [spare[2] for spare in spares]
+        return self._behind(before, values, own, new, holes, gen=gen, read=read)
+
+    def _call_for(self, result: dict[str, Node], spare: Sequence[Hole]) -> Node:
+        """The call that a tool message answers; its one argument's value comes last in it."""
+        name, key, value = spare
+        arguments = as_arguments(Pairs(((key, value),)), self._style)
+        function = {"name": result.get("name", name), "arguments": arguments}
+        return {
+            "id": result.get("tool_call_id", "call00000"),
+            "type": "function",
+            "function": function,
+        }
 
     def _behind(
         self,
         before: list[Node],
-        anchor: Hole,
+        anchors: list[Hole],
         own: list[Hole],
         new: Sequence[Node],
         holes: Sequence[Hole],
@@ -221,12 +220,12 @@ class DeltaFinder:
         gen: bool,
         read: Any,
     ) -> _Behind:
-        """Render [a user, the neighbour, the new messages]; keep what is behind the anchor."""
+        """Render [a user, the neighbour, the new messages]; keep what is behind the anchors."""
         user = _neighbour(0)
         start = [{"role": "user", "content": user}, *before]
         every = [user, *own, *self._tool_holes, *holes]
-        followed = _tail(read(self._render_node([*start, *new], gen), every), anchor)
-        closed = _tail(cut(self._render_node(start, False), every), anchor)
+        followed = _tail(read(self._render_node([*start, *new], gen), every), anchors)
+        closed = _tail(cut(self._render_node(start, False), every), anchors)
         common = common_length(str(followed[0]), str(closed[0]), self._control)
         return _Behind(followed, common)
 
@@ -245,12 +244,11 @@ def _neighbour(number: int, voice: Voice = Voice.OUTSIDE) -> Hole:
     return Hole(NEIGHBOUR + number, -1, voice, is_content=False)
 
 
-def _tail(pieces: Sequence[Piece], anchor: Hole) -> tuple[Piece, ...]:
-    """Pieces behind the last place of `anchor`."""
+def _tail(pieces: Sequence[Piece], anchors: Sequence[Hole]) -> tuple[Piece, ...]:
+    """Pieces behind the last place of an anchor."""
+    indices = {hole.index for hole in anchors}
     for number in range(len(pieces) - 1, -1, -1):
         piece = pieces[number]
-        if isinstance(piece, Place) and piece.hole.index == anchor.index:
+        if isinstance(piece, Place) and piece.hole.index in indices:
             return tuple(pieces[number + 1 :])
     raise TemplateError("the template drops the text of an assistant message", role="assistant")
-
-

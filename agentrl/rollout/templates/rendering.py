@@ -75,7 +75,7 @@ class Renderer:
                 **self._kwargs,
             )
         # A template is a program that somebody else wrote: whatever it raises, it refuses.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise TemplateError(_words(error), template=self.name) from error
 
     def _prepared(self, *, with_tools: bool) -> str:

@@ -21,15 +21,18 @@ HOLE_WIDTH = 32
 """Digits of a placeholder."""
 
 
-SCHEMA_WORDS = frozenset(
-    "type function name description parameters properties required strict items prefixItems enum "
-    "const default examples title format pattern anyOf oneOf allOf not if then else nullable "
-    "additionalProperties patternProperties propertyNames dependentRequired $ref $defs definitions "
-    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength minItems "
-    "maxItems uniqueItems contains minProperties maxProperties return "
-    "object string number integer boolean array null".split()
-)
+# fmt: off
+SCHEMA_WORDS = frozenset({
+    "type", "function", "name", "description", "parameters", "properties", "required", "strict",
+    "items", "prefixItems", "enum", "const", "default", "examples", "title", "format", "pattern",
+    "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "nullable", "additionalProperties",
+    "patternProperties", "propertyNames", "dependentRequired", "$ref", "$defs", "definitions",
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
+    "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "minProperties",
+    "maxProperties", "return", "object", "string", "number", "integer", "boolean", "array", "null",
+})
 """Words by which templates find their way in a tool's schema; they are never kept apart."""
+# fmt: on
 
 
 class Voice(StrEnum):

@@ -199,7 +199,7 @@ def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece
     """For each place, how a text with every awkward character comes out."""
     starts, ends = _placeholders(holes), _placeholders(holes)
     texts = [
-        start + _MARK + end if hole.width == HOLE_WIDTH else start
+        start + _MARK + end if _is_tried(hole) else start
         for hole, start, end in zip(holes, starts.texts, ends.texts, strict=True)
     ]
     places = [piece for piece in pieces if isinstance(piece, Place)]
@@ -212,9 +212,14 @@ def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece
     if len(found) != len(places):
         return [UNKNOWN] * len(places)
     return [
-        _recognise(behind, expected[place.hole.index]) if place.hole.width == HOLE_WIDTH else VERBATIM
+        _recognise(behind, expected[place.hole.index]) if _is_tried(place.hole) else VERBATIM
         for place, behind in zip(places, found, strict=True)
     ]
+
+
+def _is_tried(hole: Hole) -> bool:
+    """Whether a text may be longer than its placeholder; an id may not."""
+    return hole.width == HOLE_WIDTH
 
 
 def _recognise(behind: str, end: str) -> Escape:
@@ -249,7 +254,7 @@ def _literals_with(
 ) -> list[str]:
     marks = _placeholders(holes)
     texts = [
-        before + mark + after if hole.width == HOLE_WIDTH else mark
+        before + mark + after if _is_tried(hole) else mark
         for hole, mark in zip(holes, marks.texts, strict=True)
     ]
     try:
@@ -258,12 +263,15 @@ def _literals_with(
         return []
 
 
+def shared_length(first: str, second: str) -> int:
+    """Length of the common start of two strings."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
     """Length of the common start of two renderings, never inside a control token."""
-    length = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+    length = shared_length(first, second)
     for text in (first, second):
         for match in control.finditer(text):
             if match.start() < length < match.end():
@@ -274,5 +282,3 @@ def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
 def places_in_order(pieces: Sequence[Piece]) -> list[int]:
     """Index of the hole of each place, in order."""
     return [piece.hole.index for piece in pieces if isinstance(piece, Place)]
-
-

@@ -17,7 +17,7 @@ from agentrl.rollout.templates.conversation import EncodedConversation, encode_c
 from agentrl.rollout.templates.delta import NEIGHBOUR
 from agentrl.rollout.templates.rendering import Renderer
 from agentrl.rollout.templates.shape import Hole, Node, ShapeBuilder, shape_key
-from agentrl.rollout.templates.splice import Piece, Splice, cut, learn, places_in_order
+from agentrl.rollout.templates.splice import Piece, Place, Splice, cut, learn, places_in_order
 from agentrl.rollout.templates.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class Conversation:
 class _PreparedDelta:
     splice: Splice
     end_ids: list[int]
+    borrowed: list[tuple[int, int]]
+    """Names that the template writes over the result of another call: theirs, the call's own."""
 
 
 class ChatTemplate:
@@ -188,6 +190,7 @@ class ChatTemplate:
         if delta is None:
             delta = self._prepare_delta(read)
             _remember(self._deltas, read.key, delta)
+        self._refuse_borrowed(delta, read.texts)
         ids, spans = delta.splice.encode(read.texts)
         sampled = _overlap(last_ids, delta.end_ids)
         moved = [(message, start - sampled, end - sampled) for message, start, end in spans]
@@ -276,7 +279,19 @@ class ChatTemplate:
                 expected="`name` on each tool message",
             )
         end_ids = self.anatomy.encoder.encode_literal(found.end)
-        return _PreparedDelta(self.splice(found.pieces), end_ids)
+        return _PreparedDelta(
+            self.splice(found.pieces), end_ids, borrowed_names(read.nodes, found.pieces)
+        )
+
+    def _refuse_borrowed(self, delta: _PreparedDelta, texts: Sequence[str]) -> None:
+        for written, own in delta.borrowed:
+            if texts[written] != texts[own]:
+                raise TemplateError(
+                    f"the chat template would give the result of {texts[own]} to {texts[written]}",
+                    template=self.name,
+                    role="tool",
+                    expected="results of one tool in one turn",
+                )
 
     def _refuse_losses(
         self, messages: Sequence[Message], holes: Sequence[Hole], pieces: Sequence[Piece]
@@ -290,6 +305,23 @@ class ChatTemplate:
                     template=self.name,
                     role=role,
                 )
+
+
+def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Pairs (name written, the tool's own) where a result stands under another call's name."""
+    given = [node["name"] for node in nodes if isinstance(node.get("name"), Hole)]
+    names = {hole.index: hole for hole in given}
+    own = {hole.message: index for index, hole in names.items()}
+    found: list[tuple[int, int]] = []
+    heading: Hole | None = None
+    for piece in pieces:
+        if not isinstance(piece, Place):
+            continue
+        hole = piece.hole
+        heading = names.get(hole.index, heading)
+        if hole.is_content and heading and hole.message in own and heading.message != hole.message:
+            found.append((heading.index, own[hole.message]))
+    return found
 
 
 def _overlap(last_ids: Sequence[int], end_ids: Sequence[int]) -> int:

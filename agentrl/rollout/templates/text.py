@@ -88,6 +88,11 @@ class TextEncoder:
             return self._decode(list(ids))
         return self._decode([*self._anchor, *ids])[1:]
 
+    def normalize(self, text: str) -> str:
+        """The text as the tokenizer's own normalisation leaves it, which decoding gives back."""
+        normalizer: Any = self._plain.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
     def is_inert(self, text: str) -> bool:
         """Whether `text` can have no part in a control token, wherever a template puts it."""
         folded = _fold(text)

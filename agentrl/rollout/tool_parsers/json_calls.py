@@ -73,7 +73,7 @@ class Llama3JsonParser(ToolParser):
             end = decoded.end
             position = _skip(_BLANK_OR_SEMICOLON, text, end)
         if not found and text.startswith("<|python_tag|>", start):
-            found.append(Problem("there is no call behind <|python_tag|>"))
+            return Piece(len(text), (Problem("there is no call behind <|python_tag|>"),))
         return Piece(end, tuple(found))
 
 

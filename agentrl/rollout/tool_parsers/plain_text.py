@@ -4,6 +4,7 @@ from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, 
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _FENCE = "```"
+_EMPTY_QUERY = Problem("the query is empty", "search")
 
 
 @register_tool_parser("python_block")
@@ -56,9 +57,7 @@ class SearchR1Parser(ToolParser):
             problem = Problem(f"the query is not closed by {self._closer}", "search")
             return Piece(len(text), (problem,))
         query = text[body:close].strip()
-        found = (
-            Call("search", {"query": query}) if query else Problem("the query is empty", "search")
-        )
+        found = Call("search", {"query": query}) if query else _EMPTY_QUERY
         return Piece(close + len(self._closer), (found,))
 
     def render_result(self, text: str) -> str:

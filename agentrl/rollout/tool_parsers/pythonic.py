@@ -69,7 +69,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - the visitor's name for it
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 

@@ -1,0 +1,138 @@
+"""Find out, once at start, what a chat template does and what it can carry.
+
+Everything is found by rendering: nothing here knows a model's name. What is tried for a text is
+compared with what splicing writes for the same text, so the table says where splicing is exact.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from agentrl.errors import TemplateError
+from agentrl.messages import Message
+from agentrl.rollout.templates.conversation import encode_turn
+from agentrl.rollout.templates.probe_history import probe_history
+from agentrl.rollout.templates.probe_texts import AWKWARD, POSITIONS, TextProbe
+from agentrl.rollout.templates.report import (
+    Capability,
+    CapabilityReport,
+    History,
+    TemplateReport,
+)
+from agentrl.rollout.templates.splice import places_in_order
+from agentrl.rollout.templates.stories import calling, reason_of, result, tool_schema, user
+from agentrl.rollout.templates.template import ChatTemplate, Tools, borrowed_names
+
+T = TypeVar("T")
+SYSTEM = Message(role="system", content="Be brief.")
+
+
+def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
+    """Make the table of a template.
+
+    Args:
+        template: The run's template.
+        tools: The run's tools; the table says whether the prompt tells of all of them.
+    """
+    anatomy = template.anatomy
+    prompt = _or_none(lambda: anatomy.generation_prompt)
+    stops = _or_none(lambda: anatomy.stop_token_ids) or ()
+    texts = TextProbe(template)
+    return TemplateReport(
+        template=template.name,
+        generation_prompt=prompt,
+        starts_in_thought=prompt is not None and template.starts_in_thought,
+        thinks=anatomy.thinks,
+        end_of_turn=_or_none(lambda: anatomy.end_of_turn.text) or "",
+        stop_tokens=tuple(template.decode([id]) for id in stops),
+        date=f"{anatomy.renderer.now:%Y-%m-%d}" if anatomy.renderer.writes_date else None,
+        texts=tuple(texts.probe(position) for position in POSITIONS),
+        capabilities=tuple(_probe_capability(template, c, tools) for c in Capability),
+        histories=tuple(probe_history(template, history) for history in History),
+        call_example=_or_none(lambda: _write_call(template)),
+        round_trip=_is_round_trip(template),
+    )
+
+
+def _probe_capability(
+    template: ChatTemplate, capability: Capability, tools: Tools
+) -> CapabilityReport:
+    try:
+        _TRIALS[capability](template, tools)
+    except TemplateError as error:
+        return CapabilityReport(capability, False, reason_of(error))
+    return CapabilityReport(capability, True)
+
+
+def _try_generation_prompt(template: ChatTemplate, tools: Tools) -> None:
+    _ = template.anatomy.generation_prompt
+
+
+def _try_system(template: ChatTemplate, tools: Tools) -> None:
+    template.encode_prompt([SYSTEM, user()])
+
+
+def _try_tools(template: ChatTemplate, tools: Tools) -> None:
+    """Whether the prompt tells of every tool and of a parameter's description."""
+    known = [tool_schema(), *tools]
+    words = [*(tool.name for tool in known), "A city."]
+    prompt = template.decode(template.encode_prompt([user()], known))
+    if not all(word in prompt for word in words):
+        raise TemplateError("the template leaves the tools out of the prompt")
+
+
+def _try_calls(template: ChatTemplate, tools: Tools) -> None:
+    if template.anatomy.call_style is None:
+        raise TemplateError("the template refuses a tool call, or leaves out its name or arguments")
+
+
+def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools], None]:
+    """Make the trial that these messages can follow an assistant turn."""
+
+    def attempt(template: ChatTemplate, tools: Tools) -> None:
+        read = template.read(messages, [tool_schema()])
+        finder = template.anatomy.finder(read.tools.nodes, read.tools.holes)
+        found = finder.find(read.nodes, read.message_holes, add_generation_prompt=opens)
+        if borrowed_names(read.nodes, found.pieces):
+            raise TemplateError("the template writes the first call's name over every result")
+        contents = [hole.index for hole in read.message_holes if hole.is_content]
+        order = [index for index in places_in_order(found.pieces) if index in contents]
+        if order != contents:
+            raise TemplateError("the template changes the order of the messages")
+
+    return attempt
+
+
+_TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
+    Capability.GENERATION_PROMPT: _try_generation_prompt,
+    Capability.SYSTEM: _try_system,
+    Capability.TOOLS: _try_tools,
+    Capability.CALLS: _try_calls,
+    Capability.TOOL_RESULT: _try_delta(result(), opens=False),
+    Capability.PARALLEL_RESULTS: _try_delta(
+        result("Rain.", 0, "first_tool"), result("Sun.", 1, "second_tool"), opens=False
+    ),
+    Capability.PROMPT_AFTER_TOOL: _try_delta(result(), opens=True),
+    Capability.USER_AFTER_ASSISTANT: _try_delta(user(), opens=True),
+    Capability.USER_AFTER_TOOL: _try_delta(result(), user(), opens=False),
+}
+
+
+def _write_call(template: ChatTemplate) -> str | None:
+    if template.anatomy.call_style is None:
+        return None
+    ids = encode_turn(template, calling("Oslo"), [result()], [tool_schema()])
+    return template.decode(ids[:-1] if ids[-1] in template.stop_token_ids else ids)
+
+
+def _is_round_trip(template: ChatTemplate) -> bool:
+    control = "".join(template.anatomy.encoder.added)
+    texts = [AWKWARD, control, f" {AWKWARD}", f"\n{control}\n"]
+    normalize = template.anatomy.encoder.normalize
+    return all(template.decode(template.encode_text(t)) == normalize(t) for t in texts)
+
+
+def _or_none(find: Callable[[], T]) -> T | None:
+    try:
+        return find()
+    except TemplateError:
+        return None

@@ -1,0 +1,149 @@
+"""Find out what a template does with the texts that are put into it, position by position."""
+
+import itertools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentrl.errors import TemplateError
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.templates.report import TextReport, Treatment
+from agentrl.rollout.templates.shape import fill, shape_key
+from agentrl.rollout.templates.splice import Piece, Place, learn, written_text
+from agentrl.rollout.templates.stories import (
+    THOUGHT,
+    calling,
+    reason_of,
+    result,
+    saying,
+    tool_schema,
+    user,
+)
+from agentrl.rollout.templates.template import ChatTemplate, Conversation
+
+MAX_MARKERS = 6
+"""Markers of a template that are tried, alone and in pairs."""
+AWKWARD = "é ß 漢 🙂 \t \"quoted\" 'single' \\ / <b> & {{ x }} {% y %} \u2028 e\u0301"
+"""Characters that an escape would change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place of text: where it stands in a conversation that a template may take."""
+
+    name: str
+    place: Callable[[str], tuple[list[Message], list[OpenAIFunctionToolSchema]]]
+    """From a text to messages and tools that hold it."""
+    opens: bool = True
+    """Whether a generation prompt follows."""
+
+
+POSITIONS = (
+    Position("system", lambda t: ([Message(role="system", content=t), user()], [])),
+    Position("user", lambda t: ([user("Hello"), saying(THOUGHT), user(t)], [])),
+    Position("assistant", lambda t: ([user(), saying(t), user("And now?")], [])),
+    Position("tool", lambda t: ([user(), calling("Oslo"), result(t)], [tool_schema()])),
+    Position("tool name", lambda t: ([user(), calling("Oslo", name=t), result(name=t)], [])),
+    Position("call argument", lambda t: ([user(), calling(t)], [tool_schema()]), opens=False),
+    Position("tool description", lambda t: ([user()], [tool_schema(t)])),
+)
+
+
+class TextProbe:
+    """Try texts in the positions of one template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._learned: dict[str, list[Piece]] = {}
+
+    def probe(self, position: Position) -> TextReport:
+        """Say what becomes of the texts of a position, and whether splicing does the same."""
+        core = _word()
+        try:
+            plain = self._render_real(position, core)
+        except TemplateError as error:
+            return TextReport(position.name, (Treatment.REFUSES,), False, reason_of(error))
+        if core not in plain:
+            return TextReport(position.name, (Treatment.DROPS,), True)
+        treatments = self._learned_treatments(position, core)
+        missed = ""
+        for text in self._texts_to_try(core):
+            treatment, is_exact = self._try(position, text)
+            treatments += [] if treatment is None else [treatment]
+            missed = missed or ("" if is_exact else text.replace(core, "..."))
+        unique = tuple(dict.fromkeys(treatments)) or (Treatment.VERBATIM,)
+        return TextReport(position.name, unique, not missed, repr(missed) if missed else "")
+
+    def _learned_treatments(self, position: Position, core: str) -> list[Treatment]:
+        """What splicing itself found out."""
+        # With a control token in it, a text is kept apart even in a schema.
+        text = f"{next(iter(self._template.anatomy.encoder.control), '')} {core}"
+        read, pieces = self._learn(position, text)
+        found: list[Treatment] = []
+        for piece in pieces:
+            if isinstance(piece, Place) and core in read.texts[piece.hole.index]:
+                found += _treatments_of(piece)
+        return found
+
+    def _try(self, position: Position, text: str) -> tuple[Treatment | None, bool]:
+        """What happens to one text, and whether splicing does the same."""
+        try:
+            read, pieces = self._learn(position, text)
+            ours = written_text(pieces, dict(enumerate(read.texts)))
+        except TemplateError:
+            ours = None
+        try:
+            real = self._render_real(position, text)
+        except TemplateError:
+            return Treatment.BRANCHES, ours is None
+        loss = _loss(text, real)
+        return (loss, True) if real == ours else (loss or Treatment.BRANCHES, False)
+
+    def _texts_to_try(self, core: str) -> list[str]:
+        """Texts with blanks, awkward characters, and what the template looks for."""
+        markers, other = self._template.anatomy.markers, _word()
+        inside = [marker for marker in markers.inside if marker.strip()][:MAX_MARKERS]
+        texts = [core, f"\n {core}\t\n", f"{core}\n\n  {other}", f"{core} {AWKWARD}"]
+        texts += [marker for marker in markers.whole if marker.strip()]
+        for marker in inside:
+            texts += [f"{marker} {core}", f"{core} {marker}", f"{core} {marker} {other}"]
+            texts.append(f"\n{core}\n{marker}\n\n{other}")
+        return texts + [f"{a}{core}{b}" for a, b in itertools.product(inside, inside)]
+
+    def _render_real(self, position: Position, text: str) -> str:
+        """What the template writes where the text stands in the messages itself."""
+        messages, tools = position.place(text)
+        read = self._template.read(messages, tools)
+        return self._template.anatomy.renderer.render(
+            fill(read.nodes, dict(enumerate(read.texts))),
+            [tool.to_template() for tool in tools],
+            add_generation_prompt=position.opens,
+        )
+
+    def _learn(self, position: Position, text: str) -> tuple[Conversation, list[Piece]]:
+        """Read a text in its position, and learn the shape once."""
+        read = self._template.read(*position.place(text))
+        key = position.name + shape_key([read.nodes, read.tools.nodes])
+        if key not in self._learned:
+            render = self._template.anatomy.render_node(
+                read.nodes, read.tools.nodes, position.opens
+            )
+            self._learned[key] = learn(render, read.holes)
+        return read, self._learned[key]
+
+
+def _word() -> str:
+    return f"word{secrets.randbelow(10**12):012d}"
+
+
+def _treatments_of(place: Place) -> list[Treatment]:
+    found = [Treatment.TRIMS] if place.strips_left or place.strips_right else []
+    if place.escape.name == "unknown":
+        return [*found, Treatment.REWRITES]
+    return found if place.escape.name == "verbatim" else [*found, Treatment.ESCAPES]
+
+
+def _loss(text: str, real: str) -> Treatment | None:
+    """Whether a part of the text is missing."""
+    words = [word for word in text.split() if word.startswith("word")]
+    return Treatment.SPLITS if any(word not in real for word in words) else None

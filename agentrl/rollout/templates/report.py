@@ -1,0 +1,261 @@
+"""The table of one chat template: what it does with texts, what it can carry, what it rewrites."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from agentrl.errors import TemplateError
+
+
+class Treatment(StrEnum):
+    """What a template does with a text on its way into the rendering."""
+
+    VERBATIM = "verbatim"
+    """Nothing."""
+    TRIMS = "trims"
+    """Strips white space from its ends."""
+    SPLITS = "splits"
+    """Drops a part of it, at a marker that it looks for."""
+    ESCAPES = "escapes in JSON"
+    """Writes it as a JSON string, or by another known escape."""
+    REWRITES = "rewrites"
+    """Changes it in a way that no known escape explains."""
+    DROPS = "drops"
+    """Leaves it out."""
+    BRANCHES = "branches on it"
+    """Writes something else elsewhere, or refuses, depending on it."""
+    REFUSES = "refuses"
+    """Does not take a message of this kind at all."""
+
+
+class Capability(StrEnum):
+    """What a conversation may ask of a template."""
+
+    GENERATION_PROMPT = "generation prompt"
+    SYSTEM = "system message"
+    TOOLS = "tools in the prompt"
+    CALLS = "tool calls of the assistant"
+    TOOL_RESULT = "tool result"
+    PARALLEL_RESULTS = "several tool results"
+    PROMPT_AFTER_TOOL = "generation prompt after a tool"
+    USER_AFTER_ASSISTANT = "user after an assistant"
+    USER_AFTER_TOOL = "user after a tool"
+
+
+class History(StrEnum):
+    """Which older turns a template is asked to leave as they were sampled."""
+
+    ANSWER_BEFORE_USER = "an answer, when a user follows"
+    THOUGHT_BEFORE_USER = "a thought, when a user follows"
+    CALL_BEFORE_TOOL = "a tool call, when its result follows"
+    THOUGHT_BEFORE_TOOL = "a thought before a tool call"
+    TWO_TOOL_ROUNDS = "two rounds of tools"
+    TOOL_ROUND_BEFORE_USER = "a tool call and its answer, when a user follows"
+
+
+@dataclass(frozen=True, slots=True)
+class TextReport:
+    """What becomes of the texts of one position."""
+
+    position: str
+    """`system`, `user`, `assistant`, `tool`, `tool name`, `call argument`, `tool description`."""
+    treatments: tuple[Treatment, ...]
+    exact: bool
+    """Whether splicing wrote what the template writes, for every text that was tried."""
+    note: str = ""
+    """The first text for which it did not, or why the template refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityReport:
+    """Whether a template carries something."""
+
+    capability: Capability
+    carried: bool
+    reason: str = ""
+    """Why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryReport:
+    """Whether the tokens as sampled are what the template would write of an older turn."""
+
+    history: History
+    stable: bool | None
+    """None where the template cannot carry such a conversation."""
+    difference: str = ""
+    """What differs, as sampled and as rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What was found out about one template, once, at start."""
+
+    template: str
+    generation_prompt: str | None
+    """None where the template writes none."""
+    starts_in_thought: bool
+    thinks: bool
+    """Whether the template knows of thoughts: it looks for their tags, or writes them."""
+    end_of_turn: str
+    stop_tokens: tuple[str, ...]
+    date: str | None
+    """The date that it writes, frozen for the run; None where it writes none."""
+    texts: tuple[TextReport, ...]
+    capabilities: tuple[CapabilityReport, ...]
+    histories: tuple[HistoryReport, ...]
+    call_example: str | None
+    """How the template writes the call of `probe_tool` with `{"city": "Oslo"}`; None if not."""
+    round_trip: bool
+    """Whether outside text, encoded and decoded, is what it was."""
+
+    def text(self, position: str) -> TextReport:
+        """What becomes of the texts of a position."""
+        return next(text for text in self.texts if text.position == position)
+
+    def carries(self, capability: Capability) -> bool:
+        """Whether the template carries this."""
+        return self.capability(capability).carried
+
+    def history(self, history: History) -> HistoryReport:
+        """Whether older turns of this kind stay as they were sampled."""
+        return next(report for report in self.histories if report.history is history)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows (what, finding) for people."""
+        rows = [
+            ("template", self.template),
+            ("generation prompt", _quoted(self.generation_prompt)),
+            ("starts in a thought", "yes" if self.starts_in_thought else "no"),
+            ("end of turn", _quoted(self.end_of_turn)),
+            ("stop tokens", " ".join(self.stop_tokens)),
+            ("date", f"{self.date} (frozen for the run)" if self.date else "none"),
+            ("text round trip", "exact" if self.round_trip else "not exact"),
+        ]
+        rows += [(f"text: {text.position}", _describe_text(text)) for text in self.texts]
+        rows += [
+            (f"carries: {report.capability}", "yes" if report.carried else f"no: {report.reason}")
+            for report in self.capabilities
+        ]
+        rows += [(f"keeps: {kept.history}", _describe_history(kept)) for kept in self.histories]
+        return rows
+
+    def capability(self, capability: Capability) -> CapabilityReport:
+        """Whether the template carries this, and why not."""
+        return next(report for report in self.capabilities if report.capability is capability)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateNeeds:
+    """What a run asks of its template."""
+
+    system: bool = False
+    """Rows have system messages."""
+    tools: bool = False
+    """The policy is told of tools and calls them."""
+    parallel_results: bool = False
+    """Several calls of one turn may be answered."""
+    interaction: bool = False
+    """A user speaks again after the policy."""
+    thoughts: bool | None = None
+    """Whether the policy writes thoughts into its turns; None: where its template knows them."""
+    on_rewritten_history: Literal["error", "keep"] = "error"
+    """`keep`: go on with the tokens as they were sampled."""
+    sanity_check: Literal["disable", "strict", "ignore_strippable"] = "disable"
+    """`strict`: what the check would find later is an error at start."""
+
+    @property
+    def capabilities(self) -> list[Capability]:
+        """What the template must carry."""
+        needed = [Capability.GENERATION_PROMPT]
+        needed += [Capability.SYSTEM] if self.system else []
+        if self.tools:
+            needed += [Capability.TOOLS, Capability.TOOL_RESULT, Capability.PROMPT_AFTER_TOOL]
+        needed += [Capability.PARALLEL_RESULTS] if self.tools and self.parallel_results else []
+        needed += [Capability.USER_AFTER_ASSISTANT] if self.interaction else []
+        return needed
+
+    def histories(self, report: TemplateReport) -> list[HistoryReport]:
+        """Which older turns must stay as they were sampled, and whether they do."""
+        thoughts = report.thinks if self.thoughts is None else self.thoughts
+        asked = {
+            History.ANSWER_BEFORE_USER: self.interaction,
+            History.THOUGHT_BEFORE_USER: self.interaction and thoughts,
+            History.CALL_BEFORE_TOOL: self.tools,
+            History.THOUGHT_BEFORE_TOOL: self.tools and thoughts,
+            History.TWO_TOOL_ROUNDS: self.tools,
+            History.TOOL_ROUND_BEFORE_USER: self.tools and self.interaction,
+        }
+        return [report.history(history) for history, is_asked in asked.items() if is_asked]
+
+
+_ROLES = {
+    Capability.GENERATION_PROMPT: "assistant",
+    Capability.SYSTEM: "system",
+    Capability.TOOLS: "system",
+    Capability.CALLS: "assistant",
+    Capability.USER_AFTER_ASSISTANT: "user",
+    Capability.USER_AFTER_TOOL: "user",
+}
+
+
+def require(report: TemplateReport, needs: TemplateNeeds) -> None:
+    """Refuse to start where the template cannot carry what the run needs.
+
+    Raises:
+        TemplateError: names the template, the role, and what the template does.
+    """
+    for capability in needs.capabilities:
+        found = report.capability(capability)
+        if not found.carried:
+            raise TemplateError(
+                f"the chat template carries no {capability}",
+                template=report.template,
+                role=_ROLES.get(capability, "tool"),
+                reason=found.reason,
+                expected="another model.custom_chat_template, or a run that does not need it",
+            )
+    rewritten = [found for found in needs.histories(report) if found.stable is False]
+    if rewritten and needs.sanity_check == "strict":
+        raise _rewriting(
+            report,
+            rewritten,
+            "multi_turn.tokenization_sanity_check_mode: ignore_strippable or disable",
+        )
+    if rewritten and needs.on_rewritten_history == "error":
+        raise _rewriting(
+            report,
+            rewritten,
+            "model.on_rewritten_history: keep (go on with the tokens as sampled), or another "
+            "model.custom_chat_template",
+        )
+
+
+def _rewriting(
+    report: TemplateReport, rewritten: Sequence[HistoryReport], choices: str
+) -> TemplateError:
+    what = "; ".join(f"{found.history} ({found.difference})" for found in rewritten)
+    return TemplateError(
+        "the chat template rewrites older turns, so that the policy would be shown other tokens "
+        "than it sampled",
+        template=report.template,
+        role="assistant",
+        rewrites=what,
+        choices=choices,
+    )
+
+
+def _describe_text(text: TextReport) -> str:
+    found = ", ".join(text.treatments)
+    return found if text.exact else f"{found}; not exact: {text.note}"
+
+
+def _describe_history(report: HistoryReport) -> str:
+    if report.stable is None:
+        return f"not carried: {report.difference}"
+    return "yes" if report.stable else f"no, rewrites history: {report.difference}"
+
+
+def _quoted(text: str | None) -> str:
+    return "none" if text is None else repr(text)

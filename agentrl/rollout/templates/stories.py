@@ -1,0 +1,47 @@
+"""Short conversations with which templates are probed."""
+
+from agentrl.errors import TemplateError
+from agentrl.messages import (
+    FunctionCall,
+    Message,
+    OpenAIFunctionSchema,
+    OpenAIFunctionToolSchema,
+    ToolCall,
+)
+
+THOUGHT = "<think>\nHm.\n</think>\n\nI see."
+
+
+def user(text: str = "Where is it raining?") -> Message:
+    """Make a user's message."""
+    return Message(role="user", content=text)
+
+
+def saying(text: str) -> Message:
+    """Make an assistant's answer."""
+    return Message(role="assistant", content=text)
+
+
+def calling(city: str, *, text: str = "", name: str = "probe_tool") -> Message:
+    """Make an assistant's call of a tool."""
+    function = FunctionCall(name=name, arguments={"city": city})
+    call = ToolCall(id="call00000", function=function)
+    return Message(role="assistant", content=text, tool_calls=[call])
+
+
+def result(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -> Message:
+    """Make the result of call `number` of a turn."""
+    return Message(role="tool", content=text, name=name, tool_call_id=f"call0000{number}")
+
+
+def tool_schema(description: str = "Tell the weather.") -> OpenAIFunctionToolSchema:
+    """Make the schema of the tool that the stories call."""
+    city = {"type": "string", "description": "A city."}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    schema = OpenAIFunctionSchema(name="probe_tool", description=description, parameters=parameters)
+    return OpenAIFunctionToolSchema(function=schema)
+
+
+def reason_of(error: TemplateError) -> str:
+    """Say why a template refused, in one line."""
+    return str(error.details.get("reason") or error.args[0])

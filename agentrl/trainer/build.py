@@ -1,0 +1,123 @@
+"""Build what the loop works with from a configuration, cheap checks first."""
+
+from dataclasses import dataclass
+
+from agentrl.config.checks import check_model_length
+from agentrl.config.schema import RunConfig
+from agentrl.data.order import DataOrder
+from agentrl.engines import Engine
+from agentrl.rewards import RewardManager, make_reward_manager
+from agentrl.rollout.manager import RolloutManager
+from agentrl.trainer.datasets import RunData, load_run_data
+from agentrl.trainer.engine_choice import build_engine, choose_engine
+from agentrl.trainer.journal import Journal
+from agentrl.trainer.rollout_setup import RolloutSetup, load_rollout_setup, make_manager
+from agentrl.training.actor import Actor
+from agentrl.training.distributed import World, start_world
+from agentrl.training.model import PolicyModel, load_policy
+from agentrl.training.reference import Reference, load_reference_policy
+from agentrl.training.rng import seed_everything
+from agentrl.training.tokenizer import check_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop works with."""
+
+    world: World
+    journal: Journal
+    setup: RolloutSetup
+    data: RunData
+    order: DataOrder
+    actor: Actor
+    reference: Reference | None
+    engine: Engine
+    manager: RolloutManager
+    rewards: RewardManager
+    total_steps: int
+    """Training steps of the whole run."""
+
+
+def build_parts(config: RunConfig, journal: Journal | None = None) -> Parts:
+    """Build everything. What a user may have got wrong is found before the model loads.
+
+    Raises:
+        AgentRLError: with what, where and what was expected.
+    """
+    world = start_world(config.trainer.device)
+    journal = journal or Journal(config.trainer, is_main=world.is_main)
+    seed_everything(config.trainer.seed + world.rank)
+    setup = load_rollout_setup(config)
+    data = load_run_data(config, setup)
+    rewards = make_reward_manager(config.reward)
+    for note in data.notes:
+        journal.say(note)
+    order = DataOrder(
+        len(data.train),
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+        fingerprint=data.train.fingerprint,
+    )
+    total_steps = count_steps(config, order)
+    policy = load_policy(config.model, world, config.actor.fsdp_config)
+    check_tokenizer(setup.tokenizer, policy.config)
+    check_model_length(config, policy.config.max_position_embeddings)
+    engine = build_engine(config, policy.lm, setup.tokenizer, dtype=policy.compute_dtype)
+    journal.say(
+        f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
+        f"on {world.device.type} x {world.size}; engine: {choose_engine(config)}; "
+        f"{len(data.train)} training rows, {total_steps} steps"
+    )
+    return Parts(
+        world=world,
+        journal=journal,
+        setup=setup,
+        data=data,
+        order=order,
+        actor=make_actor(config, policy, total_steps),
+        reference=make_reference(config, world),
+        engine=engine,
+        manager=make_manager(config, setup, engine),
+        rewards=rewards,
+        total_steps=total_steps,
+    )
+
+
+def count_steps(config: RunConfig, order: DataOrder) -> int:
+    """Count the training steps: as configured, or the epochs' worth."""
+    trainer = config.trainer
+    if trainer.val_only:
+        return 0
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    return trainer.total_epochs * order.num_batches(config.data.train_batch_size)
+
+
+def count_weights(policy: PolicyModel) -> int:
+    """Count the policy's weights, tied ones once."""
+    return sum(weight.numel() for _, weight in policy.named_weights())
+
+
+def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Actor:
+    """Put the policy and its optimizer together."""
+    prompts = config.data.train_batch_size
+    mini_batches = prompts // (config.actor.ppo_mini_batch_size or prompts)
+    return Actor(
+        policy,
+        config.actor,
+        total_steps=total_steps * mini_batches * config.actor.ppo_epochs,
+        response_budget=config.data.max_response_length,
+        seed=config.trainer.seed,
+    )
+
+
+def make_reference(config: RunConfig, world: World) -> Reference | None:
+    """Load the frozen reference, where a KL term asks for one."""
+    if not config.actor.use_kl_loss:
+        return None
+    policy = load_reference_policy(config.ref, config.model, world, config.actor.fsdp_config)
+    return Reference(
+        policy,
+        budget=config.actor.ppo_max_token_len_per_gpu,
+        logits_chunk_tokens=config.actor.logits_chunk_tokens,
+    )

@@ -1,0 +1,97 @@
+"""Load the rows of a run and hold them against its plug-ins and budgets."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config.checks import check_tools
+from agentrl.config.schema import RunConfig
+from agentrl.data.dataset import PromptDataset, load_prompts
+from agentrl.data.lengths import drop_overlong, measure_prompts
+from agentrl.data.prompt import Prompt
+from agentrl.messages import Message
+from agentrl.tools.registry import select_tools
+from agentrl.trainer.rollout_setup import RolloutSetup
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The rows of a run, all of them usable."""
+
+    train: PromptDataset
+    val: dict[str, PromptDataset]
+    """By name; the first is the one that a run is judged by."""
+    notes: tuple[str, ...]
+    """What was dropped, in words."""
+
+
+def load_run_data(config: RunConfig, setup: RolloutSetup) -> RunData:
+    """Load training and validation rows.
+
+    Raises:
+        DataError: for a file or row that cannot be used.
+        ConfigError: for a tool that a row names and the run does not have.
+    """
+    notes: list[str] = []
+    data = config.data
+    loader = _Loader(config, setup, notes)
+    train = PromptDataset([])
+    if not config.trainer.val_only:
+        train = loader.load("train", data.train_files, data.train_max_samples)
+    val = {
+        name: loader.load(name, [file], data.val_max_samples)
+        for name, file in data.val_files.items()
+    }
+    return RunData(train, val, tuple(notes))
+
+
+class _Loader:
+    """Loads one set after the other by the same rules."""
+
+    def __init__(self, config: RunConfig, setup: RolloutSetup, notes: list[str]) -> None:
+        self._config = config
+        self._setup = setup
+        self._notes = notes
+        self._encode = prompt_encoder(setup)
+
+    def load(self, name: str, files: list[Path], max_samples: int | None) -> PromptDataset:
+        data = self._config.data
+        dataset = load_prompts(files, data, max_samples=max_samples)
+        check_tools(dataset.tools_named(), [tool.name for tool in self._setup.tools])
+        if not data.filter_overlong_prompts:
+            return dataset
+        lengths = measure_prompts(
+            dataset,
+            self._encode,
+            fingerprint=fingerprint_of(self._setup),
+            cache_dir=data.cache_dir,
+            num_workers=data.filter_num_workers,
+        )
+        filtered = drop_overlong(dataset, lengths, data.max_prompt_length)
+        if filtered.num_dropped:
+            self._notes.append(f"{name}: {filtered}")
+        return filtered.dataset
+
+
+def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
+    """Make the function that renders a row's prompt with the tools that it may use."""
+
+    def encode(prompt: Prompt) -> list[int]:
+        tools = select_tools(
+            setup.tools, tool_selection=prompt.tool_selection, tools_kwargs=prompt.tools_kwargs
+        )
+        return setup.template.encode_prompt(prompt.messages, [tool.tool_schema for tool in tools])
+
+    return encode
+
+
+def fingerprint_of(setup: RolloutSetup) -> str:
+    """Hash what a prompt's tokens depend on beside the row: tokenizer, template, tools."""
+    digest = hashlib.sha256(setup.tokenizer.backend_tokenizer.to_str().encode())
+    digest.update(repr(setup.template.encode_prompt([Message(role="user", content="")])).encode())
+    digest.update(setup.template.anatomy.renderer.source.encode())
+    for tool in setup.tools:
+        digest.update(json.dumps(tool.tool_schema.to_template(), sort_keys=True).encode())
+    return digest.hexdigest()

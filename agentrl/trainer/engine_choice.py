@@ -1,0 +1,60 @@
+"""Choose and build the engine that a configuration names."""
+
+import importlib.util
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.config.contradictions import longest_sequence
+from agentrl.config.schema import RunConfig
+from agentrl.engines import (
+    Engine,
+    ScriptedEngine,
+    TransformersEngine,
+    TransformersEngineSettings,
+)
+from agentrl.errors import EngineError
+
+
+def choose_engine(config: RunConfig) -> str:
+    """Resolve `rollout.engine.name: auto` to the engine that this machine runs best."""
+    name = config.rollout.engine.name
+    return "transformers" if name == "auto" else name
+
+
+def build_engine(
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Engine:
+    """Build the configured engine.
+
+    Args:
+        config: Its name, settings, and the budgets that its cache must hold.
+        model: The trainer's module, whose weights an embedded engine shares.
+        tokenizer: For stop strings and scripted answers.
+        dtype: What the trainer computes in.
+
+    Raises:
+        EngineError: where it cannot be built.
+    """
+    engine = config.rollout.engine
+    if choose_engine(config) == "scripted":
+        if not engine.scripted.answers:
+            raise EngineError("a scripted engine without answers", key="rollout.engine.scripted")
+        return ScriptedEngine(engine.scripted.answers, tokenizer=tokenizer)
+    own = engine.transformers
+    max_model_len = config.rollout.max_model_len or longest_sequence(config)
+    settings = TransformersEngineSettings(
+        page_size=own.page_size,
+        num_pages=own.num_pages,
+        max_batch_tokens=own.max_batch_tokens,
+        max_batch_size=config.rollout.max_concurrent_requests,
+        max_model_len=max_model_len,
+        seed=config.rollout.seed,
+    )
+    return TransformersEngine.from_model(model, tokenizer=tokenizer, dtype=dtype, settings=settings)

@@ -1,0 +1,86 @@
+"""What a run tells of itself while it runs: lines, bars, figures, and the curve at the end."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.config.schema import TrainerConfig
+from agentrl.errors import DataError
+from agentrl.trainer.curve import plot_curve
+from agentrl.trainer.tracking import METRICS_FILE, RunProgress, Tracker, open_tracker
+
+Advance = Callable[[int], None]
+
+
+class Journal:
+    """The voice of a run. On every rank but the main one it is silent.
+
+    Args:
+        config: Where to write, and to which sinks.
+        is_main: Whether this rank speaks.
+        console: Where lines go; standard output by default.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, *, is_main: bool = True, console: Console | None = None
+    ) -> None:
+        self._config = config
+        self._is_main = is_main
+        self.console = console or Console(highlight=False)
+        self._tracker = Tracker([])
+        self._bars: RunProgress | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return self._config.default_local_dir
+
+    def open(self, *, resumed_step: int | None) -> None:
+        """Start tracking; figures beyond `resumed_step` are dropped."""
+        if self._is_main:
+            self._tracker = open_tracker(
+                self._config, resumed_step=resumed_step, console=self.console
+            )
+            self._bars = RunProgress(self.console)
+            self._bars.__enter__()
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        if self._is_main:
+            self.console.print(text, markup=False)
+
+    def track(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the figures of one step."""
+        self._tracker.log(step, metrics)
+
+    def bar(self, name: str, total: int) -> AbstractContextManager[Advance]:
+        """Show a progress bar during a `with` block, which advances it."""
+        if self._bars is None:
+            return nullcontext(_nothing)
+        return self._bars.task(name, total=total)
+
+    def plot(self) -> None:
+        """Draw the learning curve; a run without figures has none."""
+        if not (self._is_main and self._config.plot):
+            return
+        try:
+            plot_curve(
+                self.folder / METRICS_FILE,
+                self.folder / "curve.png",
+                title=self._config.experiment_name,
+            )
+        except DataError as error:
+            self.say(f"no learning curve: {error}")
+
+    def close(self) -> None:
+        """Close what was opened; may be called twice."""
+        if self._bars is not None:
+            self._bars.__exit__()
+            self._bars = None
+        self._tracker.close()
+
+
+def _nothing(_: int) -> None:
+    """Advance no bar."""

@@ -1,0 +1,87 @@
+"""Make what a run file's `prepare` names and is not there yet: data, policy, warm-up."""
+
+import hashlib
+import time
+from pathlib import Path
+
+from agentrl.config.schema import PrepareConfig, SftConfig, TinyPolicyConfig
+from agentrl.data.prepare import prepare_arithmetic, prepare_gsm8k
+from agentrl.data.prepare.manifest import make_once
+from agentrl.tools import BaseTool
+from agentrl.trainer.journal import Journal
+from agentrl.training.distributed import World
+from agentrl.training.sft import SftStep, run_sft
+from agentrl.training.tiny_policy import make_tiny_policy
+
+
+def prepare_run(
+    config: PrepareConfig, world: World, journal: Journal, tools: list[BaseTool]
+) -> float:
+    """Make what is missing, in the order of the file; what is there already is left alone.
+
+    Returns:
+        The seconds that it took.
+    """
+    started = time.monotonic()
+    if world.is_main:
+        _prepare_files(config, journal, tools)
+    world.barrier()
+    if config.sft is not None:
+        warm_up(config.sft, world, journal)
+    return time.monotonic() - started
+
+
+def _prepare_files(config: PrepareConfig, journal: Journal, tools: list[BaseTool]) -> None:
+    if config.arithmetic is not None:
+        files = prepare_arithmetic(config.arithmetic)
+        journal.say(f"problems: {files.train.parent}")
+    if config.gsm8k is not None:
+        prepare_gsm8k(config.gsm8k)
+        journal.say(f"GSM8K: {config.gsm8k.out_dir}")
+    if config.tiny_policy is not None:
+        make_tiny_policy(config.tiny_policy, tools=[tool.tool_schema for tool in tools])
+        journal.say(f"policy: {config.tiny_policy.out_dir}")
+
+
+def warm_up(config: SftConfig, world: World, journal: Journal) -> None:
+    """Run the supervised warm-up on all ranks, unless its result is there.
+
+    Whether it is missing is for the main rank to say; the others wait for its word.
+    """
+
+    def train() -> None:
+        world.broadcast(True)
+        _train(config, world, journal)
+
+    if not world.is_main:
+        if world.broadcast(False):
+            _train(config, world, journal)
+        return
+    files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
+    arguments = config.model_dump(mode="json", exclude={"out_dir"})
+    arguments["of"] = [_digest(config.train_file), _digest(Path(config.model_path))]
+    if not make_once(config.out_dir, "sft/1", arguments, files, train):
+        world.broadcast(False)
+        journal.say(f"warmed-up policy: {config.out_dir}, made before")
+
+
+def _train(config: SftConfig, world: World, journal: Journal) -> None:
+    started = time.monotonic()
+    with journal.bar("warm-up", config.steps) as advance:
+
+        def on_step(step: SftStep) -> None:
+            advance(1)
+            if step.step % max(1, config.steps // 4) == 0:
+                journal.say(f"  warm-up step {step.step}: loss {step.loss:.3f}")
+
+        result = run_sft(config, world, on_step=on_step)
+    journal.say(
+        f"warmed-up policy: {config.out_dir}, {result.num_conversations} conversations, "
+        f"{time.monotonic() - started:.0f} s"
+    )
+
+
+def _digest(path: Path) -> str:
+    """Hash of a file, or of a model folder's weights; a hub's name stands for itself."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(path)

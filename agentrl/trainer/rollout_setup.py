@@ -1,0 +1,129 @@
+"""What a rollout needs besides weights: tokenizer, template, parser, tools, interactions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.config.schema import RunConfig
+from agentrl.engines.protocol import Engine
+from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
+from agentrl.rollout.formats import choose_parser
+from agentrl.rollout.manager import PromptCache, RolloutManager
+from agentrl.rollout.observations import TextFitter
+from agentrl.rollout.runner import House
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.templates import (
+    ChatTemplate,
+    CheckMode,
+    TemplateNeeds,
+    TemplateReport,
+    check_request,
+    probe_template,
+    require,
+)
+from agentrl.rollout.tool_calls import ToolCaller
+from agentrl.rollout.tool_parsers import ToolParser
+from agentrl.tools import BaseTool
+from agentrl.tools.registry import load_all_tools
+from agentrl.training.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSetup:
+    """The plug-ins of a run, loaded and checked, and how its model is spoken to."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    report: TemplateReport
+    """What the template does with texts, and what it can carry."""
+    parser: ToolParser
+    tools: list[BaseTool]
+    interactions: dict[str, BaseInteraction]
+
+
+def load_plugins(config: RunConfig) -> tuple[list[BaseTool], dict[str, BaseInteraction]]:
+    """Load tools and interactions from their files; no model is touched.
+
+    Raises:
+        ConfigError: with file, key and what was expected.
+        PluginError: for a class path that leads nowhere.
+    """
+    turns = config.rollout.multi_turn
+    tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
+    if turns.interaction_config_path is None:
+        return tools, {}
+    return tools, initialize_interactions_from_config(turns.interaction_config_path)
+
+
+def load_rollout_setup(config: RunConfig) -> RolloutSetup:
+    """Load plug-ins and tokenizer, and hold the chat template against what the run needs.
+
+    Raises:
+        ConfigError: see `load_plugins`; or where there is no tokenizer.
+        TemplateError: where the template cannot carry what the run needs.
+    """
+    tools, interactions = load_plugins(config)
+    tokenizer = load_tokenizer(config.model)
+    template = ChatTemplate(
+        tokenizer,
+        custom_template=config.model.custom_chat_template,
+        template_kwargs=config.data.apply_chat_template_kwargs,
+    )
+    report = probe_template(template, [tool.tool_schema for tool in tools])
+    parser = choose_parser(config.rollout.multi_turn.format, report)
+    by_role = parser.result_role == "tool"
+    require(
+        report,
+        TemplateNeeds(
+            tools=bool(tools) and by_role,
+            interaction=bool(interactions) or (bool(tools) and not by_role),
+            on_rewritten_history=config.model.on_rewritten_history,
+            sanity_check=config.rollout.multi_turn.tokenization_sanity_check_mode,
+        ),
+    )
+    return RolloutSetup(
+        tokenizer=tokenizer,
+        template=template,
+        report=report,
+        parser=parser,
+        tools=tools,
+        interactions=interactions,
+    )
+
+
+def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> RolloutManager:
+    """Put engine and plug-ins together."""
+    turns = config.rollout.multi_turn
+    house = House(
+        engine=engine,
+        template=setup.template,
+        parser=setup.parser,
+        caller=ToolCaller(setup.parser),
+        fitter=TextFitter(
+            setup.template,
+            max_tokens=turns.max_tool_response_length,
+            side=turns.tool_response_truncate_side,
+        ),
+        tools=setup.tools,
+        interactions=setup.interactions,
+        settings=turns,
+        encode_prompt=PromptCache(
+            setup.template.encode_prompt,
+            max_tokens=config.data.max_prompt_length,
+            truncation=config.data.truncation,
+        ),
+        check_tokens=make_token_check(setup.template, turns.tokenization_sanity_check_mode),
+    )
+    return RolloutManager(house, config.rollout, config.data)
+
+
+def make_token_check(
+    template: ChatTemplate, mode: CheckMode
+) -> Callable[[AsyncRolloutRequest], None]:
+    """Make the check that holds a finished ledger against the rendering of its conversation."""
+
+    def check(request: AsyncRolloutRequest) -> None:
+        request.differences = check_request(template, request, mode)
+
+    return check

@@ -1,0 +1,68 @@
+"""What came of a run, in one small file."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from agentrl.trainer.atomic import written_whole
+
+
+@dataclass(slots=True)
+class Summary:
+    """The figures by which a run is judged. `None`: not measured."""
+
+    seed: int
+    steps: int = 0
+    """Training steps done."""
+    num_val: int = 0
+    """Problems of the first validation set."""
+    val_success_before: float | None = None
+    """Share of them solved before the first step."""
+    val_success_after: float | None = None
+    """The same after the last."""
+    others_before: dict[str, float] = field(default_factory=dict[str, float])
+    """The further validation sets by name, before."""
+    others_after: dict[str, float] = field(default_factory=dict[str, float])
+    """The same, after."""
+    best_val_success: float | None = None
+    best_step: int | None = None
+    seconds_prepare: float = 0.0
+    """Data, policy and warm-up, where they were missing."""
+    seconds_total: float = 0.0
+    """Preparation, training, validation and saving; over all attempts of a resumed run."""
+    checkpoint: str | None = None
+    """The last one."""
+    exported: str | None = None
+    """The trained policy as a Hugging Face folder."""
+
+    def note_validation(self, step: int, success: dict[str, float], num_val: int) -> None:
+        """Enter the success rates of one validation."""
+        if not success:
+            return
+        first, *others = success
+        rest = {name: success[name] for name in others}
+        self.num_val = num_val
+        if step == 0:
+            self.val_success_before, self.others_before = success[first], rest
+        self.val_success_after, self.others_after = success[first], rest
+        if self.best_val_success is None or success[first] > self.best_val_success:
+            self.best_val_success, self.best_step = success[first], step
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        with written_whole(path) as draft:
+            draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def in_words(self, folder: Path) -> str:
+        """Say what came of the run, for its last lines."""
+        lines = [f"{self.steps} steps in {self.seconds_total:.0f} s; all of it in {folder}"]
+        if self.val_success_before is not None and self.val_success_after is not None:
+            lines.append(
+                f"success on {self.num_val} held-out problems: "
+                f"{self.val_success_before:.3f} -> {self.val_success_after:.3f}"
+            )
+        for name, after in self.others_after.items():
+            before = self.others_before.get(name)
+            first = f"{before:.3f} -> " if before is not None else ""
+            lines.append(f"success on {name}: {first}{after:.3f}")
+        return "\n".join(lines)

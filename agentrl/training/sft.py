@@ -1,0 +1,121 @@
+"""A short supervised training on conversations, with the masks that a rollout would make."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentrl.config.schema import FsdpConfig, ModelConfig, SftConfig
+from agentrl.rollout.templates import ChatTemplate
+from agentrl.training.batches import split_micro_batches
+from agentrl.training.demonstrations import Demonstration, Demonstrations, pad_demonstrations
+from agentrl.training.distributed import World
+from agentrl.training.model import PolicyModel, ScoringParams, load_policy
+from agentrl.training.optim import PolicyOptimizer
+from agentrl.training.snapshot import export_hf
+from agentrl.training.tokenizer import check_tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_MICRO_BATCH_TOKENS = 16384
+LOGITS_CHUNK_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SftStep:
+    """What one optimizer step did."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Weighted mean of the negative log-probability, in nats."""
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    """Tokens of the batch, over all ranks."""
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """The step as flat metrics."""
+        return {
+            "sft/loss": self.loss,
+            "sft/grad_norm": self.grad_norm,
+            "sft/lr": self.lr,
+            "sft/num_tokens": self.num_tokens,
+            "timing_s/sft_step": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """What a supervised training did."""
+
+    num_conversations: int
+    num_dropped: int
+    """Conversations longer than `max_length`."""
+    last: SftStep
+
+
+def run_sft(
+    config: SftConfig, world: World, *, on_step: Callable[[SftStep], None] | None = None
+) -> SftResult:
+    """Train a model on conversations and write it to `out_dir` as a Hugging Face folder.
+
+    Args:
+        config: Model, data, length, optimizer.
+        world: The ranks; each takes its share of every batch.
+        on_step: Told of every step, on every rank.
+
+    Raises:
+        ConfigError: for a model or tool YAML that cannot be used.
+        DataError: for a file without a usable conversation.
+    """
+    model = ModelConfig(path=config.model_path)
+    tokenizer = load_tokenizer(model)
+    template = ChatTemplate(tokenizer)
+    policy = load_policy(model, world, FsdpConfig())
+    check_tokenizer(tokenizer, policy.config)
+    dataset = Demonstrations(config, template)
+    optimizer = PolicyOptimizer(policy.named_weights(), config.optim, world, config.steps)
+    policy.train()
+    last: SftStep | None = None
+    for step, batch in enumerate(dataset.batches(), start=1):
+        last = _take_step(policy, optimizer, batch, config.grad_clip, step)
+        if on_step is not None:
+            on_step(last)
+    assert last is not None
+    export_hf(policy, tokenizer, config.out_dir.expanduser())
+    return SftResult(dataset.num_conversations, dataset.num_dropped, last)
+
+
+def _take_step(
+    policy: PolicyModel,
+    optimizer: PolicyOptimizer,
+    batch: Sequence[Demonstration],
+    grad_clip: float,
+    step: int,
+) -> SftStep:
+    start, world = time.perf_counter(), policy.world
+    rows, weights = pad_demonstrations(batch[world.rank :: world.size])
+    total = world.sum([float(weights.sum())])[0]
+    params = ScoringParams(temperature=1.0, logits_chunk_tokens=LOGITS_CHUNK_TOKENS)
+    loss_sum = 0.0
+    index = range(len(weights))
+    for packed in split_micro_batches(rows, index, MAX_MICRO_BATCH_TOKENS, world):
+        scores = policy(packed, params)
+        own = weights[list(packed.row_index)] if packed.row_index else weights[:0]
+        target_weights = own[packed.rows.cpu(), packed.columns.cpu()].to(world.device)
+        loss = -(scores.log_probs * target_weights).sum() / total
+        (loss * world.size).backward()
+        loss_sum += float(loss.detach())
+    grad_norm, lr = optimizer.grad_norm(), optimizer.lr
+    loss_sum = world.sum([loss_sum])[0]
+    if np.isfinite(loss_sum) and np.isfinite(grad_norm):
+        optimizer.step(grad_scale=min(1.0, grad_clip / (grad_norm + 1e-6)))
+    else:
+        optimizer.drop_gradients()
+        logger.warning("step %d is skipped: loss %s, gradient norm %s", step, loss_sum, grad_norm)
+    num_tokens = sum(len(one.ids) for one in batch)
+    return SftStep(step, loss_sum, grad_norm, lr, num_tokens, time.perf_counter() - start)

@@ -1,0 +1,243 @@
+import statistics
+from enum import Enum
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.algorithms import (
+    compute_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_verl_singleton_advantage,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.errors import ConfigError
+from agentrl.protocol import DataProto
+from agentrl.rewards.placement import split_evenly
+from tests.fakes_tensors import Rows, insert_masked, ragged_rows
+
+GROUP_ESTIMATORS = ["grpo", "grpo_verl_singleton"]
+either = pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+
+
+def advantages_of(rows: Rows, name: str = "grpo", **settings) -> torch.Tensor:
+    function = get_adv_estimator_fn(name)
+    advantages, returns = function(
+        rows.rewards, rows.mask, rows.index, in_baseline=rows.in_baseline, **settings
+    )
+    assert torch.equal(advantages, returns)
+    return advantages
+
+
+def naive_grpo(rows: Rows, *, divide: bool = True, singleton_raw: bool = False) -> list[float]:
+    scores, counted = [], []
+    for row in range(len(rows.index)):
+        trained = [i for i, mask in enumerate(rows.mask[row].tolist()) if mask]
+        scores.append(sum(rows.rewards[row, i].item() for i in trained))
+        counted.append(bool(trained) and bool(rows.in_baseline[row]))
+    found = []
+    for row, uid in enumerate(rows.index):
+        group = [s for s, u, c in zip(scores, rows.index, counted, strict=True) if c and u == uid]
+        if not counted[row]:
+            found.append(0.0)
+        elif len(group) == 1:
+            found.append(scores[row] if singleton_raw else 0.0)
+        elif max(group) == min(group):
+            found.append(0.0)
+        else:
+            centred = scores[row] - statistics.fmean(group)
+            found.append(centred / (statistics.stdev(group) + 1e-6) if divide else centred)
+    return found
+
+
+@given(ragged_rows(quarters=True), st.booleans(), st.booleans())
+def test_grpo_equals_a_naive_loop(rows, divide, singleton_raw):
+    name = GROUP_ESTIMATORS[singleton_raw]
+    found = advantages_of(rows, name, norm_adv_by_std_in_grpo=divide)
+    expected = torch.tensor(naive_grpo(rows, divide=divide, singleton_raw=singleton_raw))
+    expected = expected[:, None] * rows.mask
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_grpo_by_hand():
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    advantages, _ = compute_grpo_outcome_advantage(rewards, mask, np.array(["g"] * 3, object))
+    expected = torch.tensor([[0.0, 0.0], [-1.0, -1.0], [1.0, 0.0]])
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
+
+
+@either
+@given(rows=ragged_rows(), data=st.data())
+def test_law_8_masked_tokens_change_no_advantage(name, rows, data):
+    wider, places = insert_masked(data, rows)
+    before, after = advantages_of(rows, name), advantages_of(wider, name)
+    torch.testing.assert_close(after.gather(1, places), before, rtol=1e-6, atol=1e-6)
+    assert not after[wider.mask == 0].any()
+
+
+@either
+@given(rows=ragged_rows())
+def test_law_8_rewards_on_masked_tokens_are_not_seen(name, rows):
+    spoiled = rows._replace(rewards=torch.where(rows.mask.bool(), rows.rewards, torch.nan))
+    assert torch.equal(advantages_of(spoiled, name), advantages_of(rows, name))
+
+
+@given(
+    st.floats(-1e4, 1e4, width=32).filter(lambda value: value == 0 or abs(value) > 1e-4),
+    st.lists(st.integers(1, 300), min_size=1, max_size=17),
+    st.booleans(),
+    st.booleans(),
+)
+def test_law_9_equal_rewards_give_exactly_zero(reward, lengths, spread, divide):
+    width = max(lengths)
+    rewards, mask = torch.zeros(len(lengths), width), torch.zeros(len(lengths), width)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+        parts = split_evenly(reward, length) if spread else [0.0] * (length - 1) + [reward]
+        rewards[row, :length] = torch.tensor(parts)
+    index = np.array(["g"] * len(lengths), dtype=object)
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, mask, index, norm_adv_by_std_in_grpo=divide
+    )
+    assert not advantages.any()
+
+
+def test_law_9_seventeen_equal_rewards_of_7_7():
+    rewards, index = torch.full((17, 1), 7.7), np.array(["g"] * 17, dtype=object)
+    assert rewards.sub(rewards.mean()).any()  # what the comparison protects from
+    assert not compute_grpo_outcome_advantage(rewards, torch.ones(17, 1), index)[0].any()
+
+
+def test_law_9_a_group_of_one_trains_on_nothing_and_by_name_on_its_reward():
+    rewards, mask, index = torch.tensor([[0.0, 3.0]]), torch.ones(1, 2), np.array(["g"], object)
+    assert not compute_grpo_outcome_advantage(rewards, mask, index)[0].any()
+    raw, _ = compute_grpo_verl_singleton_advantage(rewards, mask, index)
+    torch.testing.assert_close(raw, torch.full((1, 2), 3.0))
+
+
+@either
+@given(rows=ragged_rows(), random=st.randoms(use_true_random=False))
+def test_law_10_row_order_and_padding_change_no_advantage(name, rows, random):
+    order = list(range(len(rows.index)))
+    random.shuffle(order)
+    padded = Rows(
+        torch.nn.functional.pad(rows.rewards[order], (0, 3), value=9.0),
+        torch.nn.functional.pad(rows.mask[order], (0, 3)),
+        rows.index[order],
+        rows.in_baseline[order],
+    )
+    found = advantages_of(padded, name)[:, :-3]
+    torch.testing.assert_close(found, advantages_of(rows, name)[order], rtol=1e-5, atol=1e-6)
+
+
+@given(ragged_rows(), st.data())
+def test_law_5_rows_outside_the_baseline_are_as_if_they_were_not_there(rows, data):
+    counted = rows.in_baseline.bool() & rows.mask.bool().any(-1)
+    found = advantages_of(rows)
+    assert not found[~counted].any()
+    kept = Rows(rows.rewards[counted], rows.mask[counted], rows.index[counted.numpy()],
+                rows.in_baseline[counted])  # fmt: skip
+    if len(kept.index):
+        torch.testing.assert_close(advantages_of(kept), found[counted], rtol=1e-6, atol=1e-6)
+
+
+def test_a_fully_masked_row_is_not_in_its_group_s_mean():
+    rewards = torch.tensor([[1.0], [3.0], [100.0]])
+    mask, index = torch.tensor([[1], [1], [0]]), np.array(["g"] * 3, dtype=object)
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, mask, index, norm_adv_by_std_in_grpo=False
+    )
+    assert advantages.tolist() == [[-1.0], [1.0], [0.0]]
+
+
+def test_groups_may_be_given_as_a_tensor():
+    rewards, mask = torch.tensor([[1.0], [3.0], [5.0]]), torch.ones(3, 1)
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, mask, torch.tensor([4, 4, 2]), norm_adv_by_std_in_grpo=False
+    )
+    assert advantages.tolist() == [[-1.0], [1.0], [0.0]]
+
+
+# How a batch is handed to an estimator.
+
+
+def scored_batch() -> DataProto:
+    return DataProto.from_dict(
+        {
+            "token_level_scores": torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 9.0]]),
+            "response_mask": torch.ones(3, 2, dtype=torch.int64),
+            "in_baseline": torch.tensor([True, True, False]),
+            "turn_ids": torch.zeros(3, 2, dtype=torch.int64),
+        },
+        {"uid": ["g"] * 3},
+    )
+
+
+def test_a_batch_gets_advantages_and_returns():
+    data = compute_advantage(scored_batch(), AlgorithmConfig(norm_adv_by_std_in_grpo=False))
+    assert data.batch["advantages"].tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
+    assert torch.equal(data.batch["returns"], data.batch["advantages"])
+    assert torch.equal(data.batch["token_level_rewards"], data.batch["token_level_scores"])
+
+
+def test_rewards_that_differ_from_the_scores_are_used():
+    data = scored_batch()
+    data.batch["token_level_rewards"] = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    compute_advantage(data, AlgorithmConfig())
+    assert not data.batch["advantages"].any()
+
+
+def test_an_estimator_of_ten_lines_is_given_what_it_names():
+    class Mine(Enum):
+        RAW = "raw-of-a-test"
+
+    @register_adv_est(Mine.RAW)
+    def compute_raw_advantage(token_level_rewards, response_mask, turn_ids, gamma, missing=None):
+        assert missing is None
+        assert turn_ids.shape == response_mask.shape
+        scores = gamma * token_level_rewards.sum(-1, keepdim=True) * response_mask
+        return scores, scores
+
+    data = compute_advantage(
+        scored_batch(), AlgorithmConfig(adv_estimator="raw-of-a-test", gamma=0.5)
+    )
+    assert data.batch["advantages"][:, 0].tolist() == [0.5, 1.5, 4.5]
+
+
+def test_an_estimator_with_open_arguments_is_given_all_there_is():
+    @register_adv_est("open-of-a-test")
+    def compute_open_advantage(token_level_rewards, response_mask, **told):
+        assert {"index", "config", "lam", "non_tensor_batch", "batch"} <= told.keys()
+        return token_level_rewards, token_level_rewards
+
+    compute_advantage(scored_batch(), AlgorithmConfig(adv_estimator="open-of-a-test"))
+
+
+def test_an_estimator_that_wants_what_is_not_there_is_told():
+    @register_adv_est("values-of-a-test")
+    def compute_value_advantage(token_level_rewards, values):
+        return values, values
+
+    with pytest.raises(ConfigError, match="needs 'values', which the batch does not have"):
+        compute_advantage(scored_batch(), AlgorithmConfig(adv_estimator="values-of-a-test"))
+
+
+def test_an_estimator_that_returns_another_shape_is_told():
+    @register_adv_est("flat-of-a-test")
+    def compute_flat_advantage(token_level_rewards):
+        return token_level_rewards.sum(-1), token_level_rewards
+
+    with pytest.raises(ConfigError, match=r"advantages of shape \(3,\)"):
+        compute_advantage(scored_batch(), AlgorithmConfig(adv_estimator="flat-of-a-test"))
+
+
+def test_an_unknown_estimator_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        get_adv_estimator_fn("grppo")
+    with pytest.raises(ConfigError, match="already"):
+        register_adv_est("grpo")(lambda: None)

@@ -1,0 +1,257 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config import (
+    check_config,
+    check_model_length,
+    check_tools,
+    describe,
+    find_biases,
+    find_contradictions,
+    find_dead_keys,
+    parse_config,
+)
+from agentrl.config.dead_keys import DEAD_KEY_RULES, set_keys
+from agentrl.config.problems import known_keys
+from agentrl.errors import ConfigError
+
+TINY = {"out_dir": "o", "corpus": "c"}
+
+
+def config_of(**sections):
+    base = {"data": {"train_files": ["train.parquet"]}, "model": {"path": "policy"}}
+    return parse_config({name: base.get(name, {}) | sections.get(name, {}) for name in
+                         {**base, **sections}})  # fmt: skip
+
+
+def contradicted(world_size: int = 1, **sections) -> set[str]:
+    problems = find_contradictions(config_of(**sections), world_size=world_size)
+    assert all(problem.expected for problem in problems)
+    return {problem.key for problem in problems}
+
+
+def dead(**sections) -> set[str]:
+    return {note.key for note in find_dead_keys(config_of(**sections))}
+
+
+def test_the_smallest_run_file_has_nothing_to_report():
+    assert check_config(config_of()) == []
+
+
+CONTRADICTIONS = [
+    ("data.train_files", {"data": {"train_files": []}}),
+    ("data.val_files", {"trainer": {"val_only": True}}),
+    ("trainer.resume_from_path", {"trainer": {"resume_mode": "resume_path"}}),
+    ("trainer.test_freq", {"trainer": {"test_freq": 0}}),
+    ("trainer.save_freq", {"trainer": {"save_freq": 0}}),
+    (
+        "actor.ppo_mini_batch_size",
+        {"data": {"train_batch_size": 30}, "actor": {"ppo_mini_batch_size": 16}},
+    ),
+    (
+        "actor.ppo_mini_batch_size",
+        {"data": {"train_batch_size": 16}, "actor": {"ppo_mini_batch_size": 32}},
+    ),
+    ("rollout.n", {"rollout": {"n": 1}}),
+    ("reward.weights", {"reward": {"weights": {"trajectory": 0}}}),
+    ("rollout.max_model_len", {"rollout": {"max_model_len": 5119}}),
+    ("actor.ppo_max_token_len_per_gpu", {"actor": {"ppo_max_token_len_per_gpu": 5119}}),
+    (
+        "prepare.tiny_policy.max_position_embeddings",
+        {"prepare": {"tiny_policy": TINY | {"max_position_embeddings": 5119}}},
+    ),
+    (
+        "rollout.multi_turn.max_tokens_per_turn",
+        {"rollout": {"multi_turn": {"max_tokens_per_turn": 4097}}},
+    ),
+    (
+        "rollout.multi_turn.max_tool_response_length",
+        {"rollout": {"multi_turn": {"max_tool_response_length": 4097}}},
+    ),
+    (
+        "rollout.multi_turn.tool_timeout_s",
+        {"rollout": {"request_timeout_s": 5, "multi_turn": {"tool_timeout_s": 6}}},
+    ),
+    ("rollout.engine.scripted.answers", {"rollout": {"engine": {"name": "scripted"}}}),
+    ("rollout.top_k", {"rollout": {"top_k": 0}}),
+    ("rollout.val_kwargs.top_k", {"rollout": {"val_kwargs": {"top_k": -2}}}),
+]
+
+
+@pytest.mark.parametrize(("key", "sections"), CONTRADICTIONS)
+def test_a_contradiction_is_told_with_its_key(key, sections):
+    if key.startswith("prepare"):
+        sections = sections | {"rollout": {"max_model_len": 5120}}
+    assert contradicted(**sections) == {key}
+
+
+def test_budgets_that_just_fit_are_no_contradiction():
+    assert not contradicted(
+        rollout={"max_model_len": 5120, "multi_turn": {"max_tokens_per_turn": 4096}},
+        actor={"ppo_max_token_len_per_gpu": 5120},
+    )
+
+
+def test_a_default_that_is_larger_than_the_response_is_no_contradiction():
+    assert not contradicted(data={"max_response_length": 16})
+
+
+def test_heads_that_do_not_divide_are_told_before_the_model_is_made():
+    heads = {"num_heads": 3, "num_kv_heads": 2, "max_position_embeddings": 9999}
+    keys = contradicted(prepare={"tiny_policy": TINY | heads})
+    assert keys == {"prepare.tiny_policy.num_heads", "prepare.tiny_policy.num_kv_heads"}
+
+
+@given(st.integers(1, 64), st.none() | st.integers(1, 64), st.integers(1, 8))
+def test_batches_pass_exactly_where_everything_divides(batch, mini, world_size):
+    keys = contradicted(
+        world_size, data={"train_batch_size": batch}, actor={"ppo_mini_batch_size": mini}
+    )
+    sizes = [batch] if mini is None else [batch, mini]
+    fits = all(size % world_size == 0 for size in sizes) and batch % (mini or batch) == 0
+    assert fits == (not keys)
+
+
+def test_all_contradictions_come_in_one_error_that_names_the_file():
+    config = config_of(rollout={"n": 1}, trainer={"test_freq": 0})
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, file="run.yaml")
+    assert caught.value.file == "run.yaml"
+    assert "rollout.n" in str(caught.value)
+    assert "trainer.test_freq" in str(caught.value)
+
+
+def test_the_model_s_own_length_is_held_against_the_budgets():
+    config = config_of()
+    check_model_length(config, 5120)
+    with pytest.raises(ConfigError, match="5119"):
+        check_model_length(config, 5119)
+
+
+def test_a_tool_that_only_the_data_knows_is_told_with_its_row():
+    check_tools({"calculator": 0}, ["calculator", "search"])
+    with pytest.raises(ConfigError, match=r"row 3 names the tool 'serch'") as caught:
+        check_tools({"calculator": 0, "serch": 3}, ["calculator", "search"])
+    assert "search" in str(caught.value)
+
+
+def test_a_tool_that_the_data_names_and_no_tools_at_all():
+    with pytest.raises(ConfigError, match="the run has none"):
+        check_tools({"calculator": 0}, [])
+
+
+DEAD = [
+    ("data.seed", {"data": {"seed": 1, "shuffle": False}}),
+    ("data.truncation", {"data": {"truncation": "left"}}),
+    ("data.cache_dir", {"data": {"cache_dir": "c", "filter_overlong_prompts": False}}),
+    ("trainer.test_freq", {"trainer": {"test_freq": 5}}),
+    ("rollout.val_kwargs.n", {"rollout": {"val_kwargs": {"n": 4, "temperature": 1.0}}}),
+    ("rollout.multi_turn.tool_timeout_s", {"rollout": {"multi_turn": {"tool_timeout_s": 3}}}),
+    ("rollout.multi_turn.interaction_prob", {"rollout": {"multi_turn": {"interaction_prob": 1}}}),
+    (
+        "rollout.multi_turn.tool_config_path",
+        {"rollout": {"multi_turn": {"tool_config_path": "t", "max_assistant_turns": 1}}},
+    ),
+    (
+        "rollout.engine.scripted.answers",
+        {"rollout": {"engine": {"name": "transformers", "scripted": {"answers": ["a"]}}}},
+    ),
+    (
+        "rollout.engine.transformers.page_size",
+        {"rollout": {"engine": {"name": "scripted", "transformers": {"page_size": 16},
+                                "scripted": {"answers": ["a"]}}}},
+    ),
+    ("rollout.failure.max_retries", {"rollout": {"failure": {"max_retries": 3}}}),
+    ("actor.kl_loss_coef", {"actor": {"kl_loss_coef": 0.1}}),
+    ("ref.path", {"ref": {"path": "p"}}),
+    (
+        "actor.clip_ratio",
+        {"actor": {"clip_ratio": 0.1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}},
+    ),
+    ("actor.optim.muon_lr", {"actor": {"optim": {"muon_lr": 0.1}}}),
+    (
+        "prepare.sft.optim.muon_lr",
+        {"prepare": {"sft": {"model_path": "m", "train_file": "t", "out_dir": "o",
+                             "optim": {"muon_lr": 0.1}}}},
+    ),
+    ("actor.optim.min_lr_ratio", {"actor": {"optim": {"min_lr_ratio": 0.1}}}),
+    ("algorithm.lam", {"algorithm": {"lam": 0.9}}),
+    (
+        "trainer.total_epochs",
+        {"trainer": {"total_epochs": 2, "total_training_steps": 3}},
+    ),
+    ("trainer.max_ckpt_to_keep", {"trainer": {"max_ckpt_to_keep": 2}}),
+    ("trainer.resume_from_path", {"trainer": {"resume_from_path": "p"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "sections"), DEAD)
+def test_law_12_a_key_without_effect_is_reported(key, sections):
+    assert key in dead(**sections)
+
+
+def test_greedy_validation_makes_its_sampling_keys_dead():
+    val = {"data": {"val_files": "val.parquet"}}
+    assert dead(**val, rollout={"val_kwargs": {"top_p": 0.9}}) == {"rollout.val_kwargs.top_p"}
+    assert not dead(**val, rollout={"val_kwargs": {"top_p": 0.9, "temperature": 0.7}})
+
+
+def test_keys_with_an_effect_are_not_reported():
+    assert not dead(
+        data={"val_files": "val.parquet", "truncation": "left", "filter_overlong_prompts": False},
+        rollout={"multi_turn": {"tool_config_path": "t.yaml", "tool_timeout_s": 3,
+                                "interaction_config_path": "i.yaml", "interaction_interval": 2}},
+        actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "ppo_mini_batch_size": 8, "shuffle": True},
+        ref={"path": "base"},
+        trainer={"save_freq": 5, "max_ckpt_to_keep": 2, "test_freq": 5},
+    )  # fmt: skip
+
+
+def test_law_12_a_default_is_never_reported():
+    assert find_dead_keys(config_of()) == []
+
+
+def test_every_rule_is_about_keys_that_exist():
+    known = set(known_keys())
+    for rule in DEAD_KEY_RULES:
+        assert {key.removesuffix(".*") for key in rule.keys} <= known
+
+
+@given(st.data())
+def test_law_12_what_is_reported_was_set_and_each_key_once(data):
+    chosen = data.draw(st.lists(st.sampled_from(DEAD), max_size=6))
+    merged: dict = {}
+    for _, sections in chosen:
+        for name, values in sections.items():
+            merged[name] = merged.get(name, {}) | values
+    config = config_of(**merged)
+    notes = [note.key for note in find_dead_keys(config)]
+    assert len(notes) == len(set(notes))
+    assert set(notes) <= set(set_keys(config))
+
+
+def test_cut_distributions_are_reported_as_a_bias():
+    config = config_of(rollout={"top_p": 0.9, "top_k": 20})
+    assert {bias.key for bias in find_biases(config)} == {"rollout.top_p", "rollout.top_k"}
+    assert "biases the training" in str(check_config(config)[0])
+
+
+def test_the_batch_arithmetic_is_told_in_words():
+    config = config_of(
+        data={"train_batch_size": 32, "max_prompt_length": 200, "max_response_length": 300},
+        rollout={"n": 8},
+        actor={"ppo_mini_batch_size": 16, "ppo_epochs": 2, "ppo_max_token_len_per_gpu": 4096},
+        trainer={"total_training_steps": 30},
+    )
+    told = describe(config, world_size=2, num_rows=100)
+    for words in (
+        "32 prompts x 8 samples = 256 rows, 128 rows on each of 2 ranks",
+        "2 mini-batches of 16 prompts (128 rows)",
+        "4 optimizer steps for each training step",
+        "200 + 300 = 500 tokens",
+        "at least 8 sequences",
+        "30 training steps",
+        "3 training steps; 4 rows do not fill a batch",
+    ):
+        assert words in told

@@ -1,0 +1,210 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.config import RunConfig, load_config, parse_config, to_yaml
+from agentrl.config.problems import known_keys, nearest_key
+from agentrl.errors import ConfigError
+
+SMALL = {"data": {"train_files": ["train.parquet"]}, "model": {"path": "policy"}}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(call, *args) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return caught.value
+
+
+def test_a_small_run_file_is_read_with_defaults(run_file):
+    config = load_config(run_file("data: {train_files: [a.parquet]}\nmodel: {path: p}\n"))
+    assert config.data.train_files == [Path("a.parquet")]
+    assert config.rollout.n == 8
+
+
+def test_relative_paths_stay_relative_to_the_working_directory(run_file):
+    config = load_config(run_file("data: {train_files: a.parquet}\nmodel: {path: p}\n"))
+    assert not config.data.train_files[0].is_absolute()
+
+
+def test_overrides_win_and_are_read_as_yaml(run_file):
+    path = run_file("data: {train_files: [a]}\nmodel: {path: p}\ntrainer: {seed: 1}\n")
+    overrides = ["trainer.seed=2", "+actor.optim.lr=1e-5", "trainer.logger=[jsonl]", "data.seed=3"]
+    config = load_config(path, overrides)
+    assert (config.trainer.seed, config.actor.optim.lr) == (2, 1e-5)
+    assert (config.trainer.logger, config.data.seed) == (["jsonl"], 3)
+
+
+def test_interpolations_are_resolved(run_file, monkeypatch):
+    monkeypatch.setenv("POLICY", "from/env")
+    path = run_file("""
+data: {train_files: [a], seed: "${trainer.seed}"}
+model: {path: "${oc.env:POLICY}"}
+trainer: {seed: 7}
+""")
+    config = load_config(path)
+    assert (config.data.seed, config.model.path) == (7, "from/env")
+
+
+def test_validation_files_are_named_by_their_stems():
+    one = parse_config({**SMALL, "data": {"val_files": "x/val.parquet"}})
+    two = parse_config({**SMALL, "data": {"val_files": ["x/val.parquet", "x/hard.jsonl"]}})
+    assert one.data.val_files == {"val": Path("x/val.parquet")}
+    assert list(two.data.val_files) == ["val", "hard"]
+
+
+def test_validation_files_of_one_stem_need_names():
+    raw = {**SMALL, "data": {"val_files": ["a/val.parquet", "b/val.parquet"]}}
+    error = refusal(parse_config, raw)
+    assert error.key == "data.val_files"
+    assert "'val'" in str(error)
+
+
+def test_a_resolved_configuration_reads_back_as_it_was(run_file):
+    config = parse_config({**SMALL, "rollout": {"n": 3, "multi_turn": {"max_tool_calls": 4}}})
+    assert load_config(run_file(to_yaml(config))) == config
+
+
+def test_a_missing_file_is_named(tmp_path):
+    error = refusal(load_config, tmp_path / "none.yaml")
+    assert error.file == tmp_path / "none.yaml"
+    assert "no file" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("data:\n  a: 1\n\tb: 2\n", "line 3, column 1"),
+        ("data: 1\ndata: 2\n", "line 2, column 1"),
+        ("data: [1, 2\nmodel: 3\n", "line 2, column 6"),
+    ],
+)
+def test_malformed_yaml_is_told_with_line_and_column(run_file, text, place):
+    error = refusal(load_config, run_file(text))
+    assert place in str(error)
+
+
+@pytest.mark.parametrize("text", ["- a\n", "\x00", "a: ${\n"])
+def test_what_is_no_run_file_is_refused(run_file, text):
+    refusal(load_config, run_file(text))
+
+
+def test_a_folder_is_no_run_file(tmp_path):
+    assert "cannot read" in str(refusal(load_config, tmp_path))
+
+
+@pytest.mark.parametrize("override", ["trainer.seed", "=3", "data.seed=[1", "data.seed=${"])
+def test_an_override_that_cannot_be_read_is_refused(run_file, override):
+    path = run_file("data: {train_files: [a]}\nmodel: {path: p}\n")
+    assert override in str(refusal(load_config, path, [override]))
+
+
+def test_an_unknown_override_is_told_as_such(run_file):
+    path = run_file("data: {train_files: [a]}\nmodel: {path: p}\n")
+    error = refusal(load_config, path, ["trainer.total_trainings_steps=3"])
+    assert error.key == "trainer.total_trainings_steps"
+    assert "command line" in str(error)
+    assert "trainer.total_training_steps" in str(error)
+
+
+def test_an_interpolation_that_leads_nowhere_names_its_key(run_file):
+    text = 'data: {train_files: [a], seed: "${trainer.sed}"}\nmodel: {path: p}\n'
+    assert refusal(load_config, run_file(text)).key == "data.seed"
+
+
+def test_all_problems_are_told_at_once_a_line_for_each():
+    raw = {
+        "data": {"train_files": ["a"], "train_batch_size": "many", "shuffel": True},
+        "model": {},
+        "rollout": {"n": 0, "temperature": None},
+        "actor": {"loss_agg_mode": "mean", "optim": {"betas": [0.9]}},
+    }
+    lines = str(refusal(parse_config, raw)).splitlines()
+    told = {line.split(":")[0].removeprefix("- ") for line in lines[1:]}
+    assert told == {
+        "data.train_batch_size",
+        "data.shuffel",
+        "model.path",
+        "rollout.n",
+        "rollout.temperature",
+        "actor.loss_agg_mode",
+        "actor.optim.betas[1]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "expected"),
+    [
+        ("data", {"train_batch_size": "many"}, "an integer"),
+        ("data", {"train_batch_size": 0}, "a number of at least 1"),
+        ("data", {"shuffle": "maybe"}, "true or false"),
+        ("data", {"truncation": "up"}, "'middle'"),
+        ("rollout", {"temperature": 0}, "a number greater than 0"),
+        ("rollout", {"stop": "x"}, "a list"),
+        ("rollout", {"multi_turn": 3}, "a section"),
+        ("trainer", {"project_name": 3}, "a text"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_was_expected(section, values, expected):
+    raw = {**SMALL, section: SMALL.get(section, {}) | values}
+    error = refusal(parse_config, raw)
+    assert error.key == f"{section}.{next(iter(values))}"
+    assert expected in str(error.expected)
+
+
+def test_a_key_of_another_section_leads_to_it():
+    assert nearest_key("data.ppo_mini_batch_size") == "actor.ppo_mini_batch_size"
+    assert nearest_key("trainr") == "trainer"
+    assert nearest_key("zzzzzzzz") is None
+
+
+def nested(key: str, value: object) -> dict:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # pyright: ignore[reportReturnType]
+
+
+def is_section(key: str) -> bool:
+    return any(other.startswith(f"{key}.") for other in known_keys())
+
+
+LEAVES = [key for key in known_keys() if not is_section(key)]
+
+
+@given(st.sampled_from(LEAVES), st.data())
+def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key, data):
+    leaf = key.rpartition(".")[2]
+    place = data.draw(st.integers(0, len(leaf)))
+    letter = data.draw(st.sampled_from("qzx"))
+    wrong = f"{key.removesuffix(leaf)}{leaf[:place]}{letter}{leaf[place:]}"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(nested(wrong, 1))
+    told = [line for line in str(caught.value).splitlines() if repr(wrong) in line]
+    assert len(told) == 1
+    assert "did you mean" in told[0]
+
+
+VALUES = st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
+def test_nothing_but_a_config_error_comes_of_a_wrong_mapping(raw):
+    with pytest.raises(ConfigError):
+        parse_config(raw)
+
+
+def test_known_keys_cover_the_whole_schema():
+    assert set(RunConfig.model_fields) <= set(known_keys())
+    assert "prepare.sft.optim.lr" in known_keys()

@@ -1,0 +1,143 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import DataConfig
+from agentrl.data import load_conversations, load_prompts
+from agentrl.data.files import atomic_file, read_rows, write_jsonl, write_parquet
+from agentrl.errors import DataError
+
+ROW = {"prompt": [{"role": "user", "content": "2 + 3?"}], "data_source": "sums"}
+
+
+def refusal(call, *args) -> DataError:
+    with pytest.raises(DataError) as caught:
+        call(*args)
+    return caught.value
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
+    path, rows = tmp_path / f"rows{suffix}", [ROW, ROW | {"data_source": "other"}]
+    if suffix == ".parquet":
+        write_parquet(path, rows)
+    elif suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        write_jsonl(path, rows)
+    assert read_rows(path) == rows
+
+
+def test_json_lines_may_be_called_json(tmp_path):
+    path = tmp_path / "rows.json"
+    write_jsonl(path, [ROW, ROW])
+    assert read_rows(path) == [ROW, ROW]
+
+
+def test_json_keeps_texts_that_look_like_something_else(tmp_path):
+    rows = [{"answer": 3}, {"answer": "0012", "when": "2020-01-01"}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+
+
+def test_reading_parquet_shows_no_progress_and_leaves_no_copy(tmp_path, capfd):
+    write_parquet(tmp_path / "rows.parquet", [ROW])
+    read_rows(tmp_path / "rows.parquet")
+    assert capfd.readouterr() == ("", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("rows.jsonl", "", "no rows"),
+        ("rows.json", "[]", "no rows"),
+        ("rows.csv", "a,b", "unknown kind of file"),
+        ("rows.jsonl", '{"a": 1}\n\n{"a": }\n', "line 3, column 7"),
+        ("rows.json", '[{"a": 1},\n {"a" 2}]', "line 2, column 7"),
+        ("rows.jsonl", "[1]\n", "not a mapping"),
+        ("rows.parquet", "no parquet", "cannot read Parquet"),
+        ("rows.jsonl", b"\xff\xfe{}", "cannot read the file"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_name(tmp_path, name, content, told):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    error = refusal(read_rows, path)
+    assert error.file == path
+    assert told in str(error)
+
+
+def test_a_missing_file_is_told_with_its_name(tmp_path):
+    assert "no file" in str(refusal(read_rows, tmp_path / "none.parquet"))
+
+
+def write_half(path: Path) -> None:
+    with atomic_file(path) as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [ROW])
+    with pytest.raises(TypeError):
+        write_jsonl(path, [ROW, {"prompt": object()}])
+    assert read_rows(path) == [ROW]
+    with pytest.raises(KeyboardInterrupt):
+        write_half(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert read_rows(path) == [ROW]
+
+
+def test_conversations_are_read_with_calls_and_tools(tmp_path: Path):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    write_jsonl(
+        tmp_path / "c.jsonl",
+        [{"messages": messages, "tools": [tool]}, {"messages": json.dumps(messages)}],
+    )
+    first, second = load_conversations(tmp_path / "c.jsonl")
+    assert first.messages[0].tool_calls is not None
+    assert first.messages[0].tool_calls[0].function.arguments == {"x": 1}
+    assert first.tools is not None
+    assert first.tools[0].to_template() == tool
+    assert second.messages == first.messages
+    assert second.tools is None
+
+
+def test_a_schema_written_as_json_keeps_its_nulls(tmp_path):
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"x": {"default": None}}},
+        },
+    }
+    row = {"messages": [{"role": "user", "content": "hi"}], "tools": json.dumps([tool])}
+    write_parquet(tmp_path / "c.parquet", [row])
+    (conversation,) = load_conversations(tmp_path / "c.parquet")
+    assert conversation.tools is not None
+    assert conversation.tools[0].function.parameters == tool["function"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "x"},
+        {"messages": []},
+        {"messages": "no json"},
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]},
+    ],
+)
+def test_a_conversation_that_is_none_is_told_with_its_row(tmp_path, row):
+    good = {"messages": [{"role": "user", "content": "x"}]}
+    write_jsonl(tmp_path / "c.jsonl", [good, row])
+    assert refusal(load_conversations, tmp_path / "c.jsonl").row == 1
+
+
+def test_no_files_at_all_are_told():
+    assert "no data files" in str(refusal(load_prompts, [], DataConfig()))

@@ -1,0 +1,228 @@
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.collate import collate, compute_position_ids, generate_sequences
+from agentrl.config.schema import RewardWeightsConfig
+from agentrl.engines.protocol import SamplingParams
+from agentrl.errors import DataError
+from agentrl.messages import Message
+from agentrl.protocol import DataProto
+from agentrl.rollout.manager import SamplingPlan
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.states import RequestState, StopReason
+from tests.fakes_requests import build_request, finished_requests, observed, said
+
+PAD = 0
+batches = st.lists(finished_requests(), min_size=1, max_size=5)
+
+
+def test_a_conversation_is_laid_out_token_by_token():
+    first = build_request(
+        said(2, version=3), observed(2), said(1, version=4), num_prompt_tokens=2, reward=1.0
+    )
+    second = build_request(said(1), num_prompt_tokens=3, reward=0.5)
+    data = collate([first, second], pad_token_id=PAD)
+    rows = {key: tensor.tolist() for key, tensor in data.batch.items()}
+    assert rows == {
+        "prompts": [[0, 100, 101], [100, 101, 102]],
+        "responses": [[200, 201, 202, 203, 204], [200, 0, 0, 0, 0]],
+        "input_ids": [[0, 100, 101, 200, 201, 202, 203, 204], [100, 101, 102, 200, 0, 0, 0, 0]],
+        "attention_mask": [[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]],
+        "position_ids": [[0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 0, 0, 0, 0]],
+        "response_mask": [[1, 1, 0, 0, 1], [1, 0, 0, 0, 0]],
+        "rollout_log_probs": [[-1 / 64, -2 / 64, 0, 0, -1 / 64], [-1 / 64, 0, 0, 0, 0]],
+        "turn_ids": [[0, 0, 1, 1, 2], [0, -1, -1, -1, -1]],
+        "policy_versions": [[3, 3, -1, -1, 4], [0, -1, -1, -1, -1]],
+        "token_level_scores": [[0, 0, 0, 0, 1.0], [0.5, 0, 0, 0, 0]],
+        "in_baseline": [True, True],
+    }
+
+
+def test_what_is_known_of_each_row_stands_beside_it():
+    request = build_request(
+        said(2, text="It is 5."),
+        observed(1),
+        uid="g",
+        request_id="r",
+        reward=1.0,
+        reward_extra_info={"acc": 1.0},
+        tool_rewards={"calculator": 0.5},
+        columns={"ability": "sums", "uid": "the row's own"},
+        data_source="sums",
+        ground_truth="5",
+        stop_reason=StopReason.MAX_TOOL_CALLS,
+    )
+    plain = build_request(said(1), uid="g")
+    columns = {k: v.tolist()[0] for k, v in collate([request, plain], pad_token_id=PAD)
+               .non_tensor_batch.items()}  # fmt: skip
+    assert columns.pop("messages")[1] == {"role": "assistant", "content": "It is 5."}
+    assert columns == {
+        "uid": "g",
+        "request_id": "r",
+        "stop_reason": "max_tool_calls",
+        "reward_scores": {"calculator": 0.5, "user_turn_rewards": []},
+        "reward_extra_info": {"acc": 1.0},
+        "reward_index": 1,
+        "data_source": "sums",
+        "ground_truth": "5",
+        "extra_info": {},
+        "ability": "sums",
+    }
+
+
+def test_rewards_are_combined_and_placed_as_configured():
+    request = build_request(said(2, reward=3.0), observed(1), said(2), reward=1.0)
+    weights = RewardWeightsConfig(trajectory=2.0, turn=1.0)
+    data = collate([request], pad_token_id=PAD, weights=weights, placement="spread")
+    assert data.batch["token_level_scores"].tolist() == [[2.0, 2.0, 0.0, 0.5, 0.5]]
+
+
+@given(batches, st.sampled_from(["last", "spread"]))
+def test_law_7_scores_stand_on_trained_tokens_only(requests, placement):
+    weights = RewardWeightsConfig(trajectory=1.0, turn=1.0, tool=1.0)
+    batch = collate(requests, pad_token_id=PAD, weights=weights, placement=placement).batch
+    assert not batch["token_level_scores"][batch["response_mask"] == 0].any()
+
+
+@given(batches)
+def test_law_5_failed_requests_keep_their_row_and_train_on_nothing(requests):
+    data = collate(requests, pad_token_id=PAD)
+    assert len(data) == len(requests)
+    for row, request in enumerate(requests):
+        batch = data.batch[row]
+        failed = request.state is RequestState.FAILED
+        assert bool(batch["in_baseline"]) is not failed
+        assert batch["response_mask"].sum() == (0 if failed else sum(request.loss_mask))
+        assert batch["attention_mask"].sum() >= 1
+        assert not (failed and batch["token_level_scores"].any())
+
+
+@given(batches, st.integers(0, 4), st.integers(0, 4))
+def test_law_10_rows_are_the_requests_at_any_width(requests, more_prompt, more_response):
+    width = max(max(r.num_prompt_tokens for r in requests), 1) + more_prompt
+    length = max(max(r.num_response_tokens for r in requests), 1) + more_response
+    data = collate(requests, pad_token_id=PAD, prompt_width=width, response_width=length)
+    assert data.batch["responses"].shape[1] == length
+    for row, request in enumerate(requests):
+        batch = data.batch[row]
+        tokens = batch["attention_mask"].bool()
+        known = bool(request.input_ids)
+        assert batch["input_ids"][tokens].tolist() == (request.input_ids or [PAD])
+        assert batch["position_ids"][tokens].tolist() == (request.position_ids or [0])
+        assert not batch["input_ids"][~tokens].any()
+        end = request.num_response_tokens
+        assert batch["rollout_log_probs"][:end].tolist() == request.rollout_log_probs
+        assert (batch["turn_ids"] >= 0).sum() == end
+        assert tokens[width - 1]
+        assert known or not end
+
+
+@given(batches)
+def test_batches_of_equal_widths_can_be_joined(requests):
+    whole = collate(requests, pad_token_id=PAD)
+    width, length = whole.batch["prompts"].shape[1], whole.batch["responses"].shape[1]
+    parts = [
+        collate([request], pad_token_id=PAD, prompt_width=width, response_width=length)
+        for request in requests
+    ]
+    joined = DataProto.concat(parts)
+    for key, tensor in whole.batch.items():
+        assert torch.equal(joined.batch[key], tensor)
+
+
+@given(batches)
+def test_a_batch_can_be_saved(tmp_path_factory, requests):
+    path = tmp_path_factory.mktemp("batch") / "batch"
+    data = collate(requests, pad_token_id=PAD)
+    data.save_to_disk(path)
+    loaded = DataProto.load_from_disk(path)
+    assert loaded.non_tensor_batch.keys() == data.non_tensor_batch.keys()
+    assert torch.equal(loaded.batch["input_ids"], data.batch["input_ids"])
+
+
+def test_nothing_but_failures_before_the_prompt_is_a_batch_too():
+    requests = [build_request(num_prompt_tokens=0, stop_reason=StopReason.FAILED)] * 2
+    batch = collate(requests, pad_token_id=7).batch
+    assert batch["input_ids"].tolist() == [[7, 7]] * 2
+    assert batch["attention_mask"].tolist() == [[1, 0]] * 2
+    assert not batch["response_mask"].any()
+
+
+def test_a_dropped_request_is_masked_though_it_ended_well():
+    request = build_request(said(2), reward=1.0)
+    request.dropped = "a sample of its group failed"
+    data = collate([request], pad_token_id=PAD)
+    assert not data.batch["response_mask"].any()
+    assert not data.batch["in_baseline"].any()
+    assert data.non_tensor_batch["reward_index"].tolist() == [None]
+
+
+def test_a_request_that_runs_is_refused():
+    request = AsyncRolloutRequest(messages=[Message(role="user", content="Hi")], request_id="r1")
+    with pytest.raises(DataError, match="r1 is still pending"):
+        collate([request], pad_token_id=PAD)
+    with pytest.raises(DataError, match="no requests"):
+        collate([], pad_token_id=PAD)
+
+
+@pytest.mark.parametrize(
+    ("width", "what"), [("prompt_width", "prompt"), ("response_width", "response")]
+)
+def test_a_width_that_does_not_suffice_names_the_request(width, what):
+    requests = [build_request(said(1)), build_request(said(5), num_prompt_tokens=6, request_id="x")]
+    with pytest.raises(DataError, match=f"the {what} of request x has"):
+        collate(requests, pad_token_id=PAD, **{width: 4})
+
+
+def test_positions_count_tokens_and_not_padding():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+    assert compute_position_ids(mask).tolist() == [
+        [0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0],
+    ]  # fmt: skip
+
+
+# Prompts in, trajectories out.
+
+
+class EchoManager:
+    """Makes requests as the manager does, and ends each with one token."""
+
+    def make_requests(self, prompts, plan, *, step=0):
+        return [
+            AsyncRolloutRequest.from_prompt(prompt, uid=f"{step}-{prompt.index}-{offset}")
+            for prompt in prompts
+            for offset in range(plan.n)
+        ]
+
+    async def rollout(self, requests):
+        for request in requests:
+            request.begin([1, 2])
+            request.take_edge(RequestState.RUNNING)
+            request.append_sampled([3], [-0.5])
+            request.messages.append(Message(role="assistant", content="!"))
+            request.finish(StopReason.ANSWERED)
+        return requests
+
+
+@pytest.mark.parametrize("key", ["prompt", "raw_prompt"])
+def test_generate_sequences_gives_a_row_for_a_row(key):
+    message = [{"role": "user", "content": "2 + 3?"}]
+    rows = {key: [message, message], "uid": ["g", "g"], "extra_info": [{"a": None}, {}]}
+    prompts = DataProto.from_dict(non_tensors=rows)
+    plan = SamplingPlan("train", 8, SamplingParams(max_new_tokens=4))
+    out = asyncio.run(generate_sequences(EchoManager(), prompts, plan=plan, pad_token_id=PAD))
+    assert out.batch["input_ids"].tolist() == [[1, 2, 3]] * 2
+    assert out.non_tensor_batch["uid"].tolist() == ["g", "g"]
+    assert out.non_tensor_batch["messages"][1][-1] == {"role": "assistant", "content": "!"}
+    assert len(prompts.union(out)) == 2
+
+
+def test_generate_sequences_makes_groups_of_rows_without_uid():
+    prompts = DataProto.from_dict(non_tensors={"prompt": ["2 + 3?", "3 + 4?"]})
+    plan = SamplingPlan("train", 1, SamplingParams(max_new_tokens=4))
+    out = asyncio.run(generate_sequences(EchoManager(), prompts, plan=plan, pad_token_id=PAD))
+    assert len(set(out.non_tensor_batch["uid"])) == 2

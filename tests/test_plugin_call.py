@@ -1,0 +1,102 @@
+"""The boundary round users' code."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from agentrl.plugin_call import CallTimeoutError, call_bounded, call_method, in_thread_loop
+
+
+async def test_a_timeout_of_the_plugins_own_is_told_apart():
+    async def raises() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own") as error:
+        await call_bounded(raises, timeout_s=1, name="x")
+    assert not isinstance(error.value, CallTimeoutError)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+async def test_what_would_end_the_run_is_an_error_of_the_plugin(kind: type[BaseException]):
+    async def raises() -> None:
+        raise kind
+
+    def raises_in_thread() -> None:
+        raise kind
+
+    with pytest.raises(RuntimeError, match=f"raised {kind.__name__}"):
+        await call_bounded(raises, timeout_s=1, name="x")
+    with pytest.raises(RuntimeError, match=f"raised {kind.__name__}"):
+        await call_bounded(lambda: call_method(raises_in_thread), timeout_s=1, name="x")
+
+
+async def test_cancelling_lets_the_plugin_clean_up_first():
+    cleaned = False
+
+    async def careful() -> None:
+        nonlocal cleaned
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned = True
+
+    task = asyncio.create_task(call_bounded(careful, timeout_s=5, name="x"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleaned
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+async def test_cancelling_at_any_step_leaves_no_coroutine_unawaited(num_steps: int):
+    task = asyncio.create_task(
+        call_bounded(lambda: asyncio.sleep(60), timeout_s=60, name="x")  # warnings are errors
+    )
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gc.collect()
+
+
+async def test_stop_iteration_on_a_thread_is_an_error_and_no_hang():
+    def stops() -> None:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError):
+        await call_bounded(lambda: call_method(stops), timeout_s=1, name="x")
+
+
+def test_a_thread_left_behind_does_not_disturb_a_closed_loop():
+    release = threading.Event()
+
+    async def main() -> None:
+        with pytest.raises(CallTimeoutError):
+            await call_bounded(lambda: call_method(release.wait), timeout_s=0.02, name="x")
+
+    asyncio.run(main())
+    release.set()
+    time.sleep(0.02)
+
+
+async def test_a_loop_of_its_own_is_cancelled_even_before_it_runs():
+    ran = threading.Event()
+
+    async def call() -> None:
+        await asyncio.sleep(5)
+        ran.set()
+
+    task = asyncio.create_task(in_thread_loop(call))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.05)
+    assert threading.active_count() < 50
+    assert not ran.is_set()

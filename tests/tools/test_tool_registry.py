@@ -1,0 +1,205 @@
+"""Tool YAML: what is right is loaded, what is wrong is named with file, key and expectation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
+from agentrl.tools import initialize_tools_from_config, load_all_tools
+from agentrl.tools.calculator_tool import CalculatorTool
+from agentrl.tools.gsm8k_tool import Gsm8kTool
+from agentrl.tools.registry import select_tools
+from tests.fakes_tools import FlakyTool
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs/tool_config"
+
+CALCULATOR = "  - class_name: agentrl.tools.calculator_tool.CalculatorTool\n"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tools.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(path: Path, kind: type[AgentRLError] = ConfigError) -> AgentRLError:
+    with pytest.raises(kind) as error:
+        initialize_tools_from_config(path)
+    assert str(error.value.details["file"]) == str(path)
+    return error.value
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_we_ship_loads(path: Path):
+    assert initialize_tools_from_config(path)
+
+
+def test_a_file_written_for_verl_loads_as_ours(tmp_path: Path):
+    text = (CONFIGS / "gsm8k_tool_config.yaml").read_text()
+    text = text.replace("agentrl.tools.", "verl.tools.")
+    [tool] = initialize_tools_from_config(written(tmp_path, text))
+    assert isinstance(tool, Gsm8kTool)
+    assert tool.name == "calc_gsm8k_reward"
+
+
+def test_schema_and_config_may_be_left_out(tmp_path: Path):
+    path = written(tmp_path, f"tools:\n{CALCULATOR}    tool_schema: null\n")
+    [tool] = initialize_tools_from_config(path)
+    assert isinstance(tool, CalculatorTool)
+    assert tool.config == {}
+
+
+def test_the_config_reaches_the_class_whole_and_interpolated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SEARCH_URL", "http://here")
+    config = "    config: {type: native, url: '${oc.env:SEARCH_URL}', k: 1e-3}\n"
+    [tool] = initialize_tools_from_config(written(tmp_path, f"tools:\n{CALCULATOR}{config}"))
+    assert tool.config == {"type": "native", "url": "http://here", "k": 1e-3}
+
+
+def test_a_schema_goes_through_whole(tmp_path: Path):
+    schema = (
+        "    tool_schema: {type: function, x-ours: 1, function: {name: f, strict: true, "
+        "parameters: {type: object, $defs: {n: {type: integer}}, properties: {a: {anyOf: [{$ref: '#/$defs/n'}, "
+        "{type: array, items: {type: string}}], default: [x]}}, additionalProperties: false}}}\n"
+    )
+    [tool] = initialize_tools_from_config(written(tmp_path, f"tools:\n{CALCULATOR}{schema}"))
+    assert tool.tool_schema.to_template() == {
+        "type": "function",
+        "x-ours": 1,
+        "function": {
+            "name": "f",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "$defs": {"n": {"type": "integer"}},
+                "properties": {
+                    "a": {
+                        "anyOf": [
+                            {"$ref": "#/$defs/n"},
+                            {"type": "array", "items": {"type": "string"}},
+                        ],
+                        "default": ["x"],
+                    }
+                },
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    assert "No such file" in str(refused(tmp_path / "nowhere.yaml"))
+
+
+def test_malformed_yaml_names_line_and_column(tmp_path: Path):
+    error = refused(written(tmp_path, "tools:\n  - class_name: a\n   config: [\n"))
+    assert "malformed YAML at line 3, column" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "what"),
+    [
+        ("", None, "no key 'tools'"),
+        ("- a\n", None, "no key 'tools'"),
+        ("tools: 3\n", "tools", "tools is 3"),
+        ("tools: []\ntool: []\n", "tool", "did you mean 'tools'"),
+        ("tools: [3]\n", "tools[0]", "valid dictionary"),
+        ("tools: [{config: {}}]\n", "tools[0].class_name", "Field required"),
+        (f"tools:\n{CALCULATOR}    confg: {{}}\n", "tools[0].confg", "did you mean 'config'"),
+        (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "dictionary"),
+        (f"tools:\n{CALCULATOR}    config: {{type: mcp}}\n", "tools[0].config.type", "not yet"),
+        (f"tools:\n{CALCULATOR}    config: {{type: x}}\n", "tools[0].config.type", "'x'"),
+        (f"tools:\n{CALCULATOR}    mcp: {{a: 1}}\n", "tools[0].mcp", "not yet supported"),
+        (
+            f"tools:\n{CALCULATOR}    config: {{isolation: jail}}\n",
+            "tools[0].config.isolation",
+            "'jail'",
+        ),
+        (
+            f"tools:\n{CALCULATOR}    tool_schema: {{function: {{name: ''}}}}\n",
+            "tools[0].tool_schema.function.name",
+            "at least 1 character",
+        ),
+        (
+            f"tools:\n{CALCULATOR}    tool_schema: {{function: {{name: f, parameters: "
+            "{type: nonsense}}}\n",
+            "tools[0].tool_schema.function.parameters",
+            "not a JSON Schema",
+        ),
+        (f"tools:\n{CALCULATOR}{CALCULATOR}", "tools[1]", "two tools have the name 'calculator'"),
+        ("tools: [{class_name: tests.fakes_tools.BlockingTool, config: {a: '${b}'}}]\n", None, "b"),
+        ("tools: [{class_name: agentrl.tools.BaseTool}]\n", "tools[0]", "has no schema"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, text: str, key: str | None, what: str):
+    error = refused(written(tmp_path, text))
+    assert what in str(error)
+    assert error.details.get("key") == key
+    assert key is None or error.details["expected"]
+
+
+@pytest.mark.parametrize(
+    ("class_path", "what"),
+    [
+        ("nowhere.Tool", "ModuleNotFoundError"),
+        ("agentrl.tools.Nothing", "has no 'Nothing'"),
+        ("Tool", "no path to a Python object"),
+        ("pathlib.Path", "not a BaseTool"),
+        ("agentrl.tools.function_tool.function_tool", "not a BaseTool"),
+    ],
+)
+def test_a_class_path_that_is_no_tool_is_refused_before_anything_is_built(
+    tmp_path: Path, class_path: str, what: str
+):
+    bomb = "tests.tools.test_tool_registry.Bomb"
+    text = f"tools:\n  - class_name: {bomb}\n  - class_name: {class_path}\n"
+    error = refused(written(tmp_path, text), PluginError)
+    assert what in str(error)
+    assert error.details["key"] == "tools[1].class_name"
+
+
+class Bomb(FlakyTool):
+    def __init__(self, *_: object) -> None:
+        raise AssertionError("built before every class was checked")
+
+
+def test_names_of_yaml_and_function_tools_may_not_collide(tmp_path: Path):
+    source = tmp_path / "functions.py"
+    source.write_text(
+        "from agentrl.tools import function_tool\n"
+        "@function_tool\ndef calculator(expression: str) -> str: return ''\n"
+    )
+    with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
+        load_all_tools(CONFIGS / "calculator_tool_config.yaml", source)
+    assert len(load_all_tools(None, source)) == 1
+    assert load_all_tools() == []
+
+
+def test_a_row_has_every_tool_unless_it_selects():
+    tools = [FlakyTool("a"), FlakyTool("b"), FlakyTool("c")]
+    names = [tool.name for tool in select_tools(tools, tools_kwargs={"a": {}})]
+    assert names == ["a", "b", "c"]
+    assert [t.name for t in select_tools(tools, tool_selection=["c", "a"])] == ["c", "a"]
+    assert select_tools(tools, tool_selection=[]) == []
+
+
+def test_a_tool_that_only_the_data_knows_is_named():
+    with pytest.raises(DataError, match="tool_selection names the tool 'x'"):
+        select_tools([FlakyTool("a")], tool_selection=["x"])
+    with pytest.raises(DataError, match="tools_kwargs names the tool 'x'"):
+        select_tools([FlakyTool("a")], tools_kwargs={"x": {}, "a": {}})
+    assert select_tools([FlakyTool("a")], tools_kwargs={"x": None})
+
+
+def test_the_doors_load_nothing_heavy():
+    code = (
+        "import sys, agentrl.tools, agentrl.interactions; "
+        "print([m for m in ('torch', 'transformers', 'ray', 'sglang', 'multiprocessing.forkserver')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

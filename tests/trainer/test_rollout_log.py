@@ -1,0 +1,171 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import DataError
+from agentrl.rollout.states import StopReason
+from agentrl.trainer.rollout_log import (
+    TrajectorySummary,
+    read_rollouts,
+    read_trajectories,
+    rollout_path,
+    save_rollouts,
+)
+from tests.fakes_seeing import finished_requests, tool_story
+
+
+def dump(request):
+    return request.model_dump(mode="json")
+
+
+def test_files_are_named_by_step(tmp_path):
+    assert rollout_path(tmp_path, 10).name == "step_000010.jsonl"
+    assert rollout_path(tmp_path, 10, "val").name == "val_000010.jsonl"
+
+
+def test_a_line_is_complete_and_says_what_follows_from_it(tmp_path):
+    path = rollout_path(tmp_path / "rollouts", 7)
+    assert save_rollouts(path, [tool_story(reward=1.0), tool_story()], step=7) == 2
+    line = json.loads(path.read_text().splitlines()[0])
+    assert (line["version"], line["step"]) == (1, 7)
+    assert line["summary"] == {
+        "num_turns": 3,
+        "num_assistant_turns": 2,
+        "num_user_turns": 0,
+        "num_tool_calls": 1,
+        "num_prompt_tokens": 6,
+        "num_response_tokens": 12,
+        "num_trained_tokens": 9,
+        "mask_ones_ratio": 0.75,
+        "reward_index": 11,
+    }
+    assert line["request"]["reward"] == 1.0
+    assert [turn["role"] for turn in line["request"]["turns"]] == ["assistant", "tool", "assistant"]
+    assert line["request"]["turns"][0]["calls"][0]["seconds"] == 0.5
+
+
+@settings(max_examples=60)
+@given(st.lists(finished_requests(), max_size=3))
+def test_what_is_read_is_what_was_saved(tmp_path_factory, requests):
+    path = tmp_path_factory.mktemp("r") / "step.jsonl"
+    save_rollouts(path, requests, step=1)
+    back = list(read_rollouts(path))
+    assert [dump(request) for request in back] == [dump(request) for request in requests]
+    for saved, request in zip(back, requests, strict=True):
+        assert saved.rollout_log_probs == request.rollout_log_probs
+        assert saved.turns == request.turns
+        assert (saved.state, saved.stop_reason, saved.error) == (
+            request.state,
+            request.stop_reason,
+            request.error,
+        )
+
+
+def test_the_reward_sits_on_the_last_trained_token():
+    request = tool_story()
+    request.exclude_turn(2, "malformed")
+    assert TrajectorySummary.of(request).reward_index == 3
+    assert TrajectorySummary.of(tool_story(StopReason.FAILED)).reward_index is None
+
+
+def test_what_json_cannot_hold_is_written_as_the_nearest(tmp_path):
+    request = tool_story(columns={"image": b"\xff", "lone": "\ud800", "array": np.arange(2)})
+    request.turns[0].calls[0].metrics = {"score": np.float32(0.5), "nan": math.nan}
+    path = tmp_path / "a.jsonl"
+    save_rollouts(path, [request], step=1)
+    (back,) = read_rollouts(path)
+    assert back.columns == {"image": "_w==", "lone": "\ud800", "array": [0, 1]}
+    assert back.turns[0].calls[0].metrics == {"score": 0.5, "nan": None}
+
+
+def test_other_scripts_are_readable_in_the_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    save_rollouts(path, [tool_story(prompt="你好")], step=1)
+    assert "你好" in path.read_text(encoding="utf-8")
+
+
+def test_writing_streams_and_appears_whole(tmp_path):
+    path = tmp_path / "step.jsonl"
+    save_rollouts(path, [tool_story()], step=1)
+    before = path.read_bytes()
+
+    def requests():
+        yield tool_story()
+        assert path.read_bytes() == before, "the earlier file stands until the new one is whole"
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        save_rollouts(path, requests(), step=1)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reading_streams(tmp_path):
+    path = tmp_path / "step.jsonl"
+    save_rollouts(path, [tool_story()], step=1)
+    path.write_bytes(path.read_bytes() + b"{torn")
+    rollouts = read_rollouts(path)
+    assert next(rollouts).num_response_tokens == 12
+    with pytest.raises(DataError) as caught:
+        next(rollouts)
+    assert (caught.value.file, caught.value.row) == (path, 2)
+
+
+def damage(line, place, value):
+    *way, last = place.split(".")
+    inner = line
+    for key in way:
+        inner = inner[key]
+    inner[last] = value
+    return line
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("version", 2, "version 2, not 1"),
+        ("request.version", 99, "version 99, not 1"),
+        ("request.loss_mask", [1], "different lengths"),
+        ("request.turns", [], "do not cover"),
+        ("request.state", "dreaming", "dreaming"),
+        ("request.invented", 1, "invented"),
+        ("summary.reward_index", 3, "another request"),
+        ("request", None, "request"),
+    ],
+)
+def test_a_line_of_another_version_or_damaged_is_named(tmp_path, place, value, said):
+    path = tmp_path / "step.jsonl"
+    save_rollouts(path, [tool_story()], step=1)
+    path.write_text(json.dumps(damage(json.loads(path.read_text()), place, value)) + "\n")
+    with pytest.raises(DataError, match=said) as caught:
+        list(read_trajectories(path))
+    assert caught.value.row == 1
+
+
+@pytest.mark.parametrize("missing", ["request", "summary", "version", "request.turns"])
+def test_a_line_with_something_missing_is_named(tmp_path, missing):
+    path = tmp_path / "step.jsonl"
+    save_rollouts(path, [tool_story()], step=1)
+    line = json.loads(path.read_text())
+    *way, last = missing.split(".")
+    del (line[way[0]] if way else line)[last]
+    path.write_text(json.dumps(line))
+    with pytest.raises(DataError, match=last):
+        list(read_rollouts(path))
+
+
+@pytest.mark.parametrize("text", [b"[]\n", b"\xff\xfe\n", b"\n", b"7\n"])
+def test_lines_that_are_no_trajectory_are_named(tmp_path, text):
+    path = tmp_path / "step.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(DataError):
+        list(read_rollouts(path))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        list(read_rollouts(tmp_path / "nowhere.jsonl"))

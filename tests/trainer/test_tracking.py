@@ -1,0 +1,248 @@
+import errno
+import io
+import json
+import math
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agentrl.config.schema import TrainerConfig
+from agentrl.errors import DataError, MissingExtraError
+from agentrl.trainer.atomic import written_whole
+from agentrl.trainer.tracking import (
+    ConsoleSink,
+    JsonlSink,
+    RunProgress,
+    TensorBoardSink,
+    Tracker,
+    open_tracker,
+    read_metrics,
+)
+
+STEP = {
+    "rollout/reward/mean": 0.125,
+    "response_length/mean": 45.25,
+    "num_turns/mean": 3.5,
+    "actor/ppo_kl": 0.00123,
+    "actor/pg_clipfrac": 0.01,
+    "actor/grad_norm": 0.532,
+    "timing_s/step": 1.5,
+}
+
+
+def log_console(lines, *, terminal=False):
+    out = io.StringIO()
+    sink = ConsoleSink(Console(file=out, width=80, force_terminal=terminal))
+    for step, metrics in lines:
+        sink.log(step, metrics)
+    return out.getvalue().splitlines()
+
+
+def steps_of(path):
+    return [line.step for line in read_metrics(path)]
+
+
+# JSONL.
+
+
+def test_one_flat_line_a_step_is_there_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log(1, {"actor/pg_loss": 0.1})
+    sink.log(2, {"actor/pg_loss": 0.2, "val/a/success": 1})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    sink.close()
+    assert lines == [
+        {"step": 1, "actor/pg_loss": 0.1},
+        {"step": 2, "actor/pg_loss": 0.2, "val/a/success": 1.0},
+    ]
+
+
+@given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "step"), st.floats(), max_size=4))
+def test_every_line_is_valid_json_and_reads_back(tmp_path_factory, metrics):
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log(3, metrics)
+    sink.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (line,) = read_metrics(path)
+    for name, value in metrics.items():
+        same = (
+            line.metrics[name] == value if math.isfinite(value) else math.isnan(line.metrics[name])
+        )
+        assert same
+
+
+def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"step": 0, "a": 0.1}\n{"step": 1, "a": null}\n{"step": 2, "a": 0.30000000000000004}\n'
+    path.write_text(whole + '{"step": 3, "a": 4}\n{"step": 4, "a"')
+    sink = JsonlSink(path, resumed_step=2)
+    assert path.read_text() == whole, "what is kept is kept verbatim"
+    sink.log(3, {"a": 5.0})
+    sink.close()
+    assert steps_of(path) == [0, 1, 2, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resume_without_a_file_begins_one(tmp_path):
+    JsonlSink(tmp_path / "metrics.jsonl", resumed_step=5).close()
+    assert steps_of(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_fresh_run_moves_earlier_metrics_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        sink = JsonlSink(path)
+        sink.log(step, {})
+        sink.close()
+    kept = [steps_of(tmp_path / name) for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
+    assert kept == [[1], [2]]
+    assert steps_of(path) == [3]
+
+
+@pytest.mark.parametrize("line", ["{]", "[1]", '{"a": 1}', '{"step": 1, "a": "x"}', "\udcff"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(DataError) as caught:
+        list(read_metrics(path))
+    assert (caught.value.file, caught.value.row) == (path, 2)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    class FullDisk(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.close()
+    sink._file = FullDisk()
+    with pytest.raises(OSError, match=r"No space left on device.*metrics\.jsonl") as caught:
+        sink.log(1, {})
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(OSError, match="run"):
+        JsonlSink(tmp_path / "run" / "metrics.jsonl")
+
+
+# Files that are whole or absent.
+
+
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "a" / "x"
+    with written_whole(path) as draft:
+        draft.write_text("first")
+    with pytest.raises(ZeroDivisionError), written_whole(path) as draft:
+        draft.write_text(f"sec{1 // 0}" if draft.write_text("sec") else "")
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+# The console.
+
+
+def test_console_shows_what_matters_within_eighty_columns():
+    lines = log_console([(0, {"val/unseen/success": 0.25}), (12, STEP | {"val/a/success": 0.5})])
+    assert all(len(line) <= 80 for line in lines)
+    assert " ".join(lines[0].split()) == "step reward val length turns kl clip grad seconds"
+    assert lines[1].split() == ["0", "-", "0.250", "-", "-", "-", "-", "-", "-"]
+    assert " ".join(lines[2].split()) == "12 0.125 0.500 45.2 3.50 1.2e-03 0.010 0.532 1.50"
+
+
+def test_console_columns_stand_under_their_titles():
+    header, line = log_console([(1, STEP | {"val/a/success": 0.5})])
+    ends = [len(header[: header.index(title)]) + len(title) for title in header.split()]
+    assert all(line[end - 1] != " " and line[end : end + 1] in ("", " ") for end in ends)
+
+
+def test_console_names_every_validation_set_where_there_are_several():
+    lines = log_console([(1, {"val/[a]/success": 0.5, "val/b/c/success": 0.25})])
+    assert lines[2].strip() == "validation: [a] 0.500, b/c 0.250"
+
+
+def test_console_repeats_its_heading_and_shows_nan():
+    lines = log_console([(step, STEP | {"actor/grad_norm": math.nan}) for step in range(26)])
+    assert sum(line.split()[0] == "step" for line in lines) == 2
+    assert lines[1].split()[-2] == "nan"
+
+
+def test_a_log_file_gets_no_escape_codes_and_a_terminal_does():
+    assert not any("\x1b" in line for line in log_console([(1, STEP)]))
+    assert any("\x1b" in line for line in log_console([(1, STEP)], terminal=True))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_drawn_on_terminals_only(terminal):
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=terminal)
+    threads = threading.active_count()
+    with RunProgress(console) as progress, progress.task("train [1]", total=3) as advance:
+        ConsoleSink(console).log(1, STEP)
+        with progress.task("gen", total=8) as advance_inner:
+            advance_inner(8)
+        advance(2)
+        assert (threading.active_count() > threads) == terminal, "nothing draws into a log file"
+    assert ("train [1]" in out.getvalue()) == terminal
+    assert "0.125" in out.getvalue()
+
+
+# Sinks together.
+
+
+def test_open_tracker_opens_what_the_run_file_names(tmp_path):
+    out = io.StringIO()
+    config = TrainerConfig(default_local_dir=tmp_path, logger=["console", "jsonl", "jsonl"])
+    with open_tracker(config, resumed_step=None, console=Console(file=out)) as tracker:
+        tracker.log(1, STEP)
+    assert "0.125" in out.getvalue()
+    assert steps_of(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_a_tracker_hands_each_step_to_every_sink_and_closes_them():
+    class Sink:
+        def __init__(self):
+            self.seen = []
+
+        def log(self, step, metrics):
+            self.seen.append((step, dict(metrics)))
+
+        def close(self):
+            self.seen.append("closed")
+
+    sinks = [Sink(), Sink()]
+    with Tracker(sinks) as tracker:
+        tracker.log(4, {"a": 1.0})
+    assert [sink.seen for sink in sinks] == [[(4, {"a": 1.0}), "closed"]] * 2
+
+
+def test_tensorboard_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"pip install agentrl\[tensorboard\]"):
+        TensorBoardSink(tmp_path)
+
+
+def test_tensorboard_gets_scalars_and_forgets_later_steps_on_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, resumed in ((1, None), (3, 2)):
+        sink = TensorBoardSink(tmp_path, resumed_step=resumed)
+        for step in range(start, start + 3):
+            sink.log(step, {"critic/rewards/mean": step + start / 10})
+        sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = [(e.step, round(e.value, 3)) for e in events.Scalars("critic/rewards/mean")]
+    assert scalars == [(1, 1.1), (2, 2.1), (3, 3.3), (4, 4.3), (5, 5.3)]
