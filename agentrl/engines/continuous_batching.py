@@ -1,20 +1,20 @@
-"""The one file that knows the inside of transformers' continuous batching.
+"""What the engine takes from transformers' continuous batching, and what it replaces.
 
 The library's scheduler decides which sequences run, its cache holds their keys and values page by
-page, shares prefixes and makes room when it is full. This file puts four things of its own in
+page, shares prefixes and makes room when it is full. This file puts three things of its own in
 their places:
 
 - `TrackedState`: a request whose end the engine decides (stop strings, budgets);
 - `RowSampler`: temperature, top-k and top-p for each row, and log-probabilities over the whole
   vocabulary, which the library's own sampling does not return;
-- `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`);
-- `CacheAccess`: the differences between releases in how the cache numbers its pages.
+- `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`).
 
-Where another attention than ours was asked for, the library's own inputs are kept.
+Where another attention than ours was asked for, the library's own inputs are kept. This file and
+`cache_access.py` are all that know the inside of the library.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,12 +35,10 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from agentrl.engines.cache_access import CacheAccess
 from agentrl.engines.calls import Call
 from agentrl.engines.paged_attention import (
     ATTENTION_NAME,
-    LayerPages,
-    PagedBatch,
-    PageGeometry,
     Span,
     plan_batch,
 )
@@ -221,14 +219,12 @@ class PagedInputs:
     use_block_table = False
     pad_inputs = False
 
-    def __init__(self, cache: "CacheAccess", sampler: RowSampler, device: torch.device) -> None:
+    def __init__(self, cache: CacheAccess, sampler: RowSampler, device: torch.device) -> None:
         self._cache = cache
         self._sampler = sampler
         self._device = device
         self._requests: list[FutureRequestState] = []
-        self._input_ids: list[int] = []
-        self._last_rows: list[int] = []
-        self._batch: PagedBatch | None = None
+        self._model_kwargs: dict[str, Any] = {}
         self._sampled = NOTHING_SAMPLED
 
     def maybe_pad_inputs(
@@ -259,20 +255,20 @@ class PagedInputs:
             input_ids += state.tokens_to_process
             if future.has_new_token:
                 last_rows.append(len(input_ids) - 1)
-        self._requests, self._input_ids, self._last_rows = requests_in_batch, input_ids, last_rows
-        self._batch = plan_batch(spans, self._cache.geometry, device=self._device)
+        batch = plan_batch(spans, self._cache.geometry, device=self._device)
+        self._requests = requests_in_batch
+        self._model_kwargs = {
+            "input_ids": torch.tensor([input_ids], device=self._device),
+            "position_ids": batch.positions.unsqueeze(0),
+            "paged_batch": batch,
+            "use_cache": False,
+            "logits_to_keep": torch.tensor(last_rows, dtype=torch.int64, device=self._device),
+        }
         logits_processors.prepare_tensor_args(requests_in_batch, torch.empty(0))
 
     def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
         """The forward pass's arguments."""
-        assert self._batch is not None  # noqa: S101 - the library prepares before it runs
-        return {
-            "input_ids": torch.tensor([self._input_ids], device=self._device),
-            "position_ids": self._batch.positions.unsqueeze(0),
-            "paged_batch": self._batch,
-            "use_cache": False,
-            "logits_to_keep": torch.tensor(self._last_rows, dtype=torch.int64, device=self._device),
-        }
+        return self._model_kwargs
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
         """Run the model and sample."""
@@ -289,81 +285,7 @@ class PagedInputs:
 
     def reset(self) -> None:
         """Forget the last batch."""
-        self._requests, self._batch, self._sampled = [], None, NOTHING_SAMPLED
-
-
-class CacheAccess:
-    """Reads the library's cache: page tables, page numbering, memory; clears it.
-
-    From 5.18 on all layers share one tensor in which a page id is a block of pages; before, each
-    layer has its own tensor and a page id is a page.
-    """
-
-    def __init__(self, cache: Any, page_size: int) -> None:
-        self._cache = cache
-        self._page_size = page_size
-        self._layers: dict[int, LayerPages] = {}
-        self._has_allocators = hasattr(cache, "cache_allocators")
-
-    @property
-    def is_born_zero(self) -> bool:
-        """Whether the library allocates zeros; `erase` would make the system back all of them."""
-        return self._has_allocators
-
-    @property
-    def _allocator(self) -> Any:
-        if self._has_allocators:
-            return next(iter(self._cache.cache_allocators.values()))
-        return self._cache.group_cache_managers[0]
-
-    @property
-    def page_tables(self) -> dict[str, list[int]]:
-        """Page ids of each sequence in the cache."""
-        return self._allocator.block_table
-
-    @property
-    def geometry(self) -> PageGeometry:
-        """How page ids are laid out in memory."""
-        return PageGeometry(self._page_size, self._rows_per_page_id, self._layer_pages)
-
-    @property
-    def _rows_per_page_id(self) -> int:
-        if self._has_allocators:
-            return self._allocator.block_physical_stride // self._page_size
-        return 1
-
-    def _layer_pages(self, layer: int) -> LayerPages:
-        if layer not in self._layers:
-            self._layers[layer] = self._view_layer(layer)
-        return self._layers[layer]
-
-    def _view_layer(self, layer: int) -> LayerPages:
-        if self._has_allocators:
-            slots = self._allocator._kv_token_views[layer]
-        else:
-            _, place = self._cache.layer_index_to_group_indices[layer]
-            slots = (self._cache.key_cache[place], self._cache.value_cache[place])
-        keys, values = (view.flatten(1) for view in slots)
-        pages = (view.view(-1, self._page_size * view.shape[1]) for view in (keys, values))
-        return LayerPages(keys, values, *pages)
-
-    def clear(self) -> None:
-        """Forget every cached prefix; no sequence may hold pages."""
-        if self._has_allocators:
-            self._cache.reset()
-        else:
-            manager = self._cache._block_manager
-            self._cache._block_manager = type(manager)(
-                manager.num_blocks, manager.block_size, tp_on=manager.tp_on
-            )
-
-    def erase(self) -> None:
-        """Set the memory to zero: what is masked is still multiplied, by zero, which NaN survives."""
-        if self._has_allocators:
-            self._cache.cache_tensor.zero_()
-        else:
-            for tensor in (*self._cache.key_cache, *self._cache.value_cache):
-                tensor.zero_()
+        self._requests, self._model_kwargs, self._sampled = [], {}, NOTHING_SAMPLED
 
 
 class _Manager(ContinuousBatchingManager):

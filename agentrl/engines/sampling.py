@@ -49,7 +49,7 @@ class SamplingRows:
         """Lay the rows' parameters out as tensors on `device`."""
         params = [draw.sampling for draw in draws]
 
-        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device).unsqueeze(1)
 
         greedy = [p.temperature == 0 for p in params]

@@ -5,7 +5,7 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, VersionSpan
 from agentrl.engines.stopping import StopCheck
@@ -20,11 +20,11 @@ DEFAULT_LOG_PROB = -1.0
 class TextCodec(Protocol):
     """The two methods of a tokenizer that a script needs."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         """Text to ids."""
         ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> Any:
         """Ids to text."""
         ...
 
@@ -224,7 +224,7 @@ class ScriptedEngine:
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             raise EngineError("stop strings need the engine's tokenizer")
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def _read_from(answers: Sequence[Answer]) -> Script:

@@ -96,12 +96,10 @@ class SharedWeights:
 
     def _share(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """Bind one of the trainer's parameters; False: it is a shard, and memory was set aside."""
-        device = parameter.device
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh.size() > 1:
-                self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=device))
-                self._owned.add(self._groups[name][0])
-                return False
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+            self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=parameter.device))
+            self._owned.add(self._groups[name][0])
+            return False
         whole = _whole(name, parameter)
         if whole.dtype != dtype:
             self._owned.add(self._groups[name][0])

@@ -62,7 +62,8 @@ class TransformersEngine:
 
     Example:
         >>> engine = TransformersEngine.from_model(model, tokenizer=tokenizer)
-        >>> completion = await engine.generate(ids, SamplingParams(max_new_tokens=8), request_id="0")
+        >>> sampling = SamplingParams(max_new_tokens=8)
+        >>> completion = await engine.generate(ids, sampling, request_id="0")
     """
 
     max_model_len: int
@@ -175,7 +176,7 @@ class TransformersEngine:
             self._worker.forget_prefixes()
 
     async def sleep(self) -> None:
-        """Free the cache's memory. Running calls wait for `wake` and then start their cache anew."""
+        """Free the cache's memory. Running calls wait for `wake` and compute it anew."""
         if not self._is_asleep:
             self._worker.pause()
             self._is_asleep = True

@@ -6,6 +6,7 @@ and turned into a row of tensors by `agentrl.collate`. Everything that can be de
 
 import uuid
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import (
@@ -441,6 +442,11 @@ class AsyncRolloutRequest(Record):
     def num_user_turns(self) -> int:
         """Replies of the interaction so far."""
         return sum(turn.role == "user" for turn in self._turns)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns as verl counts them: the prompt is one, and so are all results of one completion."""
+        return 1 + sum(1 for _ in groupby(turn.role for turn in self._turns))
 
     @property
     def num_tool_calls(self) -> int:

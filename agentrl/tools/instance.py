@@ -185,14 +185,13 @@ class ToolInstance:
             raise self._failure("calc_reward", error) from error
 
     async def release(self) -> ToolLifeError | None:
-        """Release what was created, or whose creation was begun; a second call does nothing.
+        """Release what was created, or whose creation was begun. Called once.
 
         Returns:
             What went wrong; None where nothing did.
         """
         try:
             if self._must_release:
-                self._must_release = False
                 await self._run("release", self._instance_id, **self._kwargs.release_kwargs)
         except Exception as error:  # noqa: BLE001 - law 6: a release disturbs nobody
             return self._failure("release", error)

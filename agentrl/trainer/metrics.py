@@ -40,8 +40,7 @@ def rollout_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
     """Describe what a rollout did: lengths, turns, tool calls, ends, failures.
 
     Every request counts, failed ones too: they cost their tokens. Only `rollout/reward` leaves out
-    those that are not in their group's baseline. `num_turns` counts as verl does, the prompt
-    included.
+    those that are not in their group's baseline.
     """
     if not requests:
         return {}
@@ -70,7 +69,7 @@ def _turn_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
     sampled = [turn for request in requests for turn in request.turns if turn.role == "assistant"]
     tokens = [turn.num_tokens for turn in sampled]
     return {
-        **_spread("num_turns", [len(r.turns) + 1 for r in requests]),
+        **_spread("num_turns", [r.num_turns for r in requests]),
         **_spread("rollout/assistant_turns", [r.num_assistant_turns for r in requests]),
         **_spread("rollout/user_turns", [r.num_user_turns for r in requests]),
         **_spread("rollout/tokens_per_turn", tokens),
@@ -191,19 +190,20 @@ def _calls(requests: Sequence[AsyncRolloutRequest]) -> Iterator[CallRecord]:
 def batch_metrics(data: DataProto) -> Metrics:
     """Describe a batch's rewards, credit, and how far trainer and engine disagree.
 
-    Rows whose `stop_reason` leaves the group's baseline are out of scores and rewards. Of tokens
-    only those with `response_mask` 1 count. Figures whose tensors are not there are left out.
+    Rows that are not in their group's baseline are out of scores and rewards. Of tokens only those
+    with `response_mask` 1 count. Figures whose tensors are not there are left out.
 
     Args:
         data: `response_mask` and, where there are, `token_level_scores`, `token_level_rewards`,
-            `advantages`, `returns`, `old_log_probs`, `rollout_log_probs`, all `[B, T]`; `uid` and
-            `stop_reason` for each row.
+            `advantages`, `returns`, `old_log_probs`, `rollout_log_probs`, all `[B, T]`;
+            `in_baseline` `[B]` (without it every row counts); `uid` for each row.
     """
     if data.batch is None or len(data) == 0:
         return {}
     tensors = cast("Mapping[str, torch.Tensor]", dict(data.batch.items()))
     trained = tensors["response_mask"].bool()
-    metrics = _reward_metrics(tensors, _rows_in_baseline(data))
+    scored = tensors.get("in_baseline", torch.ones(len(data))).bool()
+    metrics = _reward_metrics(tensors, scored)
     for key in ("advantages", "returns", "values"):
         if key in tensors:
             metrics |= _tensor_spread(f"critic/{key}", tensors[key][trained])
@@ -212,14 +212,6 @@ def batch_metrics(data: DataProto) -> Metrics:
         has_signal = ((tensors["advantages"] != 0) & trained).any(dim=-1)
         metrics |= _signal_metrics(data.non_tensor_batch["uid"], has_signal.tolist())
     return metrics
-
-
-def _rows_in_baseline(data: DataProto) -> torch.Tensor:
-    """`[B]` bool: rows that their group's statistics count; all, where ends are not recorded."""
-    reasons = data.non_tensor_batch.get("stop_reason")
-    if reasons is None:
-        return torch.ones(len(data), dtype=torch.bool)
-    return torch.tensor([ENDS[StopReason(reason)].in_baseline for reason in reasons])
 
 
 def _reward_metrics(tensors: Mapping[str, torch.Tensor], scored: torch.Tensor) -> Metrics:

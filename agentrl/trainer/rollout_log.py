@@ -1,7 +1,7 @@
 """Rollouts on disk: one JSON line for each trajectory, complete, versioned, read back exactly.
 
     rollouts/step_000010.jsonl    training rollouts of step 10
-    rollouts/val_000010.jsonl     validation rollouts after step 10
+    rollouts/val_000010.jsonl     validation rollouts after step 10 (`val_<set>_...` by set)
 
 A line holds the whole request and a summary of what can be derived from it:
 
@@ -32,7 +32,7 @@ class TrajectorySummary(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_turns: int
-    """Completions, tool results and replies."""
+    """Counted as the request does, the prompt included."""
     num_assistant_turns: int
     num_user_turns: int
     num_tool_calls: int
@@ -51,7 +51,7 @@ class TrajectorySummary(BaseModel):
         mask = request.loss_mask if request.is_trained else [0] * request.num_response_tokens
         trained = [index for index, is_trained in enumerate(mask) if is_trained]
         return cls(
-            num_turns=len(request.turns),
+            num_turns=request.num_turns,
             num_assistant_turns=request.num_assistant_turns,
             num_user_turns=request.num_user_turns,
             num_tool_calls=request.num_tool_calls,
@@ -97,7 +97,7 @@ class SavedTrajectory(BaseModel):
 
 
 def rollout_path(folder: Path, step: int, kind: str = "step") -> Path:
-    """Name the file of one step's rollouts; `kind` is `step` (training) or `val`.
+    """Name the file of one step's rollouts; `kind` is `step` (training), `val` or `val_<set>`.
 
     Example:
         >>> rollout_path(Path("rollouts"), 10, "val").as_posix()

@@ -6,7 +6,7 @@ engine.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -34,6 +34,10 @@ class EngineCase:
     decode: Callable[[Sequence[int]], str]
     """How the engine reads tokens when it looks for stop strings."""
 
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What `update_weights` gets."""
+        return []
+
 
 @dataclass
 class ModelCase(EngineCase):
@@ -43,9 +47,12 @@ class ModelCase(EngineCase):
     """A plain module with the engine's weights; after a change, `update_weights` gets its
     parameters."""
 
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.model.named_parameters()
+
     async def sync(self, version: int) -> None:
         """Give the engine the model's weights."""
-        await self.engine.update_weights(self.model.named_parameters(), version=version)
+        await self.engine.update_weights(self.weights(), version=version)
 
 
 def covers(completion: Completion) -> bool:
@@ -147,7 +154,7 @@ class ProtocolConformance:
     async def test_version_is_recorded(self, engine_case: EngineCase):
         engine = engine_case.engine
         before = await engine.generate(PROMPT, greedy(), request_id="a")
-        await engine.update_weights(self.weights(engine_case), version=7)
+        await engine.update_weights(engine_case.weights(), version=7)
         after = await engine.generate(PROMPT, greedy(), request_id="a")
         assert before.weight_versions == (VersionSpan(0, 0, len(before.token_ids)),)
         assert after.weight_versions == (VersionSpan(7, 0, len(after.token_ids)),)
@@ -170,16 +177,9 @@ class ProtocolConformance:
         with pytest.raises(EngineError, match="closed"):
             await engine.generate(PROMPT, greedy(), request_id="b")
 
-    def weights(self, engine_case: EngineCase) -> list[tuple[str, torch.Tensor]]:
-        """What `update_weights` gets."""
-        return []
-
 
 class ModelConformance(ProtocolConformance):
     """What holds for every engine that samples from a model."""
-
-    def weights(self, engine_case: ModelCase) -> list[tuple[str, torch.Tensor]]:
-        return list(engine_case.model.named_parameters())
 
     async def test_greedy_is_the_argmax_of_a_plain_forward(self, engine_case: ModelCase):
         completion = await engine_case.engine.generate(PROMPT, greedy(), request_id="a")

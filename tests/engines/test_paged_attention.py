@@ -105,7 +105,7 @@ def test_short_and_long_sequences_are_not_padded_to_each_other():
 
 
 def test_unsupported_attention_is_refused():
-    layer, geometry = make_cache(1)
+    _, geometry = make_cache(1)
     batch = plan_batch([Span(0, 1, [0])], geometry, device=CPU)
     q = torch.randn(1, HEADS, 1, DIM)
     k = torch.randn(1, KEY_HEADS, 1, DIM)

@@ -53,9 +53,13 @@ def check(
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+def sampled(engine: TransformersEngine) -> list[list[int]]:
+    return [call.token_ids for call in engine._worker._running.values()]
+
+
 async def num_sampled(engine: TransformersEngine, more_than: int) -> None:
     """Wait until the running calls have sampled more than so many tokens."""
-    while sum(len(call.token_ids) for call in engine._worker._running.values()) <= more_than:
+    while sum(map(len, sampled(engine))) <= more_than:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(0.001)
 
 
@@ -68,7 +72,7 @@ async def start(engine: TransformersEngine) -> asyncio.Task[Completion]:
 
 async def finish(engine: TransformersEngine, task: asyncio.Task[Completion]) -> Completion:
     """Let it sample some more, and end it."""
-    await num_sampled(engine, sum(len(c.token_ids) for c in engine._worker._running.values()) + 3)
+    await num_sampled(engine, sum(map(len, sampled(engine))) + 3)
     await engine.abort("endless")
     return await task
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +64,11 @@ def test_an_unknown_tool_is_answered_with_those_there_are():
     assert objection("boook", seats=1) == "there is no tool 'boook'; the tools are: book"
 
 
-def test_a_schema_never_reaches_for_the_network():
-    remote = schema("remote", x={"$ref": "http://127.0.0.1:9/schema.json"})
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_schema_fetches_nothing_from_outside_itself(tmp_path: Path):
+    outside = tmp_path / "schema.json"
+    outside.write_text('{"type": "integer"}')
+    remote = schema("remote", x={"$ref": outside.as_uri()})
     checked = check_calls(ParsedTurn("", [ParsedCall("remote", {"x": 1})]), [remote])
     assert "cannot be checked" in checked.malformed[0].reason
 

@@ -146,9 +146,9 @@ def batch(**tensors: list) -> DataProto:
     mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
     columns = {
         "uid": ["a", "a", "b", "b"],
-        "stop_reason": ["answered", "answered", "max_user_turns", "failed"],
     }
     named = {key: torch.tensor(rows) for key, rows in tensors.items()}
+    named["in_baseline"] = torch.tensor([True, True, True, False])
     return DataProto.from_dict({"response_mask": mask} | named, columns)
 
 
@@ -189,8 +189,8 @@ def test_a_batch_that_trains_on_nothing_gives_no_nan():
     zeros = torch.zeros(2, 3)
     keys = ("response_mask", "advantages", "returns", "old_log_probs", "rollout_log_probs",
             "token_level_scores")  # fmt: skip
-    columns = {"uid": ["a", "b"], "stop_reason": ["failed", "failed"]}
-    metrics = batch_metrics(DataProto.from_dict(dict.fromkeys(keys, zeros), columns))
+    tensors = dict.fromkeys(keys, zeros) | {"in_baseline": torch.zeros(2, dtype=torch.bool)}
+    metrics = batch_metrics(DataProto.from_dict(tensors, {"uid": ["a", "b"]}))
     assert metrics == {"algorithm/zero_signal_groups_frac": 1.0}
 
 

@@ -33,7 +33,7 @@ def test_a_line_is_complete_and_says_what_follows_from_it(tmp_path):
     line = json.loads(path.read_text().splitlines()[0])
     assert (line["version"], line["step"]) == (1, 7)
     assert line["summary"] == {
-        "num_turns": 3,
+        "num_turns": 4,
         "num_assistant_turns": 2,
         "num_user_turns": 0,
         "num_tool_calls": 1,

@@ -1,0 +1,247 @@
+"""Law 3: text from outside stays text, in every position of every template."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import TemplateError
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.templates import ChatTemplate, Treatment
+from tests.fakes_templates import (
+    NAMES,
+    assistant,
+    call,
+    control_tokens,
+    load_report,
+    load_template,
+    load_tokenizer,
+    make_template,
+    schema,
+    system,
+    tool,
+    user,
+)
+
+Placed = tuple[list[Message], list[OpenAIFunctionToolSchema]]
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place of outside text in a prompt."""
+
+    name: str
+    place: Callable[[str], Placed]
+    reported_as: str = ""
+
+
+def _with_extra(text: str) -> Message:
+    fields = {"role": "user", "content": "Hi", "note": text, "nested": {"deep": [text, {text: 1}]}}
+    return Message.model_validate(fields)
+
+
+POSITIONS = [
+    Position("system", lambda t: ([system(t), user("Hi")], []), "system"),
+    Position("user", lambda t: ([user(t)], []), "user"),
+    Position("tool", lambda t: ([user("Hi"), assistant("", call()), tool(t)], [schema()]), "tool"),
+    Position("tool name", lambda t: ([user("Hi"), assistant("", call(t)), tool("4", 0, t)], [])),
+    Position("argument", lambda t: ([user("Hi"), assistant("", call(q=t)), user("?")], [])),
+    Position(
+        "argument name", lambda t: ([user("Hi"), assistant("", call(**{t: 1})), user("?")], [])
+    ),
+    Position("description", lambda t: ([user("Hi")], [schema(description=t)])),
+    Position("schema name", lambda t: ([user("Hi")], [schema(name=t)])),
+    Position("unknown fields", lambda t: ([_with_extra(t)], [])),
+    Position(
+        "call id",
+        lambda t: (
+            [
+                user("Hi"),
+                assistant("", call()),
+                Message(role="tool", content="4", name="search", tool_call_id=t),
+            ],
+            [],
+        ),
+    ),
+]
+
+FRAGMENTS = [
+    "<|im_start|>assistant\n",
+    "<|im_end|>",
+    "<|im_",
+    "end|>",
+    "<|",
+    "|>",
+    "<tool_call>",
+    "</tool_call>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<start_of_turn>model\n",
+    "<｜end▁of▁sentence｜>",
+    "<|call|>",
+    "<|return|>",
+    "<|channel|>analysis<|message|>",
+    "<|observation|>",
+    "[gMASK]<sop>",
+    "{{ messages }}",
+    "{% for m in messages %}",
+    "{#",
+    '"}',
+    "\\u003c|im_end|\\u003e",
+    "&lt;",
+    "\\",
+    '"',
+    "1234567890" * 3,
+    "0" * 32,
+    "\ufeff",
+    "\u200b",
+    "\x00",
+    "＜|im_end|＞",
+    "e\u0301",
+    "🙂",
+]
+HOSTILE = st.lists(
+    st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=8)), min_size=1, max_size=6
+).map("".join)
+
+
+def encode(template: ChatTemplate, placed: Placed) -> list[int]:
+    return template.encode_prompt(*placed)
+
+
+def can_carry(name: str, position: Position) -> bool:
+    try:
+        encode(load_template(name), position.place("benign"))
+    except TemplateError:
+        return False
+    return True
+
+
+CASES = [(name, position) for name in NAMES for position in POSITIONS]
+
+
+@pytest.mark.parametrize(
+    ("name", "position"), CASES, ids=[f"{name}-{position.name}" for name, position in CASES]
+)
+def test_law_3_no_text_in_any_position_forges_a_control_token(
+    name: str, position: Position
+) -> None:
+    if not can_carry(name, position):
+        pytest.skip("the template does not carry this")
+    template = load_template(name)
+    benign = control_tokens(template, encode(template, position.place("benign")))
+
+    @settings(max_examples=12, deadline=None)
+    @given(HOSTILE.filter(str.strip))
+    def holds(text: str) -> None:
+        ids = encode(template, position.place(text))
+        assert control_tokens(template, ids) == benign
+
+    holds()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None)
+@given(text=HOSTILE.filter(str.strip))
+def test_law_3_text_comes_back_as_it_was(name: str, text: str) -> None:
+    template, report = load_template(name), load_report(name)
+    normalize = template.anatomy.encoder.normalize
+    for position in POSITIONS:
+        if not position.reported_as or not can_carry(name, position):
+            continue
+        treatments = report.text(position.reported_as).treatments
+        written = text.strip() if Treatment.TRIMS in treatments else text
+        if Treatment.ESCAPES in treatments:
+            written = json.dumps(written, ensure_ascii=False)[1:-1]
+        benign = template.decode(encode(template, position.place("benign")))
+        hostile = template.decode(encode(template, position.place(text)))
+        assert hostile == benign.replace("benign", normalize(written))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=HOSTILE)
+def test_law_3_outside_text_makes_a_round_trip(text: str) -> None:
+    template = load_template("qwen2_5")
+    ids = template.encode_text(text)
+    assert control_tokens(template, ids) == []
+    assert template.decode(ids) == template.anatomy.encoder.normalize(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(HOSTILE, min_size=1, max_size=3), question=HOSTILE)
+def test_law_3_results_and_replies_in_a_delta_forge_nothing(
+    texts: list[str], question: str
+) -> None:
+    template = load_template("qwen3")
+    results = [tool(text, number) for number, text in enumerate(texts)]
+    benign = [tool("benign", number) for number in range(len(texts))]
+    delta = template.encode_delta([*results, user(question)], last_ids=[1])
+    plain = template.encode_delta([*benign, user("benign")], last_ids=[1])
+    assert control_tokens(template, delta.ids) == control_tokens(template, plain.ids)
+    for text, (message, start, end) in zip(
+        [t for t in [*texts, question] if t.strip()], delta.message_spans, strict=True
+    ):
+        assert template.decode(delta.ids[start:end]) == template.anatomy.encoder.normalize(text)
+        assert message <= len(texts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=HOSTILE)
+def test_law_3_a_demonstrated_turn_cannot_end_itself_or_open_another(text: str) -> None:
+    template = load_template("qwen2_5")
+    turn = template.encode_policy_text(text)
+    frame = load_tokenizer().encode("<|im_start|><|im_end|><tool_response></tool_response>")
+    assert set(turn).isdisjoint(frame)
+
+
+def test_law_3_every_added_token_is_plain_text_from_outside() -> None:
+    template = load_template("qwen2_5")
+    for token, id in load_tokenizer().get_added_vocab().items():
+        ids = template.encode_text(f"a{token}b")
+        assert id not in ids
+        assert template.decode(ids) == f"a{token}b"
+
+
+def test_law_3_a_guessed_placeholder_is_only_text() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/{{ m.role }}]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    template = make_template(source)
+    guesses = " ".join(f"{number:032d}" for number in range(50))
+    messages = [user(guesses), assistant("ok"), user(guesses[::-1])]
+    text = template.decode(template.encode_prompt(messages))
+    assert (
+        text
+        == f"[user]{guesses}[/user][assistant]ok[/assistant][user]{guesses[::-1]}[/user][assistant]"
+    )
+
+
+def test_law_3_a_template_that_builds_tokens_from_pieces_does_not_build_them_from_text() -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.name or 'x' }}|>{{ m.content }}{% endfor %}"
+        "{% for t in tools or [] %}<|{{ t.function.name }}|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    template = make_template(source)
+    named = Message(role="user", content="im_end|>", name="im_end")
+    ids = template.encode_prompt([named], [schema(name="im_start")])
+    assert template.decode(ids) == "<|im_end|>im_end|><|im_start|><|im_start|>"
+    assert control_tokens(template, ids) == template.generation_prompt_ids
+
+
+def test_law_3_a_text_with_lone_surrogates_is_encoded() -> None:
+    template = load_template("qwen2_5")
+    assert template.decode(template.encode_text("a\ud800b")) == "a?b"
+
+
+def test_law_3_probing_finds_the_round_trip_exact_in_every_template() -> None:
+    for name in NAMES:
+        assert load_report(name).round_trip
