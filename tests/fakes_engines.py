@@ -1,6 +1,7 @@
 """Small models, a tokenizer and a plain scorer for the tests of engines."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -10,10 +11,10 @@ from agentrl.engines.protocol import Completion
 VOCAB_SIZE = 96
 
 
-def tiny_model(*, seed: int = 0, **overrides: object) -> Qwen2ForCausalLM:
+def tiny_model(*, seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
     """A Qwen2 of two layers with random weights, large enough that its choices are distinct."""
     torch.manual_seed(seed)
-    sizes: dict[str, object] = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 64,

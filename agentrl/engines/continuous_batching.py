@@ -9,31 +9,25 @@ their places:
   vocabulary, which the library's own sampling does not return;
 - `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`).
 
-Where another attention than ours was asked for, the library's own inputs are kept. This file and
-`cache_access.py` are all that know the inside of the library.
+Where another attention than ours was asked for, the library's own inputs are kept. This file,
+`tracked_requests.py` and `cache_access.py` are all that know the inside of the library.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
-    OutputRouter,
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import (
-    FutureRequestState,
-    GenerationOutput,
-    RequestState,
-    RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from agentrl.engines.cache_access import CacheAccess
 from agentrl.engines.calls import Call
@@ -42,12 +36,10 @@ from agentrl.engines.paged_attention import (
     Span,
     plan_batch,
 )
-from agentrl.engines.protocol import FinishReason
 from agentrl.engines.sampling import Sampled, SamplingRows, sample_tokens
+from agentrl.engines.tracked_requests import CallRouter, CallSink, TrackedState
 
 NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), torch.empty(0))
-UNLIMITED_TOKENS = None
-"""The library's own limit is not used: `Call` counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,88 +54,6 @@ class BatchLimits:
     """Tokens of one forward pass."""
     max_batch_size: int
     """Sequences of one forward pass."""
-
-
-class CallSink(Protocol):
-    """Where calls go when they end."""
-
-    def finished(self, calls: Sequence[tuple[Call, FinishReason]]) -> None:
-        """Take calls that ended as they should."""
-        ...
-
-    def failed(self, call: Call, reason: str) -> None:
-        """Take a call that the library gave up."""
-        ...
-
-
-@dataclass
-class TrackedState(RequestState):
-    """A request of the library that is one call of the engine."""
-
-    call: Call = field(kw_only=True)
-    finish_reason: FinishReason | None = None
-
-    @classmethod
-    def of(cls, call: Call) -> "TrackedState":
-        """The state from which a call starts, or starts again with what it has sampled."""
-        return cls(
-            request_id=call.key,
-            initial_tokens=call.input_ids + call.token_ids,
-            max_new_tokens=UNLIMITED_TOKENS,
-            call=call,
-        )
-
-    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
-        """Take a sampled token; the library asks whether it was the last."""
-        self.generated_tokens.append(token_id)
-        self.tokens_to_process = [token_id]
-        self.finish_reason = self.call.append(
-            token_id, float("nan") if logprob is None else logprob
-        )
-        if self.finish_reason is None:
-            return False
-        self.status = RequestStatus.FINISHED
-        return True
-
-    def create_equivalent_initial_request(self) -> RequestState:
-        """Start again: the library took the request's pages, or its weights changed."""
-        return TrackedState.of(self.call)
-
-    def to_generation_output(self) -> GenerationOutput:
-        """What the library hands to the router."""
-        return TrackedOutput(
-            request_id=self.request_id, status=self.status, error=self.error, state=self
-        )
-
-
-@dataclass
-class TrackedOutput(GenerationOutput):
-    """A result of the library that still knows its state."""
-
-    state: TrackedState = field(kw_only=True)
-
-
-class CallRouter(OutputRouter):
-    """Hands finished requests to the engine instead of the library's queue."""
-
-    def __init__(self, sink: CallSink) -> None:
-        super().__init__()
-        self._sink = sink
-
-    def deliver(self, output: TrackedOutput) -> None:
-        """Take one result."""
-        self.deliver_batch([output])
-
-    def deliver_batch(self, outputs: list[TrackedOutput]) -> None:
-        """Take the results of one step."""
-        finished: list[tuple[Call, FinishReason]] = []
-        for output in outputs:
-            reason = output.state.finish_reason
-            if reason is None:
-                self._sink.failed(output.state.call, output.error or "the request was dropped")
-            else:
-                finished.append((output.state.call, reason))
-        self._sink.finished(finished)
 
 
 class RowSampler:
@@ -193,7 +103,8 @@ class RowSampler:
 class SamplingRunner(ModelRunner):
     """The library's forward pass, with our sampling behind it."""
 
-    logit_processor: RowSampler
+    logit_processor: Any
+    """The `RowSampler`."""
 
     def _forward_process_and_sample(
         self,
@@ -291,17 +202,18 @@ class PagedInputs:
 class _Manager(ContinuousBatchingManager):
     """The library's manager, used to build a batch processor; its thread is never started."""
 
-    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, *settings: Any) -> None:
+    def switch_to_cb_friendly_attn(self, model: Any, *settings: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Keep our attention, which the library's check does not know."""
         if model.config._attn_implementation != ATTENTION_NAME:
             super().switch_to_cb_friendly_attn(model, *settings)
 
     def build(self, sampler: RowSampler, sink: CallSink) -> ContinuousBatchProcessor:
         """A processor that samples by `sampler` and hands its results to `sink`."""
-        self.logit_processor = sampler
+        self.logit_processor: Any = sampler
         self.output_router = CallRouter(sink)
         # The library would seed torch for the whole process here, the trainer's draws included.
-        self.distributed_helper.set_tp_seed = lambda *_: None
+        helper: Any = self.distributed_helper
+        helper.set_tp_seed = lambda *_: None
         return self._create_batch_processor()
 
 
@@ -309,22 +221,22 @@ class _Manager(ContinuousBatchingManager):
 class Batcher:
     """Runs calls together, step by step, in the thread that calls it."""
 
-    model: PreTrainedModel
+    model: Any
+    """The engine's `PreTrainedModel`."""
     processor: Any
     """`ContinuousBatchProcessor`, parts of which were replaced."""
     cache: CacheAccess
 
     @classmethod
-    def build(cls, model: PreTrainedModel, limits: BatchLimits, sink: CallSink) -> "Batcher":
+    def build(cls, model: Any, limits: BatchLimits, sink: CallSink) -> "Batcher":
         """Allocate the cache and what goes with it."""
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         vocab_size = model.config.get_text_config().vocab_size
         sampler = RowSampler(vocab_size=vocab_size, device=model.device)
         is_ours = model.config._attn_implementation == ATTENTION_NAME
         config = _library_config(limits, has_masks=not is_ours)
-        processor: Any = _Manager(model, GenerationConfig(do_sample=True), config).build(
-            sampler, sink
-        )
+        manager = _Manager(model, GenerationConfig(do_sample=True), config)
+        processor: Any = manager.build(sampler, sink)
         cache = CacheAccess(processor.cache, limits.page_size)
         if not cache.is_born_zero:
             cache.erase()
@@ -333,7 +245,7 @@ class Batcher:
             processor.inputs_and_outputs = processor.model_runner = inputs
         else:
             processor.model_runner = SamplingRunner(
-                logit_processor=sampler,
+                logit_processor=manager.logit_processor,
                 cb_config=processor.cb_config,
                 cache=processor.cache,
                 inputs_and_outputs=processor.inputs_and_outputs,
@@ -378,18 +290,18 @@ def _call_of(future: FutureRequestState) -> Call:
 
 
 def _library_config(limits: BatchLimits, *, has_masks: bool) -> ContinuousBatchingConfig:
-    fields = ContinuousBatchingConfig.__dataclass_fields__
-    page_size = {"page_size" if "page_size" in fields else "block_size": limits.page_size}
-    return ContinuousBatchingConfig(
-        **page_size,
-        num_blocks=limits.num_pages,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_requests_per_batch=limits.max_batch_size,
+    settings: dict[str, Any] = {
+        "num_blocks": limits.num_pages,
+        "max_batch_tokens": limits.max_batch_tokens,
+        "max_requests_per_batch": limits.max_batch_size,
         # The library checks its memory with masks that our attention does not have.
-        max_memory_percent=None if has_masks else 1e6,
-        return_logprobs=True,
+        "max_memory_percent": None if has_masks else 1e6,
+        "return_logprobs": True,
         # Tokens must be read, and weights changed, between any two steps.
-        use_async_batching=False,
+        "use_async_batching": False,
         # Sampling looks at the batch to skip what no row asks for.
-        use_cuda_graph=False,
-    )
+        "use_cuda_graph": False,
+    }
+    known = ContinuousBatchingConfig.__dataclass_fields__
+    settings["page_size" if "page_size" in known else "block_size"] = limits.page_size
+    return ContinuousBatchingConfig(**settings)

@@ -299,7 +299,7 @@ def _position_limit(config: "PretrainedConfig") -> int:
 def _decoder(tokenizer: "PreTrainedTokenizerBase | None") -> Decode:
     if tokenizer is None:
         return _cannot_decode
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _cannot_decode(_: Sequence[int]) -> str:

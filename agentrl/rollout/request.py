@@ -445,7 +445,7 @@ class AsyncRolloutRequest(Record):
 
     @property
     def num_turns(self) -> int:
-        """Turns as verl counts them: the prompt is one, and so are all results of one completion."""
+        """Turns as verl counts them: the prompt is one, all results of one completion are one."""
         return 1 + sum(1 for _ in groupby(turn.role for turn in self._turns))
 
     @property

@@ -1,8 +1,5 @@
 """Choose and build the engine that a configuration names."""
 
-import importlib.util
-import math
-
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,7 @@ import hashlib
 import time
 from pathlib import Path
 
-from agentrl.config.schema import PrepareConfig, SftConfig, TinyPolicyConfig
+from agentrl.config.schema import PrepareConfig, SftConfig
 from agentrl.data.prepare import prepare_arithmetic, prepare_gsm8k
 from agentrl.data.prepare.manifest import make_once
 from agentrl.tools import BaseTool

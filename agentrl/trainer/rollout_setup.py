@@ -11,8 +11,8 @@ from agentrl.interactions import BaseInteraction, initialize_interactions_from_c
 from agentrl.rollout.formats import choose_parser
 from agentrl.rollout.manager import PromptCache, RolloutManager
 from agentrl.rollout.observations import TextFitter
-from agentrl.rollout.runner import House
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.runner import House
 from agentrl.rollout.templates import (
     ChatTemplate,
     CheckMode,

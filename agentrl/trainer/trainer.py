@@ -74,15 +74,19 @@ class Trainer:
             self.sync_weights()
             self.parts.journal.open(resumed_step=self.step or None)
             if self.step == 0 and self.config.trainer.val_before_train:
-                self.validate()
+                self.parts.journal.track(0, self.validate())
             while self.step < self.parts.total_steps:
-                self.train_step()
-                self.after_step()
+                metrics = self.train_step()
+                if self._is_due(self.config.trainer.test_freq):
+                    metrics |= self.validate()
+                self.parts.journal.track(self.step, metrics)
+                if self._is_due(self.config.trainer.save_freq):
+                    self.save_checkpoint()
             return self.finish()
         finally:
             self.close()
 
-    def train_step(self) -> None:
+    def train_step(self) -> dict[str, float]:
         """One step of the data's way, from prompts to new weights in the engine."""
         self.step += 1
         with self._timer("step"):
@@ -94,23 +98,13 @@ class Trainer:
             update = self.update_actor(batch)
             self.sync_weights()
         self.save_rollouts(requests, "step")
-        self.track(requests, batch, update)
-
-    def after_step(self) -> None:
-        """Validate and save where it is due; the last step is left to `finish`."""
-        trainer = self.config.trainer
-        if self.step == self.parts.total_steps:
-            return
-        if trainer.test_freq > 0 and self.step % trainer.test_freq == 0:
-            self.validate()
-        if trainer.save_freq > 0 and self.step % trainer.save_freq == 0:
-            self.save_checkpoint()
+        return self.measure(requests, batch) | update
 
     def finish(self) -> Summary:
-        """Validate, save, export, and write the summary."""
-        self.validate()
+        """Export the policy, write the summary, draw the curve."""
+        if self.config.trainer.val_only and not self.config.trainer.val_before_train:
+            self.parts.journal.track(self.step, self.validate())
         if self.parts.total_steps:
-            self.save_checkpoint()
             self.export()
         self.summary.steps = self.step
         self._count_seconds()
@@ -132,11 +126,12 @@ class Trainer:
         """Sample the prompts' groups and score what came of them."""
         manager = self.parts.manager
         requests = manager.make_requests(prompts, plan, step=self.step)
-        with self.parts.journal.bar(plan.name, len(requests)) as advance, self._timer("gen"):
-            rolled_out = manager.rollout(requests, on_finished=lambda _: advance(1))
-            finished = self._runner.run(rolled_out)
-        with self._timer("reward"):
-            self._runner.run(self.parts.rewards.score(finished))
+        with self.parts.journal.bar(plan.name, len(requests)) as advance:
+            with self._timer("gen"):
+                rolled_out = manager.rollout(requests, on_finished=lambda _: advance(1))
+                finished = self._runner.run(rolled_out)
+            with self._timer("reward"):
+                self._runner.run(self.parts.rewards.score(finished))
         return finished
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:
@@ -182,19 +177,18 @@ class Trainer:
                 )
             )
 
-    def validate(self) -> None:
-        """Roll out and score every validation set, and track what came of it."""
+    def validate(self) -> dict[str, float]:
+        """Roll out and score every validation set; returns its figures, over all ranks."""
         metrics: dict[str, float] = {}
         with self._timer("validate"):
             for name in self.parts.data.val:
-                outcomes = self._validate_set(name)
-                metrics |= validation_metrics(name, outcomes)
-        if not metrics:
-            return
+                metrics |= validation_metrics(name, self._validate_set(name))
         success = {name: metrics[f"val/{name}/success"] for name in self.parts.data.val}
-        first = next(iter(success))
-        self.summary.note_validation(self.step, success, int(metrics[f"val/{first}/num"]))
-        self.parts.journal.track(self.step, metrics | self._timer.pop_metrics())
+        first = next(iter(success), None)
+        if first is not None:
+            num_val = int(metrics[f"val/{first}/num"])
+            self.summary.note_validation(self.step, success, num_val)
+        return metrics | {"timing_s/validate": self._timer.pop_metrics()["timing_s/validate"]}
 
     def _validate_set(self, name: str) -> list[Outcome]:
         rows = self.parts.data.val[name]
@@ -209,10 +203,10 @@ class Trainer:
 
     # What it leaves behind.
 
-    def track(
-        self, requests: Sequence[AsyncRolloutRequest], batch: DataProto, update: dict[str, float]
-    ) -> None:
-        """Track a training step, merged over the ranks."""
+    def measure(
+        self, requests: Sequence[AsyncRolloutRequest], batch: DataProto
+    ) -> dict[str, float]:
+        """Describe a training step, merged over the ranks."""
         timing = self._timer.pop_metrics()
         tokens = sum(r.num_prompt_tokens + r.num_response_tokens for r in requests)
         mine = (
@@ -221,13 +215,12 @@ class Trainer:
             | perf_metrics(tokens, timing["timing_s/step"])
             | timing
         )
-        parts = self.world.gather(RankMetrics(mine, weight=len(requests)))
-        progress = {
+        merged = merge_metrics(self.world.gather(RankMetrics(mine, weight=len(requests))))
+        return merged | {
             "training/global_step": float(self.step),
             "training/epoch": float(self.parts.order.epoch),
             "training/policy_version": float(self.policy_version),
         }
-        self.parts.journal.track(self.step, merge_metrics(parts) | update | progress)
 
     def save_rollouts(self, requests: Sequence[AsyncRolloutRequest], kind: str) -> None:
         """Save rollouts as JSONL, where the configuration names a folder."""
@@ -295,6 +288,11 @@ class Trainer:
         """Count what was spent before the trainer was built."""
         self.summary.seconds_prepare += seconds
         self.summary.seconds_total += seconds
+
+    def _is_due(self, frequency: int) -> bool:
+        """Whether something that happens every so many steps, and after the last, happens now."""
+        is_last = self.step == self.parts.total_steps
+        return is_last or (frequency > 0 and self.step % frequency == 0)
 
     def _count_seconds(self) -> None:
         now = time.monotonic()

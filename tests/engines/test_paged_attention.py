@@ -53,8 +53,8 @@ def attend(
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

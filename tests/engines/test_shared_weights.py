@@ -21,7 +21,7 @@ PROMPT, TAIL = random_ids(12, seed=0), random_ids(6, seed=1)
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         yield
         dist.destroy_process_group()
@@ -51,8 +51,8 @@ def test_parameters_are_the_same_memory_and_ties_stay(tied: bool):
     model = tiny_model(tie_word_embeddings=tied)
     shared = SharedWeights.of(model, attention="sdpa")
     assert pointers(shared.module) == pointers(model)
-    embedding = shared.module.get_input_embeddings().weight
-    assert (shared.module.get_output_embeddings().weight is embedding) == tied
+    embedding = shared.module.get_parameter("model.embed_tokens.weight")
+    assert (shared.module.get_parameter("lm_head.weight") is embedding) == tied
     assert shared.is_complete
 
 
@@ -179,7 +179,24 @@ def test_sharded_module_on_one_rank_shares_its_local_tensors(one_rank: None):
 
 
 def test_gathered_module_is_refused(one_rank: None):
-    model = fully_shard(tiny_model(), reshard_after_forward=False)
-    model.unshard()
+    model = tiny_model()
+    fully_shard(model).unshard()
     with pytest.raises(EngineError, match="reshard"):
         SharedWeights.of(model, attention="sdpa")
+
+
+def test_shards_are_no_weights_until_full_tensors_come():
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        full = {name: p.detach().clone() for name, p in tiny_model().named_parameters()}
+        model = tiny_model()
+        fully_shard(model)
+        shared = SharedWeights.of(model, attention="sdpa")
+        assert not shared.is_complete
+        with pytest.raises(EngineError, match="shard"):
+            shared.update(model.named_parameters())
+        shared.update(full.items())
+    finally:
+        dist.destroy_process_group()
+    assert shared.is_complete
+    assert same_function(shared.module, tiny_model().eval())

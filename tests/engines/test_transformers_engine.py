@@ -132,18 +132,16 @@ async def test_failure_in_the_thread_ends_running_and_later_calls(
 async def test_diverged_weights_fail_their_calls_and_no_later_one(
     engine: TransformersEngine, model: Qwen2ForCausalLM
 ):
-    weight = model.model.norm.weight
-    inner = model.model.layers[0].self_attn.v_proj.bias
+    values = model.get_parameter("model.layers.0.self_attn.v_proj.bias")
+    saved = values.detach().clone()
     with torch.no_grad():
-        saved = (weight.clone(), inner.clone())
-        inner.fill_(torch.nan)
+        values.fill_(torch.nan)
     calls = [engine.generate(PROMPT, ENDLESS, request_id=f"{i}") for i in range(3)]
     for result in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(result, EngineError)
         assert "not finite" in str(result)
     with torch.no_grad():
-        weight.copy_(saved[0])
-        inner.copy_(saved[1])
+        values.copy_(saved)
     await engine.update_weights(model.named_parameters(), version=1)
     completion = await engine.generate(PROMPT, SHORT, request_id="b")
     check(model, PROMPT, completion)

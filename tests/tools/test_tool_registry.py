@@ -64,7 +64,8 @@ def test_a_schema_goes_through_whole(tmp_path: Path):
     schema = (
         "    tool_schema: {type: function, x-ours: 1, function: {name: f, strict: true, "
         "parameters: {type: object, $defs: {n: {type: integer}}, properties: {a: {anyOf: "
-        "[{$ref: '#/$defs/n'}, {type: array, items: {type: string}}], default: [x]}}, additionalProperties: false}}}\n"
+        "[{$ref: '#/$defs/n'}, {type: array, items: {type: string}}], default: [x]}}, "
+        "additionalProperties: false}}}\n"
     )
     [tool] = initialize_tools_from_config(written(tmp_path, f"tools:\n{CALCULATOR}{schema}"))
     assert tool.tool_schema.to_template() == {

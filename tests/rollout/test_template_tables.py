@@ -1,0 +1,292 @@
+"""The table of each production template, held against what the template really writes."""
+
+import re
+import secrets
+
+import pytest
+
+from agentrl.errors import TemplateError
+from agentrl.messages import Message
+from agentrl.rollout.templates import (
+    Capability,
+    History,
+    TemplateNeeds,
+    TemplateReport,
+    Treatment,
+    require,
+)
+from tests.fakes_templates import (
+    NAMES,
+    assistant,
+    call,
+    load_report,
+    load_template,
+    load_tokenizer,
+    render_really,
+    schema,
+    system,
+    tool,
+    user,
+)
+
+CARRY_TOOLS = ("glm4moe", "gptoss", "llama3_2", "qwen2_5", "qwen3", "qwen3_instruct_2507")
+CARRY_NO_TOOLS = ("cohere2", "deepseek_r1_distill", "gemma3", "phi3_5")
+REWRITE_THOUGHTS = ("deepseek_r1_distill", "glm4moe", "qwen3")
+
+
+def really(name: str, messages: list[Message], tools: bool = False) -> str | None:
+    """What the template writes; None where it refuses."""
+    try:
+        return render_really(name, messages, [schema()] if tools else None)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_generation_prompt_is_what_the_template_adds(name: str) -> None:
+    messages = [user("Hi")]
+    opened = render_really(name, messages)
+    closed = render_really(name, messages, add_generation_prompt=False)
+    prompt = load_report(name).generation_prompt
+    assert prompt is not None
+    assert opened.endswith(prompt)
+    assert closed.startswith(opened.removesuffix(prompt))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tools_are_carried_where_the_prompt_names_them(name: str) -> None:
+    text = really(name, [user("Hi")], tools=True)
+    is_told = text is not None and "search" in text and "What to look for." in text
+    assert load_report(name).carries(Capability.TOOLS) is is_told
+    assert is_told is (name in CARRY_TOOLS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_carried_where_name_and_arguments_are_written(name: str) -> None:
+    text = really(name, [user("Hi"), assistant("", call("find_it", query="warm socks"))])
+    is_written = text is not None and "find_it" in text and "warm socks" in text
+    assert load_report(name).carries(Capability.CALLS) is is_written
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tool_results_are_carried_where_they_are_written(name: str) -> None:
+    before = [[user("Hi"), assistant("Hello")], [user("Hi"), assistant("", call(query="a"))]]
+    texts = [really(name, [*start, tool("warm socks")]) for start in before]
+    is_written = any(text is not None and "warm socks" in text for text in texts)
+    assert load_report(name).carries(Capability.TOOL_RESULT) is is_written
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_prompt_behind_a_tool_is_what_is_really_written_there(name: str) -> None:
+    report = load_report(name)
+    texts = [
+        really(name, [user("Hi"), start, tool("socks")])
+        for start in (assistant("Hello"), assistant("", call(query="a")))
+    ]
+    opened = any(
+        text is not None and "socks" in text and text.endswith(str(report.generation_prompt))
+        for text in texts
+    )
+    assert report.carries(Capability.PROMPT_AFTER_TOOL) is opened
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_results_are_carried_where_each_stands_under_its_own_name(name: str) -> None:
+    calls = [call("first", 0, query="a"), call("second", 1, query="b")]
+    results = [tool("RAIN", 0, "first"), tool("SUN", 1, "second")]
+    starts = ([user("Hi"), assistant("", *calls)], [user("Hi"), assistant("Hello")])
+    texts = [text for start in starts if (text := really(name, [*start, *results])) is not None]
+    whole = [text for text in texts if "RAIN" in text and "SUN" in text]
+    wrong = [text for text in whole if re.search(r"functions\.first to=[^.]*SUN", text)]
+    assert load_report(name).carries(Capability.PARALLEL_RESULTS) is bool(whole and not wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_system_message_is_carried_where_it_is_written(name: str) -> None:
+    text = really(name, [system("Speak like a pirate."), user("Hi")])
+    is_written = text is not None and "Speak like a pirate." in text
+    assert load_report(name).carries(Capability.SYSTEM) is is_written
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("position", ["system", "user", "assistant", "tool"])
+def test_treatments_of_a_text_are_those_of_the_template(name: str, position: str) -> None:
+    word = f"x{secrets.token_hex(8)}x"
+    place = {
+        "system": lambda t: [system(t), user("Hi")],
+        "user": lambda t: [user("Hi"), assistant("Hello"), user(t)],
+        "assistant": lambda t: [user("Hi"), assistant(t), user("So?")],
+        "tool": lambda t: [user("Hi"), assistant("", call(query="a")), tool(t)],
+    }[position]
+    treatments = load_report(name).text(position).treatments
+    plain = really(name, place(word))
+    assert (Treatment.REFUSES in treatments) is (plain is None)
+    if plain is None:
+        return
+    assert (Treatment.DROPS in treatments) is (word not in plain)
+    if word not in plain:
+        return
+    spaced = really(name, place(f"  {word}  "))
+    assert spaced is not None
+    assert (Treatment.TRIMS in treatments) is (f"  {word}  " not in spaced)
+    quoted = really(name, place(f'{word}"{word}'))
+    assert quoted is not None
+    assert (Treatment.ESCAPES in treatments) is (f'{word}\\"{word}' in quoted)
+    thought = really(name, place(f"<think>{word}</think>end"))
+    assert thought is not None
+    assert (Treatment.SPLITS in treatments) is (word not in thought)
+
+
+def test_qwen3_branches_on_a_user_who_writes_a_tool_response() -> None:
+    """A user could keep a policy's old thoughts in view; spliced text cannot."""
+    report = load_report("qwen3").text("user")
+    assert Treatment.BRANCHES in report.treatments
+    assert not report.exact
+    thought = "<think>\nHm.\n</think>\n\nYes."
+    messages = [user("Hi"), assistant(thought), user("<tool_response>a</tool_response>")]
+    assert "Hm." in render_really("qwen3", messages)
+    template = load_template("qwen3")
+    assert "Hm." not in template.decode(template.encode_prompt(messages))
+
+
+def test_gptoss_refuses_an_assistant_text_with_its_own_markup() -> None:
+    report = load_report("gptoss").text("assistant")
+    assert Treatment.BRANCHES in report.treatments
+    markup = "<|channel|>analysis<|message|>x"
+    assert really("gptoss", [user("Hi"), assistant(markup)]) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_splicing_is_exact_where_the_table_says_so(name: str) -> None:
+    text = " \n A <b> & \"quoted\" 'text' \\ with ünïcode 漢字 {{ x }}\t\n"
+    report, template = load_report(name), load_template(name)
+    places = {
+        "system": [system(text), user("Hi")],
+        "user": [user("Hi"), assistant("Hello"), user(text)],
+        "assistant": [user("Hi"), assistant(text), user("So?")],
+        "tool": [user("Hi"), assistant("", call(query=text)), tool(text)],
+    }
+    for position, messages in places.items():
+        kinds = set(report.text(position).treatments)
+        if not report.text(position).exact or kinds & {Treatment.DROPS, Treatment.REFUSES}:
+            continue
+        if position == "tool" and not report.carries(Capability.PROMPT_AFTER_TOOL):
+            continue
+        assert template.decode(template.encode_prompt(messages)) == render_really(name, messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_thought_that_history_loses_is_reported(name: str) -> None:
+    thought = "<think>\nHmmm.\n</think>\n\nYes."
+    text = render_really(name, [user("Hi"), assistant(thought), user("So?")])
+    report = load_report(name).history(History.THOUGHT_BEFORE_USER)
+    assert ("Hmmm." not in text) is (name in REWRITE_THOUGHTS)
+    if name in REWRITE_THOUGHTS:
+        assert report.stable is False
+        assert "Hm." in report.difference
+
+
+def test_gptoss_writes_another_end_for_a_last_turn_than_for_an_older_one() -> None:
+    report = load_report("gptoss").history(History.ANSWER_BEFORE_USER)
+    assert report.stable is False
+    assert "<|return|>" in report.difference
+
+
+@pytest.mark.parametrize("name", ["gptoss", "llama3_2"])
+def test_a_date_is_frozen_for_the_run_and_told(name: str) -> None:
+    template, report = load_template(name), load_report(name)
+    now = template.anatomy.renderer.now
+    assert report.date == f"{now:%Y-%m-%d}"
+    text = template.decode(template.encode_prompt([user("Hi")]))
+    written = {"gptoss": f"Current date: {now:%Y-%m-%d}", "llama3_2": f"{now:%d %b %Y}"}
+    assert written[name] in text
+
+
+@pytest.mark.parametrize("name", CARRY_TOOLS)
+def test_a_run_with_tools_starts_on_templates_that_carry_them(name: str) -> None:
+    require(load_report(name), TemplateNeeds(system=True, tools=True))
+
+
+@pytest.mark.parametrize("name", CARRY_NO_TOOLS)
+def test_a_run_with_tools_does_not_start_on_others(name: str) -> None:
+    with pytest.raises(TemplateError) as refused:
+        require(load_report(name), TemplateNeeds(tools=True))
+    assert refused.value.details["template"] == f"{name}.jinja"
+    assert refused.value.details["role"] == "system"
+    assert "leaves the tools out" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", CARRY_NO_TOOLS)
+def test_a_run_without_tools_starts_on_every_template(name: str) -> None:
+    require(load_report(name), TemplateNeeds(system=True))
+
+
+def test_parallel_results_are_refused_where_names_would_be_wrong() -> None:
+    require(load_report("qwen2_5"), TemplateNeeds(tools=True, parallel_results=True))
+    with pytest.raises(TemplateError, match="several tool results") as refused:
+        require(load_report("gptoss"), TemplateNeeds(tools=True, parallel_results=True))
+    assert refused.value.details["role"] == "tool"
+
+
+@pytest.mark.parametrize("name", [*REWRITE_THOUGHTS, "gptoss"])
+def test_a_template_that_rewrites_history_needs_a_choice(name: str) -> None:
+    needs = TemplateNeeds(interaction=True)
+    with pytest.raises(TemplateError, match="rewrites older turns") as refused:
+        require(load_report(name), needs)
+    assert "keep" in str(refused.value)
+    assert "rendered" in str(refused.value.details["rewrites"])
+    require(load_report(name), TemplateNeeds(interaction=True, on_rewritten_history="keep"))
+
+
+def test_strict_checking_fails_at_start_where_it_would_find_differences() -> None:
+    needs = TemplateNeeds(interaction=True, on_rewritten_history="keep", sanity_check="strict")
+    with pytest.raises(TemplateError, match="ignore_strippable"):
+        require(load_report("qwen3"), needs)
+    require(load_report("qwen2_5"), needs)
+
+
+def test_history_counts_only_where_the_run_makes_it() -> None:
+    """Qwen3 keeps thoughts while tools answer, and a policy that never thinks loses none."""
+    require(load_report("qwen3"), TemplateNeeds(tools=True))
+    require(load_report("qwen3"), TemplateNeeds(interaction=True, thoughts=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_prints_a_row_for_everything(name: str) -> None:
+    rows = load_report(name).describe()
+    heads = [head for head, _ in rows]
+    assert len(set(heads)) == len(heads)
+    assert dict(rows)["template"] == f"{name}.jinja"
+    for capability in Capability:
+        assert f"carries: {capability}" in heads
+    for history in History:
+        assert f"keeps: {history}" in heads
+    assert all(isinstance(text, str) and text for _, text in rows)
+
+
+@pytest.mark.parametrize("name", CARRY_TOOLS)
+def test_the_example_of_a_call_is_what_the_template_writes(name: str) -> None:
+    example = load_report(name).call_example
+    assert example is not None
+    assert "probe_tool" in example
+    assert "Oslo" in example
+    known = [assistant("", call("probe_tool", city="Oslo"))]
+    really_written = render_really(name, [user("Hi"), *known], add_generation_prompt=False)
+    assert example.split("\n")[-1] in really_written
+
+
+def test_stop_tokens_are_ends_of_turns_and_no_others() -> None:
+    stops = {name: set(load_report(name).stop_tokens) for name in NAMES}
+    eos = load_tokenizer().eos_token
+    assert stops["qwen2_5"] == {eos}
+    assert stops["llama3_2"] == {eos, "<|eot_id|>"}
+    assert stops["gptoss"] == {eos, "<|return|>", "<|call|>"}
+    assert stops["glm4moe"] == {eos, "<|user|>", "<|observation|>"}
+    assert stops["cohere2"] == {eos, "<|END_OF_TURN_TOKEN|>"}
+    assert stops["phi3_5"] == {eos, "<|end|>"}
+
+
+def test_only_a_prompt_that_opens_a_thought_starts_in_one() -> None:
+    starts: dict[str, TemplateReport] = {name: load_report(name) for name in NAMES}
+    found = {name for name, report in starts.items() if report.starts_in_thought}
+    assert found == {"deepseek_r1_distill"}

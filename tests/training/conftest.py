@@ -1,0 +1,16 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from agentrl.training.distributed import World, start_world, stop_world
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A world of one rank on a CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield start_world("cpu")
+    stop_world()
+    torch.set_num_threads(threads)
