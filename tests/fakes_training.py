@@ -157,7 +157,7 @@ def plain_loss(
 
 def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
     """The gradient of each weight, whole; zeros where there is none."""
-    policy.reshard()
+    policy.release_gathered()
     found: dict[str, torch.Tensor] = {}
     for name, weight in policy.lm.named_parameters():
         grad = weight.grad

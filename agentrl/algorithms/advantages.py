@@ -21,8 +21,8 @@ import torch
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
+from agentrl.plugins.registry import Registry
 from agentrl.protocol import DataProto
-from agentrl.registry import Registry
 
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 F = TypeVar("F", bound=AdvantageFn)

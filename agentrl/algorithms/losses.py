@@ -21,7 +21,7 @@ from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.kl import MAX_LOG_RATIO
 from agentrl.config.schema import ActorConfig
 from agentrl.errors import ConfigError
-from agentrl.registry import Registry
+from agentrl.plugins.registry import Registry
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, torch.Tensor]]
 F = TypeVar("F", bound=Callable[..., LossAndMetrics])

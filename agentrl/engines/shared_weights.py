@@ -55,10 +55,11 @@ class SharedWeights:
         ):
             raise EngineError("the FSDP module is gathered; reshard it before sharing its weights")
         _copy_buffers(source, shared.module)
-        shared.is_complete = all(
+        is_shared = [
             shared._share(name, parameter, dtype or parameter.dtype)
             for name, parameter in parameters.items()
-        )
+        ]
+        shared.is_complete = all(is_shared)
         return shared
 
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
 from agentrl.messages import Message
-from agentrl.plugin_call import call_bounded, call_method
+from agentrl.plugins.call import call_bounded, call_method
 
 logger = logging.getLogger(__name__)
 

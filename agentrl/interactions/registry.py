@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.errors import ConfigError, PluginError
 from agentrl.interactions.base import BaseInteraction
-from agentrl.plugin_file import read_entries
 from agentrl.plugins import load_class
+from agentrl.plugins.file import read_entries
 
 OWN_CLASSES = {
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": (

@@ -160,7 +160,6 @@ class DataProto:
         rows = rows.astype(np.int64)
         if rows.size and not (-len(self) <= rows.min() and rows.max() < len(self)):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
-        rows = rows % max(len(self), 1)
         batch = None
         if self.batch is not None:
             batch = cast("TensorDict", self.batch[torch.from_numpy(rows)])

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from agentrl.config.schema import RewardConfig
 from agentrl.errors import Fault
-from agentrl.registry import Registry
+from agentrl.plugins.registry import Registry
 from agentrl.rewards.scoring import (
     ScoreFn,
     check_number,

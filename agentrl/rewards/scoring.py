@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, SupportsFloat, cast
 
 from agentrl.config.schema import CustomRewardConfig
 from agentrl.errors import PluginError, RewardError
-from agentrl.plugin_call import call_bounded, call_method
 from agentrl.plugins import load_object
+from agentrl.plugins.call import call_bounded, call_method
 from agentrl.rewards.sources import default_compute_score
 from agentrl.rollout.request import AsyncRolloutRequest
 

@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import ConfigError, ToolError
 from agentrl.messages import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
-from agentrl.plugin_call import call_method
+from agentrl.plugins.call import call_method
 from agentrl.tools.base import BaseTool, ToolResult
 
 MARK = "__agentrl_function_tool__"

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError
 from agentrl.messages import ToolCall, ToolResponse
-from agentrl.plugin_call import CallTimeoutError, call_bounded
-from agentrl.plugin_file import unknown_key
+from agentrl.plugins.call import CallTimeoutError, call_bounded
+from agentrl.plugins.file import unknown_key
 from agentrl.tools.base import BaseTool, ToolResult, finite
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
-from agentrl.plugin_call import call_method, in_thread_loop
+from agentrl.plugins.call import call_method, in_thread_loop
 from agentrl.tools.base import BaseTool
 
 

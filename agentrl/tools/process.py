@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ToolError, ToolLifeError
-from agentrl.plugin_call import in_thread
-from agentrl.plugins import FILE_MODULE_PREFIX, load_module
+from agentrl.plugins import load_module
+from agentrl.plugins.call import in_thread
+from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
 

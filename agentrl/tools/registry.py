@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.errors import ConfigError, DataError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.plugin_file import read_entries
 from agentrl.plugins import load_class, load_module
+from agentrl.plugins.file import read_entries
 from agentrl.tools.base import BaseTool
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.instance import ToolSettings

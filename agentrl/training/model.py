@@ -80,10 +80,10 @@ class PolicyModel(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each weight once under its Hugging Face name, shards as they are; tied ones once."""
-        self.reshard()
+        self.release_gathered()
         return self.lm.named_parameters()
 
-    def reshard(self) -> None:
+    def release_gathered(self) -> None:
         """Let go of the gathered weights, so that the modules hold the optimizer's own again.
 
         A forward pass without a backward pass behind it may leave gathered copies in their place,

@@ -111,7 +111,7 @@ def count_micro_batches(lengths: Sequence[int], budget: int) -> int:
 
     A row longer than the budget has a micro-batch to itself.
     """
-    count = -(-sum(lengths) // budget)
+    count = min(len(lengths), -(-sum(lengths) // budget))
     while not _fits(lengths, count, budget):
         count += 1
     return count

@@ -36,7 +36,7 @@ def score_rows(
             _put(entropy, packed, scores.entropy)
     finally:
         policy.train(was_training)
-        policy.reshard()
+        policy.release_gathered()
     return TokenScores(log_probs, entropy)
 
 

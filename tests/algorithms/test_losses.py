@@ -16,6 +16,7 @@ from agentrl.algorithms import (
     masked_sum,
     register_policy_loss,
 )
+from agentrl.algorithms.losses import clamped_log_ratio
 from agentrl.config.schema import ActorConfig, LossAggMode
 from agentrl.errors import ConfigError
 from tests.fakes_tensors import masks
@@ -239,6 +240,11 @@ def test_law_8_not_even_nan_on_masked_tokens_reaches_the_gradient():
     assert log_prob.grad is not None
     assert log_prob.grad.tolist() == [[1.0, 0.0, 0.0]]
     assert all(torch.isfinite(value) for value in metrics.values())
+
+
+def test_log_ratios_are_clamped_and_zero_where_masked():
+    new, old = torch.tensor([0.0, -90.0, torch.nan]), torch.tensor([-90.0, 0.0, 0.0])
+    assert clamped_log_ratio(new, old, torch.tensor([1, 1, 0])).tolist() == [20.0, -20.0, 0.0]
 
 
 def test_a_huge_ratio_stays_finite():

@@ -14,10 +14,10 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.plugins import load_class
+from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome, ToolSettings
 from agentrl.tools.life import ToolSession
-from agentrl.watchdog import LoopWatchdog
 from tests.fakes_tools import BlockingTool, CountingProcessTool, call, schema
 
 

@@ -57,7 +57,7 @@ class Anatomy:
         user = _hole(0)
         messages = [_message("user", user)]
         opened, closed = (
-            str(cut(self.render_node(messages, (), gen), [user])[-1]) for gen in (True, False)
+            str(cut(self.render_behind_preface(messages, gen), [user])[-1]) for gen in (True, False)
         )
         prompt = opened[common_length(opened, closed, self._control) :]
         if not prompt:
@@ -92,7 +92,7 @@ class Anatomy:
             return ""
         user, answer = _hole(0), _hole(1)
         nodes = [_message("user", user), _message("assistant", answer)]
-        last = cut(self.render_node(nodes, (), False), [user, answer])[-1]
+        last = cut(self.render_behind_preface(nodes, False), [user, answer])[-1]
         found = self._control.search(str(last))
         return found.group() if found else ""
 
@@ -138,6 +138,18 @@ class Anatomy:
         stops = {t for t in in_use if self.encoder.added[t] in self.stop_token_ids}
         return any_of(in_use - stops - self._frame_tokens)
 
+    @cached_property
+    def preface(self) -> tuple[Node, ...]:
+        """What a template wants before a first user message: nothing, or a system message."""
+        text = "Be brief."
+        for preface in ((), (_message("system", text),)):
+            try:
+                self.render_node([*preface, _message("user", text)], (), True)({})
+            except TemplateError:
+                continue
+            return preface
+        return ()
+
     def render_node(self, messages: Sequence[Node], tools: Sequence[Node], gen: bool) -> Render:
         """Make the function that renders these nodes with texts in their holes."""
 
@@ -148,10 +160,14 @@ class Anatomy:
 
         return render
 
+    def render_behind_preface(self, messages: Sequence[Node], gen: bool) -> Render:
+        """Like `render_node`, for neighbours that begin with a user."""
+        return self.render_node([*self.preface, *messages], (), gen)
+
     def finder(self, tools: Sequence[Node], tool_holes: Sequence[Hole]) -> DeltaFinder:
         """Find deltas in conversations with these tools."""
         return DeltaFinder(
-            lambda messages, gen: self.render_node(messages, tools, gen),
+            lambda messages, gen: self.render_node([*self.preface, *messages], tools, gen),
             self._control,
             self.call_style or CallStyle(),
             tool_holes,
@@ -178,7 +194,8 @@ class Anatomy:
         literals = self._literals([_message("system", other), first], behind=None)
         literals += [self._opening(first)]
         for role in ("user", "tool"):
-            literals += self._literals([first, reply, _message(role, other)], behind=answer)
+            followed = [*self.preface, first, reply, _message(role, other)]
+            literals += self._literals(followed, behind=answer)
         return {token for text in literals for token in self._control.findall(text)}
 
     def _literals(self, nodes: list[Node], *, behind: Hole | None) -> list[str]:
@@ -198,9 +215,9 @@ class Anatomy:
         holes = [_hole(0), _hole(1)]
         try:
             pieces = cut(
-                self.render_node([first, _message("assistant", _hole(1))], (), False), holes
+                self.render_behind_preface([first, _message("assistant", _hole(1))], False), holes
             )
-            prompt = cut(self.render_node([first], (), True), holes)
+            prompt = cut(self.render_behind_preface([first], True), holes)
         except TemplateError:
             return ""
         opened = str(pieces[2]) if len(pieces) > 2 else ""
@@ -214,7 +231,7 @@ class Anatomy:
         calls = _message("assistant", style.empty_content) | {"tool_calls": [call]}
         try:
             nodes = [_message("user", holes[0]), calls]
-            pieces = cut(self.render_node(nodes, (), False), holes)
+            pieces = cut(self.render_behind_preface(nodes, False), holes)
         except TemplateError:
             return False
         return {hole.index for hole in holes[1:]} <= set(places_in_order(pieces))

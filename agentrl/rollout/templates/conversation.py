@@ -95,8 +95,8 @@ def _find_turn(anatomy: Anatomy, read: "Conversation") -> _Turn:
     user = Hole(NEIGHBOUR, -1, Voice.OUTSIDE, is_content=False)
     asked = {"role": "user", "content": user}
     holes = [user, *read.holes]
-    opened = str(cut(anatomy.render_node([asked], (), True), [user])[-1])
-    closed = _behind(learn(anatomy.render_node([asked, *read.nodes], (), False), holes), user)
+    opened = str(cut(anatomy.render_behind_preface([asked], True), [user])[-1])
+    closed = _behind(learn(anatomy.render_behind_preface([asked, *read.nodes], False), holes), user)
     lead = str(closed[0])
     if not lead.startswith(opened) and "tool_calls" not in read.nodes[0]:
         return _Turn(None)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentrl.plugin_call import CallTimeoutError, call_bounded, call_method, in_thread_loop
+from agentrl.plugins.call import CallTimeoutError, call_bounded, call_method, in_thread_loop
 
 
 async def test_a_timeout_of_the_plugins_own_is_told_apart():

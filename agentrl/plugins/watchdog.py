@@ -9,7 +9,7 @@ import traceback
 from types import FrameType
 from typing import Self
 
-from agentrl.plugin_call import TASK_PREFIX
+from agentrl.plugins.call import TASK_PREFIX
 
 logger = logging.getLogger(__name__)
 
