@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.collate import collate, compute_position_ids, generate_sequences
@@ -81,6 +81,7 @@ def test_rewards_are_combined_and_placed_as_configured():
     assert data.batch["token_level_scores"].tolist() == [[2.0, 2.0, 0.0, 0.5, 0.5]]
 
 
+@settings(deadline=None, max_examples=60)
 @given(batches, st.sampled_from(["last", "spread"]))
 def test_law_7_scores_stand_on_trained_tokens_only(requests, placement):
     weights = RewardWeightsConfig(trajectory=1.0, turn=1.0, tool=1.0)
@@ -88,6 +89,7 @@ def test_law_7_scores_stand_on_trained_tokens_only(requests, placement):
     assert not batch["token_level_scores"][batch["response_mask"] == 0].any()
 
 
+@settings(deadline=None, max_examples=60)
 @given(batches)
 def test_law_5_failed_requests_keep_their_row_and_train_on_nothing(requests):
     data = collate(requests, pad_token_id=PAD)
@@ -101,6 +103,7 @@ def test_law_5_failed_requests_keep_their_row_and_train_on_nothing(requests):
         assert not (failed and batch["token_level_scores"].any())
 
 
+@settings(deadline=None, max_examples=60)
 @given(batches, st.integers(0, 4), st.integers(0, 4))
 def test_law_10_rows_are_the_requests_at_any_width(requests, more_prompt, more_response):
     width = max(max(r.num_prompt_tokens for r in requests), 1) + more_prompt
@@ -121,6 +124,7 @@ def test_law_10_rows_are_the_requests_at_any_width(requests, more_prompt, more_r
         assert known or not end
 
 
+@settings(deadline=None, max_examples=60)
 @given(batches)
 def test_batches_of_equal_widths_can_be_joined(requests):
     whole = collate(requests, pad_token_id=PAD)
@@ -134,6 +138,7 @@ def test_batches_of_equal_widths_can_be_joined(requests):
         assert torch.equal(joined.batch[key], tensor)
 
 
+@settings(deadline=None, max_examples=60)
 @given(batches)
 def test_a_batch_can_be_saved(tmp_path_factory, requests):
     path = tmp_path_factory.mktemp("batch") / "batch"

@@ -6,7 +6,6 @@ that only some rows have, and lose the line of an error.
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import DataError
+from agentrl.files import written_whole
 
 Row = dict[str, Any]
 """A row as its file has it: string keys stop at the dataset's border."""
@@ -48,26 +48,14 @@ def write_parquet(file: Path, rows: list[Row]) -> None:
     """Write rows as Parquet: whole, or not at all."""
     import datasets
 
-    with _quiet(), atomic_file(file) as partial:
+    with _quiet(), written_whole(file) as partial:
         datasets.Dataset.from_list(rows).to_parquet(partial)
 
 
 def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines: whole, or not at all."""
-    with atomic_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
+    with written_whole(file) as partial, partial.open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-@contextmanager
-def atomic_file(file: Path) -> Iterator[Path]:
-    """Give a path to write to; it takes the place of `file` if nothing was raised."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _read_parquet(path: Path) -> list[Row]:

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.data.dataset import PromptDataset
-from agentrl.data.files import atomic_file
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError
+from agentrl.files import written_whole
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _load(cache: Path) -> list[int] | None:
 
 def _save(cache: Path, lengths: Sequence[int]) -> None:
     try:
-        with atomic_file(cache) as partial, partial.open("wb") as stream:
+        with written_whole(cache) as partial, partial.open("wb") as stream:
             np.save(stream, np.asarray(lengths, dtype=np.int32), allow_pickle=False)
     except OSError as error:
         log.warning("prompt lengths cannot be cached in %s: %s", cache, error)

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from agentrl.errors import DataError
-from agentrl.trainer.atomic import written_whole
+from agentrl.files import written_whole
 from agentrl.trainer.tracking import MetricsLine, read_metrics
 
 REWARD_KEYS = ("rollout/reward/mean", "critic/score/mean", "critic/rewards/mean")

@@ -19,8 +19,8 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from agentrl.errors import AgentRLError, DataError
+from agentrl.files import written_whole
 from agentrl.rollout.request import AsyncRolloutRequest, to_plain
-from agentrl.trainer.atomic import written_whole
 
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""

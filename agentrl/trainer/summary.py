@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from agentrl.trainer.atomic import written_whole
+from agentrl.files import written_whole
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
-from agentrl.trainer.atomic import naming, written_whole
+from agentrl.files import naming, written_whole
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run's folder."""

@@ -4,7 +4,7 @@ from enum import Enum
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import (
@@ -54,6 +54,7 @@ def naive_grpo(rows: Rows, *, divide: bool = True, singleton_raw: bool = False) 
     return found
 
 
+@settings(deadline=None, max_examples=60)
 @given(ragged_rows(quarters=True), st.booleans(), st.booleans())
 def test_grpo_equals_a_naive_loop(rows, divide, singleton_raw):
     name = GROUP_ESTIMATORS[singleton_raw]
@@ -72,6 +73,7 @@ def test_grpo_by_hand():
 
 
 @either
+@settings(deadline=None, max_examples=60)
 @given(rows=ragged_rows(), data=st.data())
 def test_law_8_masked_tokens_change_no_advantage(name, rows, data):
     wider, places = insert_masked(data, rows)
@@ -81,12 +83,14 @@ def test_law_8_masked_tokens_change_no_advantage(name, rows, data):
 
 
 @either
+@settings(deadline=None, max_examples=60)
 @given(rows=ragged_rows())
 def test_law_8_rewards_on_masked_tokens_are_not_seen(name, rows):
     spoiled = rows._replace(rewards=torch.where(rows.mask.bool(), rows.rewards, torch.nan))
     assert torch.equal(advantages_of(spoiled, name), advantages_of(rows, name))
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.floats(-1e4, 1e4, width=32).filter(lambda value: value == 0 or abs(value) > 1e-4),
     st.lists(st.integers(1, 300), min_size=1, max_size=17),
@@ -134,6 +138,7 @@ def test_law_9_a_group_of_one_trains_on_nothing_and_by_name_on_its_reward():
 
 
 @either
+@settings(deadline=None, max_examples=60)
 @given(rows=ragged_rows(), random=st.randoms(use_true_random=False))
 def test_law_10_row_order_and_padding_change_no_advantage(name, rows, random):
     order = list(range(len(rows.index)))
@@ -148,6 +153,7 @@ def test_law_10_row_order_and_padding_change_no_advantage(name, rows, random):
     torch.testing.assert_close(found, advantages_of(rows, name)[order], rtol=1e-5, atol=1e-6)
 
 
+@settings(deadline=None, max_examples=60)
 @given(ragged_rows(), st.data())
 def test_law_5_rows_outside_the_baseline_are_as_if_they_were_not_there(rows, data):
     counted = rows.in_baseline.bool() & rows.mask.bool().any(-1)

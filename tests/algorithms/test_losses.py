@@ -3,7 +3,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import (
@@ -55,6 +55,7 @@ def naive_agg(loss, mask, mode) -> float:
 
 
 @all_modes
+@settings(deadline=None, max_examples=60)
 @given(mask=masks())
 def test_aggregation_equals_a_naive_loop(mode, mask):
     loss = noise(*mask.shape)
@@ -85,6 +86,7 @@ def test_a_batch_in_which_nothing_is_trained_has_loss_and_gradient_zero(mode):
 
 
 @all_modes
+@settings(deadline=None, max_examples=60)
 @given(mask=masks(), data=st.data())
 def test_law_8_masked_tokens_and_rows_change_no_loss_and_no_gradient(mode, mask, data):
     loss = noise(*mask.shape).requires_grad_()
@@ -118,6 +120,7 @@ def layouts(draw, num_rows: int) -> list[list[list[int]]]:
 
 
 @all_modes
+@settings(deadline=None, max_examples=60)
 @given(mask=masks(), data=st.data())
 def test_law_10_micro_batches_and_ranks_change_no_loss_and_no_gradient(mode, mask, data):
     log_prob = (noise(*mask.shape) - 1).requires_grad_()
@@ -145,6 +148,7 @@ def test_law_10_micro_batches_and_ranks_change_no_loss_and_no_gradient(mode, mas
     torch.testing.assert_close(other, one)
 
 
+@settings(deadline=None, max_examples=60)
 @given(mask=masks())
 def test_law_10_without_a_scale_the_rows_are_the_whole_mini_batch(mask):
     old, new, advantages = (noise(*mask.shape, seed=seed) for seed in range(3))

@@ -5,8 +5,9 @@ import pytest
 
 from agentrl.config import DataConfig
 from agentrl.data import load_conversations, load_prompts
-from agentrl.data.files import atomic_file, read_rows, write_jsonl, write_parquet
+from agentrl.data.files import read_rows, write_jsonl, write_parquet
 from agentrl.errors import DataError
+from agentrl.files import written_whole
 
 ROW = {"prompt": [{"role": "user", "content": "2 + 3?"}], "data_source": "sums"}
 
@@ -74,7 +75,7 @@ def test_a_missing_file_is_told_with_its_name(tmp_path):
 
 
 def write_half(path: Path) -> None:
-    with atomic_file(path) as partial:
+    with written_whole(path) as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
 

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.schema import RewardWeightsConfig
@@ -20,6 +20,7 @@ weights = st.builds(
 placements = st.sampled_from(["last", "spread"])
 
 
+@settings(deadline=None, max_examples=60)
 @given(finished_requests(), weights, placements)
 def test_law_7_rewards_land_on_trained_tokens_and_sum_to_the_combined(request_, weights, placement):
     placed = place_rewards(request_, weights, placement)
@@ -35,12 +36,14 @@ def test_law_7_rewards_land_on_trained_tokens_and_sum_to_the_combined(request_, 
     assert total == pytest.approx(placed.combined, rel=1e-6, abs=1e-6 * size + 1e-12)
 
 
+@settings(deadline=None, max_examples=60)
 @given(finished_requests(), weights)
 def test_law_7_the_trajectory_s_reward_is_on_the_last_trained_token(request_, weights):
     placed = place_rewards(request_, weights.model_copy(update={"turn": 0.0}))
     assert [reward.position for reward in placed.rewards if reward.value] in ([], [placed.index])
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.floats(-1e6, 1e6, width=32).filter(lambda total: total == 0 or abs(total) > 1e-6),
     st.integers(1, 5000),

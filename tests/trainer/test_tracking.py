@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
-from agentrl.trainer.atomic import written_whole
+from agentrl.files import written_whole
 from agentrl.trainer.tracking import (
     ConsoleSink,
     JsonlSink,

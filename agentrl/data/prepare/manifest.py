@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.data.files import atomic_file
 from agentrl.errors import DataError
+from agentrl.files import written_whole
 
 Arguments = dict[str, Any]
 
@@ -75,6 +75,6 @@ def _read(path: Path) -> Manifest | None:
 
 
 def _write(path: Path, manifest: Manifest) -> None:
-    with atomic_file(path) as partial:
+    with written_whole(path) as partial:
         text = json.dumps(manifest.model_dump(mode="json"), indent=2)
         partial.write_text(text + "\n", encoding="utf-8")
