@@ -1,9 +1,9 @@
 """From the rewards of a request to rewards of its tokens (law 7).
 
 Rewards of three sources become one, by declared weights: the scorer's for the trajectory, those of
-turns (an interaction's score, a tool's reward for a call), and `calc_reward` of the tools. Each
-lands on trained tokens of what it belongs to: the trajectory, or its turn. Under `last` it lands on
-the last of them; under `spread` in equal parts on all of them.
+turns (in which an interaction's score and the rewards of the turn's calls are summed already), and
+`calc_reward` of the tools. Each lands on trained tokens of what it belongs to: the trajectory, or
+its turn. Under `last` it lands on the last of them; under `spread` in equal parts on all of them.
 
 A turn of which nothing is trained (it was excluded, or it is a reply) gives its reward to the
 nearest trained token before it, which led to it; where there is none, to the first trained token,
@@ -63,8 +63,8 @@ def place_rewards(
     trained = [place for place, is_trained in enumerate(mask) if is_trained]
     whole = weights.trajectory * (request.reward or 0.0)
     whole += weights.tool * math.fsum(request.tool_rewards.values())
-    scored = turn_rewards(request) if weights.turn else []
-    by_turn = [(turn, weights.turn * reward) for turn, reward in scored]
+    scored = [turn for turn in request.turns if turn.reward] if weights.turn else []
+    by_turn = [(turn, weights.turn * (turn.reward or 0.0)) for turn in scored]
     combined = math.fsum([whole, *(reward for _, reward in by_turn)])
     if not trained:
         return RewardPlacement(combined=combined)
@@ -84,16 +84,6 @@ def place_rewards(
         index=trained[-1],
         moved_turns=tuple(moved),
     )
-
-
-def turn_rewards(request: AsyncRolloutRequest) -> list[tuple[Turn, float]]:
-    """The turns that have a reward, with it: the turn's own and those of its calls, summed."""
-    found: list[tuple[Turn, float]] = []
-    for turn in request.turns:
-        rewards = [r for r in (turn.reward, *(c.reward for c in turn.calls)) if r is not None]
-        if rewards:
-            found.append((turn, math.fsum(rewards)))
-    return found
 
 
 def _tokens_of(turn: Turn, trained: Sequence[int]) -> Sequence[int]:

@@ -89,7 +89,8 @@ def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
 
 def fingerprint_of(setup: RolloutSetup) -> str:
     """Hash what a prompt's tokens depend on beside the row: tokenizer, template, tools."""
-    digest = hashlib.sha256(setup.tokenizer.backend_tokenizer.to_str().encode())
+    vocabulary = sorted(setup.tokenizer.get_vocab().items())
+    digest = hashlib.sha256(repr(vocabulary).encode())
     digest.update(repr(setup.template.encode_prompt([Message(role="user", content="")])).encode())
     digest.update(setup.template.anatomy.renderer.source.encode())
     for tool in setup.tools:

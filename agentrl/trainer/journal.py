@@ -49,7 +49,7 @@ class Journal:
     def say(self, text: str) -> None:
         """Print one line."""
         if self._is_main:
-            self.console.print(text, markup=False)
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the figures of one step."""

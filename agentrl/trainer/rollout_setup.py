@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,6 +41,11 @@ class RolloutSetup:
     parser: ToolParser
     tools: list[BaseTool]
     interactions: dict[str, BaseInteraction]
+
+    @property
+    def pad_token_id(self) -> int:
+        """What stands on padding."""
+        return int(cast("int", self.tokenizer.pad_token_id))
 
 
 def load_plugins(config: RunConfig) -> tuple[list[BaseTool], dict[str, BaseInteraction]]:

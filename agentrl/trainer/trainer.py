@@ -139,7 +139,7 @@ class Trainer:
         reward = self.config.reward
         return collate(
             requests,
-            pad_token_id=self.parts.setup.tokenizer.pad_token_id or 0,
+            pad_token_id=self.parts.setup.pad_token_id,
             weights=reward.weights,
             placement=reward.placement,
         )
@@ -149,13 +149,13 @@ class Trainer:
         temperature = self.config.rollout.temperature
         with self._timer("old_log_prob"):
             scores = self.parts.actor.compute_log_probs(batch, temperature=temperature)
-        batch.batch["old_log_probs"] = scores.log_probs
-        batch.batch["entropies"] = scores.entropy
+        found = {"old_log_probs": scores.log_probs, "entropies": scores.entropy}
         if self.parts.reference is not None:
             with self._timer("ref"):
-                batch.batch["ref_log_prob"] = self.parts.reference.compute_ref_log_prob(
+                found["ref_log_prob"] = self.parts.reference.compute_ref_log_prob(
                     batch, temperature=temperature
                 )
+        batch.union(DataProto.from_dict(found))
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """Train on the batch; a step that was skipped is told."""

@@ -111,8 +111,14 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
     lm = load_causal_lm(config)
     nn.Module.to(lm, world.device)
     if config.enable_gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(lm)
     return PolicyModel(lm, world, resolve_dtype(config, world.device), fsdp)
+
+
+def enable_checkpointing(lm: PreTrainedModel) -> None:
+    """Recompute each layer's activations in the backward pass."""
+    enable = getattr(lm, "activation_checkpointing_enable", None)  # named so from 5.23 on
+    (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def load_causal_lm(config: ModelConfig) -> PreTrainedModel:

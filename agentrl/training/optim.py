@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.config.schema import OptimConfig
+from agentrl.errors import CheckpointError
 from agentrl.training.distributed import World
 
 
@@ -67,11 +68,11 @@ class PolicyOptimizer:
         self.num_steps = 0
         matrices, others = _divide(named_weights, config, world)
         self.weights = matrices + others
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._parts: list[_Part] = []
         if matrices:
-            self._optimizers.append(_muon([w.local for w in matrices], config))
+            self._parts.append(_Part(matrices, _muon(matrices, config), _MUON_STATE))
         if others:
-            self._optimizers.append(_adamw([w.local for w in others], config))
+            self._parts.append(_Part(others, _adamw(others, config), _ADAMW_STATE))
 
     @property
     def lr(self) -> float:
@@ -92,10 +93,10 @@ class PolicyOptimizer:
         if grad_scale != 1.0:
             for grad in self._local_gradients():
                 grad.mul_(grad_scale)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
-            optimizer.step()
+            part.optimizer.step()
         self.num_steps += 1
         self.drop_gradients()
 
@@ -107,29 +108,51 @@ class PolicyOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Moments and counters as whole tensors, named `moment/weight`. A collective."""
         return {
-            f"{key}/{weight.name}": _gather(value, weight)
-            for weight in self.weights
-            for key, value in sorted(self._state_of(weight).items())
-            if isinstance(value, Tensor)
+            f"{key}/{weight.name}": _gather(part.optimizer.state[weight.local][key], weight)
+            for part in self._parts
+            for weight in part.weights
+            for key in part.state_keys
+            if key in part.optimizer.state[weight.local]
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor], num_steps: int) -> None:
-        """Take up where `state_tensors` and `num_steps` were written."""
-        by_name = {weight.name: weight for weight in self.weights}
-        for full_name, value in tensors.items():
-            key, _, name = full_name.partition("/")
-            weight = by_name[name]
-            self._state_of(weight)[key] = _scatter(value, weight)
+        """Take up where `state_tensors` and `num_steps` were written.
+
+        Raises:
+            CheckpointError: for the state of another optimizer; nothing has changed then.
+        """
+        places = {
+            f"{key}/{weight.name}": (part.optimizer.state[weight.local], key, weight)
+            for part in self._parts
+            for weight in part.weights
+            for key in part.state_keys
+        }
+        unknown = sorted(tensors.keys() - places.keys())
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer: it has {unknown[0]}",
+                expected=f"the state of {self.config.name}",
+            )
+        for name, value in tensors.items():
+            state, key, weight = places[name]
+            state[key] = _scatter(value, weight)
         self.num_steps = num_steps
 
     def _local_gradients(self) -> list[Tensor]:
         return [_local(w.weight.grad) for w in self.weights if w.weight.grad is not None]
 
-    def _state_of(self, weight: TrainedWeight) -> dict[str, Any]:
-        for optimizer in self._optimizers:
-            if any(weight.local is p for group in optimizer.param_groups for p in group["params"]):
-                return optimizer.state[weight.local]
-        raise KeyError(weight.name)
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of torch's optimizers and the weights that it changes."""
+
+    weights: list[TrainedWeight]
+    optimizer: torch.optim.Optimizer
+    state_keys: tuple[str, ...]
+
+
+_MUON_STATE = ("momentum_buffer",)
+_ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -168,17 +191,19 @@ def _divide(
     return matrices, others
 
 
-def _muon(weights: list[nn.Parameter], config: OptimConfig) -> torch.optim.Muon:
-    group = {"params": weights, "base_lr": config.muon_lr}
+def _muon(weights: list[TrainedWeight], config: OptimConfig) -> torch.optim.Muon:
+    group = {"params": [w.local for w in weights], "base_lr": config.muon_lr}
     return torch.optim.Muon([group], lr=config.muon_lr, weight_decay=config.weight_decay)
 
 
-def _adamw(weights: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+def _adamw(weights: list[TrainedWeight], config: OptimConfig) -> torch.optim.AdamW:
+    matrices = [w.local for w in weights if w.local.ndim >= 2]
+    vectors = [w.local for w in weights if w.local.ndim < 2]
     groups = [
-        {"params": [w for w in weights if w.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay, "base_lr": config.lr},
+        {"params": vectors, "weight_decay": 0.0, "base_lr": config.lr},
     ]
-    groups = [group | {"base_lr": config.lr} for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 

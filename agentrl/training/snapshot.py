@@ -65,14 +65,14 @@ def load_run(path: Path, actor: Actor) -> RunState:
     """Put an actor and this rank's random streams to where a checkpoint was written.
 
     Raises:
-        CheckpointError: where it is incomplete, damaged, or of another model; nothing has changed
-            then.
+        CheckpointError: where it is incomplete, damaged, of another model or another optimizer;
+            nothing has changed then.
     """
     snapshot = load_checkpoint(path, identify(actor.policy))
-    load_weights(actor.policy, snapshot.model)
     counters = snapshot.state.actor
-    actor.num_updates = counters["num_updates"]
     actor.optimizer.load_state_tensors(snapshot.optimizer, counters["num_optimizer_steps"])
+    actor.num_updates = counters["num_updates"]
+    load_weights(actor.policy, snapshot.model)
     streams = snapshot.state.random
     if actor.world.rank < len(streams):
         restore_random_state(RandomState(**streams[actor.world.rank]))

@@ -66,7 +66,7 @@ def test_by_default_the_trajectory_alone_counts():
 
 def test_each_reward_lands_on_its_own_turn():
     request = build_request(
-        said(2, reward=0.5, call_rewards=(0.25,)),
+        said(2, reward=0.75, call_rewards=(0.5, 0.25)),  # the runner sums the calls into the turn
         observed(3),
         said(2, reward=-1.0),
         observed(1),

@@ -3,6 +3,7 @@
 import re
 import secrets
 
+import jinja2
 import pytest
 
 from agentrl.errors import TemplateError
@@ -38,7 +39,7 @@ def really(name: str, messages: list[Message], tools: bool = False) -> str | Non
     """What the template writes; None where it refuses."""
     try:
         return render_really(name, messages, [schema()] if tools else None)
-    except Exception:
+    except (jinja2.TemplateError, TypeError):
         return None
 
 

@@ -159,11 +159,12 @@ def test_a_template_of_plain_words_has_no_end_of_turn_of_its_own() -> None:
 def test_a_template_that_counts_rounds_is_found_out() -> None:
     """Its delta is right behind fixed neighbours and wrong in the second round."""
     source = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% set ns = namespace(n=0) %}{% for m in messages %}"
         "{% if m.role == 'tool' %}{% set ns.n = ns.n + 1 %}<|im_start|>tool {{ ns.n }}\n"
         "{% else %}<|im_start|>{{ m.role }}\n{% endif %}"
         "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     report = probe_template(make_template(source))
@@ -240,6 +241,9 @@ def test_a_template_that_wants_a_system_message_first_carries_users() -> None:
     assert "More?" in template.decode(delta.ids)
     prompt = template.encode_prompt([system("Be brief."), user("Hi")])
     assert "Be brief." in template.decode(prompt)
+    report = probe_template(template)
+    assert report.text("user").treatments == (Treatment.VERBATIM,)
+    require(report, TemplateNeeds(system=True, interaction=True))
 
 
 def test_the_tokenizer_is_left_as_it_was() -> None:

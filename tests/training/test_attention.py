@@ -5,6 +5,7 @@ from transformers import Qwen2Config
 from agentrl.errors import ConfigError
 from agentrl.training.attention import PACKED_ATTENTION, AttentionPlan, check_packable
 from agentrl.training.distributed import World
+from agentrl.training.model import enable_checkpointing
 from tests.fakes_engines import VOCAB_SIZE, tiny_model
 
 LENGTHS = (7, 12, 1, 3)
@@ -54,7 +55,7 @@ def test_gradient_checkpointing_changes_nothing(world: World):
         model = tiny_model().train()
         model.set_attn_implementation(PACKED_ATTENTION)
         if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         ids, positions = packed_inputs()
         plan = AttentionPlan(LENGTHS)
         out = model.model(

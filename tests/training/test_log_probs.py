@@ -14,7 +14,6 @@ from agentrl.training.scoring import score_rows
 from tests.fakes_engines import VOCAB_SIZE, tiny_model
 from tests.fakes_training import Layout, make_batch, make_policy, plain_scores, random_rows
 
-
 HIDDEN = 32
 
 

@@ -19,7 +19,14 @@ from agentrl.rollout.templates.report import (
     TemplateReport,
 )
 from agentrl.rollout.templates.splice import places_in_order
-from agentrl.rollout.templates.stories import calling, reason_of, result, tool_schema, user
+from agentrl.rollout.templates.stories import (
+    calling,
+    prefaced,
+    reason_of,
+    result,
+    tool_schema,
+    user,
+)
 from agentrl.rollout.templates.template import ChatTemplate, Tools, borrowed_names
 
 T = TypeVar("T")
@@ -75,7 +82,8 @@ def _try_tools(template: ChatTemplate, tools: Tools) -> None:
     """Whether the prompt tells of every tool and of a parameter's description."""
     known = [tool_schema(), *tools]
     words = [*(tool.name for tool in known), "A city."]
-    prompt = template.decode(template.encode_prompt([user()], known))
+    messages = prefaced(template.anatomy.preface, [user()])
+    prompt = template.decode(template.encode_prompt(messages, known))
     if not all(word in prompt for word in words):
         raise TemplateError("the template leaves the tools out of the prompt")
 

@@ -17,6 +17,7 @@ from agentrl.rollout.templates.report import Capability, History, HistoryReport
 from agentrl.rollout.templates.stories import (
     THOUGHT,
     calling,
+    prefaced,
     reason_of,
     result,
     saying,
@@ -58,7 +59,8 @@ def probe_history(template: ChatTemplate, history: History) -> HistoryReport:
     is played both ways, and the better counts.
     """
     try:
-        plays = [_play(template, _STORIES[history], bare=bare) for bare in (False, True)]
+        story = prefaced(template.anatomy.preface, _STORIES[history])
+        plays = [_play(template, story, bare=bare) for bare in (False, True)]
     except TemplateError as error:
         return HistoryReport(history, None, reason_of(error))
     differences = min(plays, key=len)

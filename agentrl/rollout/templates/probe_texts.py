@@ -13,6 +13,7 @@ from agentrl.rollout.templates.splice import Piece, Place, learn, written_text
 from agentrl.rollout.templates.stories import (
     THOUGHT,
     calling,
+    prefaced,
     reason_of,
     result,
     saying,
@@ -112,17 +113,23 @@ class TextProbe:
 
     def _render_real(self, position: Position, text: str) -> str:
         """What the template writes where the text stands in the messages itself."""
-        messages, tools = position.place(text)
-        read = self._template.read(messages, tools)
+        read, tools = self._read(position, text)
         return self._template.anatomy.renderer.render(
             fill(read.nodes, dict(enumerate(read.texts))),
             [tool.to_template() for tool in tools],
             add_generation_prompt=position.opens,
         )
 
+    def _read(
+        self, position: Position, text: str
+    ) -> tuple[Conversation, list[OpenAIFunctionToolSchema]]:
+        messages, tools = position.place(text)
+        whole = prefaced(self._template.anatomy.preface, messages)
+        return self._template.read(whole, tools), tools
+
     def _learn(self, position: Position, text: str) -> tuple[Conversation, list[Piece]]:
         """Read a text in its position, and learn the shape once."""
-        read = self._template.read(*position.place(text))
+        read, _ = self._read(position, text)
         key = position.name + shape_key([read.nodes, read.tools.nodes])
         if key not in self._learned:
             render = self._template.anatomy.render_node(

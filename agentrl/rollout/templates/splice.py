@@ -24,6 +24,8 @@ BLANKS = "\n "
 """The blanks that are tried; a template that strips both strips all."""
 SERIAL_DIGITS = 6
 """Digits of a placeholder that count the holes; the rest are random, drawn for each rendering."""
+SHORTEST_SERIAL = 16
+"""Placeholders shorter than this are random throughout."""
 _MARK = "Aé/\n\"\\'<&>\u2028"
 
 
@@ -176,15 +178,22 @@ class Splice:
 
 
 def _placeholders(holes: Sequence[Hole]) -> "Marks":
-    """A fresh random number for each hole: it survives any change of case and any escape."""
+    """A fresh random number for each hole: it survives any change of case and any escape.
+
+    Long ones of one width share their random start, so that one pattern finds them all.
+    """
     nonces: dict[int, str] = {}
     texts: list[str] = []
+    patterns: list[str] = []
     for number, hole in enumerate(holes):
-        serial = f"{number:0{SERIAL_DIGITS}d}"
+        if hole.width < SHORTEST_SERIAL:
+            texts.append(_random_digits(hole.width))
+            patterns.append(texts[-1])
+            continue
         nonce = nonces.setdefault(hole.width, _random_digits(hole.width - SERIAL_DIGITS))
-        texts.append(nonce + serial)
-    patterns = [f"{nonce}[0-9]{{{SERIAL_DIGITS}}}" for _, nonce in sorted(nonces.items())[::-1]]
-    return Marks(texts, re.compile("(" + ("|".join(patterns) or "(?!)") + ")"))
+        texts.append(f"{nonce}{number:0{SERIAL_DIGITS}d}")
+    found = [f"{nonce}[0-9]{{{SERIAL_DIGITS}}}" for _, nonce in sorted(nonces.items())[::-1]]
+    return Marks(texts, re.compile("(" + ("|".join(found + patterns) or "(?!)") + ")"))
 
 
 def _random_digits(length: int) -> str:

@@ -1,5 +1,7 @@
 """Short conversations with which templates are probed."""
 
+from collections.abc import Sequence
+
 from agentrl.errors import TemplateError
 from agentrl.messages import (
     FunctionCall,
@@ -40,6 +42,13 @@ def tool_schema(description: str = "Tell the weather.") -> OpenAIFunctionToolSch
     parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
     schema = OpenAIFunctionSchema(name="probe_tool", description=description, parameters=parameters)
     return OpenAIFunctionToolSchema(function=schema)
+
+
+def prefaced(preface: Sequence[object], messages: Sequence[Message]) -> list[Message]:
+    """Put a system message before a story, where the template wants one."""
+    if not preface or messages[0].role == "system":
+        return list(messages)
+    return [Message(role="system", content="Be brief."), *messages]
 
 
 def reason_of(error: TemplateError) -> str:

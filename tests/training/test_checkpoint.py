@@ -1,0 +1,239 @@
+import errno
+import json
+import logging
+import os
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import CheckpointError
+from agentrl.training import checkpoint
+from agentrl.training.checkpoint import (
+    ModelIdentity,
+    RunState,
+    Snapshot,
+    find_latest,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from agentrl.training.distributed import World
+from agentrl.training.rng import (
+    RandomState,
+    capture_random_state,
+    restore_random_state,
+    seed_everything,
+)
+from agentrl.training.snapshot import identify, load_run, save_run
+from tests.fakes_training import make_actor, make_batch, make_policy, random_rows, weights
+
+IDENTITY = ModelIdentity("Toy", {"w": [2, 3]})
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def snapshot(step: int) -> Snapshot:
+    state = RunState(step, IDENTITY, trainer={"best": 0.5}, data={"epoch": 1, "position": 8})
+    return Snapshot(state, {"w": torch.full((2, 3), float(step))}, {"exp_avg/w": torch.ones(2, 3)})
+
+
+def test_checkpoint_comes_back_whole(tmp_path: Path):
+    path = save_checkpoint(tmp_path, snapshot(10))
+    assert path.name == "global_step_10"
+    assert sorted(file.name for file in path.iterdir()) == FILES
+    found = load_checkpoint(path, IDENTITY)
+    assert found.state == snapshot(10).state
+    assert torch.equal(found.model["w"], snapshot(10).model["w"])
+    assert torch.equal(found.optimizer["exp_avg/w"], torch.ones(2, 3))
+
+
+def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path: Path):
+    for step in (1, 2, 9, 10):
+        save_checkpoint(tmp_path, snapshot(step), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_9"]
+    assert find_latest(tmp_path) == tmp_path / "global_step_10"
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path):
+    assert find_latest(tmp_path / "nowhere") is None
+    assert find_latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", ["removed", "cut", "changed"])
+def test_damaged_file_is_named_and_the_checkpoint_before_is_found(
+    tmp_path: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
+):
+    save_checkpoint(tmp_path, snapshot(1))
+    path = save_checkpoint(tmp_path, snapshot(2))
+    data = (path / name).read_bytes()
+    if harm == "removed":
+        (path / name).unlink()
+    else:
+        broken = data[:-3] if harm == "cut" else data[:-3] + b"???"
+        (path / name).write_bytes(broken)
+    with pytest.raises(CheckpointError, match="global_step_2") as caught:
+        load_checkpoint(path, IDENTITY)
+    assert caught.value.details["path"] == path
+    assert name == "manifest.json" or name in str(caught.value)
+    with caplog.at_level(logging.WARNING):
+        assert find_latest(tmp_path) == tmp_path / "global_step_1"
+    assert "global_step_2" in caplog.text
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_law_11_any_changed_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, data):
+    path = save_checkpoint(tmp_path_factory.mktemp("c"), snapshot(3))
+    file = path / data.draw(st.sampled_from(FILES[1:]))
+    content = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        verify_checkpoint(path)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("calls", range(1, 9))
+def test_law_11_run_killed_while_writing_leaves_no_checkpoint_and_keeps_the_last(
+    tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
+):
+    save_checkpoint(tmp_path, snapshot(1))
+    left = [calls]
+
+    def counted(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("save_file", "_write_json", "_flush"):
+            patch.setattr(checkpoint, name, counted(getattr(checkpoint, name)))
+        with pytest.raises(Killed):
+            save_checkpoint(tmp_path, snapshot(2))
+    assert find_latest(tmp_path) == tmp_path / "global_step_1"
+    save_checkpoint(tmp_path, snapshot(3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "global_step_3"]
+
+
+def test_full_disk_is_told_and_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_checkpoint(tmp_path, snapshot(1))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "_flush", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_checkpoint(tmp_path, snapshot(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_same_step_of_an_earlier_run_gives_way(tmp_path: Path):
+    save_checkpoint(tmp_path, snapshot(1))
+    changed = replace(snapshot(1), model={"w": torch.zeros(2, 3)})
+    path = save_checkpoint(tmp_path, changed)
+    assert torch.equal(load_checkpoint(path, IDENTITY).model["w"], torch.zeros(2, 3))
+    assert [found.name for found in tmp_path.iterdir()] == ["global_step_1"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (ModelIdentity("Other", {"w": [2, 3]}), "Toy, not Other"),
+        (ModelIdentity("Toy", {"w": [2, 4]}), r"w is \[2, 3\], not \[2, 4\]"),
+        (ModelIdentity("Toy", {"w": [2, 3], "v": [1]}), r"v is absent, not \[1\]"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused_by_name(
+    tmp_path: Path, other: ModelIdentity, said: str
+):
+    path = save_checkpoint(tmp_path, snapshot(1))
+    with pytest.raises(CheckpointError, match=said):
+        load_checkpoint(path, other)
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path):
+    path = save_checkpoint(tmp_path, snapshot(1))
+    for file in path.iterdir():
+        if file.suffix == ".json":
+            json.loads(file.read_text())
+        else:
+            assert file.suffix == ".safetensors"
+
+
+def draw_everywhere() -> tuple[float, float, float]:
+    return random.gauss(0, 1), float(np.random.normal()), float(torch.randn(()))
+
+
+def test_random_streams_go_on_where_they_stood():
+    seed_everything(3)
+    draw_everywhere()
+    state = RandomState(**json.loads(json.dumps(asdict(capture_random_state()))))
+    expected = draw_everywhere()
+    seed_everything(4)
+    restore_random_state(state)
+    assert draw_everywhere() == expected
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_law_11_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    world: World, tmp_path: Path, optimizer: str
+):
+    def actor(seed: int):
+        return make_actor(
+            make_policy(world, seed=seed),
+            ppo_mini_batch_size=2, shuffle=True,
+            optim={"name": optimizer, "lr": 1e-2, "lr_scheduler": "cosine"},
+        )  # fmt: skip
+
+    batches = [make_batch(random_rows(8, seed=seed)) for seed in range(4)]
+    first = actor(0)
+    seed_everything(1)
+    for batch in batches[:2]:
+        first.update_policy(batch, temperature=1.0)
+    state = RunState(2, identify(first.policy), trainer={"best": 1}, data={"epoch": 0})
+    path = save_run(tmp_path, first, state)
+    draws = draw_everywhere()
+    expected = [first.update_policy(batch, temperature=1.0).metrics for batch in batches[2:]]
+
+    second = actor(9)
+    seed_everything(77)
+    found = load_run(path, second)
+    assert (found.step, found.trainer, found.data) == (2, {"best": 1}, {"epoch": 0})
+    assert draw_everywhere() == draws
+    assert [second.update_policy(b, temperature=1.0).metrics for b in batches[2:]] == expected
+    for name, weight in weights(first.policy).items():
+        assert torch.equal(weight, weights(second.policy)[name])
+
+
+def test_checkpoint_of_another_optimizer_is_refused(world: World, tmp_path: Path):
+    policy = make_policy(world)
+    muon = make_actor(policy, optim={"name": "muon"})
+    muon.update_policy(make_batch(random_rows(4)), temperature=1.0)
+    path = save_run(tmp_path, muon, RunState(1, identify(policy)))
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        load_run(path, make_actor(make_policy(world)))
+
+
+def test_checkpoint_of_another_model_changes_nothing(world: World, tmp_path: Path):
+    small, large = make_policy(world), make_policy(world, num_hidden_layers=3)
+    path = save_run(tmp_path, make_actor(small), RunState(1, identify(small)))
+    before = weights(large)
+    with pytest.raises(CheckpointError, match=r"layers\.2"):
+        load_run(path, make_actor(large))
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(large).items())
