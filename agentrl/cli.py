@@ -1,10 +1,15 @@
 """The command line: `agentrl train`, `sft`, `prepare`, `rollout`, `config`.
 
 Nothing heavy is imported before a command runs, so that `--help` answers at once. A fault that a
-user can mend is told in its own words and ends with exit code 2; Ctrl-C ends with 130.
+user can mend is told in its own words, on standard error, and ends with exit code 2; Ctrl-C and
+SIGTERM release what runs and end with 130.
 """
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +18,13 @@ from rich.console import Console
 
 from agentrl.errors import AgentRLError
 
+_TRAIN_HELP = """Train a policy as a run file says.
+
+What its `prepare` section names and is not there yet (problems, a small policy, its warm-up) is
+made first. A run that was stopped goes on from its last complete checkpoint. On several devices:
+torchrun --nproc-per-node 2 -m agentrl train FILE
+"""
+
 app = typer.Typer(
     name="agentrl",
     help="Train language-model agents with reinforcement learning over many turns.",
@@ -20,33 +32,90 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-prepare_app = typer.Typer(help="Make datasets and small policies.", no_args_is_help=True)
+prepare_app = typer.Typer(help="Make datasets.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at run files.", no_args_is_help=True)
 app.add_typer(prepare_app, name="prepare")
 app.add_typer(config_app, name="config")
 
-RunFile = Annotated[Path, typer.Argument(help="A YAML run file.", show_default=False)]
+RunFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A YAML run file.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Overrides, such as rollout.n=4.", show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys of the file to replace: rollout.n=4 data.seed=1.",
+        show_default=False,
+    ),
+]
+OutDir = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder to write.", show_default=False)
 ]
 
 
-def main() -> None:
-    """Run the command line; errors that a user can mend become one message and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; errors that a user can mend become one message and exit code 2.
+
+    Args:
+        arguments: Of the command; None: those of the process.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    import_from_here()
+    stop_cleanly_on_sigterm()
     try:
-        app()
-    except AgentRLError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        app(args=arguments, prog_name="agentrl")
+    except (AgentRLError, OSError) as error:
+        _tell(error)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted", markup=False)
-        sys.exit(130)
 
 
-@app.command()
+def import_from_here() -> None:
+    """Let class paths of a run file lead to modules of the working directory.
+
+    `python -m agentrl` finds them there by itself; the installed command would not.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def stop_cleanly_on_sigterm() -> None:
+    """Treat SIGTERM as Ctrl-C, so that tools are released when a scheduler ends the run.
+
+    Under torchrun it keeps its meaning: a rank that waits inside a collective could not answer.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def _tell(error: Exception) -> None:
+    console = Console(stderr=True)
+    console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agentrl {version('agentrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Hold the options of `agentrl` itself; typer calls it before any command."""
+
+
+@app.command(help=_TRAIN_HELP)
 def train(run_file: RunFile, overrides: Overrides = None) -> None:
-    """Train a policy as a run file says; what the file's `prepare` names is made first."""
+    """Train a policy."""
     from agentrl.trainer.run import train_from_file
 
     train_from_file(run_file, overrides or [])
@@ -54,7 +123,7 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def sft(run_file: RunFile, overrides: Overrides = None) -> None:
-    """Run the supervised warm-up of a run file (its `prepare.sft`)."""
+    """Run the supervised warm-up of a run file (prepare.sft), and what it needs before it."""
     from agentrl.trainer.run import sft_from_file
 
     sft_from_file(run_file, overrides or [])
@@ -64,13 +133,26 @@ def sft(run_file: RunFile, overrides: Overrides = None) -> None:
 def rollout(
     run_file: RunFile,
     overrides: Overrides = None,
-    num: Annotated[int, typer.Option(help="Prompts to roll out.", min=1)] = 2,
+    num: Annotated[
+        int, typer.Option(help="Prompts to roll out; each is sampled rollout.n times.", min=1)
+    ] = 2,
     split: Annotated[str, typer.Option(help="train, or the name of a validation set.")] = "train",
-    greedy: Annotated[bool, typer.Option(help="Sample as validation does.")] = False,
-    tokens: Annotated[bool, typer.Option(help="Add a table of every token.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also save the rollouts as JSONL.")] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Sample as validation does (rollout.val_kwargs).")
+    ] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Add a table of every token and its probability.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also save the rollouts to this JSONL file.", show_default=False),
+    ] = None,
 ) -> None:
-    """Show whole conversations token by token, with mask and rewards, without training."""
+    """Show whole conversations token by token, with mask and rewards, without training.
+
+    What the run file prepares is made first. rollout.engine.name=scripted with
+    rollout.engine.scripted.answers=[...] tries tools out without a model's whims.
+    """
     from agentrl.trainer.run import RolloutOptions, rollout_from_file
 
     options = RolloutOptions(num=num, split=split, greedy=greedy, tokens=tokens, out=out)
@@ -87,37 +169,46 @@ def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
 
 @prepare_app.command("arithmetic")
 def prepare_arithmetic(
-    out_dir: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    out_dir: OutDir,
     seed: Annotated[int, typer.Option(help="Other seeds make other problems.")] = 0,
-    num_train: Annotated[int, typer.Option(min=1)] = 2048,
-    num_val: Annotated[int, typer.Option(min=1)] = 256,
-    num_demos: Annotated[int, typer.Option(min=0)] = 16000,
+    num_train: Annotated[int, typer.Option(help="Training problems.", min=1)] = 2048,
+    num_val: Annotated[int, typer.Option(help="Problems of each validation set.", min=1)] = 256,
+    num_demos: Annotated[int, typer.Option(help="Conversations for a warm-up.", min=0)] = 16000,
 ) -> None:
-    """Make word problems of one to three steps in the format of GSM8K."""
+    """Make word problems of one to three steps in the format of GSM8K, and demonstrations."""
     from agentrl.config.schema import ArithmeticConfig
     from agentrl.data.prepare import prepare_arithmetic as prepare
 
-    made = prepare(
+    files = prepare(
         ArithmeticConfig(
             out_dir=out_dir, seed=seed, num_train=num_train, num_val=num_val, num_demos=num_demos
         )
     )
-    for path in made:
-        typer.echo(path)
+    _list_files([files.train, files.val, files.val_unseen, files.demos], made=files.made)
 
 
 @prepare_app.command("gsm8k")
 def prepare_gsm8k(
-    out_dir: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    out_dir: OutDir,
     source_dir: Annotated[
-        Path | None, typer.Option(help="Folder with train.jsonl and test.jsonl; else the hub.")
+        Path | None,
+        typer.Option(
+            help="Folder with train.jsonl and test.jsonl; without it they are downloaded.",
+            show_default=False,
+        ),
     ] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Rows of each split.", min=1)] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(help="Only so many rows of each.", min=1, show_default=False)
+    ] = None,
 ) -> None:
     """Turn the real GSM8K into rows with tools and an interaction."""
     from agentrl.config.schema import Gsm8kConfig
     from agentrl.data.prepare import prepare_gsm8k as prepare
 
-    made = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
-    for path in made:
-        typer.echo(path)
+    files = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
+    _list_files([files.train, files.test], made=files.made)
+
+
+def _list_files(files: Sequence[Path], *, made: bool) -> None:
+    for file in files:
+        typer.echo(f"{'made' if made else 'there already'}: {file}")

@@ -1,4 +1,4 @@
-"""What each process of `tests/training/test_ranks.py` runs: one batch, its own share of the rows."""
+"""What each rank of `tests/training/test_ranks.py` runs: one batch, its share of the rows."""
 
 import json
 import sys

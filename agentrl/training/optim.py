@@ -12,7 +12,6 @@ matrices inside the decoder's layers are Muon's, with their own rate; all others
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn

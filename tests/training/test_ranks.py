@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.training.distributed import World
+from tests.fakes_engines import tiny_model
 from tests.fakes_ranks import MODES, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +59,7 @@ def metrics(folder: Path, rank: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_law_10_two_ranks_give_the_loss_and_gradients_of_one(
-    folders: tuple[Path, Path], mode: str
-):
+def test_law_10_two_ranks_give_the_loss_and_gradients_of_one(folders: tuple[Path, Path], mode: str):
     alone, together = folders
     assert metrics(together, 0)[mode] == pytest.approx(metrics(alone, 0)[mode], rel=1e-5, abs=1e-6)
     one, two = tensors(alone, 0), tensors(together, 0)
@@ -70,19 +69,28 @@ def test_law_10_two_ranks_give_the_loss_and_gradients_of_one(
         assert torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_ranks_take_the_steps_of_one_and_resume_exactly(
-    folders: tuple[Path, Path], optimizer: str
-):
+def test_two_ranks_take_the_steps_of_one(folders: tuple[Path, Path]):
     alone, together = tensors(folders[0], 0), tensors(folders[1], 0)
-    names = [name for name in alone if name.startswith(f"{optimizer}/")]
-    assert names
-    for name in names:
-        # Muon's iteration runs in bfloat16; what it makes of a step of 1e-3 may differ by its grain.
+    for name in [name for name in alone if name.startswith("adamw/")]:
         assert torch.allclose(alone[name], together[name], rtol=1e-4, atol=1e-4), name
-        resumed = name.replace(f"{optimizer}/", f"{optimizer}/resumed/")
-        if resumed in together:
-            assert torch.equal(together[name], together[resumed]), name
+
+
+def test_muon_on_two_ranks_turns_the_matrices_as_on_one(folders: tuple[Path, Path]):
+    alone, together = tensors(folders[0], 0), tensors(folders[1], 0)
+    start = dict(tiny_model(initializer_range=0.1).named_parameters())
+    for name in [name for name in start if name.endswith("proj.weight")]:
+        one, two = (found[f"muon/{name}"] - start[name].detach() for found in (alone, together))
+        # The iteration runs in bfloat16, so where it is ill-conditioned a few percent differ.
+        assert (one - two).norm() < 0.25 * one.norm(), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_law_11_two_ranks_resume_bit_for_bit(folders: tuple[Path, Path], optimizer: str):
+    found = tensors(folders[1], 0)
+    resumed = [name for name in found if name.startswith(f"{optimizer}/resumed/")]
+    assert len(resumed) > 20
+    for name in resumed:
+        assert torch.equal(found[name], found[name.replace("resumed/", "")]), name
 
 
 def test_all_ranks_see_the_same(folders: tuple[Path, Path]):

@@ -122,7 +122,8 @@ class ChatTemplate:
             template_kwargs=template_kwargs or {},
             now=now or datetime.now(),
         )
-        self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), tokenizer.eos_token_id)
+        eos_id: Any = tokenizer.eos_token_id
+        self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id)
         self._prompts: dict[Any, Splice] = {}
         self._deltas: dict[Any, _PreparedDelta] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}

@@ -37,11 +37,12 @@ class TextEncoder:
                 f"{type(tokenizer).__name__} has no fast backend",
                 expected="a tokenizer with a tokenizer.json",
             )
+        untyped: Any = tokenizer
         self._plain = _clone_without_added_tokens(backend)
-        self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
+        self.added: dict[str, int] = dict(untyped.get_added_vocab())
         """Content of every added token, special or not, and its id."""
         self.special: frozenset[str] = frozenset(
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+            token.content for token in untyped.added_tokens_decoder.values() if token.special
         )
         """Those of them that are special."""
         # Runs of blanks that some vocabularies add (Gemma) control nothing.

@@ -1,0 +1,14 @@
+"""What every test stands on: no hub, one thread, no deadlines on a machine that is shared."""
+
+import os
+
+# Before torch or a hub client is imported by any test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+settings.register_profile("agentrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("agentrl")

@@ -1,0 +1,38 @@
+"""README and documents say what is."""
+
+import ast
+import re
+from pathlib import Path
+
+from agentrl.rollout.states import StopReason, state_diagram
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_diagram_is_the_table() -> None:
+    text = (ROOT / "docs/requests.md").read_text(encoding="utf-8")
+    assert state_diagram() in text
+    assert all(f"| `{reason}` |" in text for reason in StopReason)
+
+
+def test_tree_has_a_line_for_each_file() -> None:
+    named = set(re.findall(r"^([\w/.]+\.py) +\S", README, re.M))
+    files = {str(p.relative_to(ROOT)) for p in (ROOT / "agentrl").rglob("*.py")}
+    doors = {f for f in files if f.endswith("__init__.py")}
+    assert named - doors == files - doors
+
+
+def test_python_of_the_readme_is_python() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        ast.parse(block)
+
+
+def test_first_two_commands_install_and_train_and_test() -> None:
+    train, test = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)[:2]
+    assert "pip install" in train
+    assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in train
+    assert "pip install" in test
+    assert "pytest" in test
