@@ -18,12 +18,17 @@ from rich.console import Console
 
 from agentrl.errors import AgentRLError
 
-_TRAIN_HELP = """Train a policy as a run file says.
-
-What its `prepare` section names and is not there yet (problems, a small policy, its warm-up) is
-made first. A run that was stopped goes on from its last complete checkpoint. On several devices:
-torchrun --nproc-per-node 2 -m agentrl train FILE
-"""
+_TRAIN_HELP = (
+    "Train a policy as a run file says.\n\n"
+    "What its `prepare` section names and is not there yet (problems, a small policy, its warm-up) "
+    "is made first. A run that was stopped goes on from its last complete checkpoint.\n\n"
+    "On several devices: torchrun --nproc-per-node 2 -m agentrl train FILE"
+)
+_ROLLOUT_HELP = (
+    "Show whole conversations token by token, with mask and rewards, without training.\n\n"
+    "What the run file prepares is made first. To try tools out without a model's whims: "
+    "rollout.engine.name=scripted 'rollout.engine.scripted.answers=[first turn, second turn]'"
+)
 
 app = typer.Typer(
     name="agentrl",
@@ -43,7 +48,7 @@ RunFile = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Keys of the file to replace: rollout.n=4 data.seed=1.",
         show_default=False,
     ),
@@ -74,11 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def import_from_here() -> None:
     """Let class paths of a run file lead to modules of the working directory.
 
-    `python -m agentrl` finds them there by itself; the installed command would not.
+    `python -m agentrl` finds them there by itself; the installed command would not. The directory
+    comes last, so that none of its files can stand in for a library.
     """
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
 
 
 def stop_cleanly_on_sigterm() -> None:
@@ -129,7 +135,7 @@ def sft(run_file: RunFile, overrides: Overrides = None) -> None:
     sft_from_file(run_file, overrides or [])
 
 
-@app.command()
+@app.command(help=_ROLLOUT_HELP)
 def rollout(
     run_file: RunFile,
     overrides: Overrides = None,
@@ -148,11 +154,7 @@ def rollout(
         typer.Option(help="Also save the rollouts to this JSONL file.", show_default=False),
     ] = None,
 ) -> None:
-    """Show whole conversations token by token, with mask and rewards, without training.
-
-    What the run file prepares is made first. rollout.engine.name=scripted with
-    rollout.engine.scripted.answers=[...] tries tools out without a model's whims.
-    """
+    """Show whole conversations without training."""
     from agentrl.trainer.run import RolloutOptions, rollout_from_file
 
     options = RolloutOptions(num=num, split=split, greedy=greedy, tokens=tokens, out=out)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import Message
-from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, Failure
+from agentrl.rollout.records import CallRecord, Failure
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, RequestState, StopReason
 
 

@@ -14,7 +14,8 @@ from agentrl.rewards.scoring import (
     compute_request_score,
     load_compute_score,
 )
-from agentrl.rollout.request import AsyncRolloutRequest, Failure
+from agentrl.rollout.records import Failure
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
 MAX_CONCURRENT_SCORES = 64

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from agentrl.config.schema import RewardWeightsConfig
-from agentrl.rollout.request import AsyncRolloutRequest, Turn
+from agentrl.rollout.records import Turn
+from agentrl.rollout.request import AsyncRolloutRequest
 
 Placement = Literal["last", "spread"]
 TRAJECTORY_ALONE = RewardWeightsConfig()

@@ -11,7 +11,8 @@ from agentrl.data.fit import fit_prompt
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import SamplingParams
 from agentrl.errors import RolloutError
-from agentrl.rollout.request import AsyncRolloutRequest, Budgets
+from agentrl.rollout.records import Budgets
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House, run_request
 from agentrl.rollout.states import RequestState
 

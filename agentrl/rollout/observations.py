@@ -1,9 +1,14 @@
 """Fit what tools and users say into its budget of tokens."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.rollout.tool_calls import Side, clip_text, cut_observation
+
+Side = Literal["left", "middle", "right"]
+"""Which end of a text is kept, as verl names it: `left` keeps the beginning, `right` the end,
+`middle` cuts the middle out and keeps both ends."""
 
 CUT_MARKER = " ... "
 """Stands where something was cut."""
@@ -16,7 +21,7 @@ class FittedText(NamedTuple):
 
     text: str
     num_cut: int
-    """Tokens that it lost; of a text clipped unencoded, of what was left of it."""
+    """Tokens that it lost; an estimate where it was too long to be encoded whole."""
 
 
 class TextFitter:
@@ -35,13 +40,84 @@ class TextFitter:
 
     def fit(self, text: str) -> FittedText:
         """Return the text, cut where it is longer than the budget."""
+        text = as_unicode(text)
         # A token is at least one byte: a text of fewer bytes than the budget fits unencoded.
         if len(text) <= self._max_tokens and len(text.encode()) <= self._max_tokens:
             return FittedText(text, 0)
         clipped = clip_text(text, self._max_tokens * _CHARACTERS_PER_TOKEN, self._side)
         ids = self._template.encode_text(clipped)
-        marker = self._template.encode_text(CUT_MARKER)
-        cut = cut_observation(ids, self._max_tokens, self._side, marker_ids=marker)
-        if cut.num_cut == 0:
-            return FittedText(clipped, len(text) - len(clipped))
-        return FittedText(self._template.decode(cut.ids), cut.num_cut)
+        if len(clipped) < len(text):
+            num_clipped = len(ids) * (len(text) - len(clipped)) // len(clipped)
+            fitted = self._cut(ids, min(self._max_tokens, len(ids) - 1))
+            return FittedText(fitted.text, fitted.num_cut + num_clipped)
+        return (
+            self._cut(ids, self._max_tokens) if len(ids) > self._max_tokens else FittedText(text, 0)
+        )
+
+    def _cut(self, ids: Sequence[int], room: int) -> FittedText:
+        """Cut tokens so that their text keeps to the budget.
+
+        Encoded again, a cut text can be a little longer: a character is torn, two pieces meet.
+        """
+        while True:
+            cut = cut_observation(ids, room, self._side, marker_ids=self._marker_ids)
+            text = self._template.decode(cut.ids)
+            excess = len(self._template.encode_text(text)) - self._max_tokens
+            if excess <= 0:
+                return FittedText(text, cut.num_cut)
+            room = max(room - excess, 0)
+
+    @cached_property
+    def _marker_ids(self) -> list[int]:
+        return self._template.encode_text(CUT_MARKER)
+
+
+class Cut(NamedTuple):
+    """Tokens of an observation within their budget."""
+
+    ids: list[int]
+    num_cut: int
+    """Tokens of the observation that are gone."""
+
+
+def cut_observation(
+    ids: Sequence[int], max_tokens: int, side: Side = "middle", *, marker_ids: Sequence[int] = ()
+) -> Cut:
+    """Cut an observation to its budget, in tokens.
+
+    Args:
+        ids: Token ids of the observation's text.
+        max_tokens: The budget; the marker counts. A marker that leaves no room is left out.
+        side: Which end is kept.
+        marker_ids: Token ids that stand where something was cut.
+
+    Example:
+        >>> cut_observation([1, 2, 3, 4, 5, 6], 5, "middle", marker_ids=[0])
+        Cut(ids=[1, 2, 0, 5, 6], num_cut=2)
+    """
+    ids = list(ids)
+    if len(ids) <= max_tokens:
+        return Cut(ids, 0)
+    marker = list(marker_ids) if len(marker_ids) < max_tokens else []
+    kept = max_tokens - len(marker)
+    head = {"left": kept, "middle": (kept + 1) // 2, "right": 0}[side]
+    tail = kept - head
+    return Cut(ids[:head] + marker + ids[len(ids) - tail :], len(ids) - kept)
+
+
+def clip_text(text: str, max_characters: int, side: Side = "middle") -> str:
+    """Clip a text before it is encoded, so that a megabyte costs no megabyte of tokens.
+
+    Choose `max_characters` so that what is left is still more than the token budget, and
+    `cut_observation` cuts the rest.
+    """
+    if len(text) <= max_characters:
+        return text
+    head = {"left": max_characters, "middle": max_characters // 2, "right": 0}[side]
+    tail = max_characters - head
+    return text[:head] + text[len(text) - tail :]
+
+
+def as_unicode(text: str) -> str:
+    """Replace what no tokenizer can encode (lone surrogates)."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -10,8 +10,6 @@ from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -22,131 +20,14 @@ from pydantic import (
 
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import FinishReason, SamplingParams, VersionSpan
-from agentrl.errors import Fault, LedgerError, TransitionError
+from agentrl.errors import LedgerError, TransitionError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.states import (
-    ENDS,
-    FINAL_STATES,
-    RequestState,
-    StopReason,
-    check_edge,
-)
+from agentrl.rollout.records import Budgets, Failure, Record, TokenDifference, Turn, to_plain
+from agentrl.rollout.states import ENDS, FINAL_STATES, End, RequestState, StopReason, check_edge
 
 RECORD_VERSION = 1
 """Version of the saved form of a request; raised when its meaning changes."""
-
-
-def to_plain(value: Any) -> Any:
-    """Give a value that JSON cannot hold the nearest form that it can: arrays as lists."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-class Record(BaseModel):
-    """A checked record that refuses unknown fields."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, ser_json_bytes="base64"
-    )
-
-
-class Budgets(Record):
-    """What one request may use (law 13). Each has its own key, and each cut is recorded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    max_response_tokens: int = 4096
-    """Response tokens, sampled and observed, over all turns."""
-    max_model_len: int = 32768
-    """Prompt and response together."""
-    max_turn_tokens: int | None = None
-    """Sampled tokens of one turn."""
-    max_observation_tokens: int = 1024
-    """Tokens of one tool result or user reply."""
-    max_assistant_turns: int | None = None
-    """Completions of the policy."""
-    max_user_turns: int | None = None
-    """Replies of the interaction."""
-    max_tool_calls: int | None = None
-    """Calls of all tools together."""
-    timeout_s: float | None = None
-    """Wall clock of the request."""
-
-
-class CallRecord(Record):
-    """One tool call: what was asked, what came of it, how long it took."""
-
-    call_id: str = ""
-    name: str
-    arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
-    outcome: Literal["ok", "tool_error", "malformed", "timeout", "crashed", "skipped"] = "ok"
-    """`tool_error`: the tool raised `ToolError`; `crashed`: it raised something else."""
-    message: str = ""
-    """What went wrong, in words; empty where nothing did."""
-    seconds: float = 0.0
-    reward: float | None = None
-    num_tokens: int = 0
-    """Tokens of the observation as appended."""
-    num_cut_tokens: int = 0
-    """Tokens that the observation lost to its budget."""
-    metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """What the tool itself reported."""
-
-
-class Turn(Record):
-    """What one party added to the response: a completion, tool results, or a user's reply."""
-
-    index: int
-    role: Literal["assistant", "tool", "user"]
-    start: int
-    """First token, as an index into the response."""
-    end: int
-    """Behind the last token."""
-    reward: float | None = None
-    """Reward of this turn; an interaction's score stands on the completion that it judges."""
-    seconds: float = 0.0
-    finish_reason: FinishReason | None = None
-    """Of a completion: why the engine stopped."""
-    weight_versions: tuple[VersionSpan, ...] = ()
-    """Of a completion: which weights sampled its tokens (spans count from `start`)."""
-    cached_tokens: int = 0
-    """Of a completion: input tokens that a prefix cache served."""
-    calls: list[CallRecord] = Field(default_factory=list[CallRecord])
-    """Of a completion: its tool calls, in order, with their outcomes."""
-    excluded: str | None = None
-    """Why a sampled turn was left out of the loss; None where it was not."""
-    cut: str | None = None
-    """Which budget cut this turn short; None where none did."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the turn."""
-        return self.end - self.start
-
-
-class Failure(Record):
-    """Why a request failed: whose fault, what was raised, in which turn."""
-
-    fault: Fault
-    kind: str
-    """Class name of the exception."""
-    message: str
-    turn: int
-    """Number of turns that the request had when it failed."""
-    traceback: str = ""
-
-
-class TokenDifference(Record):
-    """One place where the ledger and the rendering of the whole conversation differ."""
-
-    turn: int
-    """Index of the turn; -1 for the prompt."""
-    kind: str
-    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`."""
-    expected: str
-    """Excerpt of the rendering."""
-    actual: str
-    """Excerpt of the ledger."""
 
 
 def _new_id() -> str:
@@ -210,6 +91,8 @@ class AsyncRolloutRequest(Record):
     tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])
     """`calc_reward` of each tool, asked once at the end."""
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    num_cut_prompt_tokens: int = 0
+    """Tokens that the prompt lost to its budget, those of the tools' opening messages included."""
     dropped: str | None = None
     """Why it was left out of baseline and loss though it may have ended well; None: it was not."""
     differences: list[TokenDifference] = Field(default_factory=list[TokenDifference])
@@ -259,16 +142,19 @@ class AsyncRolloutRequest(Record):
         return self._stop_reason is not None
 
     @property
+    def end(self) -> End | None:
+        """What its stop reason means for the rest of the data's way; None while it lives."""
+        return None if self._stop_reason is None else ENDS[self._stop_reason]
+
+    @property
     def is_trained(self) -> bool:
         """Whether its sampled tokens enter the loss."""
-        end = self._stop_reason and ENDS[self._stop_reason]
-        return end is not None and end.trained and self.dropped is None
+        return self.end is not None and self.end.trained and self.dropped is None
 
     @property
     def in_baseline(self) -> bool:
         """Whether its group's statistics count it."""
-        end = self._stop_reason and ENDS[self._stop_reason]
-        return end is not None and end.in_baseline and self.dropped is None
+        return self.end is not None and self.end.in_baseline and self.dropped is None
 
     def take_edge(self, target: RequestState) -> None:
         """Follow an edge between living states (law 4); ends are taken by `finish`.
@@ -292,15 +178,18 @@ class AsyncRolloutRequest(Record):
         self._stop_reason = reason
         self._error = error
 
-    def fail_scoring(self, error: Failure) -> None:
-        """Turn a completed request whose scorer broke into a failed one (law 5).
+    def fail_scoring(self, error: Failure, reason: StopReason = StopReason.FAILED) -> None:
+        """Turn a completed request whose scorer broke, or was cancelled, into a failed one (law 5).
 
         The conversation stands; only its account changes: it leaves baseline and loss.
+
+        Raises:
+            TransitionError: where it is not completed, or the reason is none of a failure.
         """
         if self._state is not RequestState.COMPLETED:
             raise TransitionError(f"only a completed request can fail scoring, not {self._state}")
-        self._follow(RequestState.FAILED)
-        self._stop_reason = StopReason.FAILED
+        self._follow(ENDS[reason].state)
+        self._stop_reason = reason
         self._error = error
 
     def _follow(self, target: RequestState) -> None:
@@ -359,6 +248,13 @@ class AsyncRolloutRequest(Record):
         """Tokens that still fit into the response budget and the model's length."""
         of_response = self.budgets.max_response_tokens - self.num_response_tokens
         return min(of_response, self.budgets.max_model_len - len(self._ledger))
+
+    @property
+    def nearest_limit(self) -> StopReason:
+        """Which of the two limits on its tokens is the nearer one."""
+        of_response = self.budgets.max_response_tokens - self.num_response_tokens
+        is_response = of_response <= self.num_tokens_left
+        return StopReason.RESPONSE_BUDGET if is_response else StopReason.MODEL_LENGTH
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Set the prompt's tokens, once, before anything is appended.

@@ -20,7 +20,8 @@ from agentrl.interactions.base import BaseInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.messages import Message
 from agentrl.rollout.observations import TextFitter
-from agentrl.rollout.request import AsyncRolloutRequest, Failure, Turn
+from agentrl.rollout.records import Failure, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import FINAL_STATES, RequestState, StopReason
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.tool_calls import Observation, ToolCaller, as_tool_call

@@ -5,7 +5,7 @@ are executed in parallel, and every call, malformed or not, is answered by one m
 of the calls.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,12 +14,11 @@ from jsonschema.exceptions import best_match
 from referencing import Registry
 
 from agentrl.messages import FunctionCall, Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
-from agentrl.rollout.request import CallRecord
+from agentrl.rollout.observations import FittedText
+from agentrl.rollout.records import CallRecord
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
 from agentrl.tools.instance import ToolOutcome
 from agentrl.tools.life import ToolSession
-
-Side = Literal["left", "middle", "right"]
 
 _LONGEST_REASON = 500
 
@@ -27,8 +26,21 @@ _LONGEST_REASON = 500
 class CheckedCalls(NamedTuple):
     """The calls of a turn, sorted into those to execute and those to complain about."""
 
-    calls: list[ParsedCall]
-    malformed: list[MalformedCall]
+    calls: Sequence[ParsedCall] = ()
+    malformed: Sequence[MalformedCall] = ()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the turn, malformed ones included."""
+        return len(self.calls) + len(self.malformed)
+
+
+class ShownText(NamedTuple):
+    """What a tool said, worded and within its budget."""
+
+    message: Message
+    num_cut: int
+    """Tokens that the text lost to its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +62,20 @@ class ToolCaller:
 
     Args:
         parser: Says how results are worded, and in which role they come.
+        fit: Cuts a text to the budget of one observation.
     """
 
-    def __init__(self, parser: ToolParser) -> None:
+    def __init__(self, parser: ToolParser, fit: Callable[[str], FittedText]) -> None:
         self._parser = parser
+        self._fit = fit
 
-    async def answer(
-        self, parsed: ParsedTurn, tools: Sequence[OpenAIFunctionToolSchema], session: ToolSession
-    ) -> list[Observation]:
+    async def answer(self, checked: CheckedCalls, session: ToolSession) -> list[Observation]:
         """Answer every call of a turn, in the order of the calls.
 
         Args:
-            parsed: The turn.
-            tools: What the request's model was told of.
+            checked: The calls of the turn.
             session: The request's tools. Cancelling this call cancels what they execute.
         """
-        checked = check_calls(parsed, tools)
         outcomes = await session.execute([as_tool_call(call) for call in checked.calls])
         answered = {
             call.index: self._observe(outcome)
@@ -74,11 +84,15 @@ class ToolCaller:
         answered |= {call.index: self._complain(call) for call in checked.malformed}
         return [answered[index] for index in sorted(answered)]
 
-    def skipped(self, parsed: ParsedTurn) -> list[CallRecord]:
-        """Record the calls of a turn behind which the request ends: none is executed."""
-        by_index = {call.index: _record_of(call, "skipped") for call in parsed.calls}
-        by_index |= {call.index: _record_of(call, "malformed") for call in parsed.malformed}
-        return [by_index[index] for index in sorted(by_index)]
+    def show(self, text: str, *, tool: str | None, call_id: str | None = None) -> ShownText:
+        """Word what a tool said (or what is said of it) as a message, cut to its budget."""
+        fitted = self._fit(text)
+        content = self._parser.render_result(fitted.text)
+        role = self._parser.result_role
+        if role != "tool":
+            return ShownText(Message(role=role, content=content), fitted.num_cut)
+        message = Message(role=role, content=content, tool_call_id=call_id, name=tool)
+        return ShownText(message, fitted.num_cut)
 
     def _observe(self, outcome: ToolOutcome) -> Observation:
         call = outcome.call
@@ -92,20 +106,18 @@ class ToolCaller:
             reward=outcome.reward,
             metrics=outcome.metrics,
         )
-        message = self._message(outcome.response.text or "", call.id, call.function.name)
-        return Observation(message, outcome.response, record, outcome.should_stop)
+        return self._observation(record, outcome.response, should_stop=outcome.should_stop)
 
     def _complain(self, call: MalformedCall) -> Observation:
-        text = describe_malformed(call)
-        message = self._message(text, call.id, call.name or None)
-        return Observation(message, ToolResponse(text=text), _record_of(call, "malformed"))
+        response = ToolResponse(text=describe_malformed(call))
+        return self._observation(_record_of(call, "malformed"), response, should_stop=False)
 
-    def _message(self, text: str, call_id: str, name: str | None) -> Message:
-        content = self._parser.render_result(as_unicode(text))
-        role = self._parser.result_role
-        if role != "tool":
-            return Message(role=role, content=content)
-        return Message(role=role, content=content, tool_call_id=call_id, name=name)
+    def _observation(
+        self, record: CallRecord, response: ToolResponse, *, should_stop: bool
+    ) -> Observation:
+        shown = self.show(response.text or "", tool=record.name or None, call_id=record.call_id)
+        record.num_cut_tokens = shown.num_cut
+        return Observation(shown.message, response, record, should_stop)
 
 
 def check_calls(parsed: ParsedTurn, tools: Iterable[OpenAIFunctionToolSchema]) -> CheckedCalls:
@@ -128,6 +140,13 @@ def check_calls(parsed: ParsedTurn, tools: Iterable[OpenAIFunctionToolSchema]) -
     return CheckedCalls(calls, sorted(malformed, key=lambda call: call.index))
 
 
+def skip_calls(checked: CheckedCalls) -> list[CallRecord]:
+    """Record the calls of a turn behind which the request ends: none is executed."""
+    by_index = {call.index: _record_of(call, "skipped") for call in checked.calls}
+    by_index |= {call.index: _record_of(call, "malformed") for call in checked.malformed}
+    return [by_index[index] for index in sorted(by_index)]
+
+
 def as_tool_call(call: ParsedCall) -> ToolCall:
     """Write a parsed call as it stands in an assistant message."""
     return ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
@@ -137,58 +156,6 @@ def describe_malformed(call: MalformedCall) -> str:
     """Say to the model what is wrong with a call."""
     what = f"the call of {call.name!r}" if call.name else "the tool call"
     return f"Error: {what} was not executed: {call.reason}"
-
-
-def as_unicode(text: str) -> str:
-    """Replace what no tokenizer can encode (lone surrogates)."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-class Cut(NamedTuple):
-    """Tokens of an observation within their budget."""
-
-    ids: list[int]
-    num_cut: int
-    """Tokens of the observation that are gone."""
-
-
-def cut_observation(
-    ids: Sequence[int], max_tokens: int, side: Side = "middle", *, marker_ids: Sequence[int] = ()
-) -> Cut:
-    """Cut an observation to its budget, in tokens.
-
-    Args:
-        ids: Token ids of the observation's text.
-        max_tokens: The budget; the marker counts. A marker that leaves no room is left out.
-        side: Which end is kept, as verl names it: `left` keeps the beginning, `right` the end,
-            `middle` cuts the middle out and keeps both ends.
-        marker_ids: Token ids that stand where something was cut.
-
-    Example:
-        >>> cut_observation([1, 2, 3, 4, 5, 6], 5, "middle", marker_ids=[0])
-        Cut(ids=[1, 2, 0, 5, 6], num_cut=2)
-    """
-    ids = list(ids)
-    if len(ids) <= max_tokens:
-        return Cut(ids, 0)
-    marker = list(marker_ids) if len(marker_ids) < max_tokens else []
-    kept = max_tokens - len(marker)
-    head = {"left": kept, "middle": (kept + 1) // 2, "right": 0}[side]
-    tail = kept - head
-    return Cut(ids[:head] + marker + ids[len(ids) - tail :], len(ids) - kept)
-
-
-def clip_text(text: str, max_characters: int, side: Side = "middle") -> str:
-    """Clip a text before it is encoded, so that a megabyte costs no megabyte of tokens.
-
-    Choose `max_characters` so that what is left is still more than the token budget, and
-    `cut_observation` cuts the rest.
-    """
-    if len(text) <= max_characters:
-        return text
-    head = {"left": max_characters, "middle": max_characters // 2, "right": 0}[side]
-    tail = max_characters - head
-    return text[:head] + text[len(text) - tail :]
 
 
 def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str | None:

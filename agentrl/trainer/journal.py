@@ -43,8 +43,6 @@ class Journal:
             self._tracker = open_tracker(
                 self._config, resumed_step=resumed_step, console=self.console
             )
-            self._bars = RunProgress(self.console)
-            self._bars.__enter__()
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -57,8 +55,11 @@ class Journal:
 
     def bar(self, name: str, total: int) -> AbstractContextManager[Advance]:
         """Show a progress bar during a `with` block, which advances it."""
-        if self._bars is None:
+        if not self._is_main:
             return nullcontext(_nothing)
+        if self._bars is None:
+            self._bars = RunProgress(self.console)
+            self._bars.__enter__()
         return self._bars.task(name, total=total)
 
     def plot(self) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from agentrl.errors import Fault
 from agentrl.protocol import DataProto
-from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, Turn
+from agentrl.rollout.records import CallRecord, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, RequestState, StopReason
 
 Metrics = dict[str, float]

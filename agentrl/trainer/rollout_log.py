@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, mo
 
 from agentrl.errors import AgentRLError, DataError
 from agentrl.files import written_whole
-from agentrl.rollout.request import AsyncRolloutRequest, to_plain
+from agentrl.rollout.records import to_plain
+from agentrl.rollout.request import AsyncRolloutRequest
 
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""

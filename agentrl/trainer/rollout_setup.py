@@ -1,6 +1,6 @@
 """What a rollout needs besides weights: tokenizer, template, parser, tools, interactions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,6 +28,8 @@ from agentrl.rollout.tool_parsers import ToolParser
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
 from agentrl.training.tokenizer import load_tokenizer
+
+_UNUSED_PARSER = "hermes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,32 @@ def load_plugins(config: RunConfig) -> tuple[list[BaseTool], dict[str, BaseInter
     return tools, initialize_interactions_from_config(turns.interaction_config_path)
 
 
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """A model's tokenizer and template, and what the template was found to do."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    report: TemplateReport
+
+
+def probe_model(config: RunConfig, tools: Sequence[BaseTool]) -> ProbedModel:
+    """Load the tokenizer, and learn what its chat template does with texts and tools.
+
+    Raises:
+        ConfigError: where there is no tokenizer.
+        TemplateError: where there is no template, or none that can be read.
+    """
+    tokenizer = load_tokenizer(config.model)
+    template = ChatTemplate(
+        tokenizer,
+        custom_template=config.model.custom_chat_template,
+        template_kwargs=config.data.apply_chat_template_kwargs,
+    )
+    report = probe_template(template, [tool.tool_schema for tool in tools])
+    return ProbedModel(tokenizer, template, report)
+
+
 def load_rollout_setup(config: RunConfig) -> RolloutSetup:
     """Load plug-ins and tokenizer, and hold the chat template against what the run needs.
 
@@ -70,17 +98,27 @@ def load_rollout_setup(config: RunConfig) -> RolloutSetup:
         TemplateError: where the template cannot carry what the run needs.
     """
     tools, interactions = load_plugins(config)
-    tokenizer = load_tokenizer(config.model)
-    template = ChatTemplate(
-        tokenizer,
-        custom_template=config.model.custom_chat_template,
-        template_kwargs=config.data.apply_chat_template_kwargs,
-    )
-    report = probe_template(template, [tool.tool_schema for tool in tools])
-    parser = choose_parser(config.rollout.multi_turn.format, report)
+    return make_rollout_setup(config, tools, interactions, probe_model(config, tools))
+
+
+def make_rollout_setup(
+    config: RunConfig,
+    tools: list[BaseTool],
+    interactions: dict[str, BaseInteraction],
+    probed: ProbedModel,
+) -> RolloutSetup:
+    """Hold a probed template against what the run needs.
+
+    Raises:
+        ConfigError: where no known tool-call format fits the template.
+        TemplateError: where the template cannot carry what the run needs.
+    """
+    # Where there are no tools nothing is read as a call, and the template need not know how.
+    name = config.rollout.multi_turn.format or (None if tools else _UNUSED_PARSER)
+    parser = choose_parser(name, probed.report)
     by_role = parser.result_role == "tool"
     require(
-        report,
+        probed.report,
         TemplateNeeds(
             tools=bool(tools) and by_role,
             interaction=bool(interactions) or (bool(tools) and not by_role),
@@ -89,9 +127,9 @@ def load_rollout_setup(config: RunConfig) -> RolloutSetup:
         ),
     )
     return RolloutSetup(
-        tokenizer=tokenizer,
-        template=template,
-        report=report,
+        tokenizer=probed.tokenizer,
+        template=probed.template,
+        report=probed.report,
         parser=parser,
         tools=tools,
         interactions=interactions,

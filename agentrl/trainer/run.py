@@ -1,74 +1,104 @@
 """What the commands do: from a run file to a finished run."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from torch import nn
 
-from agentrl.config import RunConfig, check_config, describe, load_config
+from agentrl.config import RunConfig, check_config, check_model_length, describe, load_config
+from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine, ScriptedEngine
 from agentrl.errors import ConfigError, DataError
 from agentrl.rewards import make_reward_manager
+from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.templates import TemplateReport
+from agentrl.tools import BaseTool
 from agentrl.trainer.build import build_parts
-from agentrl.trainer.datasets import load_run_data
+from agentrl.trainer.datasets import RunData, load_run_data
 from agentrl.trainer.engine_choice import build_engine, choose_engine
 from agentrl.trainer.journal import Journal
+from agentrl.trainer.preflight import check_run, claim_folder, claim_folders, is_made_later
 from agentrl.trainer.preparation import prepare_run, warm_up
+from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_log import save_rollouts
 from agentrl.trainer.rollout_setup import (
     RolloutSetup,
     load_plugins,
     load_rollout_setup,
     make_manager,
+    make_rollout_setup,
+    probe_model,
 )
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.trainer import Trainer
 from agentrl.trainer.transcript import print_transcript, read_transcript, token_table
-from agentrl.training.distributed import start_world, stop_world
-from agentrl.training.model import load_causal_lm
+from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.training.model import load_causal_lm, resolve_dtype
 from agentrl.training.rng import seed_everything
 from agentrl.training.tokenizer import check_tokenizer
 
 
-def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
-    """Prepare what is missing, train, and say what came of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A run file, read and checked, among its ranks."""
+
+    config: RunConfig
+    world: World
+    journal: Journal
+    tools: list[BaseTool]
+
+
+@contextmanager
+def opened(
+    run_file: Path, overrides: Sequence[str], console: Console | None = None
+) -> Iterator[Opened]:
+    """Read a run file, refuse what cannot succeed, and join the ranks for the `with` block."""
+    quiet_libraries()
     config = load_config(run_file, overrides)
     world = start_world(config.trainer.device)
-    journal = Journal(config.trainer, is_main=world.is_main)
+    journal = Journal(config.trainer, is_main=world.is_main, console=console)
     try:
-        for note in check_config(config, world_size=world.size, file=run_file):
-            journal.say(f"note: {note}")
+        check_run(config, journal, world_size=world.size, file=run_file)
         tools, _ = load_plugins(config)
-        seconds = prepare_run(config.prepare, world, journal, tools)
-        trainer = Trainer(config, build_parts(config, journal))
+        yield Opened(config=config, world=world, journal=journal, tools=tools)
+    finally:
+        journal.close()
+        stop_world()
+
+
+def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
+    """Prepare what is missing, train, and say what came of it."""
+    with opened(run_file, overrides) as run:
+        claim_folders(run.config)
+        seconds = prepare_run(run.config.prepare, run.world, run.journal, run.tools)
+        trainer = Trainer(run.config, build_parts(run.config, run.journal))
         trainer.note_preparation(seconds)
         summary = trainer.fit()
-        journal.say(summary.in_words(trainer.folder))
+        run.journal.say(summary.in_words(trainer.folder))
         return summary
-    finally:
-        stop_world()
 
 
 def sft_from_file(run_file: Path, overrides: Sequence[str]) -> None:
     """Run a run file's supervised warm-up, and what it needs before it."""
-    config = load_config(run_file, overrides)
-    sft = config.prepare.sft
-    if sft is None:
-        raise ConfigError(
-            "there is nothing to train", file=run_file, key="prepare.sft", expected="its settings"
-        )
-    world = start_world(config.trainer.device)
-    journal = Journal(config.trainer, is_main=world.is_main)
-    try:
-        tools, _ = load_plugins(config)
-        prepare_run(config.prepare.model_copy(update={"sft": None}), world, journal, tools)
-        warm_up(sft, world, journal)
-    finally:
-        stop_world()
+    with opened(run_file, overrides) as run:
+        prepare = run.config.prepare
+        if prepare.sft is None:
+            raise ConfigError(
+                "the file has no warm-up",
+                file=run_file,
+                key="prepare.sft",
+                expected="model_path, train_file, out_dir",
+            )
+        before = prepare.model_copy(update={"sft": None})
+        prepare_run(before, run.world, run.journal, run.tools)
+        warm_up(prepare.sft, run.world, run.journal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,41 +120,73 @@ class RolloutOptions:
 def rollout_from_file(
     run_file: Path, overrides: Sequence[str], options: RolloutOptions, console: Console
 ) -> list[AsyncRolloutRequest]:
-    """Roll out a few prompts without training, and show every token of them."""
-    config = load_config(run_file, overrides)
-    check_config(config, file=run_file)
-    seed_everything(config.trainer.seed)
-    setup = load_rollout_setup(config)
-    data = load_run_data(config, setup)
+    """Roll out a few prompts without training, and show every token of them.
+
+    A request that fails is shown like the others, with what it says: it is what one came to see.
+    """
+    with opened(run_file, overrides, console) as run:
+        if options.out is not None:
+            claim_folder(options.out.parent, key="--out")
+        config = showing_failures(run.config)
+        prepare_run(config.prepare, run.world, run.journal, run.tools)
+        seed_everything(config.trainer.seed)
+        setup = load_rollout_setup(config)
+        prompts = choose_prompts(load_run_data(config, setup), options)
+        engine = load_engine(config, setup, run.world)
+        manager = make_manager(config, setup, engine)
+        plan = manager.val_plan(options.split) if options.greedy else manager.train_plan()
+        requests = manager.make_requests(prompts, plan)
+        finished = asyncio.run(roll_out(config, manager, requests, run.journal))
+        show_rollouts(finished, setup, options, console)
+        return finished
+
+
+def showing_failures(config: RunConfig) -> RunConfig:
+    """Let failed requests pass, however many they are."""
+    failure = config.rollout.failure.model_copy(update={"policy": "mask", "max_failed_frac": 1.0})
+    rollout = config.rollout.model_copy(update={"failure": failure})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def choose_prompts(data: RunData, options: RolloutOptions) -> Sequence[Prompt]:
+    """Take the first prompts of the chosen split.
+
+    Raises:
+        DataError: for a split that the run file does not have.
+    """
     sets = {"train": data.train, **data.val}
-    if options.split not in sets:
-        raise DataError(f"no split {options.split!r}", expected=f"one of {', '.join(sets)}")
-    engine = load_engine(config, setup)
-    manager = make_manager(config, setup, engine)
-    plan = manager.val_plan(options.split) if options.greedy else manager.train_plan()
-    requests = manager.make_requests(sets[options.split][: options.num], plan)
-
-    async def roll_out() -> list[AsyncRolloutRequest]:
-        try:
-            finished = await manager.rollout(requests)
-            await make_reward_manager(config.reward).score(finished)
-            return finished
-        finally:
-            await engine.close()
-
-    finished = asyncio.run(roll_out())
-    show_rollouts(finished, setup, options, console)
-    return finished
+    if not sets.get(options.split):
+        there = [name for name, rows in sets.items() if rows]
+        raise DataError(f"no rows of a split {options.split!r}", expected=f"one of {there}")
+    return sets[options.split][: options.num]
 
 
-def load_engine(config: RunConfig, setup: RolloutSetup) -> Engine:
+def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
     """Load the configured engine with the model's own weights, no trainer beside it."""
     if choose_engine(config) == "scripted":
         answers = config.rollout.engine.scripted.answers
         return ScriptedEngine(answers, tokenizer=setup.tokenizer)
     model = load_causal_lm(config.model)
     check_tokenizer(setup.tokenizer, model.config)
+    check_model_length(config, model.config.max_position_embeddings)
+    nn.Module.to(model, device=world.device, dtype=resolve_dtype(config.model, world.device))
     return build_engine(config, model, setup.tokenizer)
+
+
+async def roll_out(
+    config: RunConfig,
+    manager: RolloutManager,
+    requests: Sequence[AsyncRolloutRequest],
+    journal: Journal,
+) -> list[AsyncRolloutRequest]:
+    """Drive requests to their ends, score them, and close the engine."""
+    try:
+        with journal.bar("rollout", len(requests)) as advance:
+            finished = await manager.rollout(requests, on_finished=lambda _: advance(1))
+        await make_reward_manager(config.reward).score(finished)
+        return finished
+    finally:
+        await manager.house.engine.close()
 
 
 def show_rollouts(
@@ -141,24 +203,43 @@ def show_rollouts(
             console.print(token_table(transcript))
     if options.out is not None:
         save_rollouts(options.out, finished, step=0)
-        console.print(f"saved {len(finished)} rollouts to {options.out}", markup=False)
+        _say(console, f"saved {len(finished)} rollouts to {options.out}")
 
 
 def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -> None:
     """Check a run file and print what it means (`agentrl config check`)."""
+    quiet_libraries()
     config = load_config(run_file, overrides)
-    notes = check_config(config, file=run_file)
-    console.print(describe(config), markup=False, highlight=False)
-    for note in notes:
-        console.print(f"note: {note}", markup=False)
+    check_config(config, file=run_file)
+    _say(console, describe(config))
+    check_run(config, Journal(config.trainer, console=console), file=run_file)
     tools, interactions = load_plugins(config)
-    console.print(f"tools: {', '.join(tool.name for tool in tools) or 'none'}", markup=False)
-    console.print(f"interactions: {', '.join(interactions) or 'none'}", markup=False)
-    if not Path(config.model.tokenizer_path or config.model.path).is_dir():
-        console.print(f"chat template: not looked at: {config.model.path} is not there yet")
-        return
-    setup = load_rollout_setup(config)
+    _say(console, f"tools: {', '.join(tool.name for tool in tools) or 'none'}")
+    _say(console, f"interactions: {', '.join(interactions) or 'none'}")
+    model = Path(config.model.tokenizer_path or config.model.path).expanduser()
+    files = [*config.data.train_files, *config.data.val_files.values()]
+    if missing := [path for path in (model, *files) if is_made_later(config, path)]:
+        made = ", ".join(map(str, missing))
+        return _say(console, f"template and data: not looked at, `prepare` has yet to make {made}")
+    probed = probe_model(config, tools)
+    console.print(_template_table(probed.report))
+    setup = make_rollout_setup(config, tools, interactions, probed)
+    return _explain_data(load_run_data(config, setup), console)
+
+
+def _template_table(report: TemplateReport) -> Table:
     table = Table("chat template", "finding", show_lines=False)
-    for what, finding in setup.report.describe():
-        table.add_row(what, finding)
-    console.print(table, markup=False)
+    for what, finding in report.describe():
+        table.add_row(what, Text(finding))
+    return table
+
+
+def _explain_data(data: RunData, console: Console) -> None:
+    for note in data.notes:
+        _say(console, f"note: {note}")
+    for name, rows in {"train": data.train, **data.val}.items():
+        _say(console, f"rows of {name}: {len(rows)}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

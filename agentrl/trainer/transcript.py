@@ -21,7 +21,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, Turn
+from agentrl.rollout.records import CallRecord, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
 
 Decode = Callable[[list[int]], str]
 """Token ids to text: special tokens kept, no clean-up of spaces."""
@@ -184,8 +185,8 @@ def _title(request: AsyncRolloutRequest) -> str:
     num_response = request.num_response_tokens
     share = f" ({num_trained / num_response:.0%})" if num_response else ""
     return _line(
-        f"request {request.request_id[:8]}",
-        f"sample {request.rollout_offset} of group {request.uid[:8]}",
+        f"request {request.request_id}",
+        f"sample {request.rollout_offset} of group {request.uid}",
         _count(request.num_prompt_tokens, "prompt token"),
         _count(num_response, "response token"),
         f"{num_trained} trained{share}",

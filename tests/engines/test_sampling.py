@@ -15,7 +15,7 @@ params = st.builds(
     SamplingParams,
     max_new_tokens=st.just(1),
     temperature=st.sampled_from([0, 0.1, 0.7, 1.0, 3.0]),
-    top_p=st.sampled_from([0.01, 0.3, 0.9, 1.0]),
+    top_p=st.sampled_from([0.0, 0.01, 0.3, 0.9, 1.0]),
     top_k=st.sampled_from([-1, 1, 2, 10, VOCAB, VOCAB + 5]),
 )
 draws = st.builds(Draw, params, st.floats(0, 1, exclude_max=True))

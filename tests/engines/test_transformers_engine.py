@@ -147,6 +147,35 @@ async def test_diverged_weights_fail_their_calls_and_no_later_one(
     check(model, PROMPT, completion)
 
 
+async def test_call_that_diverges_alone_disturbs_no_other():
+    model = tiny_model(tie_word_embeddings=False).eval()
+    engine = TransformersEngine.from_model(model, settings=SMALL_PAGES)
+    greedy = SamplingParams(max_new_tokens=60, temperature=0)
+    calm = await engine.generate(PROMPT, greedy, request_id="calm")
+    poison = next(n for n in range(96) if n not in {*PROMPT, *calm.token_ids})
+    with torch.no_grad():
+        model.get_parameter("model.embed_tokens.weight")[poison] = torch.nan
+    results = await asyncio.gather(
+        engine.generate(PROMPT, greedy, request_id="calm"),
+        engine.generate([*PROMPT, poison], greedy, request_id="poisoned"),
+        return_exceptions=True,
+    )
+    assert isinstance(results[1], EngineError)
+    assert isinstance(results[0], Completion)
+    assert results[0].token_ids == calm.token_ids
+    check(model, PROMPT, results[0])
+    await engine.close()
+
+
+async def test_cancelled_call_leaves_the_engine(engine: TransformersEngine):
+    task = await start(engine)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.generate(PROMPT, SHORT, request_id="b")
+    assert not sampled(engine)
+
+
 @pytest.mark.parametrize(
     ("input_ids", "sampling", "message"),
     [

@@ -21,7 +21,7 @@ from agentrl.rewards import (
     register_reward_manager,
 )
 from agentrl.rewards.scoring import load_compute_score, make_extra_info, read_score, solution_text
-from agentrl.rollout.request import CallRecord
+from agentrl.rollout.records import CallRecord
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes_requests import build_request, observed, said
 

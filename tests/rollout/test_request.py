@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import Fault, LedgerError, TransitionError
 from agentrl.messages import Message
-from agentrl.rollout.request import AsyncRolloutRequest, Failure
+from agentrl.rollout.records import Failure
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import (
     ENDS,
     FINAL_STATES,
@@ -194,9 +195,7 @@ def test_dropped_request_counts_for_nothing() -> None:
 def test_request_survives_pickle_and_deepcopy(ids: list[int]) -> None:
     request = make_request()
     request.begin([1])
-    request.append_sampled(
-        ids, [-0.25] * len(ids), weight_versions=(VersionSpan(3, 0, len(ids)),)
-    )
+    request.append_sampled(ids, [-0.25] * len(ids), weight_versions=(VersionSpan(3, 0, len(ids)),))
     for twin in (pickle.loads(pickle.dumps(request)), copy.deepcopy(request)):
         assert twin.model_dump() == request.model_dump()
         twin.append_observed([4], role="tool")

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from agentrl.messages import Message
-from agentrl.rollout.request import AsyncRolloutRequest, TokenDifference, Turn
+from agentrl.rollout.records import TokenDifference, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import ChatTemplate, CheckMode, check_ledger, check_request
 from tests.fakes_templates import (
     assistant,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.messages import Message
-from agentrl.rollout.request import Turn
+from agentrl.rollout.records import Turn
 from agentrl.rollout.templates import ChatTemplate, check_ledger
 from tests.fakes_templates import (
     assistant,

@@ -9,7 +9,8 @@ from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import Message
 from agentrl.protocol import DataProto
-from agentrl.rollout.request import AsyncRolloutRequest, CallRecord, TokenDifference
+from agentrl.rollout.records import CallRecord, TokenDifference
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.merge import RankMetrics, merge_metrics
 from agentrl.trainer.metrics import OUTCOMES, Timer, batch_metrics, perf_metrics, rollout_metrics

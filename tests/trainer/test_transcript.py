@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.rollout.request import CallRecord, TokenDifference
+from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.transcript import (
     Mark,

@@ -15,7 +15,8 @@ from typing import Literal
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.request import AsyncRolloutRequest, TokenDifference, Turn
+from agentrl.rollout.records import TokenDifference, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates.conversation import up_to_end
 from agentrl.rollout.templates.shape import Voice
 from agentrl.rollout.templates.splice import Place, learn, shared_length

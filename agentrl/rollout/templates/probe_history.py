@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from agentrl.rollout.request import TokenDifference, Turn
+from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.templates.anatomy import THOUGHTS
 from agentrl.rollout.templates.check import check_ledger
 from agentrl.rollout.templates.conversation import encode_turn

@@ -1,0 +1,126 @@
+"""What is written down of a rollout: budgets, turns, tool calls, failures, differences."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.engines.protocol import FinishReason, VersionSpan
+from agentrl.errors import Fault
+
+
+def to_plain(value: Any) -> Any:
+    """Give a value that JSON cannot hold the nearest form that it can: arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Record(BaseModel):
+    """A checked record that refuses unknown fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, ser_json_bytes="base64"
+    )
+
+
+class Budgets(Record):
+    """What one request may use (law 13). Each has its own key, and each cut is recorded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    max_response_tokens: int = 4096
+    """Response tokens, sampled and observed, over all turns."""
+    max_model_len: int = 32768
+    """Prompt and response together."""
+    max_turn_tokens: int | None = None
+    """Sampled tokens of one turn."""
+    max_observation_tokens: int = 1024
+    """Tokens of one tool result or user reply."""
+    max_assistant_turns: int | None = None
+    """Completions of the policy."""
+    max_user_turns: int | None = None
+    """Replies of the interaction."""
+    max_tool_calls: int | None = None
+    """Calls of all tools together."""
+    timeout_s: float | None = None
+    """Wall clock of the request."""
+
+
+class CallRecord(Record):
+    """One tool call: what was asked, what came of it, how long it took."""
+
+    call_id: str = ""
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
+    outcome: Literal["ok", "tool_error", "malformed", "timeout", "crashed", "skipped"] = "ok"
+    """`tool_error`: the tool raised `ToolError`; `crashed`: it raised something else."""
+    message: str = ""
+    """What went wrong, in words; empty where nothing did."""
+    seconds: float = 0.0
+    reward: float | None = None
+    num_tokens: int = 0
+    """Tokens of the observation as appended."""
+    num_cut_tokens: int = 0
+    """Tokens that the observation lost to its budget."""
+    metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """What the tool itself reported."""
+
+
+class Turn(Record):
+    """What one party added to the response: a completion, tool results, or a user's reply."""
+
+    index: int
+    role: Literal["assistant", "tool", "user"]
+    start: int
+    """First token, as an index into the response."""
+    end: int
+    """Behind the last token."""
+    reward: float | None = None
+    """Reward of this turn; an interaction's score stands on the completion that it judges."""
+    seconds: float = 0.0
+    finish_reason: FinishReason | None = None
+    """Of a completion: why the engine stopped."""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Of a completion: which weights sampled its tokens (spans count from `start`)."""
+    cached_tokens: int = 0
+    """Of a completion: input tokens that a prefix cache served."""
+    calls: list[CallRecord] = Field(default_factory=list[CallRecord])
+    """Of a completion: its tool calls, in order, with their outcomes."""
+    excluded: str | None = None
+    """Why a sampled turn was left out of the loss; None where it was not."""
+    cut: Literal["turn", "response", "model", "observation"] | None = None
+    """Which budget cut this turn short: `response` and `model` left no token, `turn` ended a
+    completion early, `observation` shortened a reply of the interaction (that of a tool is written
+    down with its call); None where none did."""
+    num_cut_tokens: int = 0
+    """Of a reply of the interaction: tokens that it lost to its budget."""
+    metadata: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Of a completion: what else the interaction that judged it reported."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the turn."""
+        return self.end - self.start
+
+
+class Failure(Record):
+    """Why a request failed: whose fault, what was raised, in which turn."""
+
+    fault: Fault
+    kind: str
+    """Class name of the exception."""
+    message: str
+    turn: int
+    """Number of turns that the request had when it failed."""
+    traceback: str = ""
+
+
+class TokenDifference(Record):
+    """One place where the ledger and the rendering of the whole conversation differ."""
+
+    turn: int
+    """Index of the turn; -1 for the prompt."""
+    kind: str
+    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`."""
+    expected: str
+    """Excerpt of the rendering."""
+    actual: str
+    """Excerpt of the ledger."""

@@ -1,0 +1,130 @@
+"""What can be told of a run before anything is made or loaded: every mistake is cheapest here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
+from agentrl.config import RunConfig, check_config
+from agentrl.errors import AgentRLError, ConfigError, DataError
+from agentrl.rewards import make_reward_manager
+from agentrl.rollout.tool_parsers import get_tool_parser
+from agentrl.trainer.journal import Journal
+from agentrl.trainer.rollout_setup import load_plugins
+
+_SLASHES_OF_HUB_NAME = 1
+
+
+def check_run(
+    config: RunConfig, journal: Journal, *, world_size: int = 1, file: Path | None = None
+) -> None:
+    """Refuse a run that cannot succeed, and say what its user should know.
+
+    Raises:
+        ConfigError: for settings that contradict each other, an unknown name, a model's folder
+            that is not there.
+        PluginError: for a class path or function path that leads nowhere.
+        DataError: for a data file that is not there.
+    """
+    for note in check_config(config, world_size=world_size, file=file):
+        journal.say(f"note: {note}")
+    try:
+        load_plugins(config)
+        check_names(config)
+        check_inputs(config)
+    except AgentRLError as error:
+        # What a plug-in's own YAML is to blame for names that file already.
+        if file is not None:
+            error.details.setdefault("file", file)
+        raise
+
+
+def check_names(config: RunConfig) -> None:
+    """Look up what the run file chooses by name, so that a slip is not found at the first step.
+
+    Raises:
+        ConfigError: with the nearest name that there is.
+        PluginError: where the scorer cannot be loaded.
+    """
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_policy_loss_fn(config.actor.policy_loss)
+    make_reward_manager(config.reward)
+    if config.rollout.multi_turn.format is not None:
+        get_tool_parser(config.rollout.multi_turn.format)
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Look for the files that the run reads and does not make itself.
+
+    Raises:
+        DataError: naming a data file that is not there.
+        ConfigError: naming a model's folder that is not there.
+    """
+    for key, path in _data_files(config):
+        if config.data.custom_cls is None and not path.exists() and not is_made_later(config, path):
+            raise DataError(f"no file {path}", key=key, expected="an existing data file")
+    for key, name in (
+        ("model.path", config.model.path),
+        ("model.tokenizer_path", config.model.tokenizer_path),
+        ("ref.path", config.ref.path),
+    ):
+        if name is not None and _is_missing_folder(config, name):
+            raise ConfigError(
+                f"no folder {name}", key=key, expected="a Hugging Face folder, or a hub name"
+            )
+
+
+def is_made_later(config: RunConfig, path: Path) -> bool:
+    """Whether a path that is not there yet lies where `prepare` will write."""
+    prepare = config.prepare
+    makers = (prepare.arithmetic, prepare.gsm8k, prepare.tiny_policy, prepare.sft)
+    folders = [maker.out_dir for maker in makers if maker is not None]
+    return not path.exists() and any(path.is_relative_to(folder) for folder in folders)
+
+
+def claim_folders(config: RunConfig) -> None:
+    """Make the folders that a run writes to, before it has anything to lose.
+
+    Raises:
+        ConfigError: naming the key of one that cannot be written.
+    """
+    trainer = config.trainer
+    for key, folder in (
+        ("trainer.default_local_dir", trainer.default_local_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+    ):
+        if folder is not None:
+            claim_folder(folder, key=key)
+
+
+def claim_folder(folder: Path, *, key: str) -> None:
+    """Make a folder and try to write in it.
+
+    Raises:
+        ConfigError: where that cannot be done.
+    """
+    probe = folder / ".agentrl-can-write"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}: {error.strerror}",
+            key=key,
+            expected="a folder that can be written",
+        ) from error
+
+
+def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    if not config.trainer.val_only:
+        for place, path in enumerate(config.data.train_files):
+            yield f"data.train_files[{place}]", path.expanduser()
+    for name, path in config.data.val_files.items():
+        yield f"data.val_files.{name}", path.expanduser()
+
+
+def _is_missing_folder(config: RunConfig, name: str) -> bool:
+    path = Path(name).expanduser()
+    is_hub_name = name.count("/") <= _SLASHES_OF_HUB_NAME and not name.startswith(("/", ".", "~"))
+    return not is_hub_name and not path.exists() and not is_made_later(config, path)
