@@ -139,9 +139,8 @@ def sft(run_file: RunFile, overrides: Overrides = None) -> None:
 def rollout(
     run_file: RunFile,
     overrides: Overrides = None,
-    num: Annotated[
-        int, typer.Option(help="Prompts to roll out; each is sampled rollout.n times.", min=1)
-    ] = 2,
+    num: Annotated[int, typer.Option(help="Prompts to roll out.", min=1)] = 2,
+    samples: Annotated[int, typer.Option(help="Conversations for each prompt.", min=1)] = 1,
     split: Annotated[str, typer.Option(help="train, or the name of a validation set.")] = "train",
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Sample as validation does (rollout.val_kwargs).")
@@ -157,7 +156,9 @@ def rollout(
     """Show whole conversations without training."""
     from agentrl.trainer.run import RolloutOptions, rollout_from_file
 
-    options = RolloutOptions(num=num, split=split, greedy=greedy, tokens=tokens, out=out)
+    options = RolloutOptions(
+        num=num, samples=samples, split=split, greedy=greedy, tokens=tokens, out=out
+    )
     rollout_from_file(run_file, overrides or [], options, Console())
 
 

@@ -6,8 +6,8 @@ the quick start. Lock-step decoding is a loop over `model(..., past_key_values=.
 padded on the left, which waits for the longest row in each turn and prefills each turn anew.
 
 Expectation: a ratio of at least 0.8 on two cores (measured: 2.1 to 2.7, on a machine with other
-load). Both are measured in turn in one run, and the ratio
-of the fastest runs counts, as other load slows both.
+load). Both are measured in turn in one run, and the ratio of the fastest runs counts, as other load
+slows both.
 
 Run: python benchmarks/engine.py [repeats]
 """

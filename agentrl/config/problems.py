@@ -59,7 +59,8 @@ def raise_problems(problems: Sequence[Problem], file: str | Path | None) -> Neve
     """
     if len(problems) == 1:
         only = problems[0]
-        raise ConfigError(only.message, file=file, key=only.key or None, expected=only.expected)
+        told = only.message if only.key in only.message else f"{only.key}: {only.message}"
+        raise ConfigError(told, file=file, key=only.key or None, expected=only.expected)
     lines = [f"{len(problems)} problems in the configuration", *(f"- {p}" for p in problems)]
     raise ConfigError("\n".join(lines), file=file)
 

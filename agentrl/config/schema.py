@@ -157,7 +157,8 @@ class MultiTurnConfig(Section):
     interaction_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds of one reply of the interaction."""
     interaction_interval: int = Field(default=1, ge=1)
-    """Ask the interaction after every so many answers; a skipped one ends the request."""
+    """Ask the interaction where the policy's turns so far, those with tool calls included, are a
+    multiple of this; an answer that it is not asked about ends the request."""
     interaction_prob: float = Field(default=1.0, ge=0, le=1)
     """Chance that an answer is put to the interaction at all (drawn from the request's seed)."""
     tokenization_sanity_check_mode: Literal["disable", "strict", "ignore_strippable"] = (

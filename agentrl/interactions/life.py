@@ -1,6 +1,7 @@
 """The interaction of one request, from its first turn to its end (law 6)."""
 
 import asyncio
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ class InteractionSession:
     ) -> None:
         self.interaction = interaction
         self._instance_id = instance_id
-        self._kwargs = dict(kwargs or {})
+        self._kwargs = copy.deepcopy(dict(kwargs or {}))  # samples of a group share the row's
         self._timeout_s = float(interaction.config.get("timeout_s") or timeout_s)
         self._must_finalize = False
         self._finalizing: asyncio.Task[InteractionError | None] | None = None

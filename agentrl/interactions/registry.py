@@ -1,11 +1,12 @@
 """Read an interaction YAML into checked interactions."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, PluginError
+from agentrl.errors import ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
 from agentrl.plugins.file import read_entries
@@ -60,6 +61,26 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
         name: _build(classes[place], name, entries[place].config, f"interaction[{place}]", path)
         for place, name in enumerate(names)
     }
+
+
+def select_interaction(
+    interactions: Mapping[str, BaseInteraction], kwargs: Mapping[str, Any]
+) -> BaseInteraction:
+    """Select the interaction that a row names; a run with only one needs no name.
+
+    Raises:
+        DataError: naming the interactions that there are.
+    """
+    name = kwargs.get("name")
+    if name is None and len(interactions) == 1:
+        return next(iter(interactions.values()))
+    if name not in interactions:
+        raise DataError(
+            f"the row asks for the interaction {name!r}",
+            key="extra_info.interaction_kwargs.name",
+            expected=f"one of {', '.join(sorted(interactions))}",
+        )
+    return interactions[name]
 
 
 def default_name(interaction: type[BaseInteraction]) -> str:

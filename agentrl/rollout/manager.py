@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from agentrl.config.schema import DataConfig, RolloutConfig, ValKwargsConfig
-from agentrl.data.fit import fit_prompt
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import SamplingParams
-from agentrl.errors import RolloutError
-from agentrl.rollout.records import Budgets
+from agentrl.errors import Fault, RolloutError
+from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House, run_request
-from agentrl.rollout.states import RequestState
+from agentrl.rollout.states import RequestState, StopReason
 
 _UNBOUNDED = 1 << 30
 """Token limit of a call before its request's budgets are applied."""
@@ -103,8 +102,13 @@ class RolloutManager:
     ) -> list[AsyncRolloutRequest]:
         """Drive all requests to their ends; the result has their order.
 
-        A failed request costs itself alone; then the configured policy applies. Cancelling ends
-        every request as ABORTED and releases its plug-ins before the cancellation goes on.
+        A failed request costs itself alone; then the configured policy applies. Under `retry` the
+        result holds the last attempt of each. Cancelling ends every request as ABORTED and releases
+        its plug-ins before the cancellation goes on.
+
+        Args:
+            requests: Pending requests.
+            on_finished: Told of each request when it has ended for good; for a progress bar.
 
         Raises:
             RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
@@ -119,8 +123,11 @@ class RolloutManager:
                 on_finished(done)
             return done
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(drive(request)) for request in requests]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(drive(request)) for request in requests]
+        finally:
+            end_waiting(requests)
         finished = [task.result() for task in tasks]
         self._apply_policy(finished)
         return finished
@@ -130,7 +137,7 @@ class RolloutManager:
         retries = failure.max_retries if failure.policy == "retry" else 0
         fresh = request.model_copy(deep=True) if retries else request
         done = await run_request(request, self.house)
-        while done.state is RequestState.FAILED and done.attempt < retries:
+        while can_be_retried(done) and done.attempt < retries:
             fresh = next_attempt(fresh)
             done = await run_request(fresh.model_copy(deep=True), self.house)
         return done
@@ -154,10 +161,23 @@ class RolloutManager:
                     request.dropped = "a sample of its group failed"
 
 
+def end_waiting(requests: Sequence[AsyncRolloutRequest]) -> None:
+    """End requests whose turn never came, because the rollout was cancelled before."""
+    for request in requests:
+        if not request.is_finished:
+            why = Failure(fault=Fault.LIMIT, kind="CancelledError", message="not begun", turn=0)
+            request.finish(StopReason.ABORTED, why)
+
+
+def can_be_retried(request: AsyncRolloutRequest) -> bool:
+    """Whether a request failed by accident; what was aborted was so on purpose."""
+    return request.state is RequestState.FAILED and request.stop_reason is not StopReason.ABORTED
+
+
 def next_attempt(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
-    """A fresh request for the same sample: a new request_id, the same uid."""
+    """Make a fresh request for the same sample: a new request_id, the same uid."""
     attempt = request.attempt + 1
-    root = request.request_id.partition("~")[0]
+    root = request.request_id.removesuffix(f"~{request.attempt}")
     return request.model_copy(
         deep=True, update={"attempt": attempt, "request_id": f"{root}~{attempt}"}
     )
@@ -187,38 +207,3 @@ def summarise_failures(failed: Sequence[AsyncRolloutRequest]) -> str:
         for r in failed
     )
     return "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3))
-
-
-class PromptCache:
-    """Render each group's prompt once, within its budget.
-
-    Args:
-        encode: Renders messages and tool schemas to tokens.
-        max_tokens: Budget of the prompt.
-        truncation: What to do with a longer one: `error`, or the side to cut.
-    """
-
-    def __init__(
-        self, encode: Callable[..., list[int]], *, max_tokens: int, truncation: str
-    ) -> None:
-        self._encode = encode
-        self._max_tokens = max_tokens
-        self._truncation = truncation
-        self._cached: dict[tuple[str, int], list[int]] = {}
-
-    def __call__(self, request: AsyncRolloutRequest) -> list[int]:
-        """Give the prompt's tokens, generation prompt included.
-
-        Raises:
-            DataError: for a prompt over its budget under `truncation: error`.
-        """
-        key = (request.uid, len(request.messages))
-        if key not in self._cached:
-            ids = self._encode(request.messages, request.tool_schemas)
-            self._cached[key] = fit_prompt(ids, self._max_tokens, self._truncation)
-            self._forget_old()
-        return self._cached[key]
-
-    def _forget_old(self) -> None:
-        while len(self._cached) > 1024:
-            del self._cached[next(iter(self._cached))]

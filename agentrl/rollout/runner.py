@@ -2,33 +2,46 @@
 
 `run_request` is the one boundary at which a failure of a plug-in or an engine becomes data (law 5):
 whatever happens inside, it returns a request that has ended. Cancellation alone passes through,
-behind the clean-up. One short handler belongs to each living state.
+behind the clean-up. Each living state has one handler, which says where the request goes next: to
+another state, or to its end.
 """
 
 import asyncio
 import random
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl.config.schema import MultiTurnConfig
 from agentrl.engines.protocol import Completion, Engine, FinishReason
-from agentrl.errors import DataError, Fault, InteractionError, ToolLifeError
+from agentrl.errors import DataError, EngineError, Fault, TemplateError, TransitionError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.interactions.life import InteractionSession
+from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
+from agentrl.rollout.failures import describe_failure, find_fault
 from agentrl.rollout.observations import TextFitter
-from agentrl.rollout.records import Failure, Turn
+from agentrl.rollout.prompts import EncodedPrompt
+from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import FINAL_STATES, RequestState, StopReason
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.rollout.tool_calls import Observation, ToolCaller, as_tool_call
+from agentrl.rollout.tool_calls import (
+    CheckedCalls,
+    Observation,
+    ToolCaller,
+    as_tool_call,
+    check_calls,
+    skip_calls,
+)
 from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
 from agentrl.tools.base import BaseTool
 from agentrl.tools.life import ToolSession
 from agentrl.tools.registry import select_tools
+
+Way = RequestState | StopReason
+"""Where a request goes next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,33 +56,37 @@ class House:
     tools: Sequence[BaseTool]
     interactions: Mapping[str, BaseInteraction]
     settings: MultiTurnConfig
-    encode_prompt: Callable[[AsyncRolloutRequest], Sequence[int]]
+    encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
     """Renders a request's prompt within its budget."""
     check_tokens: Callable[[AsyncRolloutRequest], None]
     """Holds a finished ledger against its conversation, and records what differs."""
+
+
+class EngineAbortError(EngineError):
+    """The engine was told to end a call, and with it its request."""
 
 
 async def run_request(request: AsyncRolloutRequest, house: House) -> AsyncRolloutRequest:
     """Drive a request through its states, in place, and return it ended.
 
     Raises:
-        asyncio.CancelledError: where the caller cancels. The request has then ended as ABORTED,
-            its tools are released and its interaction is finalised.
+        asyncio.CancelledError: where the caller cancels. The request has then ended, as ABORTED
+            unless it had before, its tools are released and its interaction is finalised.
     """
     run = _Run(request, house)
     started = time.monotonic()
     try:
-        async with asyncio.timeout(request.budgets.timeout_s) as clock:
-            await run.drive()
-    except TimeoutError as error:
-        run.fail(StopReason.WALL_CLOCK if clock.expired() else StopReason.FAILED, error)
+        await run.drive()
     except asyncio.CancelledError as error:
+        run.fail(StopReason.ABORTED if is_cancelled() else StopReason.FAILED, error)
+        if is_cancelled():
+            raise
+    except EngineAbortError as error:
         run.fail(StopReason.ABORTED, error)
-        raise
     except Exception as error:  # noqa: BLE001 - the boundary: a failure becomes data (law 5)
         run.fail(StopReason.FAILED, error)
     finally:
-        await run.close()
+        await finish_despite_cancellation(run.release())
         request.metrics["seconds"] = time.monotonic() - started
     return request
 
@@ -80,117 +97,149 @@ class _Run:
     def __init__(self, request: AsyncRolloutRequest, house: House) -> None:
         self.request = request
         self.house = house
-        self.parsed = ParsedTurn()
-        self.num_answers = 0
+        self.last_ids: Sequence[int] = ()
+        self.calls = CheckedCalls()
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
 
     async def drive(self) -> None:
-        while self.request.state not in FINAL_STATES:
-            match self.request.state:
-                case RequestState.PENDING:
-                    await self._start()
-                case RequestState.RUNNING:
-                    await self._generate()
-                case RequestState.TOOL_CALLING:
-                    await self._call_tools()
-                case _:
-                    await self._interact()
+        """Follow the states to an end, within the wall clock; then ask for the tools' rewards."""
+        try:
+            async with asyncio.timeout(self.request.budgets.timeout_s) as clock:
+                while self.request.state not in FINAL_STATES:
+                    self._go(await self._handle_state())
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            return self.fail(StopReason.WALL_CLOCK, error)
+        self.request.tool_rewards = await self.tools.calc_rewards()
+        return self._check_tokens()
+
+    async def _handle_state(self) -> Way:
+        match self.request.state:
+            case RequestState.PENDING:
+                return await self._start()
+            case RequestState.RUNNING:
+                return await self._generate()
+            case RequestState.TOOL_CALLING:
+                return await self._call_tools()
+            case RequestState.INTERACTING if self.interaction:
+                return await self._interact(self.interaction)
+            case state:
+                raise TransitionError(f"nothing is to be done for a request that is {state}")
+
+    def _go(self, way: Way) -> None:
+        if isinstance(way, StopReason):
+            self.request.finish(way)
+        else:
+            self.request.take_edge(way)
 
     def fail(self, reason: StopReason, error: BaseException) -> None:
-        """End a request that still lives; whose fault it is follows from error and state."""
+        """End a request as failed; one that had completed fails its scoring."""
         request = self.request
-        if request.state in FINAL_STATES:
-            return
-        limit = reason is not StopReason.FAILED
-        fault = Fault.LIMIT if limit else fault_of(error, request.state)
-        request.finish(reason, describe_failure(error, fault, turn=len(request.turns)))
+        is_limit = reason is not StopReason.FAILED
+        fault = Fault.LIMIT if is_limit else find_fault(error, request.state)
+        failure = describe_failure(error, fault, turn=len(request.turns))
+        if request.state is RequestState.COMPLETED:
+            request.fail_scoring(failure, reason)
+        else:
+            request.finish(reason, failure)
 
-    async def close(self) -> None:
-        """Ask the tools for their rewards, then release everything."""
-        await self._collect_tool_rewards()
-        failures = await self.tools.release()
-        self.request.metrics["release_failures"] = float(len(failures))
+    async def release(self) -> None:
+        """Release the tools and finalise the interaction; what goes wrong is counted."""
+        closing: list[Coroutine[Any, Any, Any]] = [self.tools.release()]
         if self.interaction is not None:
-            await self.interaction.finalize()
-        if self.request.state is RequestState.COMPLETED:
-            self.house.check_tokens(self.request)
+            closing.append(self.interaction.finalize())
+        released, *finalized = await asyncio.gather(*closing, return_exceptions=True)
+        failures = released if isinstance(released, list) else [released]
+        failures += [failure for failure in finalized if failure is not None]
+        self.request.metrics["release_failures"] = float(len(failures))
 
-    async def _collect_tool_rewards(self) -> None:
-        if self.request.state is not RequestState.COMPLETED:
-            return
+    def _check_tokens(self) -> None:
+        request = self.request
         try:
-            self.request.tool_rewards = await self.tools.calc_rewards()
-        except ToolLifeError as error:
-            turn = len(self.request.turns)
-            self.request.fail_scoring(describe_failure(error, Fault.TOOL, turn=turn))
+            self.house.check_tokens(request)
+        except Exception as error:  # noqa: BLE001 - a check that breaks loses no good request
+            what = f"{type(error).__name__}: {error}"
+            broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
+            request.differences.append(broken)
 
     # PENDING
 
-    async def _start(self) -> None:
-        request, house = self.request, self.house
+    async def _start(self) -> Way:
         await self._create_tools()
         await self._start_interaction()
-        request.begin(house.encode_prompt(request))
-        request.take_edge(RequestState.RUNNING)
+        self._begin()
+        return RequestState.RUNNING
 
     async def _create_tools(self) -> None:
-        request, settings = self.request, self.house.settings
+        request, house = self.request, self.house
         tools = select_tools(
-            self.house.tools,
-            tool_selection=request.tool_selection,
-            tools_kwargs=request.tools_kwargs,
+            house.tools, tool_selection=request.tool_selection, tools_kwargs=request.tools_kwargs
         )
+        request.tool_schemas = [tool.tool_schema for tool in tools]
         self.tools = ToolSession(
             {tool.name: tool for tool in tools},
             instance_id=request.request_id,
             tools_kwargs=request.tools_kwargs,
-            timeout_s=settings.tool_timeout_s,
-            max_parallel_calls=settings.max_parallel_calls,
+            timeout_s=house.settings.tool_timeout_s,
+            max_parallel_calls=house.settings.max_parallel_calls,
         )
-        request.tool_schemas = [tool.tool_schema for tool in tools]
         for opening in await self.tools.create():
-            fitted = self.house.fitter.fit(opening.response.text or "")
-            request.messages.append(Message(role="tool", content=fitted.text, name=opening.tool))
+            shown = house.caller.show(opening.response.text or "", tool=opening.tool)
+            request.messages.append(shown.message)
+            request.num_cut_prompt_tokens += shown.num_cut
 
     async def _start_interaction(self) -> None:
-        request = self.request
-        if not (self.house.interactions and request.interaction_kwargs):
+        request, house = self.request, self.house
+        if not (house.interactions and request.interaction_kwargs):
             return
         self.interaction = InteractionSession(
-            find_interaction(self.house.interactions, request.interaction_kwargs),
+            select_interaction(house.interactions, request.interaction_kwargs),
             instance_id=request.request_id,
             kwargs=request.interaction_kwargs,
-            timeout_s=self.house.settings.interaction_timeout_s,
+            timeout_s=house.settings.interaction_timeout_s,
         )
         await self.interaction.start()
 
+    def _begin(self) -> None:
+        request = self.request
+        prompt = self.house.encode_prompt(request)
+        request.begin(prompt.ids)
+        request.num_cut_prompt_tokens += prompt.num_cut
+        if request.num_tokens_left <= 0:
+            raise DataError(
+                f"a prompt of {request.num_prompt_tokens} tokens leaves no room for a response",
+                expected=f"less than {request.budgets.max_model_len} tokens",
+            )
+
     # RUNNING
 
-    async def _generate(self) -> None:
-        request = self.request
-        limit = self._turn_limit()
-        if limit <= 0:
-            return request.finish(self._length_reason())
+    async def _generate(self) -> Way:
         started = time.monotonic()
+        completion = await self._complete()
+        turn = self._append(completion, time.monotonic() - started)
+        way = self._leave_turn(turn)
+        if way is not RequestState.TOOL_CALLING:
+            turn.calls = skip_calls(self.calls)
+        if way is StopReason.ABORTED:
+            raise EngineAbortError("the engine was told to abort the call")
+        return way
+
+    async def _complete(self) -> Completion:
+        request = self.request
+        left = request.num_tokens_left
+        limit = min(left, request.budgets.max_turn_tokens or left)
         completion = await self.house.engine.generate(
             request.input_ids,
             replace(request.sampling, max_new_tokens=limit),
             request_id=request.request_id,
         )
-        turn = self._append(completion, time.monotonic() - started)
-        if completion.finish_reason is FinishReason.ABORT:
-            return request.finish(StopReason.ABORTED)
-        if completion.finish_reason is FinishReason.LENGTH:
-            turn.cut = "response" if request.num_tokens_left <= 0 else "turn"
-        if turn.cut == "response":
-            self._skip_calls(turn)
-            return request.finish(self._length_reason())
-        return self._leave_answer() if not self.parsed.num_calls else self._leave_calls(turn)
-
-    def _turn_limit(self) -> int:
-        left = self.request.num_tokens_left
-        return min(left, self.request.budgets.max_turn_tokens or left)
+        if len(completion.token_ids) > limit:
+            raise EngineError(
+                f"the engine sampled {len(completion.token_ids)} tokens", expected=f"{limit}"
+            )
+        return completion
 
     def _append(self, completion: Completion, seconds: float) -> Turn:
         """Enter a completion into the ledger, and what the parser reads in it into the messages."""
@@ -203,13 +252,20 @@ class _Run:
             cached_tokens=completion.cached_tokens,
             seconds=seconds,
         )
-        self.parsed = self._read(completion.token_ids)
-        calls = [as_tool_call(call) for call in self.parsed.calls]
-        content = self.parsed.content
+        if completion.finish_reason is FinishReason.LENGTH:
+            turn.cut = "turn" if request.num_tokens_left > 0 else self._spent_budget()
+        self.last_ids = completion.token_ids
+        parsed = self._read(completion.token_ids)
+        self.calls = check_calls(parsed, request.tool_schemas)
+        calls = [as_tool_call(call) for call in parsed.calls]
         request.messages.append(
-            Message(role="assistant", content=content, tool_calls=calls or None)
+            Message(role="assistant", content=parsed.content, tool_calls=calls or None)
         )
         return turn
+
+    def _spent_budget(self) -> Literal["response", "model"]:
+        nearest = self.request.nearest_limit
+        return "response" if nearest is StopReason.RESPONSE_BUDGET else "model"
 
     def _read(self, ids: Sequence[int]) -> ParsedTurn:
         """Read a turn without its stop token; where there are no tools, nothing is a call."""
@@ -222,175 +278,114 @@ class _Run:
             text, starts_in_thought=template.starts_in_thought, tools=schemas
         )
 
-    def _leave_calls(self, turn: Turn) -> None:
-        """A turn with calls: execute them, unless a limit or policy ends the request here."""
-        reason = self._why_not_call()
-        if reason is not None:
-            self._skip_calls(turn)
-            return self.request.finish(reason)
-        return self.request.take_edge(RequestState.TOOL_CALLING)
+    def _leave_turn(self, turn: Turn) -> Way:
+        """Where a completion leads."""
+        if turn.finish_reason is FinishReason.ABORT:
+            return StopReason.ABORTED
+        if turn.cut in ("response", "model"):
+            return self.request.nearest_limit
+        if self.calls.num_calls:
+            return self._why_not_call() or RequestState.TOOL_CALLING
+        return RequestState.INTERACTING if self._is_heard() else StopReason.ANSWERED
 
     def _why_not_call(self) -> StopReason | None:
+        """The limit or policy that ends the request where the model wants to call a tool."""
         request, budgets = self.request, self.request.budgets
-        if self.parsed.malformed and self.house.settings.on_malformed_call == "stop":
+        if self.calls.malformed and self.house.settings.on_malformed_call == "stop":
             return StopReason.MALFORMED_CALL
-        if is_over(request.num_tool_calls + self.parsed.num_calls, budgets.max_tool_calls):
+        if is_over(request.num_tool_calls + self.calls.num_calls, budgets.max_tool_calls):
             return StopReason.MAX_TOOL_CALLS
         if is_over(request.num_assistant_turns + 1, budgets.max_assistant_turns):
             return StopReason.MAX_ASSISTANT_TURNS
         return None
 
-    def _leave_answer(self) -> None:
-        """A turn without calls: put it to the interaction, where there is one that listens."""
-        self.num_answers += 1
-        if self.interaction is None or not self._is_heard():
-            return self.request.finish(StopReason.ANSWERED)
-        return self.request.take_edge(RequestState.INTERACTING)
-
     def _is_heard(self) -> bool:
-        settings = self.house.settings
-        if self.num_answers % settings.interaction_interval:
+        """Whether there is an interaction, and interval and draw let it hear this answer."""
+        request, settings = self.request, self.house.settings
+        if self.interaction is None or request.num_assistant_turns % settings.interaction_interval:
             return False
-        draw = random.Random(f"{self.request.seed}:{self.num_answers}").random()
+        draw = random.Random(f"{request.seed}:{request.num_assistant_turns}").random()
         return draw < settings.interaction_prob
-
-    def _skip_calls(self, turn: Turn) -> None:
-        turn.calls = self.house.caller.skipped(self.parsed)
-
-    def _length_reason(self) -> StopReason:
-        full = self.request.num_response_tokens >= self.request.budgets.max_response_tokens
-        return StopReason.RESPONSE_BUDGET if full else StopReason.MODEL_LENGTH
 
     # TOOL_CALLING
 
-    async def _call_tools(self) -> None:
-        request, house = self.request, self.house
-        sampled = request.turns[-1]
+    async def _call_tools(self) -> Way:
         started = time.monotonic()
-        found = await house.caller.answer(self.parsed, request.tool_schemas, self.tools)
+        found = await self.house.caller.answer(self.calls, self.tools)
         seconds = time.monotonic() - started
-        sampled.calls = [observation.record for observation in found]
-        sampled.reward = sum_rewards([record.reward for record in sampled.calls])
-        self._apply_malformed_policy(sampled)
-        fits = self._observe([self._fitted(observation) for observation in found], seconds)
+        self._record_calls(self.request.turns[-1], found)
+        try:
+            observed = self._observe([o.message for o in found], "tool", seconds)
+        except TemplateError as error:
+            return self._refuse_calls(self.request.turns[-1], error)
         if any(observation.should_stop for observation in found):
-            return request.finish(StopReason.TOOL_ENDED)
-        if not fits:
-            return request.finish(self._overflow_reason())
-        return request.take_edge(RequestState.RUNNING)
+            return StopReason.TOOL_ENDED
+        return RequestState.RUNNING if observed else self.request.nearest_limit
 
-    def _apply_malformed_policy(self, turn: Turn) -> None:
-        is_malformed = any(record.outcome == "malformed" for record in turn.calls)
-        if is_malformed and self.house.settings.on_malformed_call == "mask":
+    def _record_calls(self, turn: Turn, found: Sequence[Observation]) -> None:
+        turn.calls = [observation.record for observation in found]
+        rewards = [call.reward for call in turn.calls if call.reward is not None]
+        turn.reward = sum(rewards) if rewards else None
+        if self.calls.malformed and self.house.settings.on_malformed_call == "mask":
             self.request.exclude_turn(turn.index, "malformed tool call")
 
-    def _fitted(self, observation: Observation) -> Message:
-        """Cut an observation to its budget, and record the cut."""
-        fitted = self.house.fitter.fit(observation.message.text)
-        observation.record.num_cut_tokens = fitted.num_cut
-        return observation.message.model_copy(update={"content": fitted.text})
+    def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
+        """The model made calls that its template cannot answer, such as two tools in one turn."""
+        for call in turn.calls:
+            call.message = call.message or f"not shown to the model: {error.args[0]}"
+        return StopReason.MALFORMED_CALL
 
     # INTERACTING
 
-    async def _interact(self) -> None:
-        request, session = self.request, self.interaction
-        if session is None:
-            raise InteractionError("a request without an interaction is INTERACTING")
+    async def _interact(self, session: InteractionSession) -> Way:
+        request = self.request
         started = time.monotonic()
         reply = await session.respond(request.messages)
         seconds = time.monotonic() - started
-        sampled = request.turns[-1]
-        sampled.reward = sum_rewards([sampled.reward, reply.score])
+        judged = request.turns[-1]
+        judged.reward, judged.metadata = reply.score, reply.metadata or {}
         if reply.should_terminate:
-            return request.finish(StopReason.INTERACTION_ENDED)
-        if is_over(request.num_user_turns + 1, request.budgets.max_user_turns):
-            return request.finish(StopReason.MAX_USER_TURNS)
-        if is_over(request.num_assistant_turns + 1, request.budgets.max_assistant_turns):
-            return request.finish(StopReason.MAX_ASSISTANT_TURNS)
-        text = self.house.fitter.fit(reply.content).text
-        if not self._observe([Message(role="user", content=text)], seconds):
-            return request.finish(self._overflow_reason())
-        return request.take_edge(RequestState.RUNNING)
+            return StopReason.INTERACTION_ENDED
+        return self._why_not_reply() or self._reply(reply.content, seconds)
+
+    def _why_not_reply(self) -> StopReason | None:
+        request, budgets = self.request, self.request.budgets
+        if is_over(request.num_user_turns + 1, budgets.max_user_turns):
+            return StopReason.MAX_USER_TURNS
+        if is_over(request.num_assistant_turns + 1, budgets.max_assistant_turns):
+            return StopReason.MAX_ASSISTANT_TURNS
+        return None
+
+    def _reply(self, text: str, seconds: float) -> Way:
+        fitted = self.house.fitter.fit(text)
+        turn = self._observe([Message(role="user", content=fitted.text)], "user", seconds)
+        if turn is None:
+            return self.request.nearest_limit
+        turn.cut = "observation" if fitted.num_cut else None
+        turn.num_cut_tokens = fitted.num_cut
+        return RequestState.RUNNING
 
     # What the policy is shown.
 
-    def _observe(self, messages: Sequence[Message], seconds: float) -> bool:
+    def _observe(
+        self, messages: Sequence[Message], role: Literal["tool", "user"], seconds: float
+    ) -> Turn | None:
         """Append messages behind a sampled turn, where they leave room for one more token.
 
         Returns:
-            Whether they fit; what does not fit is not appended at all.
+            Their turn; None where they do not fit, and nothing was appended.
         """
-        request = self.request
-        sampled = request.turns[-1]
+        request, calls = self.request, self.request.turns[-1].calls
         delta = self.house.template.encode_delta(
-            messages,
-            last_ids=request.response_ids[sampled.start : sampled.end],
-            tools=request.tool_schemas,
+            messages, last_ids=self.last_ids, tools=request.tool_schemas
         )
         if len(delta.ids) >= request.num_tokens_left:
-            return False
-        role: Literal["tool", "user"] = "tool" if sampled.calls else "user"
-        request.append_observed(delta.ids, role=role, seconds=seconds)
+            return None
         request.messages.extend(messages)
         for index, start, end in delta.message_spans:
-            if sampled.calls:
-                sampled.calls[index].num_tokens += end - start
-        return True
-
-    def _overflow_reason(self) -> StopReason:
-        """Which limit an observation would have crossed."""
-        request = self.request
-        of_response = request.budgets.max_response_tokens - request.num_response_tokens
-        is_response = of_response <= request.num_tokens_left
-        return StopReason.RESPONSE_BUDGET if is_response else StopReason.MODEL_LENGTH
-
-
-_FAULT_IN_STATE = {
-    RequestState.PENDING: Fault.TOOL,
-    RequestState.RUNNING: Fault.ENGINE,
-    RequestState.TOOL_CALLING: Fault.TOOL,
-    RequestState.INTERACTING: Fault.INTERACTION,
-}
-
-
-def fault_of(error: BaseException, state: RequestState) -> Fault:
-    """Say whose fault an exception is, by its type, or by the state in which it came."""
-    if isinstance(error, InteractionError):
-        return Fault.INTERACTION
-    if isinstance(error, DataError):
-        return Fault.LIMIT
-    return Fault.TOOL if isinstance(error, ToolLifeError) else _FAULT_IN_STATE[state]
-
-
-def describe_failure(error: BaseException, fault: Fault, *, turn: int) -> Failure:
-    """Record an exception: whose fault, what it said, where it came from."""
-    return Failure(
-        fault=fault,
-        kind=type(error).__name__,
-        message=str(error)[:2000],
-        turn=turn,
-        traceback="".join(traceback.format_exception(error))[-4000:],
-    )
-
-
-def find_interaction(
-    interactions: Mapping[str, BaseInteraction], kwargs: Mapping[str, object]
-) -> BaseInteraction:
-    """Find the interaction that a row names; a run with one only needs no name.
-
-    Raises:
-        DataError: naming the interactions that there are.
-    """
-    name = kwargs.get("name")
-    if name is None and len(interactions) == 1:
-        return next(iter(interactions.values()))
-    if name not in interactions:
-        raise DataError(
-            f"the row asks for the interaction {name!r}",
-            key="extra_info.interaction_kwargs.name",
-            expected=f"one of {', '.join(sorted(interactions))}",
-        )
-    return interactions[str(name)]
+            if role == "tool":
+                calls[index].num_tokens += end - start
+        return request.append_observed(delta.ids, role=role, seconds=seconds)
 
 
 def is_over(count: int, limit: int | None) -> bool:
@@ -398,7 +393,21 @@ def is_over(count: int, limit: int | None) -> bool:
     return limit is not None and count > limit
 
 
-def sum_rewards(rewards: Sequence[float | None]) -> float | None:
-    """Add the rewards that there are; None where there are none."""
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None
+def is_cancelled() -> bool:
+    """Whether somebody cancels the running task; else a `CancelledError` is a stray of a plug-in."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
+    """Await work to its end; a cancellation meanwhile waits for it, and then goes on."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()

@@ -5,8 +5,10 @@ are executed in parallel, and every call, malformed or not, is answered by one m
 of the calls.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jsonschema
@@ -163,9 +165,8 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
     if call.name not in schemas:
         known = ", ".join(schemas) or "none"
         return f"there is no tool {call.name[:80]!r}; the tools are: {known}"
-    # An empty registry: a `$ref` to somewhere on the network is never followed.
-    validator = jsonschema.Draft202012Validator(schemas[call.name], registry=Registry())
     try:
+        validator = _validator(json.dumps(schemas[call.name]))
         error = best_match(validator.iter_errors(call.arguments))
     except Exception as broken:  # noqa: BLE001 - a schema that cannot be applied to these arguments
         return f"its arguments cannot be checked: {type(broken).__name__}: {broken}"
@@ -173,6 +174,12 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
         return None
     place = "".join(f"[{part!r}]" for part in error.absolute_path)
     return f"arguments{place}: {error.message[:_LONGEST_REASON]}"
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> jsonschema.Draft202012Validator:
+    # An empty registry: a `$ref` to somewhere on the network is never followed.
+    return jsonschema.Draft202012Validator(json.loads(schema), registry=Registry())
 
 
 def _record_of(

@@ -10,8 +10,9 @@ from agentrl.config.schema import RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.rollout.formats import choose_parser
-from agentrl.rollout.manager import PromptCache, RolloutManager
+from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.observations import TextFitter
+from agentrl.rollout.prompts import PromptEncoder
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House
 from agentrl.rollout.templates import (
@@ -139,24 +140,25 @@ def make_rollout_setup(
 def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> RolloutManager:
     """Put engine and plug-ins together."""
     turns = config.rollout.multi_turn
+    fitter = TextFitter(
+        setup.template,
+        max_tokens=turns.max_tool_response_length,
+        side=turns.tool_response_truncate_side,
+    )
     house = House(
         engine=engine,
         template=setup.template,
         parser=setup.parser,
-        caller=ToolCaller(setup.parser),
-        fitter=TextFitter(
-            setup.template,
-            max_tokens=turns.max_tool_response_length,
-            side=turns.tool_response_truncate_side,
-        ),
+        caller=ToolCaller(setup.parser, fitter.fit),
+        fitter=fitter,
         tools=setup.tools,
         interactions=setup.interactions,
         settings=turns,
-        encode_prompt=PromptCache(
-            setup.template.encode_prompt,
+        encode_prompt=PromptEncoder(
+            setup.template,
             max_tokens=config.data.max_prompt_length,
             truncation=config.data.truncation,
-        ),
+        ).encode,
         check_tokens=make_token_check(setup.template, turns.tokenization_sanity_check_mode),
     )
     return RolloutManager(house, config.rollout, config.data)

@@ -107,6 +107,8 @@ class RolloutOptions:
 
     num: int = 2
     """Prompts."""
+    samples: int = 1
+    """Of each prompt."""
     split: str = "train"
     """`train`, or the name of a validation set."""
     greedy: bool = False
@@ -135,7 +137,7 @@ def rollout_from_file(
         engine = load_engine(config, setup, run.world)
         manager = make_manager(config, setup, engine)
         plan = manager.val_plan(options.split) if options.greedy else manager.train_plan()
-        requests = manager.make_requests(prompts, plan)
+        requests = manager.make_requests(prompts, plan._replace(n=options.samples))
         finished = asyncio.run(roll_out(config, manager, requests, run.journal))
         show_rollouts(finished, setup, options, console)
         return finished

@@ -118,9 +118,8 @@ class Trainer:
     def load_prompts(self) -> Sequence[Prompt]:
         """This rank's share of the next batch."""
         places = self.parts.order.next_batch(self.config.data.train_batch_size)
-        share = len(places) // self.world.size
-        mine = places[self.world.rank * share : (self.world.rank + 1) * share]
-        return self.parts.data.train.select(mine)
+        # Dealt in turn, so that mini-batches are those of one rank.
+        return self.parts.data.train.select(places[self.world.rank :: self.world.size])
 
     def roll_out(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> list[AsyncRolloutRequest]:
         """Sample the prompts' groups and score what came of them."""

@@ -147,6 +147,19 @@ def test_changed_observations_are_found_as_tokens() -> None:
     assert "hullo" in differences[0].actual
 
 
+def test_other_tokens_for_the_same_observation_are_found() -> None:
+    ledger = Ledger("qwen2_5", user("Hi")).sample("a" + IM_END)
+    reply = ledger.template.encode_delta([user("hello")], last_ids=ledger.response_ids).ids
+    spelled = [id for letter in "hello" for id in ids_of(letter)]
+    at = reply.index(*ids_of("hello"))
+    ledger._append("user", [*reply[:at], *spelled, *reply[at + 1 :]])
+    ledger.messages.append(user("hello"))
+    ledger.sample("b" + IM_END)
+    (difference,) = ledger.check("ignore_strippable")
+    assert (difference.turn, difference.kind) == (1, "observed_tokens")
+    assert str(spelled[0]) in difference.actual
+
+
 def test_a_changed_prompt_is_found() -> None:
     ledger = Ledger("qwen2_5", user("Hi")).sample("a" + IM_END)
     ledger.prompt_ids = [*ledger.prompt_ids[:-3], *ids_of("x"), *ledger.prompt_ids[-3:]]

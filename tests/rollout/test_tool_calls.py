@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.rollout.tool_calls import (
-    ToolCaller,
-    as_unicode,
-    check_calls,
-    clip_text,
-    cut_observation,
-    describe_malformed,
-)
+from agentrl.rollout.observations import FittedText, as_unicode, clip_text, cut_observation
+from agentrl.rollout.tool_calls import ToolCaller, check_calls, describe_malformed, skip_calls
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, get_tool_parser
 from agentrl.tools import BaseTool, ToolResponse, ToolResult
 from agentrl.tools.life import ToolSession
@@ -93,11 +87,21 @@ def echo(number: Any) -> str:
     return f"<tool_call>{body}</tool_call>"
 
 
+def fit(text: str) -> FittedText:
+    """Keep a dozen characters."""
+    return (
+        FittedText(text[:12], len(text) - len(text[:12]))
+        if "long" in text
+        else FittedText(as_unicode(text), 0)
+    )
+
+
 async def answers(text: str, tool: BaseTool = ECHO, parser: str = "hermes", **limits: Any) -> Any:
     format_ = get_tool_parser(parser)
     session = ToolSession({tool.name: tool}, instance_id="r", **limits)
     parsed = format_.parse(text, tools=[tool.tool_schema])
-    return await ToolCaller(format_).answer(parsed, [tool.tool_schema], session)
+    caller = ToolCaller(format_, fit)
+    return await caller.answer(check_calls(parsed, [tool.tool_schema]), session)
 
 
 async def test_every_call_is_answered_in_the_order_of_the_calls():
@@ -152,6 +156,9 @@ async def test_a_parser_words_its_results():
     [observation] = await answers("<search>Bern</search>", tool, "search_r1")
     assert observation.message.role == "user"
     assert observation.message.content == "<information>found Bern</information>"
+    [cut] = await answers("<search>a long story</search>", tool, "search_r1")
+    assert cut.message.content == "<information>found a long</information>"
+    assert cut.record.num_cut_tokens == 6
 
 
 async def test_what_no_tokenizer_can_encode_is_replaced():
@@ -166,9 +173,10 @@ async def test_what_no_tokenizer_can_encode_is_replaced():
 
 def test_calls_behind_which_the_request_ends_are_recorded_as_skipped():
     parser = get_tool_parser("hermes")
-    parsed = parser.parse(echo(1) + "<tool_call>oops</tool_call>" + echo(2))
-    records = ToolCaller(parser).skipped(parsed)
-    assert [record.outcome for record in records] == ["skipped", "malformed", "skipped"]
+    parsed = parser.parse(echo(1) + "<tool_call>oops</tool_call>" + echo(2) + echo("three"))
+    records = skip_calls(check_calls(parsed, [ECHO.tool_schema]))
+    outcomes = [record.outcome for record in records]
+    assert outcomes == ["skipped", "malformed", "skipped", "malformed"]
     assert records[2].arguments == {"number": 2}
 
 

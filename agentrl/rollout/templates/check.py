@@ -164,6 +164,8 @@ def _check_observed(
         ids = delta.ids[: len(segment.ids)] if is_last else delta.ids
         if ids != segment.ids:
             texts = template.decode(ids), template.decode(segment.ids)
+            if texts[0] == texts[1]:  # other tokens for the same words
+                texts = f"tokens {ids}", f"tokens {segment.ids}"
             found.append(_difference(segment.turn, "observed_tokens", *texts))
     return found
 

@@ -80,11 +80,8 @@ def encode_turn(
         tools: The schemas in the prompt.
     """
     read = template.read([message])
-    turn = _find_turn(template.anatomy, read)
-    if turn.pieces is None:
-        ids = _encode_raw(template, message.text)
-    else:
-        ids, _ = template.splice(turn.pieces).encode(read.texts)
+    splice = template.turn_splice(read, lambda: _find_turn(template.anatomy, read).pieces)
+    ids = _encode_raw(template, message.text) if splice is None else splice.encode(read.texts)[0]
     if not ids or ids[-1] not in template.stop_token_ids:
         ids += _missing_stop(template, replies, tools)
     return ids

@@ -5,7 +5,7 @@ behind the tokens that were sampled; nothing that was sampled is ever rendered a
 text from outside becomes a control token (law 3).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,7 @@ class ChatTemplate:
         self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id)
         self._prompts: dict[Any, Splice] = {}
         self._deltas: dict[Any, _PreparedDelta] = {}
+        self._turns: dict[Any, Splice | None] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
 
     @property
@@ -236,6 +237,15 @@ class ChatTemplate:
     def splice(self, pieces: Sequence[Piece]) -> Splice:
         """Encode the literals of pieces."""
         return Splice(pieces, self.anatomy.encoder, self.anatomy.live_tokens)
+
+    def turn_splice(
+        self, read: Conversation, find: Callable[[], Sequence[Piece] | None]
+    ) -> Splice | None:
+        """Encode the literals of an assistant turn of this shape, found once; None: has none."""
+        if read.key not in self._turns:
+            pieces = find()
+            _remember(self._turns, read.key, None if pieces is None else self.splice(pieces))
+        return self._turns[read.key]
 
     def _prepare_tools(self, tools: Tools) -> PreparedTools:
         key = tuple(map(id, tools))

@@ -1,0 +1,50 @@
+"""Whose fault a failure is, and how it is written down."""
+
+import traceback
+
+from agentrl.errors import EngineError, Fault, InteractionError, ToolLifeError
+from agentrl.rollout.records import Failure
+from agentrl.rollout.states import RequestState
+
+_LONGEST_MESSAGE = 2000
+_LONGEST_TRACEBACK = 4000
+
+_FAULT_OF_TYPE = {
+    EngineError: Fault.ENGINE,
+    InteractionError: Fault.INTERACTION,
+    ToolLifeError: Fault.TOOL,
+}
+_FAULT_IN_STATE = {
+    RequestState.PENDING: Fault.LIMIT,
+    RequestState.RUNNING: Fault.ENGINE,
+    RequestState.TOOL_CALLING: Fault.TOOL,
+    RequestState.INTERACTING: Fault.INTERACTION,
+    RequestState.COMPLETED: Fault.TOOL,
+}
+
+
+def find_fault(error: BaseException, state: RequestState) -> Fault:
+    """Say whose fault an exception is: by its type, else by the state in which it came.
+
+    What breaks before the first turn, and is no plug-in's, is a row that this run cannot roll out.
+    """
+    by_type = (fault for kind, fault in _FAULT_OF_TYPE.items() if isinstance(error, kind))
+    return next(by_type, _FAULT_IN_STATE[state])
+
+
+def describe_failure(error: BaseException, fault: Fault, *, turn: int) -> Failure:
+    """Write an exception down; raises nothing, even where the exception cannot be printed.
+
+    Args:
+        error: What was raised.
+        fault: Whose doing it is.
+        turn: Turns that the request had.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    return Failure(
+        fault=fault,
+        kind=type(error).__name__,
+        message=str(told)[:_LONGEST_MESSAGE],
+        turn=turn,
+        traceback="".join(told.format())[-_LONGEST_TRACEBACK:],
+    )
