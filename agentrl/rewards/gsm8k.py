@@ -30,14 +30,17 @@ def compute_score(
 
     Returns:
         `score`, and apart from it `acc` (1.0 where the answer is right), `answered` (1.0 where one
-        could be read) and `used_tool` (1.0 where a tool has answered a call).
+        could be read), `used_tool` (1.0 where a tool has answered a call) and `success` (1.0 where
+        the answer is right and counts).
     """
     answer = extract_gsm8k_answer(solution_str, method)
     right = answer is not None and same_number(answer, str(ground_truth))
     used_tool = sum((extra_info or {}).get("num_tool_calls", {}).values()) > 0
+    counts = used_tool or not require_tool
     earned = score if right else format_score if answer is not None else 0.0
     return {
-        "score": earned if used_tool or not require_tool else 0.0,
+        "score": earned if counts else 0.0,
+        "success": float(right and counts),
         "acc": float(right),
         "answered": float(answer is not None),
         "used_tool": float(used_tool),

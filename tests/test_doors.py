@@ -1,0 +1,186 @@
+"""What can be imported from where, what that costs, and how errors travel."""
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from agentrl import errors
+
+HEAVY = ("torch", "ray", "sglang", "transformers", "datasets", "tensordict", "matplotlib")
+LIGHT_DOORS = (
+    "agentrl",
+    "agentrl.tools",
+    "agentrl.interactions",
+    "agentrl.rollout",
+    "agentrl.rewards",
+    "agentrl.engines",
+    "agentrl.config",
+    "agentrl.data",
+    "agentrl.cli",
+)
+NAMES = {
+    "agentrl": ["DataProto", "load_config", "Trainer"],
+    "agentrl.tools": [
+        "BaseTool", "ToolResponse", "ToolResult", "ToolError", "function_tool",
+        "OpenAIFunctionToolSchema", "initialize_tools_from_config",
+    ],
+    "agentrl.interactions": [
+        "BaseInteraction", "InteractionResult", "initialize_interactions_from_config",
+    ],
+    "agentrl.rollout": [
+        "AsyncRolloutRequest", "RequestState", "StopReason", "FinishReason", "TRANSITIONS",
+        "RolloutManager",
+    ],
+    "agentrl.engines": [
+        "Engine", "Completion", "FinishReason", "SamplingParams", "TransformersEngine",
+        "ScriptedEngine",
+    ],
+    "agentrl.rewards": ["register_reward_manager"],
+    "agentrl.algorithms": [
+        "register_adv_est", "get_adv_estimator_fn", "register_policy_loss", "get_policy_loss_fn",
+        "kl_penalty", "agg_loss",
+    ],
+    "agentrl.collate": ["generate_sequences"],
+}  # fmt: skip
+"""The names that the design promises to users, by where they stand."""
+PROMISED = [(door, name) for door, names in NAMES.items() for name in names]
+METHODS = {
+    "agentrl.tools.BaseTool": [
+        "create", "execute", "calc_reward", "release", "get_openai_tool_schema",
+    ],
+    "agentrl.interactions.BaseInteraction": [
+        "start_interaction", "generate_response", "calculate_score", "finalize_interaction",
+    ],
+    "agentrl.engines.Engine": [
+        "generate", "abort", "update_weights", "sleep", "wake", "flush_cache", "close",
+    ],
+    "agentrl.rollout.RolloutManager": ["rollout"],
+    "agentrl.Trainer": ["fit"],
+}  # fmt: skip
+FIELDS = {
+    "agentrl.tools.ToolResult": ["response", "reward", "metrics", "should_stop"],
+    "agentrl.interactions.InteractionResult": ["should_terminate", "content", "score", "metadata"],
+}
+ERRORS = [
+    found
+    for _, found in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(found, errors.AgentRLError)
+]
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def find(path: str) -> object:
+    door, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(door), name)
+
+
+# What importing costs.
+
+
+def test_light_doors_load_nothing_heavy():
+    imports = "; ".join(f"import {door}" for door in LIGHT_DOORS)
+    done = run_python(f"import sys; {imports}; print(*set({HEAVY}) & set(sys.modules))")
+    assert (done.stdout.split(), done.stderr) == ([], "")
+
+
+def test_names_that_users_subclass_load_nothing_heavy():
+    names = (
+        "from agentrl.tools import BaseTool, ToolError, function_tool;"
+        "from agentrl.interactions import BaseInteraction;"
+        "from agentrl.rollout import AsyncRolloutRequest, TRANSITIONS, RequestState, StopReason;"
+        "from agentrl.rewards import register_reward_manager;"
+        "from agentrl.engines import ScriptedEngine, SamplingParams;"
+        "from agentrl import load_config"
+    )
+    done = run_python(f"import sys; {names}; print(*set({HEAVY}) & set(sys.modules))")
+    assert (done.stdout.split(), done.stderr) == ([], "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments: list[str]):
+    program = (
+        f"import sys, atexit; sys.argv = ['agentrl', *{arguments}];"
+        f"atexit.register(lambda: print('loaded:', *set({HEAVY}) & set(sys.modules)));"
+        "from agentrl.cli import main; main()"
+    )
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+# What stands at the doors.
+
+
+@pytest.mark.parametrize(("door", "name"), PROMISED)
+def test_promised_name_stands_at_its_door(door: str, name: str):
+    module = importlib.import_module(door)
+    assert getattr(module, name) is not None
+    assert name in getattr(module, "__all__", [name])
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_promised_methods_are_there(path: str):
+    missing = [name for name in METHODS[path] if not callable(getattr(find(path), name, None))]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_results_are_named_tuples_of_the_promised_fields(path: str):
+    assert list(getattr(find(path), "_fields", ())) == FIELDS[path]
+
+
+@pytest.mark.parametrize("door", [door for door in NAMES if door != "agentrl.collate"])
+def test_exports_are_unique_documented_and_there(door: str):
+    module = importlib.import_module(door)
+    assert len(set(module.__all__)) == len(module.__all__)
+    undocumented = [
+        name
+        for name in module.__all__
+        if inspect.isclass(found := getattr(module, name)) or inspect.isfunction(found)
+        if not inspect.getdoc(found)
+    ]
+    assert not undocumented
+    assert inspect.getdoc(module)
+
+
+@pytest.mark.parametrize("door", ["agentrl", "agentrl.rollout", "agentrl.engines"])
+def test_lazy_door_refuses_unknown_names_as_any_module_does(door: str):
+    module = importlib.import_module(door)
+    with pytest.raises(AttributeError, match=f"'{door}' has no attribute 'nothing'"):
+        _ = module.nothing
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_survive_pickling_with_their_details(kind: type[errors.AgentRLError]):
+    error = kind("it broke", file="run.yaml", key="data.seed", expected="an integer", row=3)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert again.details == error.details
+    assert (again.key, again.row) == ("data.seed", 3)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_refine_a_standard_one_and_tell_what_and_where(kind: type[errors.AgentRLError]):
+    error = kind("it broke", file="run.yaml", expected="something else")
+    assert str(error).splitlines() == ["it broke", "  file: run.yaml", "  expected: something else"]
+    assert inspect.getdoc(kind)
+    standard = [base for base in kind.__mro__ if base.__module__ == "builtins"]
+    assert len(standard) > 3 or kind in (errors.AgentRLError, errors.ToolError)
+
+
+def test_absent_details_are_left_out_and_unknown_ones_are_attribute_errors():
+    error = errors.ConfigError("it broke", file=None)
+    assert error.details == {}
+    with pytest.raises(AttributeError, match="file"):
+        _ = error.file
