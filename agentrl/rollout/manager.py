@@ -129,7 +129,7 @@ class RolloutManager:
         finally:
             end_waiting(requests)
         finished = [task.result() for task in tasks]
-        self._apply_policy(finished)
+        self.apply_failure_policy(finished)
         return finished
 
     async def _attempt(self, request: AsyncRolloutRequest) -> AsyncRolloutRequest:
@@ -142,17 +142,21 @@ class RolloutManager:
             done = await run_request(fresh.model_copy(deep=True), self.house)
         return done
 
-    def _apply_policy(self, finished: Sequence[AsyncRolloutRequest]) -> None:
+    def apply_failure_policy(self, finished: Sequence[AsyncRolloutRequest]) -> None:
+        """Do what is declared for failed requests; again after scoring, which may fail some too.
+
+        Raises:
+            RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
+                the requests failed.
+        """
         failed = [r for r in finished if r.state is RequestState.FAILED]
-        if not failed:
-            return
         failure = self._rollout.failure
-        too_many = len(failed) > failure.max_failed_frac * len(finished)
-        if failure.policy == "raise" or too_many:
+        allowed = 0.0 if failure.policy == "raise" else failure.max_failed_frac
+        if len(failed) > allowed * len(finished):
             raise RolloutError(
                 f"{len(failed)} of {len(finished)} requests failed",
                 reasons=summarise_failures(failed),
-                expected=f"at most {failure.max_failed_frac:.0%} (rollout.failure)",
+                expected=f"at most {allowed:.0%} (rollout.failure)",
             )
         if failure.policy == "drop_group":
             groups = {request.uid for request in failed}

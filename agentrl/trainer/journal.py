@@ -70,7 +70,7 @@ class Journal:
             plot_curve(
                 self.folder / METRICS_FILE,
                 self.folder / "curve.png",
-                title=self._config.experiment_name,
+                title=f"{self._config.project_name} / {self._config.experiment_name}",
             )
         except DataError as error:
             self.say(f"no learning curve: {error}")

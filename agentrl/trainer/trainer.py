@@ -131,6 +131,7 @@ class Trainer:
                 finished = self._runner.run(rolled_out)
             with self._timer("reward"):
                 self._runner.run(self.parts.rewards.score(finished))
+        manager.apply_failure_policy(finished)
         return finished
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:

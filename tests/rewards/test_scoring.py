@@ -352,7 +352,8 @@ def test_gsm8k_answers_are_compared_as_numbers(text, method, earned):
 def test_gsm8k_may_require_a_tool():
     told = {"num_tool_calls": {}}
     without = default_compute_score("openai/gsm8k", "#### 5", 5, told, require_tool=True)
-    assert without == {"score": 0.0, "acc": 1.0, "answered": 1.0, "used_tool": 0.0}
+    said = {"score": 0.0, "success": 0.0, "acc": 1.0, "answered": 1.0, "used_tool": 0.0}
+    assert without == said
     told = {"num_tool_calls": {"calculator": 1}}
     assert default_compute_score("openai/gsm8k", "#### 5", 5, told, require_tool=True)["score"] == 1
 
