@@ -8,7 +8,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from hypothesis import HealthCheck, settings  # noqa: E402
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
 
 settings.register_profile("agentrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("agentrl")
+
+
+@pytest.fixture(scope="session")
+def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few word problems and an untrained policy, made once; only to be read."""
+    from tests.fakes_runs import make_home
+
+    return make_home(tmp_path_factory.mktemp("home"))

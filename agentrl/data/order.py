@@ -59,17 +59,26 @@ class DataOrder:
         """Count the full batches of one epoch."""
         return self.num_rows // size
 
+    def check_batch(self, size: int) -> None:
+        """Refuse batches that the data cannot fill.
+
+        Raises:
+            DataError: with both numbers.
+        """
+        if size > self.num_rows:
+            raise DataError(
+                f"a batch of {size} prompts from {self.num_rows} rows",
+                key="data.train_batch_size",
+                expected=f"at most {self.num_rows}, or more data",
+            )
+
     def next_batch(self, size: int) -> list[int]:
         """Give the places of the next `size` rows, and go on behind them.
 
         Raises:
             DataError: where the data has fewer rows than a batch.
         """
-        if size > self.num_rows:
-            raise DataError(
-                f"a batch of {size} prompts from {self.num_rows} rows",
-                expected=f"a data.train_batch_size of at most {self.num_rows}, or more data",
-            )
+        self.check_batch(size)
         if self.position + size > self.num_rows:
             self.epoch += 1
             self.position = 0

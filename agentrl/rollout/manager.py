@@ -205,7 +205,7 @@ def make_budgets(rollout: RolloutConfig, data: DataConfig, engine_len: int) -> B
 def summarise_failures(failed: Sequence[AsyncRolloutRequest]) -> str:
     """The commonest failures of a batch in one line."""
     kinds = Counter(
-        f"{r.error.fault}: {r.error.kind}: {r.error.message[:120]}"
+        f"{r.error.fault}: {r.error.kind}: {' '.join(r.error.message.split())[:300]}"
         if r.error
         else str(r.stop_reason)
         for r in failed

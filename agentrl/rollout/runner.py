@@ -104,8 +104,9 @@ class _Run:
 
     async def drive(self) -> None:
         """Follow the states to an end, within the wall clock; then ask for the tools' rewards."""
+        clock = asyncio.timeout(self.request.budgets.timeout_s)
         try:
-            async with asyncio.timeout(self.request.budgets.timeout_s) as clock:
+            async with clock:
                 while self.request.state not in FINAL_STATES:
                     self._go(await self._handle_state())
         except TimeoutError as error:
@@ -394,7 +395,7 @@ def is_over(count: int, limit: int | None) -> bool:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancels the running task; else a `CancelledError` is a stray of a plug-in."""
+    """Whether the running task is being cancelled; else a `CancelledError` is some plug-in's own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -11,6 +11,7 @@ from agentrl.rollout.manager import RolloutManager
 from agentrl.trainer.datasets import RunData, load_run_data
 from agentrl.trainer.engine_choice import build_engine, choose_engine
 from agentrl.trainer.journal import Journal
+from agentrl.trainer.preflight import check_run
 from agentrl.trainer.rollout_setup import RolloutSetup, load_rollout_setup, make_manager
 from agentrl.training.actor import Actor
 from agentrl.training.distributed import World, start_world
@@ -38,14 +39,25 @@ class Parts:
     """Training steps of the whole run."""
 
 
-def build_parts(config: RunConfig, journal: Journal | None = None) -> Parts:
+def start_parts(config: RunConfig) -> Parts:
+    """Check a run and build everything, for a program that has only a configuration.
+
+    Raises:
+        AgentRLError: with what, where and what was expected.
+    """
+    world = start_world(config.trainer.device)
+    journal = Journal(config.trainer, is_main=world.is_main)
+    check_run(config, journal, world_size=world.size)
+    return build_parts(config, journal)
+
+
+def build_parts(config: RunConfig, journal: Journal) -> Parts:
     """Build everything. What a user may have got wrong is found before the model loads.
 
     Raises:
         AgentRLError: with what, where and what was expected.
     """
     world = start_world(config.trainer.device)
-    journal = journal or Journal(config.trainer, is_main=world.is_main)
     seed_everything(config.trainer.seed + world.rank)
     setup = load_rollout_setup(config)
     data = load_run_data(config, setup)
@@ -58,6 +70,8 @@ def build_parts(config: RunConfig, journal: Journal | None = None) -> Parts:
         shuffle=config.data.shuffle,
         fingerprint=data.train.fingerprint,
     )
+    if not config.trainer.val_only:
+        order.check_batch(config.data.train_batch_size)
     total_steps = count_steps(config, order)
     policy = load_policy(config.model, world, config.actor.fsdp_config)
     check_tokenizer(setup.tokenizer, policy.config)

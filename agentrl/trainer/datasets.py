@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,9 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.dataset import PromptDataset, load_prompts
 from agentrl.data.lengths import drop_overlong, measure_prompts
 from agentrl.data.prompt import Prompt
+from agentrl.errors import DataError
+from agentrl.interactions import BaseInteraction
+from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
 from agentrl.tools.registry import select_tools
 from agentrl.trainer.rollout_setup import RolloutSetup
@@ -59,7 +62,12 @@ class _Loader:
     def load(self, name: str, files: list[Path], max_samples: int | None) -> PromptDataset:
         data = self._config.data
         dataset = load_prompts(files, data, max_samples=max_samples)
-        check_tools(dataset.tools_named(), [tool.name for tool in self._setup.tools])
+        source = ", ".join(map(str, files))
+        tools = [tool.name for tool in self._setup.tools]
+        check_tools(dataset.tools_named(), tools, file=source)
+        check_interactions(dataset, self._setup.interactions, file=source)
+        if self._setup.interactions and not any(prompt.interaction_kwargs for prompt in dataset):
+            self._notes.append(f"{name}: no row has interaction_kwargs, so nobody answers")
         if not data.filter_overlong_prompts:
             return dataset
         lengths = measure_prompts(
@@ -73,6 +81,25 @@ class _Loader:
         if filtered.num_dropped:
             self._notes.append(f"{name}: {filtered}")
         return filtered.dataset
+
+
+def check_interactions(
+    dataset: PromptDataset, interactions: Mapping[str, BaseInteraction], *, file: str
+) -> None:
+    """Hold the interactions that rows name against those that the run has.
+
+    Raises:
+        DataError: with the first row that names another.
+    """
+    if not interactions:
+        return
+    for prompt in dataset:
+        if prompt.interaction_kwargs:
+            try:
+                select_interaction(interactions, prompt.interaction_kwargs)
+            except DataError as error:
+                error.details |= {"file": file, "row": prompt.index}
+                raise
 
 
 def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:

@@ -33,14 +33,19 @@ def prepare_run(
 
 def _prepare_files(config: PrepareConfig, journal: Journal, tools: list[BaseTool]) -> None:
     if config.arithmetic is not None:
-        files = prepare_arithmetic(config.arithmetic)
-        journal.say(f"problems: {files.train.parent}")
+        made = prepare_arithmetic(config.arithmetic).made
+        _tell(journal, "problems", config.arithmetic.out_dir, made=made)
     if config.gsm8k is not None:
-        prepare_gsm8k(config.gsm8k)
-        journal.say(f"GSM8K: {config.gsm8k.out_dir}")
+        made = prepare_gsm8k(config.gsm8k).made
+        _tell(journal, "GSM8K", config.gsm8k.out_dir, made=made)
     if config.tiny_policy is not None:
-        make_tiny_policy(config.tiny_policy, tools=[tool.tool_schema for tool in tools])
-        journal.say(f"policy: {config.tiny_policy.out_dir}")
+        schemas = [tool.tool_schema for tool in tools]
+        made = make_tiny_policy(config.tiny_policy, tools=schemas)
+        _tell(journal, "policy", config.tiny_policy.out_dir, made=made)
+
+
+def _tell(journal: Journal, what: str, folder: Path, *, made: bool) -> None:
+    journal.say(f"{what}: {folder}{'' if made else ', made before'}")
 
 
 def warm_up(config: SftConfig, world: World, journal: Journal) -> None:
@@ -62,7 +67,7 @@ def warm_up(config: SftConfig, world: World, journal: Journal) -> None:
     arguments["of"] = [_digest(config.train_file), _digest(Path(config.model_path))]
     if not make_once(config.out_dir, "sft/1", arguments, files, train):
         world.broadcast(False)
-        journal.say(f"warmed-up policy: {config.out_dir}, made before")
+        _tell(journal, "warmed-up policy", config.out_dir, made=False)
 
 
 def _train(config: SftConfig, world: World, journal: Journal) -> None:

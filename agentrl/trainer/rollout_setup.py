@@ -25,7 +25,7 @@ from agentrl.rollout.templates import (
     require,
 )
 from agentrl.rollout.tool_calls import ToolCaller
-from agentrl.rollout.tool_parsers import ToolParser
+from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
 from agentrl.training.tokenizer import load_tokenizer
@@ -116,8 +116,8 @@ def make_rollout_setup(
     """
     # Where there are no tools nothing is read as a call, and the template need not know how.
     name = config.rollout.multi_turn.format or (None if tools else _UNUSED_PARSER)
-    parser = choose_parser(name, probed.report)
-    by_role = parser.result_role == "tool"
+    # Every format that a template's own calls can lead to answers by the role `tool`.
+    by_role = name is None or get_tool_parser(name).result_role == "tool"
     require(
         probed.report,
         TemplateNeeds(
@@ -131,7 +131,7 @@ def make_rollout_setup(
         tokenizer=probed.tokenizer,
         template=probed.template,
         report=probed.report,
-        parser=parser,
+        parser=choose_parser(name, probed.report),
         tools=tools,
         interactions=interactions,
     )

@@ -137,7 +137,9 @@ def rollout_from_file(
         engine = load_engine(config, setup, run.world)
         manager = make_manager(config, setup, engine)
         plan = manager.val_plan(options.split) if options.greedy else manager.train_plan()
-        requests = manager.make_requests(prompts, plan._replace(name=options.split, n=options.samples))
+        requests = manager.make_requests(
+            prompts, plan._replace(name=options.split, n=options.samples)
+        )
         finished = asyncio.run(roll_out(config, manager, requests, run.journal))
         show_rollouts(finished, setup, options, console)
         return finished

@@ -26,7 +26,7 @@ from agentrl.data.prompt import Prompt
 from agentrl.protocol import DataProto
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.build import Parts, build_parts
+from agentrl.trainer.build import Parts, start_parts
 from agentrl.trainer.merge import RankMetrics, merge_metrics
 from agentrl.trainer.metrics import Timer, batch_metrics, perf_metrics, rollout_metrics
 from agentrl.trainer.resume import checkpoint_folder, config_digest, find_checkpoint
@@ -52,7 +52,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, parts: Parts | None = None) -> None:
         self.config = config
-        self.parts = parts or build_parts(config)
+        self.parts = parts or start_parts(config)
         self.world = self.parts.world
         self.folder = config.trainer.default_local_dir
         self.step = 0
@@ -73,7 +73,7 @@ class Trainer:
             self.resume()
             self.sync_weights()
             self.parts.journal.open(resumed_step=self.step or None)
-            if self.step == 0 and self.config.trainer.val_before_train:
+            if self.step == 0 and self.config.trainer.val_before_train and self.parts.data.val:
                 self.parts.journal.track(0, self.validate())
             while self.step < self.parts.total_steps:
                 metrics = self.train_step()
@@ -179,15 +179,15 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Roll out and score every validation set; returns its figures, over all ranks."""
+        if not self.parts.data.val:
+            return {}
         metrics: dict[str, float] = {}
         with self._timer("validate"):
             for name in self.parts.data.val:
                 metrics |= validation_metrics(name, self._validate_set(name))
         success = {name: metrics[f"val/{name}/success"] for name in self.parts.data.val}
-        first = next(iter(success), None)
-        if first is not None:
-            num_val = int(metrics[f"val/{first}/num"])
-            self.summary.note_validation(self.step, success, num_val)
+        first = next(iter(success))
+        self.summary.note_validation(self.step, success, int(metrics[f"val/{first}/num"]))
         return metrics | {"timing_s/validate": self._timer.pop_metrics()["timing_s/validate"]}
 
     def _validate_set(self, name: str) -> list[Outcome]:
@@ -270,10 +270,16 @@ class Trainer:
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
         self.summary = Summary(**state.trainer)
+        self.summary.checkpoint = str(path)
         self.parts.journal.say(f"resumed from {path} at step {self.step}")
         if state.config_digest != config_digest(self.config):
             self.parts.journal.say(
                 "the configuration is not the one of the checkpoint; it goes on with it"
+            )
+        if self.step >= self.parts.total_steps:
+            self.parts.journal.say(
+                f"all {self.parts.total_steps} steps are done: raise trainer.total_training_steps "
+                "to go on, or set trainer.resume_mode=disable to begin anew"
             )
 
     def close(self) -> None:

@@ -167,7 +167,8 @@ def _check_identity(path: Path, found: ModelIdentity, expected: ModelIdentity) -
     raise CheckpointError(
         f"{path.name} is of another model: {_difference(found, expected)}",
         path=path,
-        expected=expected.architecture,
+        expected=f"a {expected.architecture} of the run's own shapes; trainer.resume_mode=disable "
+        "or another trainer.default_local_dir begins anew",
     )
 
 

@@ -20,7 +20,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates.conversation import up_to_end
 from agentrl.rollout.templates.shape import Voice
 from agentrl.rollout.templates.splice import Place, learn, shared_length
-from agentrl.rollout.templates.template import ChatTemplate, EncodedDelta
+from agentrl.rollout.templates.template import ChatTemplate, Conversation, EncodedDelta
 
 CheckMode = Literal["disable", "strict", "ignore_strippable"]
 EXCERPT = 60
@@ -202,9 +202,10 @@ def _render_whole(
     """What the template writes for the whole conversation, texts spliced in."""
     read = template.read(messages, tools)
     gen = messages[-1].role != "assistant"
-    pieces = learn(template.anatomy.render_node(read.nodes, read.tools.nodes, gen), read.holes)
-    if ends_open and not gen:
-        pieces[-1] = _without_stop(template, up_to_end(template.anatomy, str(pieces[-1])))
+    is_cut = ends_open and not gen
+    pieces = template.learn_once(
+        f"whole {gen} {is_cut}", read, lambda: _learn_whole(template, read, gen=gen, is_cut=is_cut)
+    )
     written: list[str] = []
     starts: dict[int, int] = {}
     length = 0
@@ -217,11 +218,25 @@ def _render_whole(
     return _Aligned("".join(written), outside)
 
 
-def _written(template: ChatTemplate, piece: str | Place, texts: Sequence[str]) -> str:
-    """A piece as text, through the same tokens as in a ledger."""
+def _learn_whole(
+    template: ChatTemplate, read: Conversation, *, gen: bool, is_cut: bool
+) -> list[str | Place]:
+    """What the template writes for a conversation of this shape; literals through their tokens."""
     encoder = template.anatomy.encoder
+    pieces = learn(template.anatomy.render_node(read.nodes, read.tools.nodes, gen), read.holes)
+    if is_cut:
+        pieces[-1] = _without_stop(template, up_to_end(template.anatomy, str(pieces[-1])))
+    return [
+        encoder.decode(encoder.encode_literal(piece)) if isinstance(piece, str) else piece
+        for piece in pieces
+    ]
+
+
+def _written(template: ChatTemplate, piece: str | Place, texts: Sequence[str]) -> str:
+    """A piece as text; what is from outside through the same tokens as in a ledger."""
     if isinstance(piece, str):
-        return encoder.decode(encoder.encode_literal(piece))
+        return piece
+    encoder = template.anatomy.encoder
     text = piece.written(texts[piece.hole.index])
     if piece.hole.voice is Voice.POLICY:
         return text

@@ -7,7 +7,6 @@ writes for it behind the generation prompt, with the token that ends it.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import TemplateError
@@ -15,7 +14,7 @@ from agentrl.messages import Message
 from agentrl.rollout.templates.anatomy import THOUGHTS, Anatomy
 from agentrl.rollout.templates.delta import NEIGHBOUR
 from agentrl.rollout.templates.shape import Hole, Voice
-from agentrl.rollout.templates.splice import Piece, Place, common_length, cut, learn
+from agentrl.rollout.templates.splice import Piece, Place, Splice, common_length, cut, learn
 
 if TYPE_CHECKING:
     from agentrl.rollout.templates.template import ChatTemplate, Conversation, Tools
@@ -29,13 +28,6 @@ class EncodedConversation(NamedTuple):
     """1 on the text of assistant turns and on the token that ends each, else 0."""
     turn_spans: list[tuple[int, int]]
     """Start and end in `ids` of each assistant turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Pieces of an assistant turn; None where the template rewrites it behind its own prompt."""
-
-    pieces: tuple[Piece, ...] | None
 
 
 def encode_conversation(
@@ -80,15 +72,19 @@ def encode_turn(
         tools: The schemas in the prompt.
     """
     read = template.read([message])
-    splice = template.turn_splice(read, lambda: _find_turn(template.anatomy, read).pieces)
+    splice = template.learn_once("turn", read, lambda: _find_turn(template, read))
     ids = _encode_raw(template, message.text) if splice is None else splice.encode(read.texts)[0]
     if not ids or ids[-1] not in template.stop_token_ids:
         ids += _missing_stop(template, replies, tools)
     return ids
 
 
-def _find_turn(anatomy: Anatomy, read: "Conversation") -> _Turn:
-    """What the template writes for an assistant message behind its generation prompt."""
+def _find_turn(template: "ChatTemplate", read: "Conversation") -> Splice | None:
+    """What the template writes for an assistant message behind its generation prompt.
+
+    None where it rewrites the message there.
+    """
+    anatomy = template.anatomy
     user = Hole(NEIGHBOUR, -1, Voice.OUTSIDE, is_content=False)
     asked = {"role": "user", "content": user}
     holes = [user, *read.holes]
@@ -96,11 +92,11 @@ def _find_turn(anatomy: Anatomy, read: "Conversation") -> _Turn:
     closed = _behind(learn(anatomy.render_behind_preface([asked, *read.nodes], False), holes), user)
     lead = str(closed[0])
     if not lead.startswith(opened) and "tool_calls" not in read.nodes[0]:
-        return _Turn(None)
+        return None
     start = common_length(lead, opened, anatomy.encoder.control_pattern)
     pieces: list[Piece] = [lead[start:], *closed[1:]]
     pieces[-1] = up_to_end(anatomy, str(pieces[-1]))
-    return _Turn(tuple(pieces))
+    return template.splice(pieces)
 
 
 def _behind(pieces: Sequence[Piece], hole: Hole) -> Sequence[Piece]:

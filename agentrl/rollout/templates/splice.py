@@ -9,7 +9,6 @@ encoded. A splice is compiled once for each shape; using it costs what encoding 
 import json
 import re
 import secrets
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -197,7 +196,7 @@ def _placeholders(holes: Sequence[Hole]) -> "Marks":
 
 
 def _random_digits(length: int) -> str:
-    return "".join(secrets.choice(string.digits) for _ in range(length))
+    return f"{secrets.randbelow(10**length):0{length}d}"
 
 
 def _by_index(holes: Sequence[Hole], texts: Sequence[str]) -> dict[int, str]:

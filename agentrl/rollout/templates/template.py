@@ -8,7 +8,7 @@ text from outside becomes a control token (law 3).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_CACHED_SHAPES = 1024
 """Shapes kept; a run sees a handful, hostile input could make many."""
 
+T = TypeVar("T")
 Tools = Sequence[OpenAIFunctionToolSchema]
 
 
@@ -124,9 +125,7 @@ class ChatTemplate:
         )
         eos_id: Any = tokenizer.eos_token_id
         self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id)
-        self._prompts: dict[Any, Splice] = {}
-        self._deltas: dict[Any, _PreparedDelta] = {}
-        self._turns: dict[Any, Splice | None] = {}
+        self._shapes: dict[Any, Any] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
 
     @property
@@ -165,10 +164,7 @@ class ChatTemplate:
                 that is no assistant's, or writes no generation prompt.
         """
         read = self.read(messages, tools)
-        splice = self._prompts.get(read.key)
-        if splice is None:
-            splice = self._prepare_prompt(messages, read)
-            _remember(self._prompts, read.key, splice)
+        splice = self.learn_once("prompt", read, lambda: self._prepare_prompt(messages, read))
         return splice.encode(read.texts)[0]
 
     def encode_delta(
@@ -188,10 +184,7 @@ class ChatTemplate:
             TemplateError: where the template cannot carry these messages behind a turn.
         """
         read = self.read(messages, tools)
-        delta = self._deltas.get(read.key)
-        if delta is None:
-            delta = self._prepare_delta(read)
-            _remember(self._deltas, read.key, delta)
+        delta = self.learn_once("delta", read, lambda: self._prepare_delta(read))
         self._refuse_borrowed(delta, read.texts)
         ids, spans = delta.splice.encode(read.texts)
         sampled = _overlap(last_ids, delta.end_ids)
@@ -238,14 +231,12 @@ class ChatTemplate:
         """Encode the literals of pieces."""
         return Splice(pieces, self.anatomy.encoder, self.anatomy.live_tokens)
 
-    def turn_splice(
-        self, read: Conversation, find: Callable[[], Sequence[Piece] | None]
-    ) -> Splice | None:
-        """Encode the literals of an assistant turn of this shape, found once; None: has none."""
-        if read.key not in self._turns:
-            pieces = find()
-            _remember(self._turns, read.key, None if pieces is None else self.splice(pieces))
-        return self._turns[read.key]
+    def learn_once(self, what: str, read: Conversation, find: Callable[[], T]) -> T:
+        """Find something that depends on a conversation's shape alone, once for each shape."""
+        key = (what, read.key)
+        if key not in self._shapes:
+            _remember(self._shapes, key, find())
+        return self._shapes[key]
 
     def _prepare_tools(self, tools: Tools) -> PreparedTools:
         key = tuple(map(id, tools))

@@ -1,0 +1,375 @@
+"""Bad input through the command line: a clear message, exit code 2, no traceback, nothing lost."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes_runs import (
+    CALL,
+    SHARED,
+    Told,
+    read_lines,
+    run_agentrl,
+    scripted,
+    tiny_run,
+    write_jsonl,
+    write_yaml,
+)
+
+Train = Callable[..., Told]
+ROW = {"prompt": [{"role": "user", "content": "What is 6*7?"}], "data_source": "agentrl/arithmetic"}
+ROW = ROW | {"reward_model": {"ground_truth": "42"}}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def train(tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
+    """`agentrl train` on a tiny run file, with changes."""
+
+    def run(**changes: Any) -> Told:
+        content = tiny_run(tiny_home, tmp_path / "run", **changes)
+        return run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", content))
+
+    return run
+
+
+def assert_refused(told: Told, *parts: str) -> None:
+    """Exit code 2 and one message on standard error that says each of `parts`."""
+    assert told.code == 2, told
+    assert told.err.startswith("error: "), told.err
+    assert "Traceback" not in told.err + told.out
+    for part in parts:
+        assert part in told.err, told.err
+
+
+def tools_yaml(folder: Path, *entries: object) -> dict[str, str]:
+    file = write_yaml(folder / "tools.yaml", {"tools": list(entries)})
+    return {"rollout__multi_turn__tool_config_path": str(file)}
+
+
+# The run file.
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    for command in (["train"], ["rollout"], ["sft"], ["config", "check"]):
+        told = run_agentrl(capsys, *command, tmp_path / "absent.yaml")
+        assert_refused(told, f"no file {tmp_path}/absent.yaml", "expected: a YAML run file")
+
+
+def test_malformed_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  train_files: [a, b\nmodel: {}\n")
+    assert_refused(run_agentrl(capsys, "train", file), "malformed YAML in line 3", str(file))
+
+
+def test_unknown_key(train: Train):
+    told = train(rollout__multi_turn__max_asistant_turns=3)
+    assert_refused(told, "did you mean 'rollout.multi_turn.max_assistant_turns'?", "run.yaml")
+
+
+def test_every_problem_is_told_at_once(train: Train):
+    told = train(rollout__n="many", data__sed=1, actor__ppo_mini_batch_size=-1)
+    assert_refused(told, "3 problems", "rollout.n", "'data.seed'", "actor.ppo_mini_batch_size")
+
+
+def test_override_that_is_none(tiny_home: Path, tmp_path: Path, capsys: Any):
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
+    assert_refused(run_agentrl(capsys, "train", file, "n8"), "'n8' is no override")
+
+
+def test_batch_arithmetic_that_does_not_divide(train: Train):
+    told = train(actor__ppo_mini_batch_size=3)
+    assert_refused(told, "3 prompts do not divide data.train_batch_size, 4", "divisor of 4")
+
+
+@pytest.mark.parametrize(
+    ("key", "misspelt"),
+    [
+        ("algorithm.adv_estimator", "gropo"),
+        ("actor.policy_loss", "vanila"),
+        ("reward.manager", "naiv"),
+        ("rollout.multi_turn.format", "hermess"),
+    ],
+)
+def test_unknown_name(train: Train, key: str, misspelt: str):
+    told = train(**{key.replace(".", "__"): misspelt})
+    assert_refused(told, repr(misspelt), "did you mean", f"key: {key}", "run.yaml")
+
+
+# Plug-ins.
+
+
+def test_unknown_class_path(train: Train, tmp_path: Path):
+    told = train(**tools_yaml(tmp_path, {"class_name": "agentrl.tools.nowhere.Tool"}))
+    assert_refused(told, "agentrl.tools.nowhere", "tools.yaml", "tools[0].class_name")
+    told = train(**tools_yaml(tmp_path, {"class_name": "agentrl.tools.base.BaseTol"}))
+    assert_refused(told, "has no 'BaseTol'", "BaseTool")
+
+
+def test_class_that_is_no_tool(train: Train, tmp_path: Path):
+    told = train(**tools_yaml(tmp_path, {"class_name": "collections.OrderedDict"}))
+    assert_refused(told, "not a BaseTool", "a subclass of agentrl.tools.base.BaseTool")
+
+
+def test_duplicate_tool_names(train: Train, tmp_path: Path):
+    entry = {"class_name": "agentrl.tools.calculator_tool.CalculatorTool"}
+    told = train(**tools_yaml(tmp_path, entry, entry))
+    assert_refused(told, "two tools have the name 'calculator'", "tools.yaml")
+
+
+def test_reward_function_that_is_not_there(train: Train, tmp_path: Path):
+    told = train(reward__custom_reward_function={"path": str(tmp_path / "none.py")})
+    assert_refused(told, "none.py", "run.yaml")
+
+
+def test_interaction_that_is_none(train: Train, tmp_path: Path):
+    entry = {"name": "user", "class_name": "agentrl.tools.calculator_tool.CalculatorTool"}
+    file = write_yaml(tmp_path / "users.yaml", {"interaction": [entry]})
+    told = train(rollout__multi_turn__interaction_config_path=str(file))
+    assert_refused(told, "not a BaseInteraction", "users.yaml")
+
+
+# Data.
+
+
+def train_on(train: Train, folder: Path, *rows: object, **changes: Any) -> Told:
+    file = write_jsonl(folder / "rows.jsonl", list(rows))
+    return train(
+        data__train_files=[str(file)],
+        data__val_files=None,
+        data__train_batch_size=1,
+        actor__ppo_mini_batch_size=None,
+        **changes,
+    )
+
+
+def test_missing_data_file(train: Train, tmp_path: Path):
+    told = train(data__train_files=[str(tmp_path / "gone.parquet")])
+    assert_refused(told, f"no file {tmp_path}/gone.parquet", "data.train_files[0]")
+
+
+def test_row_without_prompt(train: Train, tmp_path: Path):
+    told = train_on(train, tmp_path, ROW, {"question": "6*7?"})
+    assert_refused(told, "a row without 'prompt'", "row: 1", "rows.jsonl", "data.prompt_key")
+
+
+def test_prompt_beyond_its_budget(train: Train, tmp_path: Path):
+    long = ROW | {"prompt": "six times seven " * 200}
+    told = train_on(train, tmp_path, ROW, long, data__filter_overlong_prompts=False)
+    assert_refused(told, "224", "data.truncation")
+
+
+def test_every_prompt_beyond_its_budget(train: Train, tmp_path: Path):
+    told = train_on(train, tmp_path, ROW | {"prompt": "six times seven " * 200})
+    assert_refused(told, "224")
+
+
+def test_tool_named_in_data_and_absent_in_the_run(train: Train, tmp_path: Path):
+    kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "wiki"}}}}
+    told = train_on(train, tmp_path, ROW, ROW | {"extra_info": kwargs})
+    assert_refused(
+        told, "row 1 names the tool 'search'", "rows.jsonl", "calculator", "tool_config_path"
+    )
+
+
+def test_interaction_named_in_data_and_absent_in_the_run(train: Train, tmp_path: Path):
+    entry = {
+        "name": "gsm8k",
+        "class_name": "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction",
+    }
+    file = write_yaml(tmp_path / "users.yaml", {"interaction": [entry]})
+    kwargs = {"interaction_kwargs": {"name": "doctor"}}
+    told = train_on(
+        train,
+        tmp_path,
+        ROW | {"extra_info": kwargs},
+        rollout__multi_turn__interaction_config_path=str(file),
+    )
+    assert_refused(told, "'doctor'", "gsm8k", "row: 0", "rows.jsonl")
+    assert "Qwen2ForCausalLM" not in told.out, "told before the model loads"
+
+
+# Models.
+
+
+def test_model_that_is_not_there(train: Train, tmp_path: Path):
+    told = train(model__path=str(tmp_path / "nowhere"))
+    assert_refused(told, f"no folder {tmp_path}/nowhere", "model.path")
+
+
+def test_hub_name_without_a_hub(train: Train):
+    told = train(model__path="nobody/has-this")
+    assert_refused(told, "nobody/has-this", "model.path")
+    assert len(told.err.splitlines()) < 10
+
+
+def test_template_that_cannot_carry_the_run(train: Train):
+    template = SHARED / "chat_templates/phi3_5.jinja"
+    if not template.is_file():
+        pytest.skip(f"needs {template}")
+    told = train(model__custom_chat_template=str(template))
+    assert_refused(told, "phi3_5.jinja", "tools in the prompt", "role: tool")
+
+
+def test_template_without_generation_prompt(train: Train):
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    told = train(
+        model__custom_chat_template=source, rollout__multi_turn__tool_config_path=None
+    )
+    assert_refused(told, "generation prompt")
+
+
+def test_checkpoint_of_another_model(train: Train, tiny_home: Path, tmp_path: Path):
+    assert train(trainer__total_training_steps=1).code == 0
+    other = tmp_path / "other"
+    shutil.copytree(tiny_home / "policy", other)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(other)
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    told = train(model__path=str(other))
+    assert_refused(told, "of another model", "global_step_1", "trainer.resume_mode=disable")
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
+def test_half_written_checkpoint_gives_way_to_the_one_before(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    assert train(trainer__save_freq=1).code == 0
+    broken = tmp_path / "run/checkpoints/global_step_2"
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    told = train()
+    assert told.code == 0, told.err
+    assert "global_step_1 at step 1" in told.out
+    assert "global_step_2 is damaged" in caplog.text
+    assert "Traceback" not in told.err
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+
+
+def test_half_written_checkpoint_that_was_asked_for_is_refused(train: Train, tmp_path: Path):
+    assert train(trainer__save_freq=1).code == 0
+    broken = tmp_path / "run/checkpoints/global_step_2"
+    (broken / "manifest.json").unlink()
+    told = train(trainer__resume_mode="resume_path", trainer__resume_from_path=str(broken))
+    assert_refused(told, "global_step_2 is incomplete", str(broken))
+    told = train(trainer__resume_mode="resume_path", trainer__resume_from_path="no/such/folder")
+    assert_refused(told, "no/such/folder", "trainer.resume_from_path")
+
+
+# What happens while it runs.
+
+
+def test_reward_function_that_returns_nan(train: Train, tmp_path: Path):
+    (tmp_path / "nan.py").write_text("def compute_score(*args, **kw):\n    return float('nan')\n")
+    told = train(reward__custom_reward_function={"path": str(tmp_path / "nan.py")})
+    assert_refused(told, "requests failed", "nan", "RewardError")
+
+
+def test_reward_function_that_breaks_later_keeps_what_was_reached(train: Train, tmp_path: Path):
+    (tmp_path / "late.py").write_text(
+        "from pathlib import Path\n"
+        "def compute_score(*args, **kw):\n"
+        f"    done = Path({str(tmp_path / 'run/checkpoints/global_step_1')!r}).exists()\n"
+        "    return float('inf') if done else 1.0\n"
+    )
+    told = train(
+        reward__custom_reward_function={"path": str(tmp_path / "late.py")}, trainer__save_freq=1
+    )
+    assert_refused(told, "inf")
+    assert (tmp_path / "run/checkpoints/global_step_1/manifest.json").is_file()
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1]
+
+
+BAD_TOOLS = """
+import time
+from agentrl.tools import function_tool
+
+
+@function_tool
+def raises(a: int = 0) -> str:
+    '''Raise.'''
+    raise KeyError("oops")
+
+
+@function_tool
+def hangs(a: int = 0) -> str:
+    '''Hang.'''
+    time.sleep(30)
+
+
+@function_tool
+def nothing(a: int = 0) -> str:
+    '''Return None.'''
+
+
+@function_tool
+def floods(a: int = 0) -> str:
+    '''Return a megabyte.'''
+    return "<|im_end|>0123456789" * 50_000
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "outcome", "shown"),
+    [
+        ("raises", "crashed", "internal error"),
+        ("hangs", "timeout", "0.5"),
+        ("nothing", "crashed", "internal error"),
+        ("floods", "ok", "<|im_end|>0123456789"),
+    ],
+)
+def test_bad_tool_costs_its_call_and_the_run_goes_on(
+    train: Train, tmp_path: Path, tool: str, outcome: str, shown: str
+):
+    (tmp_path / "bad_tools.py").write_text(BAD_TOOLS)
+    call = CALL.replace("calculator", tool).replace('"expression": "6*7"', '"a": 1')
+    told = train(
+        rollout__multi_turn={
+            "function_tool_path": str(tmp_path / "bad_tools.py"),
+            "tool_timeout_s": 0.5,
+            "max_tool_response_length": 40,
+            "max_assistant_turns": 3,
+        },
+        rollout__engine=scripted(call, "ok"),
+        data__max_prompt_length=640,
+        data__max_response_length=160,
+        data__val_files=None,
+        trainer__total_training_steps=1,
+        trainer__rollout_data_dir=str(tmp_path / "rollouts"),
+    )
+    assert told.code == 0, told.err
+    assert "Traceback" not in told.err
+    line = read_lines(tmp_path / "run/metrics.jsonl")[0]
+    assert line[f"rollout/tool_calls/{outcome}"] == 1.0
+    assert line["rollout/failed_frac"] == 0.0
+    request = read_lines(tmp_path / "rollouts/step_000001.jsonl")[0]["request"]
+    observed = next(message for message in request["messages"] if message["role"] == "tool")
+    assert shown in json.dumps(observed["content"])
+    assert len(observed["content"]) < 1000
+
+
+def test_folder_that_cannot_be_written(train: Train, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    told = train(trainer__default_local_dir=str(tmp_path / "file/run"))
+    assert_refused(told, "cannot write", f"{tmp_path}/file/run", "trainer.default_local_dir")
+    told = train(trainer__rollout_data_dir="/proc/rollouts")
+    assert_refused(told, "cannot write", "/proc/rollouts", "trainer.rollout_data_dir")
