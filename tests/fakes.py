@@ -28,7 +28,7 @@ from agentrl.rollout.observations import TextFitter
 from agentrl.rollout.prompts import PromptEncoder
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House
-from agentrl.rollout.states import RequestState, StopReason
+from agentrl.rollout.states import RequestState
 from agentrl.rollout.templates import ChatTemplate, check_request
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import get_tool_parser
@@ -231,9 +231,9 @@ def _assert_within_budgets(request: AsyncRolloutRequest) -> None:
     assert within(len(request.input_ids), budgets.max_model_len) or not request.turns
     assert within(request.num_assistant_turns, budgets.max_assistant_turns)
     assert within(request.num_user_turns, budgets.max_user_turns)
-    executed = [c for t in request.turns for c in t.calls if c.outcome != "skipped"]
-    if request.stop_reason is not StopReason.MAX_TOOL_CALLS:
-        assert within(len(executed), budgets.max_tool_calls)
+    calls = [call for turn in request.turns for call in turn.calls]
+    executed = [call for call in calls if call.outcome not in ("skipped", "malformed")]
+    assert within(len(executed), budgets.max_tool_calls)
     for turn in request.turns:
         if turn.role == "assistant":
             assert within(turn.num_tokens, budgets.max_turn_tokens)
@@ -305,8 +305,11 @@ def make_prompts(number: int, text: str = "Hi", **fields: Any) -> list[Prompt]:
 _numbers = count()
 
 
-def make_request(text: str = "Hi", **fields: Any) -> AsyncRolloutRequest:
+def make_request(
+    text: str = "Hi", *, kind: type[AsyncRolloutRequest] = AsyncRolloutRequest, **fields: Any
+) -> AsyncRolloutRequest:
     """A pending request that stops at the template's stop tokens."""
-    sampling = SamplingParams(max_new_tokens=1 << 30, stop_token_ids=tiny_template().stop_token_ids)
+    stops = tiny_template().stop_token_ids
+    sampling = SamplingParams(max_new_tokens=1 << 30, stop_token_ids=stops)
     given = {"request_id": f"r{next(_numbers)}", "sampling": sampling}
-    return AsyncRolloutRequest(messages=[Message(role="user", content=text)], **given | fields)
+    return kind(messages=[Message(role="user", content=text)], **given | fields)

@@ -83,26 +83,36 @@ def _call(name: str, arguments: Any) -> str:
     return f"<tool_call>{body}</tool_call>"
 
 
+def mostly(usual: st.SearchStrategy[Any], else_: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw four times of five what is usual."""
+    return st.integers(0, 4).flatmap(lambda number: else_ if number == 4 else usual)
+
+
 def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-_calls = st.builds(
-    _call,
-    st.sampled_from(["lookup", "other"]) | HOSTILE.map(_encodable),
-    st.fixed_dictionaries({"q": HOSTILE.map(_encodable)}) | st.just({"q": 3}) | st.just({}),
-) | st.sampled_from(["<tool_call>{oops</tool_call>", "<tool_call>", "</tool_call>", "<think>"])
-_spoken = st.lists(_calls | HOSTILE.map(_encodable), max_size=4).map("".join)
+_good_calls = st.builds(
+    _call, st.sampled_from(["lookup", "other"]), st.fixed_dictionaries({"q": HOSTILE})
+)
+_bad_calls = st.builds(_call, HOSTILE, st.just({"q": ""})) | st.sampled_from(
+    [_call("lookup", {}), _call("other", {"q": 3}), "<tool_call>{oops</tool_call>", "<tool_call>"]
+)
+_spoken = st.one_of(
+    HOSTILE,
+    _good_calls,
+    _good_calls,
+    st.lists(st.one_of(_good_calls, _good_calls, _bad_calls, HOSTILE), max_size=4).map("".join),
+).map(_encodable)
 
 
 @st.composite
 def _sampled(draw: st.DrawFn) -> ScriptedAnswer:
     """A turn as any policy may sample it, with or without its end, perhaps of random tokens."""
     size = len(tiny_tokenizer())
-    ids = draw(_spoken.map(encode) | st.lists(st.integers(0, size - 1), max_size=12))
+    ids = draw(mostly(_spoken.map(encode), st.lists(st.integers(0, size - 1), max_size=12)))
     ids = ids + encode(draw(st.sampled_from(["<|im_end|>", "<|im_end|>", "<|endoftext|>", ""])))
-    log_prob = draw(st.sampled_from([-0.5, -2.0, 0.0]))
-    return ScriptedAnswer(ids, log_probs=[log_prob] * len(ids))
+    return ScriptedAnswer(ids, log_probs=[draw(st.sampled_from([-0.5, -2.0, 0.0]))] * len(ids))
 
 
 _failures = st.sampled_from(
@@ -121,21 +131,19 @@ _results = st.one_of(
     HOSTILE.map(RuntimeError),
     st.sampled_from([None, 3, SystemExit(1), asyncio.CancelledError()]),
 )
-_lines = st.one_of(
-    st.builds(
-        InteractionResult, st.sampled_from([False] * 4 + [True]), HOSTILE, st.just(0.5), st.none()
-    ),
-    st.builds(InteractionResult, st.just(False), HOSTILE.map(RuntimeError), st.none(), st.none()),
+_lines = st.builds(
+    InteractionResult, st.sampled_from([False] * 4 + [True]), HOSTILE, st.just(0.5), st.none()
 )
+_broken_lines = HOSTILE.map(lambda text: InteractionResult(False, RuntimeError(text)))  # type: ignore[arg-type]
 _budgets = st.builds(
     Budgets,
-    max_response_tokens=st.integers(1, 400),
-    max_model_len=st.integers(1, 900) | st.just(2000),
-    max_turn_tokens=st.none() | st.integers(1, 80),
+    max_response_tokens=st.integers(1, 300) | st.integers(300, 1500),
+    max_model_len=mostly(st.just(4000), st.integers(1, 1500)),
+    max_turn_tokens=st.none() | st.integers(1, 100),
     max_observation_tokens=st.just(24),
-    max_assistant_turns=st.none() | st.integers(1, 5),
+    max_assistant_turns=st.none() | st.integers(1, 8),
     max_user_turns=st.none() | st.integers(0, 3),
-    max_tool_calls=st.none() | st.integers(0, 4),
+    max_tool_calls=st.none() | st.integers(0, 9),
 )
 _settings = st.fixed_dictionaries(
     {
@@ -161,33 +169,38 @@ def plans(*, broken: bool = True, cancelled: bool = True) -> st.SearchStrategy[P
         broken: Whether engines and plug-ins may fail.
         cancelled: Whether the request may be cancelled.
     """
-    answers = _sampled() | _failures if broken else _sampled()
+    answers, lines, behaviours = _sampled(), _lines, st.just({})
+    if broken:
+        answers = mostly(answers, mostly(answers, _failures))
+        lines = mostly(lines, _broken_lines)
+        behaviours = mostly(behaviours, _behaviours)
     return st.builds(
         Plan,
         prompt=HOSTILE,
-        answers=st.lists(answers, min_size=1, max_size=5),
-        results=st.lists(_results, max_size=6),
-        lines=st.lists(_lines if broken else _lines.filter(_is_said), max_size=3),
+        answers=st.lists(answers, min_size=1, max_size=6),
+        results=st.lists(_results, max_size=8),
+        lines=st.lists(lines, max_size=3),
         budgets=_budgets,
         settings=_settings,
-        behaviours=_behaviours if broken else st.just({}),
+        behaviours=behaviours,
         opening=st.none() | HOSTILE,
-        cancel_after=st.none() | st.integers(0, 60) if cancelled else st.none(),
+        cancel_after=mostly(st.none(), st.integers(0, 200)) if cancelled else st.none(),
     )
 
 
-def _is_said(line: InteractionResult) -> bool:
-    return isinstance(line.content, str)
-
-
 def play(
-    plan: Plan, *, watch: Callable[[AsyncRolloutRequest], None] = lambda request: None
+    plan: Plan,
+    *,
+    watch: Callable[[AsyncRolloutRequest], None] = lambda request: None,
+    kind: type[AsyncRolloutRequest] = AsyncRolloutRequest,
 ) -> Played:
-    """Play a plan; `watch` sees the request whenever the engine or a tool is asked for something.
+    """Play a plan with a request of a kind; a cancellation that was planned ends here.
 
-    A cancellation that was planned ends here.
+    `watch` sees the request whenever the engine or a tool is asked for something.
     """
-    request = make_request(plan.prompt, interaction_kwargs={"name": "fake"}, budgets=plan.budgets)
+    request = make_request(
+        plan.prompt, kind=kind, interaction_kwargs={"name": "fake"}, budgets=plan.budgets
+    )
     results = iter(plan.results)
 
     def reply(_: dict[str, Any]) -> Any:

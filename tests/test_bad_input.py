@@ -220,16 +220,14 @@ def test_template_that_cannot_carry_the_run(train: Train):
     if not template.is_file():
         pytest.skip(f"needs {template}")
     told = train(model__custom_chat_template=str(template))
-    assert_refused(told, "phi3_5.jinja", "tools in the prompt", "role: tool")
+    assert_refused(told, "phi3_5.jinja", "tools in the prompt", "role: system")
 
 
 def test_template_without_generation_prompt(train: Train):
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     )
-    told = train(
-        model__custom_chat_template=source, rollout__multi_turn__tool_config_path=None
-    )
+    told = train(model__custom_chat_template=source, rollout__multi_turn__tool_config_path=None)
     assert_refused(told, "generation prompt")
 
 

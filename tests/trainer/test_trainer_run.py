@@ -168,9 +168,7 @@ def test_run_without_validation_set_trains(fit: Fit):
     assert trainer.summary.val_success_after is None
 
 
-def test_batch_larger_than_the_data_is_told_before_the_model_loads(
-    tiny_home: Path, tmp_path: Path
-):
+def test_batch_larger_than_the_data_is_told_before_the_model_loads(tiny_home: Path, tmp_path: Path):
     run = tiny_run(
         tiny_home,
         tmp_path / "run",
@@ -257,10 +255,8 @@ def test_resumed_run_is_the_run_that_was_never_stopped(
     for ours, theirs in zip(lines[0][-2:], lines[1][-2:], strict=True):
         assert without_clock(ours) == without_clock(theirs)
     for step in (3, 4):
-        uids = [
-            [one.request.uid for one in read_trajectories(folder / f"rollouts/step_00000{step}.jsonl")]
-            for folder in (whole, parts)
-        ]
+        files = [folder / f"rollouts/step_00000{step}.jsonl" for folder in (whole, parts)]
+        uids = [[one.request.uid for one in read_trajectories(file)] for file in files]
         assert uids[0] == uids[1]
     ours, theirs = weights_of(whole / "trained"), weights_of(parts / "trained")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,55 @@
+"""The tool-call format that fits a chat template, found by reading the template's own writing."""
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.formats import choose_parser, reads_example
+from agentrl.rollout.templates import TemplateReport, probe_template
+from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
+from tests.fakes import tiny_template
+from tests.fakes_templates import load_report, make_template
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [("qwen2_5", "hermes"), ("qwen3", "hermes"), ("llama3_2", "llama3_json")],
+)
+def test_the_format_of_a_production_template_is_found(template: str, parser: str):
+    chosen = choose_parser(None, load_report(template))
+    assert type(chosen) is type(get_tool_parser(parser))
+
+
+def test_the_format_of_the_tiny_template_is_found():
+    report = probe_template(tiny_template())
+    assert type(choose_parser(None, report)) is type(get_tool_parser("hermes"))
+
+
+def test_a_configured_format_is_taken_whatever_the_template_writes():
+    chosen = choose_parser("search_r1", load_report("qwen2_5"))
+    assert type(chosen) is type(get_tool_parser("search_r1"))
+
+
+def test_an_unknown_format_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        choose_parser("hermés", load_report("qwen2_5"))
+
+
+def silent() -> TemplateReport:
+    """The report of a template that writes calls as nobody reads them."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}!{{ c.function.name }}!{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return probe_template(make_template(source))
+
+
+def test_a_template_whose_calls_nobody_reads_needs_a_format():
+    with pytest.raises(ConfigError, match="no known tool-call format") as caught:
+        choose_parser(None, silent())
+    assert "rollout.multi_turn.format" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", tool_parser_names())
+def test_no_example_is_read_by_nobody(name: str):
+    assert not reads_example(get_tool_parser(name), None)

@@ -1,0 +1,504 @@
+"""The commands, as a user meets them."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config import load_config
+from tests.fakes_runs import (
+    CALCULATOR,
+    CALL,
+    ROOT,
+    put,
+    read_lines,
+    run_agentrl,
+    scripted,
+    spawn_agentrl,
+    tiny_run,
+    write_jsonl,
+    write_yaml,
+)
+
+Capture = pytest.CaptureFixture[str]
+TWO_THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run_file(tiny_home: Path, tmp_path: Path) -> Path:
+    return write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
+
+
+# Looking round.
+
+
+def test_help_names_every_command(capsys: Capture):
+    told = run_agentrl(capsys, "--help")
+    assert told.code == 0
+    assert all(name in told.out for name in ("train", "sft", "rollout", "prepare", "config"))
+
+
+def test_version(capsys: Capture):
+    assert re.fullmatch(r"agentrl \d+\.\d+\.\d+\n", run_agentrl(capsys, "--version").out)
+
+
+def test_unknown_command_names_the_nearest(capsys: Capture):
+    told = run_agentrl(capsys, "trian")
+    assert told.code == 2
+    assert "Did you mean 'train'?" in told.err
+
+
+def test_python_dash_m_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout[:8], done.stderr) == (0, "agentrl ", "")
+
+
+# prepare
+
+
+def test_prepare_arithmetic_names_its_files_and_keeps_them(capsys: Capture, tmp_path: Path):
+    sizes = ("--num-train", 6, "--num-val", 3, "--num-demos", 5)
+    told = run_agentrl(capsys, "prepare", "arithmetic", tmp_path / "a", *sizes)
+    assert (told.code, told.err) == (0, "")
+    names = ["train.parquet", "val.parquet", "val_unseen.parquet", "demos.jsonl"]
+    assert told.out.splitlines() == [f"made: {tmp_path}/a/{name}" for name in names]
+    again = run_agentrl(capsys, "prepare", "arithmetic", tmp_path / "a", *sizes)
+    assert again.out.splitlines()[0] == f"there already: {tmp_path}/a/train.parquet"
+
+
+def test_prepare_gsm8k_from_local_files(capsys: Capture, tmp_path: Path):
+    source = tmp_path / "source"
+    source.mkdir()
+    row = {"question": "What is 6*7?", "answer": "6*7=42\n#### 42"}
+    for split in ("train", "test"):
+        write_jsonl(source / f"{split}.jsonl", [row] * 3)
+    told = run_agentrl(
+        capsys, "prepare", "gsm8k", tmp_path / "g", "--source-dir", source, "--max-samples", 2
+    )
+    assert (told.code, told.err) == (0, "")
+    assert told.out.splitlines() == [f"made: {tmp_path}/g/{s}.parquet" for s in ("train", "test")]
+
+
+def test_prepare_gsm8k_without_a_hub_says_what_to_do(capsys: Capture, tmp_path: Path):
+    told = run_agentrl(capsys, "prepare", "gsm8k", tmp_path / "g")
+    assert told.code == 2
+    assert "cannot be downloaded" in told.err
+    assert "source_dir" in told.err
+
+
+# config check
+
+
+def test_config_check_prints_a_run_file_that_reads_back(
+    capsys: Capture, run_file: Path, tmp_path: Path
+):
+    told = run_agentrl(capsys, "config", "check", run_file, "rollout.n=4")
+    assert (told.code, told.err) == (0, "")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(told.out.partition("\n# One training step")[0])
+    assert load_config(resolved) == load_config(run_file, ["rollout.n=4"])
+    for part in (
+        "4 prompts x 4 samples = 16 rows",
+        "tools: calculator",
+        "interactions: none",
+        "carries: several tool results",
+        "rows of train: 14",
+        "10 of 24 prompts were dropped",
+    ):
+        assert part in told.out, part
+
+
+def test_config_check_of_the_example_before_anything_is_made(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(ROOT)
+    told = run_agentrl(
+        capsys,
+        "config",
+        "check",
+        "examples/gsm8k_multiturn/quickstart.yaml",
+        f"trainer.default_local_dir={tmp_path}/run",
+    )
+    assert (told.code, told.err) == (0, "")
+    assert f"`prepare` has yet to make {tmp_path}/run/warmed_up" in told.out
+    assert not (tmp_path / "run").exists(), "looking makes nothing"
+
+
+def test_config_check_tells_dead_keys(capsys: Capture, run_file: Path):
+    told = run_agentrl(capsys, "config", "check", run_file, "actor.kl_loss_coef=0.1")
+    assert "note: actor.kl_loss_coef has no effect: actor.use_kl_loss is false" in told.out
+
+
+# rollout
+
+
+def test_rollout_shows_a_real_policy_token_by_token(capsys: Capture, run_file: Path):
+    told = run_agentrl(capsys, "rollout", run_file, "--num", 2, "--samples", 2)
+    assert (told.code, told.err) == (0, "")
+    assert told.out.count("=== request train-") == 4
+    assert "--- turn 0 · assistant · " in told.out
+    assert re.search(r"^\+ \| ", told.out, re.MULTILINE), "trained tokens are marked"
+    assert "reward: 0" in told.out
+
+
+def test_rollout_of_a_script_walks_the_tool(capsys: Capture, run_file: Path, tmp_path: Path):
+    told = run_agentrl(
+        capsys,
+        "rollout",
+        run_file,
+        "rollout.engine.name=scripted",
+        f"rollout.engine.scripted.answers={json.dumps([CALL, '#### 42'])}",
+        "rollout.multi_turn.max_tokens_per_turn=null",
+        "data.max_response_length=160",
+        *("--num", 1, "--split", "arithmetic", "--greedy", "--tokens"),
+        *("--out", tmp_path / "out/rollouts.jsonl"),
+    )
+    assert (told.code, told.err) == (0, "")
+    assert "=== request arithmetic-" in told.out
+    assert '> calculator({"expression": "6*7"}) -> ok' in told.out
+    assert "  | 42↵" in told.out
+    assert "+ | #### 42<|im_end|>" in told.out
+    assert "log-prob" in told.out
+    assert "saved 1 rollouts to" in told.out
+    saved = read_lines(tmp_path / "out/rollouts.jsonl")
+    assert saved[0]["request"]["stop_reason"] == "answered"
+
+
+def test_rollout_shows_requests_that_fail(capsys: Capture, run_file: Path, tmp_path: Path):
+    (tmp_path / "bad.py").write_text("def compute_score(*a, **k):\n    raise OSError('no judge')\n")
+    told = run_agentrl(
+        capsys, "rollout", run_file, f"reward.custom_reward_function.path={tmp_path}/bad.py"
+    )
+    assert told.code == 0, told.err
+    assert "OSError: no judge" in told.out
+
+
+def test_rollout_of_an_unknown_split_names_those_there_are(capsys: Capture, run_file: Path):
+    told = run_agentrl(capsys, "rollout", run_file, "--split", "test")
+    assert told.code == 2
+    assert "'test'" in told.err
+    assert "arithmetic" in told.err
+
+
+def prepared_run(folder: Path) -> dict[str, Any]:
+    """A run file that makes everything itself."""
+    run = tiny_run(folder, folder / "run", data__max_prompt_length=400)
+    run["prepare"] = {
+        "arithmetic": {"out_dir": f"{folder}/data", "num_train": 8, "num_val": 4, "num_demos": 60},
+        "tiny_policy": {
+            "out_dir": f"{folder}/policy",
+            "corpus": f"{folder}/data/demos.jsonl",
+            "vocab_size": 400,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "intermediate_size": 48,
+        },
+        "sft": {
+            "model_path": f"{folder}/policy",
+            "train_file": f"{folder}/data/demos.jsonl",
+            "out_dir": f"{folder}/warmed_up",
+            "steps": 2,
+            "batch_size": 2,
+            "tool_config_path": str(CALCULATOR),
+        },
+    }
+    put(run, "model.path", f"{folder}/warmed_up")
+    return run
+
+
+def test_sft_makes_what_it_needs_and_the_next_command_finds_it(capsys: Capture, tmp_path: Path):
+    file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
+    told = run_agentrl(capsys, "sft", file)
+    assert (told.code, told.err) == (0, "")
+    assert re.search(r"warm-up step 2: loss \d", told.out)
+    assert (tmp_path / "warmed_up/model.safetensors").is_file()
+    again = run_agentrl(capsys, "sft", file)
+    assert again.out.splitlines() == [
+        f"problems: {tmp_path}/data, made before",
+        f"policy: {tmp_path}/policy, made before",
+        f"warmed-up policy: {tmp_path}/warmed_up, made before",
+    ]
+
+
+def test_rollout_makes_first_what_the_run_file_prepares(capsys: Capture, tmp_path: Path):
+    file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
+    told = run_agentrl(capsys, "rollout", file, "--num", 1)
+    assert (told.code, told.err) == (0, "")
+    assert "warmed-up policy" in told.out
+    assert told.out.count("=== request") == 1
+
+
+def test_sft_of_a_run_without_one_says_so(capsys: Capture, run_file: Path):
+    told = run_agentrl(capsys, "sft", run_file)
+    assert told.code == 2
+    assert "prepare.sft" in told.err
+
+
+def test_late_mistakes_are_told_before_anything_is_made(capsys: Capture, tmp_path: Path):
+    run = prepared_run(tmp_path)
+    put(run, "reward.custom_reward_function", {"path": "nowhere.py"})
+    told = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", run))
+    assert told.code == 2
+    assert "nowhere.py" in told.err
+    assert not (tmp_path / "data").exists()
+
+
+# train
+
+
+def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Path):
+    run = tiny_run(tiny_home, tmp_path / "run")
+    process = spawn_agentrl("train", write_yaml(tmp_path / "run.yaml", run))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    lines = out.splitlines()
+    assert "engine: transformers" in lines[2]
+    assert lines[3].split()[:3] == ["step", "reward", "val"]
+    assert [line.split()[0] for line in lines[4:7]] == ["0", "1", "2"]
+    assert lines[7] == lines[7].strip()
+    assert lines[7].startswith("2 steps in ")
+    assert lines[8].startswith("success on 4 held-out problems: ")
+
+
+HANGING = """
+import asyncio
+from pathlib import Path
+from agentrl.tools import BaseTool, OpenAIFunctionToolSchema
+
+HERE = Path(__file__).parent
+
+
+class Hanging(BaseTool):
+    def get_openai_tool_schema(self):
+        return OpenAIFunctionToolSchema.model_validate({"function": {"name": "calculator"}})
+
+    async def execute(self, instance_id, parameters, **execute_kwargs):
+        (HERE / "called").touch()
+        await asyncio.sleep(300)
+
+    async def release(self, instance_id, **release_kwargs):
+        (HERE / f"released-{instance_id}").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_releases_its_tools_and_ends_without_a_traceback(
+    tiny_home: Path, tmp_path: Path, number: signal.Signals
+):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    tools = write_yaml(tmp_path / "tools.yaml", {"tools": [{"class_name": "hanging.Hanging"}]})
+    run = tiny_run(
+        tiny_home,
+        tmp_path / "run",
+        data__val_files=None,
+        data__max_response_length=160,
+        rollout__engine=scripted(CALL),
+        rollout__multi_turn={"tool_config_path": str(tools), "tool_timeout_s": 200},
+    )
+    process = spawn_agentrl("train", write_yaml(tmp_path / "run.yaml", run), cwd=tmp_path)
+    try:
+        wait_for(tmp_path / "called", process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert len(list(tmp_path.glob("released-*"))) == 8
+
+
+def wait_for(file: Path, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while not file.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{file} never came"
+        time.sleep(0.05)
+
+
+# Two ranks.
+
+
+def test_two_ranks_take_the_step_of_one(tiny_home: Path, tmp_path: Path):
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(len(extra_info['question']) % 5)\n"
+    )
+    run = tiny_run(
+        tiny_home,
+        tmp_path / "run",
+        rollout__engine=scripted("#### 42"),
+        rollout__n=1,
+        algorithm__adv_estimator="grpo_verl_singleton",
+        reward__custom_reward_function={"path": f"{tmp_path}/score.py"},
+        trainer__total_training_steps=1,
+        trainer__rollout_data_dir=f"{tmp_path}/run/rollouts",
+    )
+    file = write_yaml(tmp_path / "run.yaml", run)
+    lines, policies = [], []
+    for size in (1, 2):
+        folder = tmp_path / f"ranks{size}"
+        out = train_on_ranks(size, file, folder)
+        assert out.count("1 steps in") == 1, "one rank speaks"
+        lines.append(read_lines(folder / "metrics.jsonl"))
+        assert [line["step"] for line in lines[-1]] == [0, 1]
+        assert len(read_lines(folder / "rollouts/step_000001.jsonl")) == 4
+        policies.append(load_weights(folder / "trained"))
+    one, two = (found[1] for found in lines)
+    assert one["actor/pg_loss"] != 0
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "actor/entropy"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4), name
+    assert lines[1][0]["val/arithmetic/num"] == lines[0][0]["val/arithmetic/num"]
+    for name, weight in policies[0].items():
+        assert torch.allclose(weight, policies[1][name], atol=1e-4), name
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def train_on_ranks(size: int, file: Path, folder: Path) -> str:
+    """Run `agentrl train` on `size` ranks as torchrun would; returns what they printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    changes = [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts"]
+    ranks = [
+        spawn_agentrl(
+            "train",
+            file,
+            *changes,
+            environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]
+    try:
+        told = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, told
+    return "".join(out for out, _ in told)
+
+
+# A user's own code, with the package installed and the repository far away.
+
+OWN_CODE = '''
+from agentrl.interactions import BaseInteraction, InteractionResult
+from agentrl.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, ToolResult
+
+
+class Doubler(BaseTool):
+    """Double a number."""
+
+    def get_openai_tool_schema(self):
+        schema = {
+            "type": "function",
+            "function": {
+                "name": "double",
+                "description": "Double a number.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer"}},
+                    "required": ["x"],
+                },
+            },
+        }
+        return OpenAIFunctionToolSchema.model_validate(schema)
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResult(ToolResponse(text=str(2 * parameters["x"])), 0.5, {})
+
+
+class Examiner(BaseInteraction):
+    """Ask once more."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.asked = {}
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        self.asked[instance_id] = 0
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        self.asked[instance_id] += 1
+        return self.asked[instance_id] > 1, "Are you sure?", 0.25, {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        del self.asked[instance_id]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
+    return {"score": bonus + float(ground_truth in solution_str), "seen": extra_info["num_turns"]}
+'''
+
+
+@pytest.mark.parametrize("tool", ["my_agent.Doubler", "my_agent.py:Doubler"])
+def test_user_trains_with_own_tool_interaction_and_scorer(
+    tiny_home: Path, tmp_path: Path, tool: str
+):
+    (tmp_path / "my_agent.py").write_text(OWN_CODE)
+    write_yaml(tmp_path / "tools.yaml", {"tools": [{"class_name": tool}]})
+    user = {"name": "examiner", "class_name": "my_agent.Examiner"}
+    write_yaml(tmp_path / "users.yaml", {"interaction": [user]})
+    row = {
+        "prompt": "Double 21.",
+        "data_source": "mine",
+        "reward_model": {"ground_truth": "42"},
+        "extra_info": {"interaction_kwargs": {"name": "examiner"}},
+    }
+    write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
+    run = tiny_run(
+        tiny_home,
+        Path("runs/mine"),
+        data__train_files="rows.jsonl",
+        data__val_files=None,
+        data__max_prompt_length=600,
+        data__max_response_length=256,
+        rollout__engine=scripted(
+            '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call>', "It is 42."
+        ),
+        rollout__multi_turn={
+            "tool_config_path": "tools.yaml",
+            "interaction_config_path": "users.yaml",
+            "max_tool_response_length": 32,
+        },
+        reward__custom_reward_function={"path": "my_agent", "reward_kwargs": {"bonus": 1.0}},
+        trainer__total_training_steps=1,
+        trainer__rollout_data_dir="runs/mine/rollouts",
+    )
+    write_yaml(tmp_path / "run.yaml", run)
+    process = spawn_agentrl("train", "run.yaml", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    request = read_lines(tmp_path / "runs/mine/rollouts/step_000001.jsonl")[0]["request"]
+    roles = [message["role"] for message in request["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert request["messages"][2]["content"] == "42"
+    assert request["messages"][4]["content"] == "Are you sure?"
+    assert request["reward"] == 2.0
+    assert request["stop_reason"] == "interaction_ended"
+    assert [turn["reward"] for turn in request["turns"]] == [0.5, None, 0.25, None, 0.25]
