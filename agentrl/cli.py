@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     import_from_here()
     stop_cleanly_on_sigterm()
+    # OpenMP's threads otherwise spin while they wait, at the cost of whoever shares the cores: the
+    # engine's thread, tools, other users. It is read once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(args=arguments, prog_name="agentrl")
     except (AgentRLError, OSError) as error:

@@ -24,7 +24,7 @@ class TextCodec(Protocol):
         """Text to ids."""
         ...
 
-    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> Any:
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any:
         """Ids to text."""
         ...
 
@@ -224,7 +224,7 @@ class ScriptedEngine:
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             raise EngineError("stop strings need the engine's tokenizer")
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def _read_from(answers: Sequence[Answer]) -> Script:

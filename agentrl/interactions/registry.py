@@ -80,7 +80,7 @@ def select_interaction(
             key="extra_info.interaction_kwargs.name",
             expected=f"one of {', '.join(sorted(interactions))}",
         )
-    return interactions[name]
+    return interactions[str(name)]
 
 
 def default_name(interaction: type[BaseInteraction]) -> str:

@@ -221,7 +221,8 @@ class AsyncRolloutRequest(Record):
     @property
     def input_ids(self) -> list[int]:
         """Prompt and response: what the engine is sent, exactly (law 2)."""
-        return self._ledger.prompt_ids + self._ledger.response_ids
+        ledger = self._ledger
+        return ledger.prompt_ids + ledger.response_ids
 
     @property
     def attention_mask(self) -> list[int]:
@@ -246,8 +247,9 @@ class AsyncRolloutRequest(Record):
     @property
     def num_tokens_left(self) -> int:
         """Tokens that still fit into the response budget and the model's length."""
-        of_response = self.budgets.max_response_tokens - self.num_response_tokens
-        return min(of_response, self.budgets.max_model_len - len(self._ledger))
+        ledger, budgets = self._ledger, self.budgets
+        of_response = budgets.max_response_tokens - len(ledger.response_ids)
+        return min(of_response, budgets.max_model_len - len(ledger))
 
     @property
     def nearest_limit(self) -> StopReason:

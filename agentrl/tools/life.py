@@ -96,6 +96,8 @@ class ToolSession:
             One outcome for each call, in the order of the calls. A call that failed is an outcome
             too. Cancelling cancels every call.
         """
+        if len(calls) == 1:  # the usual case needs no task of its own
+            return [await self._execute(calls[0])]
         return await asyncio.gather(*(self._execute(call) for call in calls))
 
     async def calc_rewards(self) -> dict[str, float]:

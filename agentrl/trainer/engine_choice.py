@@ -12,7 +12,6 @@ from agentrl.engines import (
     TransformersEngine,
     TransformersEngineSettings,
 )
-from agentrl.errors import EngineError
 
 
 def choose_engine(config: RunConfig) -> str:
@@ -41,9 +40,7 @@ def build_engine(
     """
     engine = config.rollout.engine
     if choose_engine(config) == "scripted":
-        if not engine.scripted.answers:
-            raise EngineError("a scripted engine without answers", key="rollout.engine.scripted")
-        return ScriptedEngine(engine.scripted.answers, tokenizer=tokenizer)
+        return build_scripted_engine(config, tokenizer)
     own = engine.transformers
     max_model_len = config.rollout.max_model_len or longest_sequence(config)
     settings = TransformersEngineSettings(
@@ -55,3 +52,12 @@ def build_engine(
         seed=config.rollout.seed,
     )
     return TransformersEngine.from_model(model, tokenizer=tokenizer, dtype=dtype, settings=settings)
+
+
+def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
+    """Build the engine that needs no model.
+
+    Raises:
+        EngineError: where it has no answers.
+    """
+    return ScriptedEngine(config.rollout.engine.scripted.answers, tokenizer=tokenizer)

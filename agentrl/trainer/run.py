@@ -13,7 +13,7 @@ from torch import nn
 
 from agentrl.config import RunConfig, check_config, check_model_length, describe, load_config
 from agentrl.data.prompt import Prompt
-from agentrl.engines import Engine, ScriptedEngine
+from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
 from agentrl.rewards import make_reward_manager
 from agentrl.rollout.manager import RolloutManager
@@ -22,7 +22,7 @@ from agentrl.rollout.templates import TemplateReport
 from agentrl.tools import BaseTool
 from agentrl.trainer.build import build_parts
 from agentrl.trainer.datasets import RunData, load_run_data
-from agentrl.trainer.engine_choice import build_engine, choose_engine
+from agentrl.trainer.engine_choice import build_engine, build_scripted_engine, choose_engine
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preflight import check_run, claim_folder, claim_folders, is_made_later
 from agentrl.trainer.preparation import prepare_run, warm_up
@@ -68,6 +68,9 @@ def opened(
         check_run(config, journal, world_size=world.size, file=run_file)
         tools, _ = load_plugins(config)
         yield Opened(config=config, world=world, journal=journal, tools=tools)
+    except KeyboardInterrupt:
+        journal.say("interrupted")
+        raise
     finally:
         journal.close()
         stop_world()
@@ -168,8 +171,7 @@ def choose_prompts(data: RunData, options: RolloutOptions) -> Sequence[Prompt]:
 def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
     """Load the configured engine with the model's own weights, no trainer beside it."""
     if choose_engine(config) == "scripted":
-        answers = config.rollout.engine.scripted.answers
-        return ScriptedEngine(answers, tokenizer=setup.tokenizer)
+        return build_scripted_engine(config, setup.tokenizer)
     model = load_causal_lm(config.model)
     check_tokenizer(setup.tokenizer, model.config)
     check_model_length(config, model.config.max_position_embeddings)

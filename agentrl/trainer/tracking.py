@@ -327,7 +327,7 @@ class RunProgress:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or console.is_dumb_terminal,
         )
 
     def __enter__(self) -> Self:
