@@ -96,7 +96,14 @@ def stop_cleanly_on_sigterm() -> None:
     Under torchrun it keeps its meaning: a rank that waits inside a collective could not answer.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    # A shell starts background jobs with SIGINT ignored; SIGTERM must reach them all the same.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _tell(error: Exception) -> None:

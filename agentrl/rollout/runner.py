@@ -25,7 +25,7 @@ from agentrl.rollout.observations import TextFitter
 from agentrl.rollout.prompts import EncodedPrompt
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.states import FINAL_STATES, RequestState, StopReason
+from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.tool_calls import (
     CheckedCalls,
@@ -70,9 +70,12 @@ async def run_request(request: AsyncRolloutRequest, house: House) -> AsyncRollou
     """Drive a request through its states, in place, and return it ended.
 
     Raises:
+        TransitionError: for a request that is not pending.
         asyncio.CancelledError: where the caller cancels. The request has then ended, as ABORTED
             unless it had before, its tools are released and its interaction is finalised.
     """
+    if request.state is not RequestState.PENDING:
+        raise TransitionError(f"the request {request.request_id} is {request.state}, not pending")
     run = _Run(request, house)
     started = time.monotonic()
     try:
@@ -107,8 +110,7 @@ class _Run:
         clock = asyncio.timeout(self.request.budgets.timeout_s)
         try:
             async with clock:
-                while self.request.state not in FINAL_STATES:
-                    self._go(await self._handle_state())
+                await self._follow_states()
         except TimeoutError as error:
             if not clock.expired():
                 raise
@@ -116,8 +118,14 @@ class _Run:
         self.request.tool_rewards = await self.tools.calc_rewards()
         return self._check_tokens()
 
-    async def _handle_state(self) -> Way:
-        match self.request.state:
+    async def _follow_states(self) -> None:
+        way: Way = RequestState.PENDING
+        while isinstance(way, RequestState):
+            way = await self._handle(way)
+            self._go(way)
+
+    async def _handle(self, state: RequestState) -> Way:
+        match state:
             case RequestState.PENDING:
                 return await self._start()
             case RequestState.RUNNING:
@@ -126,7 +134,7 @@ class _Run:
                 return await self._call_tools()
             case RequestState.INTERACTING if self.interaction:
                 return await self._interact(self.interaction)
-            case state:
+            case _:
                 raise TransitionError(f"nothing is to be done for a request that is {state}")
 
     def _go(self, way: Way) -> None:

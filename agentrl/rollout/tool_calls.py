@@ -5,10 +5,8 @@ are executed in parallel, and every call, malformed or not, is answered by one m
 of the calls.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jsonschema
@@ -166,8 +164,7 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
         known = ", ".join(schemas) or "none"
         return f"there is no tool {call.name[:80]!r}; the tools are: {known}"
     try:
-        validator = _validator(json.dumps(schemas[call.name]))
-        error = best_match(validator.iter_errors(call.arguments))
+        error = best_match(_VALIDATORS.of(schemas[call.name]).iter_errors(call.arguments))
     except Exception as broken:  # noqa: BLE001 - a schema that cannot be applied to these arguments
         return f"its arguments cannot be checked: {type(broken).__name__}: {broken}"
     if error is None:
@@ -176,10 +173,26 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
     return f"arguments{place}: {error.message[:_LONGEST_REASON]}"
 
 
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> jsonschema.Draft202012Validator:
-    # An empty registry: a `$ref` to somewhere on the network is never followed.
-    return jsonschema.Draft202012Validator(json.loads(schema), registry=Registry())
+class _Validators:
+    """The validator of each schema, made once: a run checks many calls of few tools."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[dict[str, Any], jsonschema.Draft202012Validator]] = {}
+
+    def of(self, schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+        kept, validator = self._made.get(id(schema), (None, None))
+        if kept is schema and validator is not None:
+            return validator
+        # An empty registry: a `$ref` to somewhere on the network is never followed.
+        validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+        if len(self._made) >= _MOST_VALIDATORS:
+            self._made.clear()
+        self._made[id(schema)] = schema, validator
+        return validator
+
+
+_MOST_VALIDATORS = 256
+_VALIDATORS = _Validators()
 
 
 def _record_of(
