@@ -39,7 +39,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Sampling ends behind any of these; the token itself is kept in the output."""
     seed: int | None = None
-    """Reserved for deterministic sampling: the same seed and input give the same tokens."""
+    """The same seed, input and weights give the same tokens, whichever calls run beside it (up to
+    rounding: a token decided within it may fall otherwise); the embedded and the scripted engine
+    keep this. None: the engine's own random stream."""
 
 
 class VersionSpan(NamedTuple):

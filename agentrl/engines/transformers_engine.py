@@ -1,4 +1,4 @@
-"""The embedded engine: transformers' continuous batching on the trainer's own weights."""
+"""The embedded engine: transformers' continuous batching in the trainer's own process."""
 
 import asyncio
 import importlib.util
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CACHE_MEMORY_FRAC = 0.3
 """Share of the memory that is free when the engine is built which its cache may take."""
+RESERVED_PAGES = 1
+"""Pages that the library's allocator keeps for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +52,14 @@ class TransformersEngineSettings:
 
 
 class TransformersEngine:
-    """Generates in this process, with no second copy of the weights.
+    """Generates in this process, on the trainer's own weights where it can.
 
-    The engine has a module of its own whose parameters are the trainer's tensors: a step of the
-    optimizer is seen at once, and the trainer's module stays as it is. Sampling runs in a thread of
-    its own, which starts with the first call. After weights have changed in place,
+    The engine has a module of its own. Where the trainer's parameters are whole on this rank and of
+    the type that is computed in, the module's parameters are the trainer's tensors: there is no
+    second copy, and a step of the optimizer is seen at once. Elsewhere (float32 master weights
+    computed in bfloat16, shards on several ranks) it has a copy in the compute type, which
+    `update_weights` fills. The trainer's module stays as it is in either case. Sampling runs in a
+    thread of its own, which starts with the first call. After weights have changed,
     `update_weights` must be called, so that no prefix computed by the old ones is used.
 
     A completion ends only at what its `SamplingParams` name; the model's own end-of-text tokens are
@@ -81,14 +86,15 @@ class TransformersEngine:
             weights: The engine's module.
             tokenizer: Needed for stop strings only.
             settings: How much to take on at once.
+
+        Raises:
+            EngineError: The cache cannot hold one sequence of full length.
         """
         settings = settings or TransformersEngineSettings()
         config = weights.module.config.get_text_config()
         device = weights.module.device
-        max_model_len = settings.max_model_len or _position_limit(config)
-        limits = choose_limits(settings, weights.module, max_model_len)
-        # One page is kept in reserve by the library's allocator.
-        self.max_model_len = min(max_model_len, (limits.num_pages - 1) * limits.page_size)
+        self.max_model_len = settings.max_model_len or _position_limit(config)
+        limits = choose_limits(settings, weights.module, self.max_model_len)
         self._vocab_size: int = config.vocab_size
         self._device = device
         self._weights = weights
@@ -120,7 +126,8 @@ class TransformersEngine:
             settings: How much to take on at once.
 
         Raises:
-            EngineError: The module cannot be generated with.
+            EngineError: The module cannot be generated with, or the cache cannot hold one sequence
+                of full length.
         """
         attention = choose_attention(model, settings or TransformersEngineSettings())
         weights = SharedWeights.of(model, attention=attention, dtype=dtype)
@@ -250,19 +257,48 @@ def choose_limits(
 
     The cache is sized for `max_batch_size` sequences of full length, within a share of the memory
     that is free now.
+
+    Raises:
+        EngineError: The cache cannot hold one sequence of full length.
     """
     is_ours = model.config._attn_implementation == ATTENTION_NAME  # pyright: ignore
     page_size = settings.page_size or (32 if is_ours else 256)
     max_batch_size = settings.max_batch_size or 256
+    pages_each = math.ceil(max_model_len / page_size)
     num_pages = settings.num_pages
     if num_pages is None:
-        needed = max_batch_size * math.ceil(max_model_len / page_size)
-        num_pages = min(needed, _affordable_pages(model, page_size))
+        wanted = RESERVED_PAGES + max_batch_size * pages_each
+        num_pages = min(wanted, _affordable_pages(model, page_size))
+    if num_pages < RESERVED_PAGES + pages_each:
+        raise _cache_too_small(settings, num_pages, page_size, max_model_len)
     return BatchLimits(
         page_size=page_size,
-        num_pages=max(num_pages, 2),
+        num_pages=num_pages,
         max_batch_tokens=settings.max_batch_tokens or (4096 if is_ours else 1024),
         max_batch_size=max_batch_size,
+    )
+
+
+def _cache_too_small(
+    settings: TransformersEngineSettings, num_pages: int, page_size: int, max_model_len: int
+) -> EngineError:
+    needed = RESERVED_PAGES + math.ceil(max_model_len / page_size)
+    told = (
+        f"{num_pages} pages of {page_size} tokens, and one sequence of {max_model_len} tokens "
+        f"needs {needed}"
+    )
+    if settings.num_pages is not None:
+        return EngineError(
+            f"the engine's cache has {told}",
+            key="rollout.engine.transformers.num_pages",
+            expected=f">= {needed}, or null",
+        )
+    return EngineError(
+        f"the free memory has room for a cache of {told}",
+        key="rollout.max_model_len",
+        expected="shorter sequences (data.max_prompt_length, data.max_response_length), more free "
+        "memory, or rollout.engine.transformers.num_pages to take more than "
+        f"{CACHE_MEMORY_FRAC:.0%} of it",
     )
 
 

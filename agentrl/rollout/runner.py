@@ -403,7 +403,7 @@ def is_over(count: int, limit: int | None) -> bool:
 
 
 def is_cancelled() -> bool:
-    """Whether the running task is being cancelled; else a `CancelledError` is some plug-in's own."""
+    """Whether the running task is being cancelled; else a `CancelledError` is a plug-in's own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -6,13 +6,20 @@ from agentrl.config.checks import check_model_length
 from agentrl.config.schema import RunConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
-from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.manager import RolloutManager
 from agentrl.trainer.datasets import RunData, load_run_data
 from agentrl.trainer.engine_choice import build_engine, choose_engine
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.preflight import check_run
-from agentrl.trainer.rollout_setup import RolloutSetup, load_rollout_setup, make_manager
+from agentrl.trainer.preflight import check_run, claim_folders
+from agentrl.trainer.preparation import prepare_run
+from agentrl.trainer.rollout_setup import (
+    Plugins,
+    RolloutSetup,
+    make_manager,
+    make_rollout_setup,
+    probe_model,
+)
+from agentrl.trainer.start import start_date
 from agentrl.training.actor import Actor
 from agentrl.training.distributed import World, start_world
 from agentrl.training.model import PolicyModel, load_policy
@@ -34,44 +41,51 @@ class Parts:
     reference: Reference | None
     engine: Engine
     manager: RolloutManager
-    rewards: RewardManager
     total_steps: int
     """Training steps of the whole run."""
+    seconds_prepare: float
+    """What making data, policy and warm-up took."""
 
 
 def start_parts(config: RunConfig) -> Parts:
-    """Check a run and build everything, for a program that has only a configuration.
+    """Check a run, make what is missing and build everything, from a configuration alone.
 
     Raises:
         AgentRLError: with what, where and what was expected.
     """
     world = start_world(config.trainer.device)
     journal = Journal(config.trainer, is_main=world.is_main)
-    check_run(config, journal, world_size=world.size)
-    return build_parts(config, journal)
+    plugins = check_run(config, journal, world_size=world.size)
+    return prepare_parts(config, world, journal, plugins)
 
 
-def build_parts(config: RunConfig, journal: Journal) -> Parts:
+def prepare_parts(config: RunConfig, world: World, journal: Journal, plugins: Plugins) -> Parts:
+    """Make what a checked run's `prepare` names and is not there, then build everything."""
+    claim_folders(config)
+    now = start_date(config, world)
+    seconds = prepare_run(config, world, journal, plugins.tools, now=now)
+    setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
+    return build_parts(config, world, journal, setup, seconds_prepare=seconds)
+
+
+def build_parts(
+    config: RunConfig,
+    world: World,
+    journal: Journal,
+    setup: RolloutSetup,
+    *,
+    seconds_prepare: float = 0.0,
+) -> Parts:
     """Build everything. What a user may have got wrong is found before the model loads.
 
     Raises:
         AgentRLError: with what, where and what was expected.
     """
-    world = start_world(config.trainer.device)
     seed_everything(config.trainer.seed + world.rank)
-    setup = load_rollout_setup(config)
     data = load_run_data(config, setup)
-    rewards = make_reward_manager(config.reward)
     for note in data.notes:
         journal.say(note)
-    order = DataOrder(
-        len(data.train),
-        seed=config.data.seed,
-        shuffle=config.data.shuffle,
-        fingerprint=data.train.fingerprint,
-    )
-    if not config.trainer.val_only:
-        order.check_batch(config.data.train_batch_size)
+    order = make_order(config, data)
     total_steps = count_steps(config, order)
     policy = load_policy(config.model, world, config.actor.fsdp_config)
     check_tokenizer(setup.tokenizer, policy.config)
@@ -92,9 +106,26 @@ def build_parts(config: RunConfig, journal: Journal) -> Parts:
         reference=make_reference(config, world),
         engine=engine,
         manager=make_manager(config, setup, engine),
-        rewards=rewards,
         total_steps=total_steps,
+        seconds_prepare=seconds_prepare,
     )
+
+
+def make_order(config: RunConfig, data: RunData) -> DataOrder:
+    """Say which rows come when.
+
+    Raises:
+        DataError: where the data has fewer rows than a batch.
+    """
+    order = DataOrder(
+        len(data.train),
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+        fingerprint=data.train.fingerprint,
+    )
+    if not config.trainer.val_only:
+        order.check_batch(config.data.train_batch_size)
+    return order
 
 
 def count_steps(config: RunConfig, order: DataOrder) -> int:

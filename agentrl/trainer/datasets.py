@@ -63,10 +63,10 @@ class _Loader:
         data = self._config.data
         dataset = load_prompts(files, data, max_samples=max_samples)
         source = ", ".join(map(str, files))
-        tools = [tool.name for tool in self._setup.tools]
+        tools = [tool.name for tool in self._setup.plugins.tools]
         check_tools(dataset.tools_named(), tools, file=source)
-        check_interactions(dataset, self._setup.interactions, file=source)
-        if self._setup.interactions and not any(prompt.interaction_kwargs for prompt in dataset):
+        check_interactions(dataset, self._setup.plugins.interactions, file=source)
+        if self._setup.plugins.interactions and not any(prompt.interaction_kwargs for prompt in dataset):
             self._notes.append(f"{name}: no row has interaction_kwargs, so nobody answers")
         if not data.filter_overlong_prompts:
             return dataset
@@ -107,7 +107,9 @@ def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
 
     def encode(prompt: Prompt) -> list[int]:
         tools = select_tools(
-            setup.tools, tool_selection=prompt.tool_selection, tools_kwargs=prompt.tools_kwargs
+            setup.plugins.tools,
+            tool_selection=prompt.tool_selection,
+            tools_kwargs=prompt.tools_kwargs,
         )
         return setup.template.encode_prompt(prompt.messages, [tool.tool_schema for tool in tools])
 
@@ -120,6 +122,6 @@ def fingerprint_of(setup: RolloutSetup) -> str:
     digest = hashlib.sha256(repr(vocabulary).encode())
     digest.update(repr(setup.template.encode_prompt([Message(role="user", content="")])).encode())
     digest.update(setup.template.anatomy.renderer.source.encode())
-    for tool in setup.tools:
+    for tool in setup.plugins.tools:
         digest.update(json.dumps(tool.tool_schema.to_template(), sort_keys=True).encode())
     return digest.hexdigest()

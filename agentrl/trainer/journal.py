@@ -64,11 +64,12 @@ class Journal:
 
     def plot(self) -> None:
         """Draw the learning curve; a run without figures has none."""
-        if not (self._is_main and self._config.plot):
+        metrics = self.folder / METRICS_FILE
+        if not (self._is_main and self._config.plot and metrics.is_file()):
             return
         try:
             plot_curve(
-                self.folder / METRICS_FILE,
+                metrics,
                 self.folder / "curve.png",
                 title=f"{self._config.project_name} / {self._config.experiment_name}",
             )

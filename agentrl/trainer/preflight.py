@@ -6,18 +6,21 @@ from pathlib import Path
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import RunConfig, check_config
 from agentrl.errors import AgentRLError, ConfigError, DataError
-from agentrl.rewards import make_reward_manager
+from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.rollout_setup import load_plugins
+from agentrl.trainer.rollout_setup import Plugins, load_plugins
 
 _SLASHES_OF_HUB_NAME = 1
 
 
 def check_run(
     config: RunConfig, journal: Journal, *, world_size: int = 1, file: Path | None = None
-) -> None:
+) -> Plugins:
     """Refuse a run that cannot succeed, and say what its user should know.
+
+    Returns:
+        The run's plug-ins: building them is part of the check.
 
     Raises:
         ConfigError: for settings that contradict each other, an unknown name, a model's folder
@@ -28,9 +31,9 @@ def check_run(
     for note in check_config(config, world_size=world_size, file=file):
         journal.say(f"note: {note}")
     try:
-        load_plugins(config)
         check_names(config)
         check_inputs(config)
+        return load_plugins(config)
     except AgentRLError as error:
         # What a plug-in's own YAML is to blame for names that file already.
         if file is not None:
@@ -43,11 +46,10 @@ def check_names(config: RunConfig) -> None:
 
     Raises:
         ConfigError: with the nearest name that there is.
-        PluginError: where the scorer cannot be loaded.
     """
     get_adv_estimator_fn(config.algorithm.adv_estimator)
     get_policy_loss_fn(config.actor.policy_loss)
-    make_reward_manager(config.reward)
+    get_reward_manager(config.reward.manager)
     if config.rollout.multi_turn.format is not None:
         get_tool_parser(config.rollout.multi_turn.format)
 

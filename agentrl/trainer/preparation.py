@@ -2,9 +2,10 @@
 
 import hashlib
 import time
+from datetime import datetime
 from pathlib import Path
 
-from agentrl.config.schema import PrepareConfig, SftConfig
+from agentrl.config.schema import PrepareConfig, RunConfig, SftConfig
 from agentrl.data.prepare import prepare_arithmetic, prepare_gsm8k
 from agentrl.data.prepare.manifest import make_once
 from agentrl.tools import BaseTool
@@ -15,19 +16,26 @@ from agentrl.training.tiny_policy import make_tiny_policy
 
 
 def prepare_run(
-    config: PrepareConfig, world: World, journal: Journal, tools: list[BaseTool]
+    config: RunConfig, world: World, journal: Journal, tools: list[BaseTool], *, now: datetime
 ) -> float:
     """Make what is missing, in the order of the file; what is there already is left alone.
+
+    Args:
+        config: The run, whose model settings and template the warm-up shares.
+        world: The ranks; files are made by the main one.
+        journal: Told what was made.
+        tools: The run's tools: a small policy's tokenizer knows their schemas.
+        now: The run's date, for templates that write one.
 
     Returns:
         The seconds that it took.
     """
     started = time.monotonic()
     if world.is_main:
-        _prepare_files(config, journal, tools)
+        _prepare_files(config.prepare, journal, tools)
     world.barrier()
-    if config.sft is not None:
-        warm_up(config.sft, world, journal)
+    if config.prepare.sft is not None:
+        warm_up(config, config.prepare.sft, world, journal, now=now)
     return time.monotonic() - started
 
 
@@ -48,7 +56,9 @@ def _tell(journal: Journal, what: str, folder: Path, *, made: bool) -> None:
     journal.say(f"{what}: {folder}{'' if made else ', made before'}")
 
 
-def warm_up(config: SftConfig, world: World, journal: Journal) -> None:
+def warm_up(
+    run: RunConfig, config: SftConfig, world: World, journal: Journal, *, now: datetime
+) -> None:
     """Run the supervised warm-up on all ranks, unless its result is there.
 
     Whether it is missing is for the main rank to say; the others wait for its word.
@@ -56,11 +66,11 @@ def warm_up(config: SftConfig, world: World, journal: Journal) -> None:
 
     def train() -> None:
         world.broadcast(True)
-        _train(config, world, journal)
+        _train(run, config, world, journal, now=now)
 
     if not world.is_main:
         if world.broadcast(False):
-            _train(config, world, journal)
+            _train(run, config, world, journal, now=now)
         return
     files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
     arguments = config.model_dump(mode="json", exclude={"out_dir"})
@@ -70,7 +80,9 @@ def warm_up(config: SftConfig, world: World, journal: Journal) -> None:
         _tell(journal, "warmed-up policy", config.out_dir, made=False)
 
 
-def _train(config: SftConfig, world: World, journal: Journal) -> None:
+def _train(
+    run: RunConfig, config: SftConfig, world: World, journal: Journal, *, now: datetime
+) -> None:
     started = time.monotonic()
     with journal.bar("warm-up", config.steps) as advance:
 
@@ -79,7 +91,14 @@ def _train(config: SftConfig, world: World, journal: Journal) -> None:
             if step.step % max(1, config.steps // 4) == 0:
                 journal.say(f"  warm-up step {step.step}: loss {step.loss:.3f}")
 
-        result = run_sft(config, world, on_step=on_step)
+        result = run_sft(
+            config,
+            world,
+            model=run.model,
+            template_kwargs=run.data.apply_chat_template_kwargs,
+            now=now,
+            on_step=on_step,
+        )
     journal.say(
         f"warmed-up policy: {config.out_dir}, {result.num_conversations} conversations, "
         f"{time.monotonic() - started:.0f} s"

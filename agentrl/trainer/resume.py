@@ -5,7 +5,7 @@ from pathlib import Path
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import CheckpointError
-from agentrl.training.checkpoint import find_latest
+from agentrl.training.checkpoint import find_latest, set_aside_later
 
 CHECKPOINTS = "checkpoints"
 
@@ -36,7 +36,36 @@ def find_checkpoint(config: RunConfig) -> Path | None:
             return path
 
 
+def set_aside_superseded(config: RunConfig, path: Path | None, step: int) -> list[Path]:
+    """Move aside the checkpoints that a later `auto` would take for this run's own.
+
+    The main rank alone calls it, once the run has read the checkpoint that it goes on from. A run
+    that only validates writes no checkpoint, and moves none.
+
+    Args:
+        config: Of the run.
+        path: The checkpoint that it goes on from; None: it begins anew.
+        step: The step that it goes on from.
+
+    Returns:
+        Where they lie now.
+
+    Raises:
+        CheckpointError: where they cannot be moved.
+    """
+    if config.trainer.val_only:
+        return []
+    root = checkpoint_folder(config)
+    is_own = path is not None and path.resolve().parent == root.resolve()
+    return set_aside_later(root, step if is_own else 0)
+
+
 def config_digest(config: RunConfig) -> str:
-    """Hash what of a configuration a run's results depend on: all but how long and where to."""
-    content = config.model_dump(mode="json", exclude={"trainer", "prepare"})
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+    """Hash what of a configuration decides what is sampled and trained, step by step.
+
+    That is every section but `prepare`, whose files are hashed elsewhere, and `trainer`, of which
+    the seed counts: how long a run goes on, what it writes and where changes no step.
+    """
+    kept = config.model_dump(mode="json", exclude={"trainer", "prepare"})
+    kept["trainer"] = {"seed": config.trainer.seed}
+    return hashlib.sha256(repr(kept).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """What a rollout needs besides weights: tokenizer, template, parser, tools, interactions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config.schema import RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
+from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.formats import choose_parser
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.observations import TextFitter
@@ -33,17 +35,25 @@ from agentrl.training.tokenizer import load_tokenizer
 _UNUSED_PARSER = "hermes"
 
 
+@dataclass(frozen=True, slots=True)
+class Plugins:
+    """What a run file names by path, built once for a run."""
+
+    tools: list[BaseTool]
+    interactions: dict[str, BaseInteraction]
+    rewards: RewardManager
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSetup:
-    """The plug-ins of a run, loaded and checked, and how its model is spoken to."""
+    """The plug-ins of a run, and how its model is spoken to."""
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     report: TemplateReport
     """What the template does with texts, and what it can carry."""
     parser: ToolParser
-    tools: list[BaseTool]
-    interactions: dict[str, BaseInteraction]
+    plugins: Plugins
 
     @property
     def pad_token_id(self) -> int:
@@ -51,8 +61,8 @@ class RolloutSetup:
         return int(cast("int", self.tokenizer.pad_token_id))
 
 
-def load_plugins(config: RunConfig) -> tuple[list[BaseTool], dict[str, BaseInteraction]]:
-    """Load tools and interactions from their files; no model is touched.
+def load_plugins(config: RunConfig) -> Plugins:
+    """Build tools, interactions and the scorer; no model is touched.
 
     Raises:
         ConfigError: with file, key and what was expected.
@@ -60,9 +70,10 @@ def load_plugins(config: RunConfig) -> tuple[list[BaseTool], dict[str, BaseInter
     """
     turns = config.rollout.multi_turn
     tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
-    if turns.interaction_config_path is None:
-        return tools, {}
-    return tools, initialize_interactions_from_config(turns.interaction_config_path)
+    interactions: dict[str, BaseInteraction] = {}
+    if turns.interaction_config_path is not None:
+        interactions = initialize_interactions_from_config(turns.interaction_config_path)
+    return Plugins(tools, interactions, make_reward_manager(config.reward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +85,13 @@ class ProbedModel:
     report: TemplateReport
 
 
-def probe_model(config: RunConfig, tools: Sequence[BaseTool]) -> ProbedModel:
+def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = None) -> ProbedModel:
     """Load the tokenizer, and learn what its chat template does with texts and tools.
+
+    Args:
+        config: The model, and variables of its template.
+        plugins: The tools that the template is told of.
+        now: The date for templates that write one; None: today's.
 
     Raises:
         ConfigError: where there is no tokenizer.
@@ -86,28 +102,13 @@ def probe_model(config: RunConfig, tools: Sequence[BaseTool]) -> ProbedModel:
         tokenizer,
         custom_template=config.model.custom_chat_template,
         template_kwargs=config.data.apply_chat_template_kwargs,
+        now=now,
     )
-    report = probe_template(template, [tool.tool_schema for tool in tools])
+    report = probe_template(template, [tool.tool_schema for tool in plugins.tools])
     return ProbedModel(tokenizer, template, report)
 
 
-def load_rollout_setup(config: RunConfig) -> RolloutSetup:
-    """Load plug-ins and tokenizer, and hold the chat template against what the run needs.
-
-    Raises:
-        ConfigError: see `load_plugins`; or where there is no tokenizer.
-        TemplateError: where the template cannot carry what the run needs.
-    """
-    tools, interactions = load_plugins(config)
-    return make_rollout_setup(config, tools, interactions, probe_model(config, tools))
-
-
-def make_rollout_setup(
-    config: RunConfig,
-    tools: list[BaseTool],
-    interactions: dict[str, BaseInteraction],
-    probed: ProbedModel,
-) -> RolloutSetup:
+def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel) -> RolloutSetup:
     """Hold a probed template against what the run needs.
 
     Raises:
@@ -115,14 +116,15 @@ def make_rollout_setup(
         TemplateError: where the template cannot carry what the run needs.
     """
     # Where there are no tools nothing is read as a call, and the template need not know how.
-    name = config.rollout.multi_turn.format or (None if tools else _UNUSED_PARSER)
+    has_tools = bool(plugins.tools)
+    name = config.rollout.multi_turn.format or (None if has_tools else _UNUSED_PARSER)
     # Every format that a template's own calls can lead to answers by the role `tool`.
     by_role = name is None or get_tool_parser(name).result_role == "tool"
     require(
         probed.report,
         TemplateNeeds(
-            tools=bool(tools) and by_role,
-            interaction=bool(interactions) or (bool(tools) and not by_role),
+            tools=has_tools and by_role,
+            interaction=bool(plugins.interactions) or (has_tools and not by_role),
             on_rewritten_history=config.model.on_rewritten_history,
             sanity_check=config.rollout.multi_turn.tokenization_sanity_check_mode,
         ),
@@ -132,8 +134,7 @@ def make_rollout_setup(
         template=probed.template,
         report=probed.report,
         parser=choose_parser(name, probed.report),
-        tools=tools,
-        interactions=interactions,
+        plugins=plugins,
     )
 
 
@@ -151,8 +152,8 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
         parser=setup.parser,
         caller=ToolCaller(setup.parser, fitter.fit),
         fitter=fitter,
-        tools=setup.tools,
-        interactions=setup.interactions,
+        tools=setup.plugins.tools,
+        interactions=setup.plugins.interactions,
         settings=turns,
         encode_prompt=PromptEncoder(
             setup.template,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -15,23 +16,21 @@ from agentrl.config import RunConfig, check_config, check_model_length, describe
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
-from agentrl.rewards import make_reward_manager
+from agentrl.rewards import RewardManager
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import TemplateReport
-from agentrl.tools import BaseTool
-from agentrl.trainer.build import build_parts
+from agentrl.trainer.build import prepare_parts
 from agentrl.trainer.datasets import RunData, load_run_data
 from agentrl.trainer.engine_choice import build_engine, build_scripted_engine, choose_engine
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.preflight import check_run, claim_folder, claim_folders, is_made_later
-from agentrl.trainer.preparation import prepare_run, warm_up
+from agentrl.trainer.preflight import check_run, claim_folder, is_made_later
+from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_log import save_rollouts
 from agentrl.trainer.rollout_setup import (
+    Plugins,
     RolloutSetup,
-    load_plugins,
-    load_rollout_setup,
     make_manager,
     make_rollout_setup,
     probe_model,
@@ -52,7 +51,7 @@ class Opened:
     config: RunConfig
     world: World
     journal: Journal
-    tools: list[BaseTool]
+    plugins: Plugins
 
 
 @contextmanager
@@ -65,9 +64,8 @@ def opened(
     world = start_world(config.trainer.device)
     journal = Journal(config.trainer, is_main=world.is_main, console=console)
     try:
-        check_run(config, journal, world_size=world.size, file=run_file)
-        tools, _ = load_plugins(config)
-        yield Opened(config=config, world=world, journal=journal, tools=tools)
+        plugins = check_run(config, journal, world_size=world.size, file=run_file)
+        yield Opened(config=config, world=world, journal=journal, plugins=plugins)
     except KeyboardInterrupt:
         journal.say("interrupted")
         raise
@@ -79,10 +77,8 @@ def opened(
 def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
     """Prepare what is missing, train, and say what came of it."""
     with opened(run_file, overrides) as run:
-        claim_folders(run.config)
-        seconds = prepare_run(run.config.prepare, run.world, run.journal, run.tools)
-        trainer = Trainer(run.config, build_parts(run.config, run.journal))
-        trainer.note_preparation(seconds)
+        parts = prepare_parts(run.config, run.world, run.journal, run.plugins)
+        trainer = Trainer(run.config, parts)
         summary = trainer.fit()
         run.journal.say(summary.in_words(trainer.folder))
         return summary
@@ -99,9 +95,8 @@ def sft_from_file(run_file: Path, overrides: Sequence[str]) -> None:
                 key="prepare.sft",
                 expected="model_path, train_file, out_dir",
             )
-        before = prepare.model_copy(update={"sft": None})
-        prepare_run(before, run.world, run.journal, run.tools)
-        warm_up(prepare.sft, run.world, run.journal)
+        now = datetime.now()
+        prepare_run(run.config, run.world, run.journal, run.plugins.tools, now=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +128,10 @@ def rollout_from_file(
         if options.out is not None:
             claim_folder(options.out.parent, key="--out")
         config = showing_failures(run.config)
-        prepare_run(config.prepare, run.world, run.journal, run.tools)
+        now = datetime.now()
+        prepare_run(config, run.world, run.journal, run.plugins.tools, now=now)
         seed_everything(config.trainer.seed)
-        setup = load_rollout_setup(config)
+        setup = make_rollout_setup(config, run.plugins, probe_model(config, run.plugins, now=now))
         prompts = choose_prompts(load_run_data(config, setup), options)
         engine = load_engine(config, setup, run.world)
         manager = make_manager(config, setup, engine)
@@ -143,7 +139,7 @@ def rollout_from_file(
         requests = manager.make_requests(
             prompts, plan._replace(name=options.split, n=options.samples)
         )
-        finished = asyncio.run(roll_out(config, manager, requests, run.journal))
+        finished = asyncio.run(roll_out(manager, requests, run.plugins.rewards, run.journal))
         show_rollouts(finished, setup, options, console)
         return finished
 
@@ -180,16 +176,16 @@ def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
 
 
 async def roll_out(
-    config: RunConfig,
     manager: RolloutManager,
     requests: Sequence[AsyncRolloutRequest],
+    rewards: RewardManager,
     journal: Journal,
 ) -> list[AsyncRolloutRequest]:
     """Drive requests to their ends, score them, and close the engine."""
     try:
         with journal.bar("rollout", len(requests)) as advance:
             finished = await manager.rollout(requests, on_finished=lambda _: advance(1))
-        await make_reward_manager(config.reward).score(finished)
+        await rewards.score(finished)
         return finished
     finally:
         await manager.house.engine.close()
@@ -218,18 +214,17 @@ def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -
     config = load_config(run_file, overrides)
     check_config(config, file=run_file)
     _say(console, describe(config))
-    check_run(config, Journal(config.trainer, console=console), file=run_file)
-    tools, interactions = load_plugins(config)
-    _say(console, f"tools: {', '.join(tool.name for tool in tools) or 'none'}")
-    _say(console, f"interactions: {', '.join(interactions) or 'none'}")
+    plugins = check_run(config, Journal(config.trainer, console=console), file=run_file)
+    _say(console, f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")
+    _say(console, f"interactions: {', '.join(plugins.interactions) or 'none'}")
     model = Path(config.model.tokenizer_path or config.model.path).expanduser()
     files = [*config.data.train_files, *config.data.val_files.values()]
     if missing := [path for path in (model, *files) if is_made_later(config, path)]:
         made = ", ".join(map(str, missing))
         return _say(console, f"template and data: not looked at, `prepare` has yet to make {made}")
-    probed = probe_model(config, tools)
+    probed = probe_model(config, plugins)
     console.print(_template_table(probed.report))
-    setup = make_rollout_setup(config, tools, interactions, probed)
+    setup = make_rollout_setup(config, plugins, probed)
     return _explain_data(load_run_data(config, setup), console)
 
 

@@ -35,6 +35,11 @@ class Summary:
     exported: str | None = None
     """The trained policy as a Hugging Face folder."""
 
+    def count_preparation(self, seconds: float) -> None:
+        """Count what was spent before the loop."""
+        self.seconds_prepare += seconds
+        self.seconds_total += seconds
+
     def note_validation(self, step: int, success: dict[str, float], num_val: int) -> None:
         """Enter the success rates of one validation."""
         if not success:

@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from agentrl.algorithms import compute_advantage
 from agentrl.collate import collate
@@ -33,7 +34,7 @@ from agentrl.trainer.resume import checkpoint_folder, config_digest, find_checkp
 from agentrl.trainer.rollout_log import rollout_path, save_rollouts
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.validation import Outcome, read_outcome, validation_metrics
-from agentrl.training.checkpoint import RunState
+from agentrl.training.checkpoint import RunState, set_aside_later
 from agentrl.training.snapshot import export_hf, identify, load_run, save_run
 from agentrl.training.weight_sync import sync_weights
 
@@ -71,6 +72,7 @@ class Trainer:
         """
         try:
             self.resume()
+            self.summary.count_preparation(self.parts.seconds_prepare)
             self.sync_weights()
             self.parts.journal.open(resumed_step=self.step or None)
             if self.step == 0 and self.config.trainer.val_before_train and self.parts.data.val:
@@ -130,7 +132,7 @@ class Trainer:
                 rolled_out = manager.rollout(requests, on_finished=lambda _: advance(1))
                 finished = self._runner.run(rolled_out)
             with self._timer("reward"):
-                self._runner.run(self.parts.rewards.score(finished))
+                self._runner.run(self.parts.setup.plugins.rewards.score(finished))
         manager.apply_failure_policy(finished)
         return finished
 
@@ -235,20 +237,22 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Write the whole run to disk."""
         self._count_seconds()
-        with self._timer("save_checkpoint"):
-            path = save_run(
-                checkpoint_folder(self.config),
-                self.parts.actor,
-                RunState(
-                    step=self.step,
-                    identity=identify(self.parts.actor.policy),
-                    config_digest=config_digest(self.config),
-                    trainer=asdict(self.summary),
-                    data=self.parts.order.state_dict(),
-                ),
-                keep=self.config.trainer.max_ckpt_to_keep,
-            )
+        state = RunState(
+            step=self.step,
+            identity=identify(self.parts.actor.policy),
+            config_digest=config_digest(self.config),
+            trainer=asdict(self.summary),
+            data=self.parts.order.state_dict(),
+        )
+        path = save_run(
+            checkpoint_folder(self.config),
+            self.parts.actor,
+            state,
+            keep=self.config.trainer.max_ckpt_to_keep,
+        )
         self.summary.checkpoint = str(path)
+        seconds = time.monotonic() - self._started
+        self.parts.journal.say(f"checkpoint: {path}, {seconds:.1f} s")
 
     def export(self) -> None:
         """Write the policy as a plain Hugging Face folder."""
@@ -264,8 +268,14 @@ class Trainer:
             DataError: where the data is not what the run began with.
         """
         path = self.world.broadcast(find_checkpoint(self.config))
-        if path is None:
-            return
+        if path is not None:
+            self._go_on_from(path)
+        if self.world.is_main:
+            for moved in set_aside_later(checkpoint_folder(self.config), self.step):
+                self.parts.journal.say(f"another run's checkpoint was moved to {moved}")
+        self.world.barrier()
+
+    def _go_on_from(self, path: Path) -> None:
         state = load_run(path, self.parts.actor)
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
@@ -289,11 +299,6 @@ class Trainer:
             self._runner.run(self.parts.engine.close())
         finally:
             self._runner.close()
-
-    def note_preparation(self, seconds: float) -> None:
-        """Count what was spent before the trainer was built."""
-        self.summary.seconds_prepare += seconds
-        self.summary.seconds_total += seconds
 
     def _is_due(self, frequency: int) -> bool:
         """Whether something that happens every so many steps, and after the last, happens now."""

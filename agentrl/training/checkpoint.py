@@ -13,11 +13,11 @@ ever unpickled. On several ranks the main one writes the whole, gathered from al
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
+from agentrl.training.folders import flush, folder_written_whole, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SUPERSEDED = "superseded"
+"""Where checkpoints of an abandoned course of the run are put."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 
 
@@ -56,7 +59,7 @@ class RunState:
     actor: dict[str, int] = field(default_factory=dict[str, int])
     """The actor's counters."""
     trainer: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The trainer's counters: policy version, best metric, ..."""
+    """The run's summary so far: best validation, seconds spent, ..."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
     """Where the data's order stands."""
     random: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -73,12 +76,13 @@ class Snapshot:
 
 
 def save_checkpoint(root: Path, snapshot: Snapshot, *, keep: int | None = None) -> Path:
-    """Write a checkpoint, then drop the oldest beyond `keep`.
+    """Write a checkpoint, then drop the oldest of those before it.
 
     Args:
         root: The folder of the run's checkpoints.
         snapshot: What to write.
-        keep: Complete checkpoints to keep, this one included; None: all.
+        keep: Checkpoints to keep, this one included; None: all. Those of later steps are another
+            run's: they neither count nor go (see `set_aside_later`).
 
     Returns:
         The checkpoint's folder.
@@ -86,20 +90,44 @@ def save_checkpoint(root: Path, snapshot: Snapshot, *, keep: int | None = None) 
     Raises:
         CheckpointError: where it cannot be written; what was there before is untouched.
     """
-    place = root / f"global_step_{snapshot.state.step}"
-    aside = root / f".writing-{place.name}"
+    step = snapshot.state.step
+    place = root / f"global_step_{step}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(root)
-        aside.mkdir()
-        _write_files(aside, snapshot)
-        _publish(aside, place)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_leftovers(root)
+        with folder_written_whole(place) as aside:
+            _write_files(aside, snapshot)
+    # safetensors tells a full disk by an error of its own.
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write a checkpoint: {error}", path=place) from error
-    for old in _steps(root)[keep:] if keep else []:
+    before = [path for number, path in _newest_first(root) if number < step]
+    for old in before[keep - 1 :] if keep else []:
         shutil.rmtree(old)
     return place
+
+
+def set_aside_later(root: Path, step: int) -> list[Path]:
+    """Move the checkpoints behind a step aside, for a run that goes on from there on its own.
+
+    `find_latest` would take them for its newest. Nothing is lost: they lie in `superseded/`, under
+    their own names, numbered where one was there before.
+
+    Args:
+        root: The folder of the run's checkpoints.
+        step: Where the run starts; 0: anew.
+
+    Returns:
+        Where each lies now, the newest first.
+
+    Raises:
+        CheckpointError: where they cannot be moved.
+    """
+    later = [path for number, path in _newest_first(root) if number > step]
+    try:
+        return [_move(path, root / SUPERSEDED) for path in later]
+    except OSError as error:
+        raise CheckpointError(f"cannot set an earlier checkpoint aside: {error}",
+                              path=root) from error  # fmt: skip
 
 
 def load_checkpoint(path: Path, expected: ModelIdentity) -> Snapshot:
@@ -151,7 +179,7 @@ def verify_checkpoint(path: Path) -> None:
 
 def find_latest(root: Path) -> Path | None:
     """Find the newest complete checkpoint; each damaged one that is passed over is told."""
-    for path in _steps(root):
+    for _, path in _newest_first(root):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
@@ -186,25 +214,18 @@ def _write_files(folder: Path, snapshot: Snapshot) -> None:
     save_file(_contiguous(snapshot.model), folder / "model.safetensors")
     save_file(_contiguous(snapshot.optimizer), folder / "optimizer.safetensors")
     _write_json(folder / "state.json", asdict(snapshot.state))
-    written = sorted(folder.iterdir())
-    for file in written:
-        _flush(file)
-    entries = {file.name: _describe(file) for file in written}
+    entries = {file.name: _describe(file) for file in sorted(folder.iterdir())}
     _write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})
-    _flush(folder / MANIFEST)
-    _flush(folder)
 
 
-def _publish(aside: Path, place: Path) -> None:
-    """Make a complete folder visible; one of the same step, from an earlier run, gives way."""
-    if place.exists():
-        gone = place.with_name(f".replaced-{place.name}")
-        place.rename(gone)
-        aside.rename(place)
-        shutil.rmtree(gone)
-    else:
-        aside.rename(place)
-    _flush(place.parent)
+def _move(path: Path, folder: Path) -> Path:
+    """Move a checkpoint into a folder, under the first of `name`, `name.1`, ... that is free."""
+    folder.mkdir(exist_ok=True)
+    names = (f"{path.name}.{number}" if number else path.name for number in count())
+    moved = path.rename(next(folder / name for name in names if not (folder / name).exists()))
+    flush(folder)
+    flush(path.parent)
+    return moved
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -221,18 +242,9 @@ def _describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": digest}
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _steps(root: Path) -> list[Path]:
-    """Checkpoint folders, the newest first."""
-    found = dict(_numbered(root))
-    return [found[step] for step in sorted(found, reverse=True)]
+def _newest_first(root: Path) -> list[tuple[int, Path]]:
+    """Checkpoint folders with their steps."""
+    return sorted(_numbered(root), reverse=True)
 
 
 def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
@@ -240,10 +252,3 @@ def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
         match = _FOLDER.fullmatch(path.name)
         if match:
             yield int(match.group(1)), path
-
-
-def _remove_leftovers(root: Path) -> None:
-    """Remove what a killed run was writing."""
-    for pattern in (".writing-*", ".replaced-*"):
-        for path in root.glob(pattern):
-            shutil.rmtree(path)

@@ -2,8 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 import numpy as np
 
@@ -37,16 +39,6 @@ class SftStep:
     """Tokens of the batch, over all ranks."""
     seconds: float
 
-    def metrics(self) -> dict[str, float]:
-        """The step as flat metrics."""
-        return {
-            "sft/loss": self.loss,
-            "sft/grad_norm": self.grad_norm,
-            "sft/lr": self.lr,
-            "sft/num_tokens": self.num_tokens,
-            "timing_s/sft_step": self.seconds,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
@@ -59,22 +51,38 @@ class SftResult:
 
 
 def run_sft(
-    config: SftConfig, world: World, *, on_step: Callable[[SftStep], None] | None = None
+    config: SftConfig,
+    world: World,
+    *,
+    model: ModelConfig | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    now: datetime | None = None,
+    on_step: Callable[[SftStep], None] | None = None,
 ) -> SftResult:
     """Train a model on conversations and write it to `out_dir` as a Hugging Face folder.
 
     Args:
         config: Model, data, length, optimizer.
         world: The ranks; each takes its share of every batch.
+        model: Settings of the run that the model is warmed up for; its `path` is not read.
+        template_kwargs: The run's `data.apply_chat_template_kwargs`.
+        now: The date for templates that write one.
         on_step: Told of every step, on every rank.
 
     Raises:
         ConfigError: for a model or tool YAML that cannot be used.
+        TemplateError: for a chat template that cannot be used.
         DataError: for a file without a usable conversation.
+        CheckpointError: where the result cannot be written.
     """
-    model = ModelConfig(path=config.model_path)
+    model = (model or ModelConfig(path="")).model_copy(update={"path": config.model_path})
     tokenizer = load_tokenizer(model)
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(
+        tokenizer,
+        custom_template=model.custom_chat_template,
+        template_kwargs=template_kwargs,
+        now=now,
+    )
     policy = load_policy(model, world, FsdpConfig())
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template)

@@ -1,12 +1,19 @@
 """An actor -> what a checkpoint holds of it, and back. Every function is a collective."""
 
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from agentrl.errors import CheckpointError
 from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import (
     ModelIdentity,
@@ -15,9 +22,18 @@ from agentrl.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from agentrl.training.distributed import World
+from agentrl.training.folders import folder_written_whole
 from agentrl.training.model import PolicyModel
 from agentrl.training.rng import RandomState, capture_random_state, restore_random_state
 from agentrl.training.weight_sync import iter_full_weights
+
+_MODEL_FILES = [
+    "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*",
+]  # fmt: skip
+"""What a loader reads of a model's folder: none of it may be another model's."""
 
 
 def identify(policy: PolicyModel) -> ModelIdentity:
@@ -48,17 +64,7 @@ def save_run(root: Path, actor: Actor, state: RunState, *, keep: int | None = No
         model=dict(iter_full_weights(actor.policy)),
         optimizer=actor.optimizer.state_tensors(),
     )
-    outcome: Path | Exception | None = None
-    if world.is_main:
-        try:
-            outcome = save_checkpoint(root, snapshot, keep=keep)
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            outcome = error
-    outcome = world.broadcast(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    assert outcome is not None
-    return outcome
+    return _on_main(actor.world, lambda: save_checkpoint(root, snapshot, keep=keep))
 
 
 def load_run(path: Path, actor: Actor) -> RunState:
@@ -92,18 +98,77 @@ def load_weights(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> None:
 
 
 def export_hf(policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a plain Hugging Face folder that any other program loads."""
+    """Write a plain Hugging Face folder that any other program loads, whole or not at all.
+
+    A model that is there already gives way as a whole; what else lies in the folder stays.
+
+    Raises:
+        CheckpointError: on every rank, where it cannot be written.
+    """
     weights = {
         name: tensor.detach().to("cpu", copy=True) for name, tensor in iter_full_weights(policy)
     }
-    if policy.world.is_main:
-        lm = policy.lm
-        config = lm.config
-        implementation = config._attn_implementation
+    _on_main(policy.world, lambda: _write_model(policy, weights, tokenizer, folder.resolve()))
+
+
+def _write_model(
+    policy: PolicyModel,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> Path:
+    try:
+        with folder_written_whole(folder) as aside:
+            with _plain_attention(policy.config):
+                policy.lm.save_pretrained(aside, state_dict=weights, safe_serialization=True)
+            tokenizer.save_pretrained(aside)
+            _take_along(folder, aside)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the model: {error}", path=folder) from error
+    return folder
+
+
+@contextmanager
+def _plain_attention(config: PretrainedConfig) -> Iterator[None]:
+    """Let no other program read the name of our own attention."""
+    implementation = config._attn_implementation
+    try:
+        config._attn_implementation = "sdpa"
+        yield
+    finally:
+        config._attn_implementation = implementation
+
+
+def _take_along(old: Path, new: Path) -> None:
+    """Link what lies beside an earlier model into the folder that replaces it."""
+
+    def of_a_model(folder: str, names: list[str]) -> list[str]:
+        patterns = _MODEL_FILES if Path(folder) == old else []
+        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+    if old.is_dir():
+        shutil.copytree(
+            old, new, ignore=of_a_model, copy_function=_link, symlinks=True, dirs_exist_ok=True
+        )
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _on_main(world: World, write: Callable[[], Path]) -> Path:
+    """Write on the main rank; every rank gets what was written, or raises what it raised."""
+    outcome: Path | Exception | None = None
+    if world.is_main:
         try:
-            config._attn_implementation = "sdpa"
-            lm.save_pretrained(folder, state_dict=weights, safe_serialization=True)
-        finally:
-            config._attn_implementation = implementation
-        tokenizer.save_pretrained(folder)
-    policy.world.barrier()
+            outcome = write()
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            outcome = error
+    outcome = world.broadcast(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert outcome is not None
+    return outcome

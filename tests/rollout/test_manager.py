@@ -87,6 +87,20 @@ def test_samples_of_a_group_share_nothing_that_one_could_change():
     assert second.tools_kwargs == {"lookup": {"create_kwargs": {}}}
 
 
+async def test_an_interaction_that_changes_its_kwargs_changes_those_of_no_other_sample():
+    seen: list[list[str]] = []
+
+    class Greedy(FakeUser):
+        async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+            seen.append(list(kwargs["hints"]))
+            kwargs["hints"].clear()
+            return await super().start_interaction(instance_id)
+
+    manager = make_manager(make_house(make_engine("x"), interactions=[Greedy()]), n=3)
+    await roll_out(manager, 1, interaction_kwargs={"name": "fake", "hints": ["a", "b"]})
+    assert seen == [["a", "b"]] * 3
+
+
 def test_training_and_validation_sample_in_their_own_way():
     house = house_of(make_engine("x"))
     val = ValKwargsConfig(n=2, temperature=0.0)

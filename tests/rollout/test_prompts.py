@@ -52,7 +52,7 @@ def test_an_overlong_prompt_is_refused_with_its_numbers():
 
 
 def test_what_differs_within_a_uid_is_never_shared():
-    encode = encoder(200).encode
+    encode = encoder(1000).encode
     texts = ["one", "two", "one"]
     shown = [decode(encode(make_request(text, uid="same")).ids) for text in texts]
     assert shown == [f"{OPEN}{text}{CLOSE}" for text in texts]
@@ -60,7 +60,8 @@ def test_what_differs_within_a_uid_is_never_shared():
     opened.messages.append(Message(role="tool", content="Here.", name="lookup"))
     assert "Here." in decode(encode(opened).ids)
     tooled = make_request("one", uid="same", tool_schemas=[FakeTool().tool_schema])
-    assert "lookup" in decode(encoder(1000).encode(tooled).ids)
+    assert "lookup" not in decode(encode(make_request("one", uid="same")).ids)
+    assert "lookup" in decode(encode(tooled).ids)
 
 
 def test_a_group_shares_one_rendering():
