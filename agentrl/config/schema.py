@@ -1,26 +1,70 @@
 """Every key of a run file: its type, its default, and what it means.
 
 Leaf names are the field's. Models refuse unknown keys and are frozen: what was checked stays true.
-Checks across keys live in `agentrl.config.checks`; reading files in `agentrl.config.load`.
+`actor`, `ref`, `critic` and `algorithm` stand in `agentrl.config.update_schema`, `prepare` in
+`agentrl.config.prepare_schema`. Checks across keys live in `agentrl.config.checks`; reading files
+in `agentrl.config.load`.
 """
 
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from agentrl.config.prepare_schema import (
+    ArithmeticConfig,
+    Gsm8kConfig,
+    PrepareConfig,
+    SftConfig,
+    TinyPolicyConfig,
+)
+from agentrl.config.section import Section, Seed
+from agentrl.config.update_schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    FsdpConfig,
+    KlLossType,
+    LossAggMode,
+    OptimConfig,
+    RefConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "ArithmeticConfig",
+    "CriticConfig",
+    "CustomClassConfig",
+    "CustomRewardConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EngineName",
+    "FailureConfig",
+    "FsdpConfig",
+    "Gsm8kConfig",
+    "KlLossType",
+    "LossAggMode",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OptimConfig",
+    "PrepareConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RewardWeightsConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ScriptedEngineConfig",
+    "Section",
+    "Seed",
+    "SftConfig",
+    "TinyPolicyConfig",
+    "TrainerConfig",
+    "TransformersEngineConfig",
+    "ValKwargsConfig",
+]
 
 EngineName = Literal["auto", "transformers", "scripted"]
-LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]  # fmt: skip
-Seed = int
-
-
-class Section(BaseModel):
-    """A section of the run file: unknown keys are errors, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class CustomClassConfig(Section):
@@ -38,8 +82,8 @@ class DataConfig(Section):
     train_files: list[Path] = Field(default_factory=list[Path])
     """Parquet, JSON or JSONL files."""
     val_files: dict[str, Path] = Field(default_factory=dict[str, Path])
-    """Validation sets by name; the first is the one that `best` checkpoints look at. A list or a
-    single path is read as well (named by file stem)."""
+    """Validation sets by name; the summary's `val_success` is the first's. A list or a single path
+    is read as well (named by file stem)."""
     train_batch_size: int = Field(default=256, ge=1)
     """Prompts (groups) of one training step, over all ranks."""
     val_batch_size: int | None = Field(default=None, ge=1)
@@ -145,7 +189,8 @@ class MultiTurnConfig(Section):
     max_tool_calls: int | None = Field(default=None, ge=0)
     """Calls of all tools together; null: no limit of its own."""
     max_parallel_calls: int = Field(default=8, ge=1)
-    """Calls of one turn that run at once; the others queue."""
+    """Calls of one request that run at once; the others queue. A tool whose `execute` is no
+    coroutine runs on a thread of its own, so at most so many threads for each request."""
     max_tokens_per_turn: int | None = Field(default=None, ge=1)
     """Sampled tokens of one turn; null: what is left of the response."""
     max_tool_response_length: int = Field(default=1024, ge=1)
@@ -200,7 +245,7 @@ class RolloutConfig(Section):
     stop: list[str] = Field(default_factory=list[str])
     """Stop strings beside the template's own end of turn; kept in the output."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and response; null: what the model's configuration allows."""
+    """Tokens of prompt and response; null: data.max_prompt_length + data.max_response_length."""
     max_concurrent_requests: int = Field(default=256, ge=1)
     """Requests in flight on one rank."""
     request_timeout_s: float | None = Field(default=None, gt=0)
@@ -210,76 +255,6 @@ class RolloutConfig(Section):
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     failure: FailureConfig = FailureConfig()
-
-
-class OptimConfig(Section):
-    """An optimizer and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon on the matrices, AdamW on everything else."""
-    lr: float = Field(default=1e-6, gt=0)
-    muon_lr: float = Field(default=0.01, gt=0)
-    """Learning rate of the matrices under `muon`."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.01, ge=0)
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
-    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
-    """What follows the warm-up; cosine and linear fall to `min_lr_ratio` at the last step."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-
-
-class FsdpConfig(Section):
-    """How the weights are sharded (FSDP2, `fully_shard`)."""
-
-    reshard_after_forward: bool = True
-    """Free the gathered weights of a block behind its forward pass."""
-    offload_policy: bool = False
-    """Keep shards in host memory between uses."""
-
-
-class ActorConfig(Section):
-    """The update of the policy."""
-
-    ppo_mini_batch_size: int | None = Field(default=None, ge=1)
-    """Prompts (not samples) of one optimizer step, over all ranks; null: the whole batch."""
-    ppo_max_token_len_per_gpu: int = Field(default=16384, ge=1)
-    """Tokens of one packed micro-batch."""
-    ppo_epochs: int = Field(default=1, ge=1)
-    """Passes over a batch."""
-    clip_ratio: float = Field(default=0.2, gt=0)
-    """Symmetric clip, where the two below are null."""
-    clip_ratio_low: float | None = Field(default=None, gt=0)
-    clip_ratio_high: float | None = Field(default=None, gt=0)
-    clip_ratio_c: float = Field(default=3.0, gt=1)
-    """Lower bound of the loss for negative advantages (dual clip)."""
-    policy_loss: str = "vanilla"
-    """Name of a registered policy loss."""
-    loss_agg_mode: LossAggMode = "token-mean"
-    entropy_coeff: float = 0.0
-    use_kl_loss: bool = False
-    """Add a KL term to a frozen reference."""
-    kl_loss_coef: float = Field(default=0.001, ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3", "kl", "mse", "low_var_kl", "abs"] = "k3"
-    grad_clip: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient."""
-    shuffle: bool = False
-    """Draw the mini-batches in random order (seeded) instead of the batch's."""
-    logits_chunk_tokens: int = Field(default=1024, ge=1)
-    """Trained positions for which full-vocabulary logits exist at once."""
-    optim: OptimConfig = OptimConfig()
-    fsdp_config: FsdpConfig = FsdpConfig()
-
-
-class RefConfig(Section):
-    """The frozen reference of the KL term."""
-
-    path: str | None = None
-    """A model folder; null: the policy as it was at the start of the run."""
-
-
-class CriticConfig(Section):
-    """Reserved for PPO with a critic."""
 
 
 class CustomRewardConfig(Section):
@@ -317,82 +292,6 @@ class RewardConfig(Section):
     in equal parts."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds of one score."""
-
-
-class AlgorithmConfig(Section):
-    """Credit."""
-
-    adv_estimator: str = "grpo"
-    """Name of a registered advantage estimator."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    lam: float = Field(default=1.0, ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide a group's centred rewards by their standard deviation; false: Dr.GRPO."""
-
-
-class ArithmeticConfig(Section):
-    """Word problems of one to three steps in the format of GSM8K, made from a seed."""
-
-    out_dir: Path
-    seed: Seed = 0
-    num_train: int = Field(default=2048, ge=1)
-    num_val: int = Field(default=256, ge=1)
-    num_demos: int = Field(default=16000, ge=0)
-    """Demonstrations for the supervised warm-up, rough on purpose."""
-
-
-class Gsm8kConfig(Section):
-    """The real GSM8K, from the hub or from local files."""
-
-    out_dir: Path
-    source_dir: Path | None = None
-    """Folder with `train.jsonl` and `test.jsonl`; null: the hub."""
-    max_samples: int | None = Field(default=None, ge=1)
-
-
-class TinyPolicyConfig(Section):
-    """A small Qwen2-architecture model of random weights with a tokenizer of its own."""
-
-    out_dir: Path
-    corpus: Path
-    """Conversations (JSONL or parquet with `messages`) that the tokenizer is trained on."""
-    vocab_size: int = Field(default=600, ge=300)
-    hidden_size: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    intermediate_size: int = 192
-    max_position_embeddings: int = 2048
-    seed: Seed = 0
-
-
-class SftConfig(Section):
-    """A short supervised training on conversations, with the masks of the rollout."""
-
-    model_path: str
-    train_file: Path
-    """Rows with `messages` and, where tools are used, `tools` (or the run's tool YAML)."""
-    out_dir: Path
-    steps: int = Field(default=1000, ge=1)
-    batch_size: int = Field(default=16, ge=1)
-    """Conversations of one optimizer step."""
-    max_length: int = Field(default=1024, ge=2)
-    """Tokens; longer conversations are dropped and counted."""
-    observed_loss_weight: float = Field(default=0.0, ge=0)
-    """Loss weight of user and tool tokens beside 1 on the assistant's (0 on the system prompt)."""
-    grad_clip: float = Field(default=1.0, gt=0)
-    optim: OptimConfig = OptimConfig(lr=1e-5, lr_scheduler="cosine")
-    tool_config_path: Path | None = None
-    seed: Seed = 0
-
-
-class PrepareConfig(Section):
-    """What `agentrl train` makes first, where it is missing, in this order."""
-
-    arithmetic: ArithmeticConfig | None = None
-    gsm8k: Gsm8kConfig | None = None
-    tiny_policy: TinyPolicyConfig | None = None
-    sft: SftConfig | None = None
 
 
 class TrainerConfig(Section):

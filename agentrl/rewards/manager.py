@@ -1,7 +1,6 @@
 """Reward managers, by name: they score the finished requests of a batch."""
 
 import asyncio
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -14,7 +13,7 @@ from agentrl.rewards.scoring import (
     compute_request_score,
     load_compute_score,
 )
-from agentrl.rollout.records import Failure
+from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
@@ -98,7 +97,8 @@ class NaiveRewardManager:
                 )
                 check_rollout_rewards(request)
             except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
-                request.fail_scoring(_describe(error, request))
+                turn = len(request.turns)
+                request.fail_scoring(describe_failure(error, Fault.REWARD, turn=turn))
             else:
                 request.reward, request.reward_extra_info = score.value, score.extra
 
@@ -115,13 +115,3 @@ def check_rollout_rewards(request: AsyncRolloutRequest) -> None:
         for reward in (turn.reward, *(call.reward for call in turn.calls)):
             if reward is not None:
                 check_number(reward, f"a reward of turn {turn.index}")
-
-
-def _describe(error: Exception, request: AsyncRolloutRequest) -> Failure:
-    return Failure(
-        fault=Fault.REWARD,
-        kind=type(error).__name__,
-        message=str(error)[:2000],
-        turn=len(request.turns),
-        traceback="".join(traceback.format_exception(error))[-4000:],
-    )

@@ -10,6 +10,7 @@ from agentrl.config.schema import DataConfig, RolloutConfig, ValKwargsConfig
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import SamplingParams
 from agentrl.errors import Fault, RolloutError
+from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House, run_request
@@ -124,8 +125,10 @@ class RolloutManager:
             return done
 
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(drive(request)) for request in requests]
+            # A tool that blocks the event loop holds up everybody: it is named while it does.
+            with LoopWatchdog():
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(drive(request)) for request in requests]
         finally:
             end_waiting(requests)
         finished = [task.result() for task in tasks]

@@ -241,7 +241,7 @@ class _Run:
         limit = min(left, request.budgets.max_turn_tokens or left)
         completion = await self.house.engine.generate(
             request.input_ids,
-            replace(request.sampling, max_new_tokens=limit),
+            replace(request.sampling, max_new_tokens=limit, seed=turn_seed(request)),
             request_id=request.request_id,
         )
         if len(completion.token_ids) > limit:
@@ -266,6 +266,8 @@ class _Run:
         self.last_ids = completion.token_ids
         parsed = self._read(completion.token_ids)
         self.calls = check_calls(parsed, request.tool_schemas)
+        if self.calls.malformed and self.house.settings.on_malformed_call == "mask":
+            request.exclude_turn(turn.index, "malformed tool call")
         calls = [as_tool_call(call) for call in parsed.calls]
         request.messages.append(
             Message(role="assistant", content=parsed.content, tool_calls=calls or None)
@@ -335,8 +337,6 @@ class _Run:
         turn.calls = [observation.record for observation in found]
         rewards = [call.reward for call in turn.calls if call.reward is not None]
         turn.reward = sum(rewards) if rewards else None
-        if self.calls.malformed and self.house.settings.on_malformed_call == "mask":
-            self.request.exclude_turn(turn.index, "malformed tool call")
 
     def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
         """The model made calls that its template cannot answer, such as two tools in one turn."""
@@ -420,3 +420,13 @@ async def finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
     if cancelled is not None:
         raise cancelled
     task.result()
+
+
+def turn_seed(request: AsyncRolloutRequest) -> int:
+    """Seed the next completion: a function of the request's seed, the attempt and the turn.
+
+    So what is sampled depends neither on which requests share the engine, nor on what it sampled
+    before: a resumed run goes on as the run that was never stopped.
+    """
+    name = f"{request.seed}:{request.attempt}:{len(request.turns)}"
+    return random.Random(name).getrandbits(63)

@@ -66,7 +66,9 @@ class _Loader:
         tools = [tool.name for tool in self._setup.plugins.tools]
         check_tools(dataset.tools_named(), tools, file=source)
         check_interactions(dataset, self._setup.plugins.interactions, file=source)
-        if self._setup.plugins.interactions and not any(prompt.interaction_kwargs for prompt in dataset):
+        if self._setup.plugins.interactions and not any(
+            prompt.interaction_kwargs for prompt in dataset
+        ):
             self._notes.append(f"{name}: no row has interaction_kwargs, so nobody answers")
         if not data.filter_overlong_prompts:
             return dataset

@@ -133,6 +133,7 @@ class Trainer:
                 finished = self._runner.run(rolled_out)
             with self._timer("reward"):
                 self._runner.run(self.parts.setup.plugins.rewards.score(finished))
+            manager.apply_failure_policy(finished)
         manager.apply_failure_policy(finished)
         return finished
 

@@ -151,6 +151,24 @@ class ProtocolConformance:
         await engine_case.engine.abort("nobody")
         assert (await engine_case.engine.generate(PROMPT, greedy(), request_id="a")).token_ids
 
+    async def test_seeded_tokens_depend_on_no_other_call_and_on_no_order(
+        self, engine_case: EngineCase
+    ):
+        prompts = [random_ids(8 + 5 * i, seed=i) for i in range(6)]
+        names = iter(range(1000))
+
+        async def answer(place: int) -> list[int]:
+            sampling = SamplingParams(max_new_tokens=10, temperature=1.5, seed=place)
+            completion = await engine_case.engine.generate(
+                prompts[place], sampling, request_id=f"{next(names)}"
+            )
+            return completion.token_ids
+
+        alone = [await answer(place) for place in range(6)]
+        for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3], [3, 1]):
+            together = await asyncio.gather(*map(answer, order))
+            assert together == [alone[place] for place in order]
+
     async def test_version_is_recorded(self, engine_case: EngineCase):
         engine = engine_case.engine
         before = await engine.generate(PROMPT, greedy(), request_id="a")
@@ -293,6 +311,20 @@ class ModelConformance(ProtocolConformance):
         async with asyncio.TaskGroup() as group:
             for i in range(12):
                 group.create_task(episode(i))
+
+    async def test_group_of_one_prompt_differs_by_seed(self, engine_case: ModelCase):
+        samplings = [
+            SamplingParams(max_new_tokens=10, temperature=1.5, seed=seed) for seed in (4, 9, 4)
+        ]
+        completions = await asyncio.gather(
+            *(
+                engine_case.engine.generate(PROMPT, sampling, request_id=f"{i}")
+                for i, sampling in enumerate(samplings)
+            )
+        )
+        first, other, again = [completion.token_ids for completion in completions]
+        assert first == again
+        assert first != other
 
     async def test_one_group_shares_a_prompt_and_differs(self, engine_case: ModelCase):
         prompt = random_ids(70, seed=3)

@@ -14,7 +14,7 @@ SETTINGS = {
         page_size=16, attention="sdpa", num_pages=512, max_batch_tokens=256
     ),
     "small": TransformersEngineSettings(
-        page_size=4, max_batch_tokens=24, max_batch_size=5, num_pages=400
+        page_size=4, max_batch_tokens=24, max_batch_size=5, num_pages=400, max_model_len=1596
     ),
 }
 

@@ -207,7 +207,7 @@ async def test_second_turn_finds_its_prefix_in_the_cache(
 
 
 async def test_full_cache_restarts_calls_and_loses_nothing(model: Qwen2ForCausalLM):
-    settings = TransformersEngineSettings(page_size=4, num_pages=40)
+    settings = TransformersEngineSettings(page_size=4, num_pages=40, max_model_len=100)
     engine = TransformersEngine.from_model(model, settings=settings)
     prompts = [random_ids(10 + i, seed=i) for i in range(10)]
     completions = await asyncio.gather(
@@ -222,14 +222,41 @@ async def test_full_cache_restarts_calls_and_loses_nothing(model: Qwen2ForCausal
     await engine.close()
 
 
-async def test_sequence_is_limited_to_what_the_cache_can_hold(model: Qwen2ForCausalLM):
-    settings = TransformersEngineSettings(page_size=4, num_pages=10)
+async def test_sequence_may_fill_the_whole_cache(model: Qwen2ForCausalLM):
+    settings = TransformersEngineSettings(page_size=4, num_pages=10, max_model_len=36)
     engine = TransformersEngine.from_model(model, settings=settings)
     assert engine.max_model_len == 36
     completion = await engine.generate(PROMPT, ENDLESS, request_id="a")
     assert len(completion.token_ids) == 16
     assert completion.finish_reason == FinishReason.LENGTH
     await engine.close()
+
+
+async def test_one_call_at_a_time_still_has_the_whole_length(model: Qwen2ForCausalLM):
+    settings = TransformersEngineSettings(page_size=4, max_batch_size=1, max_model_len=36)
+    engine = TransformersEngine.from_model(model, settings=settings)
+    completion = await engine.generate(PROMPT, ENDLESS, request_id="a")
+    assert len(completion.token_ids) == 16
+    await engine.close()
+
+
+def test_cache_that_cannot_hold_one_sequence_is_refused_by_its_key(model: Qwen2ForCausalLM):
+    settings = TransformersEngineSettings(page_size=4, num_pages=10, max_model_len=37)
+    with pytest.raises(EngineError, match=r"10 pages of 4 tokens.* 37 tokens needs 11") as caught:
+        TransformersEngine.from_model(model, settings=settings)
+    assert caught.value.details["key"] == "rollout.engine.transformers.num_pages"
+    assert "11" in str(caught.value.details["expected"])
+
+
+def test_memory_that_cannot_hold_one_sequence_is_told_with_what_to_change(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+):
+    free: Callable[[torch.device], int] = lambda _: 100_000  # noqa: E731
+    monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", free)
+    settings = TransformersEngineSettings(page_size=16, max_model_len=1000)
+    with pytest.raises(EngineError, match=r"room for a cache of 7 pages.* needs 64") as caught:
+        TransformersEngine.from_model(model, settings=settings)
+    assert "data.max_response_length" in str(caught.value.details["expected"])
 
 
 async def test_weights_that_change_under_a_call_score_what_follows(
@@ -355,7 +382,7 @@ def test_attention_may_be_chosen(model: Qwen2ForCausalLM, attention: str):
 def test_cache_is_sized_for_a_full_batch(model: Qwen2ForCausalLM):
     settings = TransformersEngineSettings(page_size=16, max_batch_size=10)
     limits = choose_limits(settings, model, max_model_len=100)
-    assert limits.num_pages == 10 * 7
+    assert limits.num_pages == 10 * 7 + 1
     assert (limits.page_size, limits.max_batch_size) == (16, 10)
 
 
@@ -363,6 +390,6 @@ def test_cache_is_sized_within_memory(model: Qwen2ForCausalLM, monkeypatch: pyte
     free: Callable[[torch.device], int] = lambda _: 10_000_000  # noqa: E731
     monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", free)
     settings = TransformersEngineSettings(page_size=16)
-    limits = choose_limits(settings, model, max_model_len=100_000)
+    limits = choose_limits(settings, model, max_model_len=10_000)
     page_bytes = 2 * 2 * 2 * 8 * 16 * 4
     assert limits.num_pages == 3_000_000 // page_bytes

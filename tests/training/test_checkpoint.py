@@ -5,15 +5,17 @@ import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from agentrl.errors import CheckpointError
-from agentrl.training import checkpoint
+from agentrl.training import checkpoint, folders
 from agentrl.training.checkpoint import (
     ModelIdentity,
     RunState,
@@ -21,6 +23,7 @@ from agentrl.training.checkpoint import (
     find_latest,
     load_checkpoint,
     save_checkpoint,
+    set_aside_later,
     verify_checkpoint,
 )
 from agentrl.training.distributed import World
@@ -59,8 +62,60 @@ def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path: Path):
     assert find_latest(tmp_path) == tmp_path / "global_step_10"
 
 
+def test_run_among_later_checkpoints_keeps_what_it_writes_and_what_is_later(tmp_path: Path):
+    for step in (20, 40, 60):
+        save_checkpoint(tmp_path, snapshot(step))
+    for step in (10, 15, 18):
+        place = save_checkpoint(tmp_path, snapshot(step), keep=2)
+        assert load_checkpoint(place, IDENTITY).state.step == step
+    steps = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.iterdir())
+    assert steps == [15, 18, 20, 40, 60]
+
+
+@given(
+    there=st.sets(st.integers(1, 30), max_size=6),
+    step=st.integers(1, 30),
+    keep=st.none() | st.integers(1, 5),
+)
+@settings(max_examples=20, deadline=None)
+def test_law_11_what_was_written_last_stands_and_only_older_ones_go(
+    tmp_path_factory: pytest.TempPathFactory, there: set[int], step: int, keep: int | None
+):
+    root = tmp_path_factory.mktemp("c")
+    for other in there:
+        (root / f"global_step_{other}").mkdir()
+    save_checkpoint(root, snapshot(step), keep=keep)
+    older = sorted(other for other in there if other < step)
+    kept = older if keep is None else older[len(older) - min(len(older), keep - 1) :]
+    left = {int(path.name.removeprefix("global_step_")) for path in root.iterdir()}
+    assert left == {step, *kept, *(other for other in there if other > step)}
+
+
+def test_checkpoints_of_another_course_are_set_aside_and_not_lost(tmp_path: Path):
+    for step in (20, 40, 60):
+        save_checkpoint(tmp_path, snapshot(step))
+    aside = tmp_path / "superseded"
+    moved = set_aside_later(tmp_path, 20)
+    assert moved == [aside / "global_step_60", aside / "global_step_40"]
+    assert find_latest(tmp_path) == tmp_path / "global_step_20"
+    assert load_checkpoint(moved[0], IDENTITY).state.step == 60
+    assert set_aside_later(tmp_path, 20) == []
+
+
+def test_what_was_set_aside_before_is_not_overwritten(tmp_path: Path):
+    for value in (1.0, 2.0, 3.0):
+        filled = replace(snapshot(40), model={"w": torch.full((2, 3), value)})
+        save_checkpoint(tmp_path, filled)
+        set_aside_later(tmp_path, 0)
+    names = ["global_step_40", "global_step_40.1", "global_step_40.2"]
+    found = [load_checkpoint(tmp_path / "superseded" / name, IDENTITY) for name in names]
+    assert [float(one.model["w"][0, 0]) for one in found] == [1.0, 2.0, 3.0]
+    assert find_latest(tmp_path) is None
+
+
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):
     assert find_latest(tmp_path / "nowhere") is None
+    assert set_aside_later(tmp_path / "nowhere", 0) == []
     assert find_latest(tmp_path) is None
 
 
@@ -103,7 +158,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("calls", range(1, 9))
+@pytest.mark.parametrize("calls", range(1, 10))
 def test_law_11_run_killed_while_writing_leaves_no_checkpoint_and_keeps_the_last(
     tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -120,8 +175,10 @@ def test_law_11_run_killed_while_writing_leaves_no_checkpoint_and_keeps_the_last
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("save_file", "_write_json", "_flush"):
-            patch.setattr(checkpoint, name, counted(getattr(checkpoint, name)))
+        for module, name in (
+            (checkpoint, "save_file"), (checkpoint, "_write_json"), (folders, "flush"),
+        ):  # fmt: skip
+            patch.setattr(module, name, counted(getattr(module, name)))
         with pytest.raises(Killed):
             save_checkpoint(tmp_path, snapshot(2))
     assert find_latest(tmp_path) == tmp_path / "global_step_1"
@@ -129,15 +186,22 @@ def test_law_11_run_killed_while_writing_leaves_no_checkpoint_and_keeps_the_last
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "global_step_3"]
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (folders, "flush", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (checkpoint, "save_file", SafetensorError("I/O error: No space left on device")),
+    ],
+)
 def test_full_disk_is_told_and_leaves_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, module: ModuleType, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
     save_checkpoint(tmp_path, snapshot(1))
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
-    monkeypatch.setattr(checkpoint, "_flush", full)
+    monkeypatch.setattr(module, name, full)
     with pytest.raises(CheckpointError, match="No space left"):
         save_checkpoint(tmp_path, snapshot(2))
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]

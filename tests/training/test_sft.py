@@ -1,18 +1,26 @@
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.config.schema import ArithmeticConfig, OptimConfig, SftConfig, TinyPolicyConfig
+from agentrl.config.schema import (
+    ArithmeticConfig,
+    ModelConfig,
+    OptimConfig,
+    SftConfig,
+    TinyPolicyConfig,
+)
 from agentrl.data.conversations import load_conversations
 from agentrl.data.prepare.arithmetic import prepare_arithmetic
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.training.demonstrations import DemonstrationEncoder, Demonstrations, pad_demonstrations
 from agentrl.training.distributed import World
-from agentrl.training.sft import run_sft
+from agentrl.training.sft import SftStep, run_sft
 from agentrl.training.tiny_policy import make_tiny_policy
 
 
@@ -43,7 +51,6 @@ def test_warm_up_learns_and_leaves_a_plain_folder(world: World, config: SftConfi
     assert result.last == seen[-1]
     assert seen[-1].loss < 0.6 * seen[0].loss
     assert seen[-1].lr < seen[0].lr
-    assert {"sft/loss", "sft/grad_norm", "sft/lr"} <= seen[0].metrics().keys()
     assert (result.num_conversations, result.num_dropped) == (40, 0)
     model = AutoModelForCausalLM.from_pretrained(config.out_dir)
     assert loss_of(model, config, seed_batch(config)) < 0.6 * seen[0].loss
@@ -71,6 +78,37 @@ def test_first_loss_is_that_of_the_naive_computation(world: World, config: SftCo
     run_sft(config.model_copy(update={"steps": 1}), world, on_step=seen.append)
     model = AutoModelForCausalLM.from_pretrained(config.model_path)
     assert seen[0].loss == pytest.approx(loss_of(model, config, seed_batch(config)), rel=1e-4)
+
+
+def first_step(config: SftConfig, world: World, **options: Any) -> SftStep:
+    return run_sft(config.model_copy(update={"steps": 1}), world, **options).last
+
+
+def test_templates_of_the_run_are_those_of_the_warm_up(world: World, config: SftConfig):
+    own = AutoTokenizer.from_pretrained(config.model_path).chat_template
+    plain = first_step(config, world).num_tokens
+    dated = ModelConfig(path="", custom_chat_template="{{ strftime_now('%Y') }}{{ word }}" + own)
+    now = datetime(2031, 1, 1)
+    year = first_step(config, world, model=dated, now=now).num_tokens
+    assert year > plain
+    kwargs = {"word": "a longer opening"}
+    assert first_step(config, world, model=dated, now=now, template_kwargs=kwargs).num_tokens > year
+
+
+def test_model_settings_of_the_run_are_those_of_the_warm_up(
+    world: World, config: SftConfig, tmp_path: Path
+):
+    exact = first_step(config, world).loss
+    rough = first_step(config, world, model=ModelConfig(path="unread", dtype="bfloat16")).loss
+    assert rough != exact
+    assert rough == pytest.approx(exact, rel=0.02)
+    scale = ModelConfig(path="", override_config={"rope_thetta": 1.0})
+    with pytest.raises(ConfigError, match="rope_thetta"):
+        first_step(config, world, model=scale)
+    with pytest.raises(ConfigError, match="nowhere"):
+        first_step(
+            config, world, model=ModelConfig(path="", tokenizer_path=str(tmp_path / "nowhere"))
+        )
 
 
 def test_weights_are_one_on_assistant_tokens_and_none_on_the_system_prompt(config: SftConfig):

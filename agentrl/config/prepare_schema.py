@@ -1,0 +1,73 @@
+"""Keys of what `agentrl train` makes first: data, a small policy, a supervised warm-up."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from agentrl.config.section import Section, Seed
+from agentrl.config.update_schema import OptimConfig
+
+
+class ArithmeticConfig(Section):
+    """Word problems of one to three steps in the format of GSM8K, made from a seed."""
+
+    out_dir: Path
+    seed: Seed = 0
+    num_train: int = Field(default=2048, ge=1)
+    num_val: int = Field(default=256, ge=1)
+    num_demos: int = Field(default=16000, ge=0)
+    """Demonstrations for the supervised warm-up, rough on purpose."""
+
+
+class Gsm8kConfig(Section):
+    """The real GSM8K, from the hub or from local files."""
+
+    out_dir: Path
+    source_dir: Path | None = None
+    """Folder with `train.jsonl` and `test.jsonl`; null: the hub."""
+    max_samples: int | None = Field(default=None, ge=1)
+
+
+class TinyPolicyConfig(Section):
+    """A small Qwen2-architecture model of random weights with a tokenizer of its own."""
+
+    out_dir: Path
+    corpus: Path
+    """Conversations (JSONL or parquet with `messages`) that the tokenizer is trained on."""
+    vocab_size: int = Field(default=600, ge=300)
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 192
+    max_position_embeddings: int = 2048
+    seed: Seed = 0
+
+
+class SftConfig(Section):
+    """A short supervised training on conversations, with the masks of the rollout."""
+
+    model_path: str
+    train_file: Path
+    """Rows with `messages` and, where tools are used, `tools` (or the run's tool YAML)."""
+    out_dir: Path
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    """Conversations of one optimizer step."""
+    max_length: int = Field(default=1024, ge=2)
+    """Tokens; longer conversations are dropped and counted."""
+    observed_loss_weight: float = Field(default=0.0, ge=0)
+    """Loss weight of user and tool tokens beside 1 on the assistant's (0 on the system prompt)."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    optim: OptimConfig = OptimConfig(lr=1e-5, lr_scheduler="cosine")
+    tool_config_path: Path | None = None
+    seed: Seed = 0
+
+
+class PrepareConfig(Section):
+    """What `agentrl train` makes first, where it is missing, in this order."""
+
+    arithmetic: ArithmeticConfig | None = None
+    gsm8k: Gsm8kConfig | None = None
+    tiny_policy: TinyPolicyConfig | None = None
+    sft: SftConfig | None = None
