@@ -62,6 +62,10 @@ class CallRecord(Record):
     """Tokens that the observation lost to its budget."""
     metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
     """What the tool itself reported."""
+    image: list[Any] | None = None
+    """Images of the tool's response: kept, and not shown, for only text is generated on so far."""
+    video: list[Any] | None = None
+    """Its videos, likewise."""
 
 
 class Turn(Record):

@@ -105,6 +105,8 @@ class ToolCaller:
             seconds=outcome.seconds,
             reward=outcome.reward,
             metrics=outcome.metrics,
+            image=outcome.response.image,
+            video=outcome.response.video,
         )
         return self._observation(record, outcome.response, should_stop=outcome.should_stop)
 
