@@ -274,9 +274,10 @@ def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Pa
     assert "engine: transformers" in lines[2]
     assert lines[3].split()[:3] == ["step", "reward", "val"]
     assert [line.split()[0] for line in lines[4:7]] == ["0", "1", "2"]
-    assert lines[7] == lines[7].strip()
-    assert lines[7].startswith("2 steps in ")
-    assert lines[8].startswith("success on 4 held-out problems: ")
+    assert lines[7].startswith(f"checkpoint: {tmp_path}/run/checkpoints/global_step_2")
+    assert lines[8].startswith("2 steps in ")
+    assert lines[9].startswith("success on 4 held-out problems: ")
+    assert len(lines) == 10
 
 
 HANGING = """

@@ -6,8 +6,9 @@ from agentrl.config.checks import (
     check_model_length,
     check_tools,
     find_biases,
+    find_idle_tools,
 )
-from agentrl.config.contradictions import find_contradictions
+from agentrl.config.contradictions import Purpose, find_contradictions
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys
 from agentrl.config.explain import describe, to_yaml
 from agentrl.config.load import load_config, parse_config
@@ -61,6 +62,7 @@ __all__ = [
     "OptimConfig",
     "PrepareConfig",
     "Problem",
+    "Purpose",
     "RefConfig",
     "RewardConfig",
     "RewardWeightsConfig",
@@ -79,6 +81,7 @@ __all__ = [
     "find_biases",
     "find_contradictions",
     "find_dead_keys",
+    "find_idle_tools",
     "load_config",
     "parse_config",
     "to_yaml",

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from agentrl.config.contradictions import find_contradictions, longest_sequence
-from agentrl.config.dead_keys import KeyNote, find_dead_keys
+from agentrl.config.contradictions import Purpose, find_contradictions, longest_sequence
+from agentrl.config.dead_keys import KeyNote, find_dead_keys, set_keys, why_no_call
 from agentrl.config.problems import Problem, raise_problems
 from agentrl.config.schema import RunConfig
 
@@ -17,30 +17,55 @@ class Bias(KeyNote):
 
 
 def check_config(
-    config: RunConfig, *, world_size: int = 1, file: str | Path | None = None
+    config: RunConfig,
+    *,
+    world_size: int = 1,
+    file: str | Path | None = None,
+    purpose: Purpose = Purpose.TRAIN,
 ) -> list[KeyNote]:
     """Refuse what contradicts itself, and list what the user should be told.
 
+    Args:
+        config: A run file whose single keys are right.
+        world_size: Ranks that share each batch.
+        file: The run file, for the error.
+        purpose: What is to be done with it.
+
     Returns:
-        Dead keys and biases, to be printed before the run.
+        Dead keys, biases and tools that are never called, to be printed before the run.
 
     Raises:
         ConfigError: with every contradiction, a line for each.
     """
-    if problems := find_contradictions(config, world_size=world_size):
+    if problems := find_contradictions(config, world_size=world_size, purpose=purpose):
         raise_problems(problems, file)
-    return [*find_dead_keys(config), *find_biases(config)]
+    return [*find_dead_keys(config), *find_biases(config), *find_idle_tools(config)]
 
 
 def find_biases(config: RunConfig) -> list[Bias]:
-    """Find the settings that are allowed and biased."""
-    reason = "log-probabilities are those of the full distribution, not of the one sampled from"
-    biases: list[Bias] = []
-    if config.rollout.top_p < 1:
-        biases.append(Bias("rollout.top_p", reason))
-    if config.rollout.top_k > 0:
-        biases.append(Bias("rollout.top_k", reason))
-    return biases
+    """Find the settings that are allowed and biased; there are none where nothing is trained."""
+    if config.trainer.val_only:
+        return []
+    cut = "log-probabilities are those of the full distribution, not of the one sampled from"
+    kl = (
+        f"the gradient of {config.actor.kl_loss_type} says nothing of the KL; use k2, k3 or a "
+        "straight-through form such as k1+"
+    )
+    is_empty_kl = config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl")
+    found = (
+        ("rollout.top_p", cut, config.rollout.top_p < 1),
+        ("rollout.top_k", cut, config.rollout.top_k > 0),
+        ("actor.kl_loss_type", kl, is_empty_kl),
+    )
+    return [Bias(key, reason) for key, reason, is_biased in found if is_biased]
+
+
+def find_idle_tools(config: RunConfig) -> list[KeyNote]:
+    """Find tools that the policy is told of and that are never called."""
+    reason = why_no_call(config)
+    keys = [f"rollout.multi_turn.{name}" for name in ("tool_config_path", "function_tool_path")]
+    given = [key for key in set_keys(config) if key in keys] if reason else []
+    return [KeyNote(key, f"the tools are shown and never called: {reason}") for key in given]
 
 
 def check_model_length(

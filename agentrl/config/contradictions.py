@@ -1,9 +1,11 @@
 """Settings that cannot hold together, told before any model loads.
 
-Each check takes the configuration and the number of ranks, and yields what is wrong.
+Each check takes the configuration and the number of ranks, and yields what is wrong. Which checks
+are made depends on what the run file is read for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 
 from agentrl.config.dead_keys import set_keys
 from agentrl.config.problems import Problem
@@ -12,14 +14,30 @@ from agentrl.config.schema import RunConfig
 Check = Callable[[RunConfig, int], Iterator[Problem]]
 
 
-def find_contradictions(config: RunConfig, *, world_size: int = 1) -> list[Problem]:
+class Purpose(StrEnum):
+    """What a run file is read for, which decides what it must say."""
+
+    TRAIN = "train"
+    """Training, or validating alone where `trainer.val_only` says so."""
+    ROLLOUT = "rollout"
+    """Rolling out some prompts and showing them: no batches, no update."""
+    SFT = "sft"
+    """The supervised warm-up alone."""
+
+
+def find_contradictions(
+    config: RunConfig, *, world_size: int = 1, purpose: Purpose = Purpose.TRAIN
+) -> list[Problem]:
     """Find every pair of settings that cannot both be meant.
 
     Args:
         config: A run file whose single keys are right.
         world_size: Ranks that share each batch.
+        purpose: What is to be done with it.
     """
-    return [problem for check in CHECKS for problem in check(config, world_size)]
+    trains = purpose is Purpose.TRAIN
+    checks = VALIDATION_CHECKS if trains and config.trainer.val_only else CHECKS[purpose]
+    return [problem for check in checks for problem in check(config, world_size)]
 
 
 def longest_sequence(config: RunConfig) -> int:
@@ -27,15 +45,25 @@ def longest_sequence(config: RunConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _files(config: RunConfig, _: int) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer.val_only and not config.data.val_files:
+def _val_files(config: RunConfig, _: int) -> Iterator[Problem]:
+    if not config.data.val_files:
         yield Problem("data.val_files", "is empty, and trainer.val_only is true", "a file")
-    if not trainer.val_only and not config.data.train_files:
+
+
+def _train_files(config: RunConfig, _: int) -> Iterator[Problem]:
+    if not config.data.train_files:
         yield Problem("data.train_files", "is empty", "at least one file")
+
+
+def _resume(config: RunConfig, _: int) -> Iterator[Problem]:
+    trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         told = "is not set, and trainer.resume_mode is resume_path"
         yield Problem("trainer.resume_from_path", told, "a checkpoint's folder")
+
+
+def _intervals(config: RunConfig, _: int) -> Iterator[Problem]:
+    trainer = config.trainer
     for key, value in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
         if value == 0:
             yield Problem(f"trainer.{key}", "0 is no interval", "a number of steps, or -1")
@@ -56,9 +84,20 @@ def _groups(config: RunConfig, _: int) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
         told = "is 1, and algorithm.adv_estimator grpo trains on nothing in a group of one"
         yield Problem("rollout.n", told, "at least 2")
+
+
+def _weights(config: RunConfig, _: int) -> Iterator[Problem]:
     weights = config.reward.weights
     if weights.trajectory == weights.turn == weights.tool == 0:
         yield Problem("reward.weights", "are all 0, so every reward is 0", "one that is not")
+
+
+def _packing(config: RunConfig, _: int) -> Iterator[Problem]:
+    longest, told = longest_sequence(config), _sum_in_words(config)
+    packed = config.actor.ppo_max_token_len_per_gpu
+    if longest > packed:
+        words = f"a micro-batch of {packed} tokens cannot hold one sequence of {told}"
+        yield Problem("actor.ppo_max_token_len_per_gpu", words, f">= {longest}")
 
 
 def _lengths(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -68,10 +107,6 @@ def _lengths(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem(
             "rollout.max_model_len", f"{limit} tokens cannot hold {told}", f">= {longest}"
         )
-    packed = config.actor.ppo_max_token_len_per_gpu
-    if longest > packed:
-        words = f"a micro-batch of {packed} tokens cannot hold one sequence of {told}"
-        yield Problem("actor.ppo_max_token_len_per_gpu", words, f">= {longest}")
     tiny = config.prepare.tiny_policy
     if tiny is not None and longest > tiny.max_position_embeddings:
         words = f"{tiny.max_position_embeddings} positions cannot hold {told}"
@@ -135,7 +170,14 @@ def _sum_in_words(config: RunConfig) -> str:
     )
 
 
-CHECKS: tuple[Check, ...] = (
-    _files, _batches, _groups, _lengths, _budgets, _engine, _tiny_policy,
-)  # fmt: skip
-"""Every check, in the order in which its problems are told."""
+_GENERATION: tuple[Check, ...] = (_lengths, _budgets, _engine, _tiny_policy)
+VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
+"""What must hold under `trainer.val_only`."""
+CHECKS: Mapping[Purpose, tuple[Check, ...]] = {
+    Purpose.TRAIN: (
+        _train_files, _resume, _intervals, _batches, _groups, _weights, _packing, *_GENERATION,
+    ),
+    Purpose.ROLLOUT: _GENERATION,
+    Purpose.SFT: (_tiny_policy,),
+}  # fmt: skip
+"""What must hold for each purpose, in the order in which its problems are told."""

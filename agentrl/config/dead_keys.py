@@ -6,7 +6,10 @@ Only keys that the user set are reported: a default that has no effect misleads 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from agentrl.config.schema import OptimConfig, RunConfig, Section
+from agentrl.config.schema import ActorConfig, OptimConfig, RunConfig, Section
+
+GROUP_ESTIMATORS = ("grpo", "grpo_verl_singleton")
+"""Bundled estimators that compare the samples of a group, and know no time."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,16 @@ def has_tools(config: RunConfig) -> bool:
     return bool(multi_turn.tool_config_path or multi_turn.function_tool_path)
 
 
+def why_no_call(config: RunConfig) -> str | None:
+    """Name the budget under which no tool is ever called, although the run has tools."""
+    multi_turn = config.rollout.multi_turn
+    if not has_tools(config):
+        return None
+    if multi_turn.max_assistant_turns == 1:
+        return "rollout.multi_turn.max_assistant_turns is 1, and no call follows the last turn"
+    return "rollout.multi_turn.max_tool_calls is 0" if multi_turn.max_tool_calls == 0 else None
+
+
 def has_interaction(config: RunConfig) -> bool:
     """Whether the run has a simulated user or environment."""
     return config.rollout.multi_turn.interaction_config_path is not None
@@ -83,6 +96,20 @@ def num_mini_batches(config: RunConfig) -> int:
 
 def _multi_turn(*leaves: str) -> tuple[str, ...]:
     return tuple(f"rollout.multi_turn.{leaf}" for leaf in leaves)
+
+
+def _only_training() -> tuple[str, ...]:
+    """Keys that nothing but a training step reads; how weights are sharded is no such key."""
+    actor = [name for name in ActorConfig.model_fields if name != "fsdp_config"]
+    return (
+        *(f"actor.{name}{'.*' if name == 'optim' else ''}" for name in actor),
+        *("algorithm.*", "ref.*", "reward.placement", "reward.weights.*"),
+        *("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
+        *("data.train_files", "data.train_batch_size", "data.train_max_samples"),
+        *("data.shuffle", "data.seed", "model.enable_gradient_checkpointing"),
+        *("trainer.total_training_steps", "trainer.total_epochs", "trainer.test_freq"),
+        *("trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.rollout_data_dir"),
+    )
 
 
 def _optim_rules(
@@ -107,6 +134,11 @@ def _optim_rules(
 
 
 DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
+    DeadKeyRule(
+        _only_training(),
+        lambda c: c.trainer.val_only,
+        "trainer.val_only is true, so nothing is trained",
+    ),
     # Data.
     DeadKeyRule(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
     DeadKeyRule(
@@ -116,7 +148,8 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     DeadKeyRule(
         ("data.truncation",),
-        lambda c: c.data.filter_overlong_prompts,
+        # With tools a prompt may grow behind the filter: what `create` answers is appended to it.
+        lambda c: c.data.filter_overlong_prompts and not has_tools(c),
         "data.filter_overlong_prompts drops every prompt that would be truncated",
     ),
     DeadKeyRule(
@@ -127,19 +160,9 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     # Tools and interactions.
     DeadKeyRule(
-        _multi_turn("tool_config_path", "function_tool_path", "interaction_config_path"),
-        lambda c: c.rollout.multi_turn.max_assistant_turns == 1,
-        "rollout.multi_turn.max_assistant_turns is 1, and nothing is executed behind the last turn",
-    ),
-    DeadKeyRule(
-        _multi_turn("tool_config_path", "function_tool_path"),
-        lambda c: c.rollout.multi_turn.max_tool_calls == 0,
-        "rollout.multi_turn.max_tool_calls is 0",
-    ),
-    DeadKeyRule(
-        _multi_turn("interaction_config_path"),
-        lambda c: c.rollout.multi_turn.max_user_turns == 0,
-        "rollout.multi_turn.max_user_turns is 0",
+        _multi_turn("max_parallel_calls"),
+        lambda c: why_no_call(c) is not None,
+        "the budgets of the run allow no tool call",
     ),
     DeadKeyRule(
         (*_multi_turn("tool_timeout_s", "max_parallel_calls", "max_tool_calls", "format",
@@ -180,6 +203,11 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         lambda c: c.rollout.failure.policy != "retry",
         "rollout.failure.policy is not retry",
     ),
+    DeadKeyRule(
+        ("rollout.failure.max_failed_frac",),
+        lambda c: c.rollout.failure.policy == "raise",
+        "rollout.failure.policy is raise, so the first failure ends the run",
+    ),
     # The update.
     DeadKeyRule(
         ("actor.kl_loss_coef", "actor.kl_loss_type", "ref.path"),
@@ -188,7 +216,10 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     DeadKeyRule(
         ("actor.clip_ratio",),
-        lambda c: c.actor.clip_ratio_low is not None and c.actor.clip_ratio_high is not None,
+        # What a loss of the user's own reads is not known.
+        lambda c: c.actor.policy_loss == "vanilla"
+        and c.actor.clip_ratio_low is not None
+        and c.actor.clip_ratio_high is not None,
         "actor.clip_ratio_low and actor.clip_ratio_high are both set",
     ),
     DeadKeyRule(
@@ -200,13 +231,8 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     *_optim_rules("prepare.sft.optim", lambda c: c.prepare.sft and c.prepare.sft.optim),
     DeadKeyRule(
         ("algorithm.gamma", "algorithm.lam"),
-        lambda c: c.algorithm.adv_estimator == "grpo",
+        lambda c: c.algorithm.adv_estimator in GROUP_ESTIMATORS,
         "grpo gives every token of a trajectory the same advantage",
-    ),
-    DeadKeyRule(
-        ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: "grpo" not in c.algorithm.adv_estimator,
-        "algorithm.adv_estimator is not grpo",
     ),
     # The loop.
     DeadKeyRule(
@@ -223,6 +249,11 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         ("trainer.resume_from_path",),
         lambda c: c.trainer.resume_mode != "resume_path",
         "trainer.resume_mode is not resume_path",
+    ),
+    DeadKeyRule(
+        ("trainer.plot",),
+        lambda c: "jsonl" not in c.trainer.logger,
+        "the curve is drawn from metrics.jsonl, and jsonl is not in trainer.logger",
     ),
 )  # fmt: skip
 """Every rule; the first that covers a key gives its reason."""

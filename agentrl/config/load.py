@@ -7,7 +7,7 @@ resolves interpolations (`${data.seed}`, `${oc.env:HOME}`).
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -112,18 +112,23 @@ def _validate(raw: dict[str, Any], file: str | Path | None, overridden: Sequence
 
 def _with_named_files(raw: dict[str, Any], file: str | Path | None) -> dict[str, Any]:
     """Read a single path where the schema has a list, and name validation files by stem."""
-    data = raw.get("data")
-    if not isinstance(data, Mapping):
+    if not isinstance(raw.get("data"), Mapping):
         return raw
-    named = dict(data)
-    if isinstance(data.get("train_files"), str | Path):
-        named["train_files"] = [data["train_files"]]
-    val_files = data.get("val_files")
-    if isinstance(val_files, str | Path):
-        val_files = [val_files]
-    if isinstance(val_files, list) and all(isinstance(path, str | Path) for path in val_files):
-        named["val_files"] = _by_stem(val_files, file)
+    named = dict(cast("Mapping[str, Any]", raw["data"]))
+    if isinstance(named.get("train_files"), str | Path):
+        named["train_files"] = [named["train_files"]]
+    if (paths := _as_paths(named.get("val_files"))) is not None:
+        named["val_files"] = _by_stem(paths, file)
     return raw | {"data": named}
+
+
+def _as_paths(given: Any) -> list[str | Path] | None:
+    """A path, or a list of paths, as a list; None for anything else."""
+    if isinstance(given, str | Path):
+        return [given]
+    paths = cast("list[str | Path]", given)
+    is_list = isinstance(given, list) and all(isinstance(path, str | Path) for path in paths)
+    return paths if is_list else None
 
 
 def _by_stem(paths: Sequence[str | Path], file: str | Path | None) -> dict[str, str | Path]:

@@ -189,8 +189,8 @@ class MultiTurnConfig(Section):
     max_tool_calls: int | None = Field(default=None, ge=0)
     """Calls of all tools together; null: no limit of its own."""
     max_parallel_calls: int = Field(default=8, ge=1)
-    """Calls of one request that run at once; the others queue. A tool whose `execute` is no
-    coroutine runs on a thread of its own, so at most so many threads for each request."""
+    """Calls of one request that run at once; the others queue. Tools that are a plain `def`
+    run on threads, at most so many of one request at once."""
     max_tokens_per_turn: int | None = Field(default=None, ge=1)
     """Sampled tokens of one turn; null: what is left of the response."""
     max_tool_response_length: int = Field(default=1024, ge=1)

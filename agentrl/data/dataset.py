@@ -63,6 +63,13 @@ class PromptDataset(Sequence[Prompt]):
                 named.setdefault(tool, prompt.index)
         return named
 
+    def sources(self) -> dict[str, int]:
+        """Find the data sources of the rows, each with the index of the first row that has it."""
+        found: dict[str, int] = {}
+        for prompt in self._prompts:
+            found.setdefault(prompt.data_source, prompt.index)
+        return found
+
 
 def load_prompts(
     files: Sequence[str | Path], config: DataConfig, *, max_samples: int | None = None

@@ -5,9 +5,10 @@ Arrow's reader would turn `"4"` into 4 and a text that looks like a date into a 
 that only some rows have, and lose the line of an error.
 """
 
+import importlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def read_rows(file: str | Path) -> list[Row]:
     if not rows:
         raise DataError("the file has no rows", file=path, expected="at least one row")
     for number, row in enumerate(rows):
-        if not isinstance(row, dict):
+        if not isinstance(row, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - JSON's
             told = f"a row is {type(row).__name__}, not a mapping"
             raise DataError(told, file=path, row=number, expected="an object with named columns")
     return rows
@@ -46,10 +47,9 @@ def read_rows(file: str | Path) -> list[Row]:
 
 def write_parquet(file: Path, rows: list[Row]) -> None:
     """Write rows as Parquet: whole, or not at all."""
-    import datasets
-
+    untyped = untyped_datasets()
     with _quiet(), written_whole(file) as partial:
-        datasets.Dataset.from_list(rows).to_parquet(partial)
+        untyped.Dataset.from_list(rows).to_parquet(partial)
 
 
 def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -58,16 +58,19 @@ def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _read_parquet(path: Path) -> list[Row]:
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
+def untyped_datasets() -> Any:
+    """Import Hugging Face's `datasets`, which is slow to load and ships no types."""
+    return importlib.import_module("datasets")
 
+
+def _read_parquet(path: Path) -> list[Row]:
+    untyped = untyped_datasets()
     # `datasets` writes an Arrow copy of what it reads; the rows are held in memory, so it can go.
     with _quiet(), tempfile.TemporaryDirectory() as cache:
         try:
-            table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
-            return list(table)  # pyright: ignore[reportArgumentType, reportReturnType]
-        except (DatasetGenerationError, ValueError, OSError) as error:
+            table = untyped.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+            return list(table)
+        except (untyped.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             cause = error.__cause__ or error
             raise DataError(f"cannot read Parquet: {cause}", file=path) from None
 
@@ -97,17 +100,16 @@ def _placed(error: ValueError, lines_before: int) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None, None, None]:
     """Keep the progress bars of `datasets` off the console, and leave its setting as it was."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
+    untyped = untyped_datasets()
+    shown = untyped.is_progress_bar_enabled()
+    untyped.disable_progress_bars()
     try:
         yield
     finally:
         if shown:
-            datasets.enable_progress_bars()
+            untyped.enable_progress_bars()
 
 
 _READERS = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_jsonl}

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -157,7 +157,7 @@ def _can_fork() -> bool:
 
 
 @contextmanager
-def _quiet_fork() -> Iterator[None]:
+def _quiet_fork() -> Generator[None, None, None]:
     """Fork without the warnings of tokenizers and Python: the children use one thread."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

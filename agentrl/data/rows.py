@@ -6,9 +6,9 @@ that vary from row to row may also be JSON texts; they are decoded, and their nu
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -51,7 +51,7 @@ class RowReader:
         Raises:
             DataError: with file, row number and what was expected.
         """
-        given = without_nulls(row) or {}
+        given: Row = without_nulls(row) or {}
         messages = self._messages(given, number)
         extra_info = self._mapping(given.get("extra_info"), "extra_info", number)
         try:
@@ -90,11 +90,11 @@ class RowReader:
             )
         found = row[self._prompt_key]
         if isinstance(found, str):
-            found = _decoded_list(found) or [{"role": "user", "content": found}]
+            return _decoded_list(found) or [{"role": "user", "content": found}]
         if not isinstance(found, list) or not found:
             told = f"{self._prompt_key!r} is {_shown(found)}"
             raise self._error(told, number, _MESSAGES)
-        return found
+        return cast("list[Any]", found)
 
     def _mapping(self, value: Any, name: str, number: int) -> Row:
         found = _decoded(value) if isinstance(value, str) else value
@@ -102,7 +102,7 @@ class RowReader:
             return {}
         if not isinstance(found, dict):
             raise self._error(f"{name} is {_shown(value)}", number, "a mapping, or one as JSON")
-        return found
+        return cast("Row", found)
 
     def _error(self, told: str, number: int, expected: str) -> DataError:
         return DataError(told, file=self._file, row=number, expected=expected)
@@ -118,10 +118,11 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return without_nulls(value.tolist())
     if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
+        return [without_nulls(item) for item in cast("Sequence[Any]", value)]
     if not isinstance(value, Mapping) or not value:
-        return value
-    kept = {name: without_nulls(item) for name, item in value.items()}
+        return cast("Any", value)
+    items = cast("Mapping[Any, Any]", value).items()
+    kept = {name: without_nulls(item) for name, item in items}
     return {name: item for name, item in kept.items() if item is not None} or None
 
 
@@ -135,7 +136,8 @@ def _decoded(text: str) -> Any:
 def _decoded_list(text: str) -> list[Any] | None:
     # A plain question may start with "[": only a list of mappings is a conversation.
     found = _decoded(text) if text.lstrip().startswith("[") else None
-    return found if isinstance(found, list) and all(isinstance(m, dict) for m in found) else None
+    messages = cast("list[Any]", found) if isinstance(found, list) else []
+    return messages if all(isinstance(message, dict) for message in messages) else None
 
 
 def _words(error: ValidationError, prompt_key: str) -> str:

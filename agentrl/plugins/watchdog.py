@@ -61,7 +61,8 @@ class LoopWatchdog:
                 return
             silent_s = time.monotonic() - self._beat
             if silent_s > self._threshold_s:
-                self._blame(asyncio.current_task(loop), sys._current_frames().get(ident), silent_s)
+                frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
+                self._blame(asyncio.current_task(loop), frame, silent_s)
 
     def _mark(self) -> None:
         self._beat = time.monotonic()

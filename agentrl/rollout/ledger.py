@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from agentrl.errors import LedgerError
 
+_ROUNDING = 1e-4
+"""How far above 0 the log-probability of a certain token may come out of an engine."""
+
 
 class Ledger:
     """Four lists that agree at every moment (law 1).
@@ -39,8 +42,8 @@ class Ledger:
         """
         if len(ids) != len(log_probs):
             raise LedgerError(f"{len(ids)} sampled tokens with {len(log_probs)} log-probabilities")
-        bad = next((p for p in log_probs if not (math.isfinite(p) and p <= 1e-4)), None)
-        if bad is not None:
+        if not all(map(math.isfinite, log_probs)) or max(log_probs, default=0.0) > _ROUNDING:
+            bad = next(p for p in log_probs if not (math.isfinite(p) and p <= _ROUNDING))
             raise LedgerError(f"{bad} is no log-probability", expected="a finite number <= 0")
         return self._append(ids, 1, log_probs)
 

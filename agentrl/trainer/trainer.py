@@ -134,7 +134,6 @@ class Trainer:
             with self._timer("reward"):
                 self._runner.run(self.parts.setup.plugins.rewards.score(finished))
             manager.apply_failure_policy(finished)
-        manager.apply_failure_policy(finished)
         return finished
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:

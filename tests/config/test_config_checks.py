@@ -1,8 +1,13 @@
+from typing import get_args
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.algorithms import kl_penalty
 from agentrl.config import (
+    Purpose,
     check_config,
     check_model_length,
     check_tools,
@@ -10,10 +15,12 @@ from agentrl.config import (
     find_biases,
     find_contradictions,
     find_dead_keys,
+    find_idle_tools,
     parse_config,
 )
 from agentrl.config.dead_keys import DEAD_KEY_RULES, set_keys
 from agentrl.config.problems import known_keys
+from agentrl.config.schema import KlLossType
 from agentrl.errors import ConfigError
 
 TINY = {"out_dir": "o", "corpus": "c"}
@@ -25,8 +32,9 @@ def config_of(**sections):
                          {**base, **sections}})  # fmt: skip
 
 
-def contradicted(world_size: int = 1, **sections) -> set[str]:
-    problems = find_contradictions(config_of(**sections), world_size=world_size)
+def contradicted(world_size: int = 1, purpose: Purpose = Purpose.TRAIN, **sections) -> set[str]:
+    config = config_of(**sections)
+    problems = find_contradictions(config, world_size=world_size, purpose=purpose)
     assert all(problem.expected for problem in problems)
     return {problem.key for problem in problems}
 
@@ -86,6 +94,32 @@ def test_a_contradiction_is_told_with_its_key(key, sections):
     assert contradicted(**sections) == {key}
 
 
+ONLY_TRAINING = {
+    "data": {"train_files": [], "train_batch_size": 30},
+    "rollout": {"n": 1},
+    "actor": {"ppo_mini_batch_size": 16, "ppo_max_token_len_per_gpu": 16},
+    "reward": {"weights": {"trajectory": 0}},
+    "trainer": {"save_freq": 0},
+}
+
+
+def test_what_only_training_asks_for_is_not_asked_where_nothing_is_trained():
+    assert len(contradicted(**ONLY_TRAINING)) == 6
+    validating = {"data": ONLY_TRAINING["data"] | {"val_files": "val.parquet"},
+                  "trainer": {"save_freq": 0, "val_only": True}}  # fmt: skip
+    assert not contradicted(**(ONLY_TRAINING | validating))
+    for purpose in (Purpose.ROLLOUT, Purpose.SFT):
+        assert not contradicted(purpose=purpose, **ONLY_TRAINING)
+        assert check_config(config_of(**ONLY_TRAINING), purpose=purpose) is not None
+
+
+def test_what_generation_asks_for_is_asked_of_a_rollout_too():
+    broken = {"rollout": {"max_model_len": 5119, "top_k": 0}}
+    keys = {"rollout.max_model_len", "rollout.top_k"}
+    assert contradicted(purpose=Purpose.ROLLOUT, **broken) == keys
+    assert not contradicted(purpose=Purpose.SFT, **broken)
+
+
 def test_budgets_that_just_fit_are_no_contradiction():
     assert not contradicted(
         rollout={"max_model_len": 5120, "multi_turn": {"max_tokens_per_turn": 4096}},
@@ -125,8 +159,9 @@ def test_all_contradictions_come_in_one_error_that_names_the_file():
 def test_the_model_s_own_length_is_held_against_the_budgets():
     config = config_of()
     check_model_length(config, 5120)
-    with pytest.raises(ConfigError, match="5119"):
-        check_model_length(config, 5119)
+    with pytest.raises(ConfigError, match="5119") as caught:
+        check_model_length(config, 5119, file="run.yaml")
+    assert caught.value.file == "run.yaml"
 
 
 def test_a_tool_that_only_the_data_knows_is_told_with_its_row():
@@ -150,8 +185,9 @@ DEAD = [
     ("rollout.multi_turn.tool_timeout_s", {"rollout": {"multi_turn": {"tool_timeout_s": 3}}}),
     ("rollout.multi_turn.interaction_prob", {"rollout": {"multi_turn": {"interaction_prob": 1}}}),
     (
-        "rollout.multi_turn.tool_config_path",
-        {"rollout": {"multi_turn": {"tool_config_path": "t", "max_assistant_turns": 1}}},
+        "rollout.multi_turn.max_parallel_calls",
+        {"rollout": {"multi_turn": {"tool_config_path": "t", "max_assistant_turns": 1,
+                                    "max_parallel_calls": 2}}},
     ),
     (
         "rollout.engine.scripted.answers",
@@ -163,6 +199,11 @@ DEAD = [
                                 "scripted": {"answers": ["a"]}}}},
     ),
     ("rollout.failure.max_retries", {"rollout": {"failure": {"max_retries": 3}}}),
+    (
+        "rollout.failure.max_failed_frac",
+        {"rollout": {"failure": {"policy": "raise", "max_failed_frac": 0.1}}},
+    ),
+    ("trainer.plot", {"trainer": {"plot": True, "logger": ["console"]}}),
     ("actor.kl_loss_coef", {"actor": {"kl_loss_coef": 0.1}}),
     ("ref.path", {"ref": {"path": "p"}}),
     (
@@ -177,6 +218,7 @@ DEAD = [
     ),
     ("actor.optim.min_lr_ratio", {"actor": {"optim": {"min_lr_ratio": 0.1}}}),
     ("algorithm.lam", {"algorithm": {"lam": 0.9}}),
+    ("algorithm.gamma", {"algorithm": {"adv_estimator": "grpo_verl_singleton", "gamma": 0.9}}),
     (
         "trainer.total_epochs",
         {"trainer": {"total_epochs": 2, "total_training_steps": 3}},
@@ -208,6 +250,45 @@ def test_keys_with_an_effect_are_not_reported():
     )  # fmt: skip
 
 
+def test_law_12_where_nothing_is_trained_the_keys_of_training_are_dead():
+    validating = {"val_only": True, "total_training_steps": 3, "save_freq": 5, "total_epochs": 2}
+    found = dead(
+        data={"val_files": "val.parquet", "train_batch_size": 8, "val_batch_size": 4},
+        rollout={"n": 4, "val_kwargs": {"n": 1, "temperature": 0.5}},
+        actor={"clip_ratio": 0.1, "optim": {"lr": 1.0}, "fsdp_config": {"offload_policy": True}},
+        algorithm={"adv_estimator": "grpo"},
+        trainer=validating,
+    )
+    assert found == {
+        "data.train_files", "data.train_batch_size", "rollout.n", "actor.clip_ratio",
+        "actor.optim.lr", "algorithm.adv_estimator", "trainer.total_training_steps",
+        "trainer.save_freq", "trainer.total_epochs",
+    }  # fmt: skip
+
+
+def test_a_key_that_may_have_an_effect_is_not_called_dead():
+    tools = {"tool_config_path": "t.yaml"}
+    both = {"clip_ratio": 0.1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+    for sections in (
+        {"data": {"truncation": "left"}, "rollout": {"multi_turn": tools}},
+        {"actor": both | {"policy_loss": "my_own"}},
+        {"algorithm": {"adv_estimator": "my_own", "gamma": 0.9, "norm_adv_by_std_in_grpo": False}},
+        {"rollout": {"multi_turn": {"interaction_config_path": "i", "max_user_turns": 0}}},
+        {"rollout": {"multi_turn": tools | {"max_tool_calls": 0}}},
+    ):
+        assert not dead(**sections)
+
+
+@pytest.mark.parametrize("budget", [{"max_tool_calls": 0}, {"max_assistant_turns": 1}])
+def test_tools_that_are_shown_and_never_called_are_told(budget):
+    config = config_of(rollout={"multi_turn": {"function_tool_path": "t.py"} | budget})
+    assert [note.key for note in find_idle_tools(config)] == [
+        "rollout.multi_turn.function_tool_path"
+    ]
+    assert "never called" in str(check_config(config)[-1])
+    assert not find_idle_tools(config_of(rollout={"multi_turn": budget}))
+
+
 def test_law_12_a_default_is_never_reported():
     assert find_dead_keys(config_of()) == []
 
@@ -235,6 +316,37 @@ def test_cut_distributions_are_reported_as_a_bias():
     config = config_of(rollout={"top_p": 0.9, "top_k": 20})
     assert {bias.key for bias in find_biases(config)} == {"rollout.top_p", "rollout.top_k"}
     assert "biases the training" in str(check_config(config)[0])
+
+
+def test_no_sampling_biases_a_run_that_trains_nothing():
+    validating = {"data": {"val_files": "val.parquet"}, "trainer": {"val_only": True}}
+    assert not find_biases(config_of(**validating, rollout={"top_p": 0.9}))
+
+
+@pytest.mark.parametrize("name", ["k1", "kl"])
+def test_a_kl_loss_whose_gradient_is_no_kl_is_a_bias(name):
+    used = {"use_kl_loss": True, "kl_loss_type": name}
+    assert [bias.key for bias in find_biases(config_of(actor=used))] == ["actor.kl_loss_type"]
+    assert not find_biases(config_of(actor=used | {"kl_loss_type": f"{name}+"}))
+    assert not find_biases(config_of(actor={"kl_loss_type": name}))
+
+
+def test_every_estimate_of_the_kl_can_be_configured_and_no_other():
+    with pytest.raises(ConfigError) as unknown:
+        kl_penalty(torch.zeros(1), torch.zeros(1), "none")
+    named = unknown.value.expected.removeprefix("one of ").partition(", each")[0].split(", ")
+    assert set(get_args(KlLossType)) == {f"{name}{plus}" for name in named for plus in ("", "+")}
+    for name in get_args(KlLossType):
+        assert kl_penalty(torch.zeros(1), torch.zeros(1), name).item() == 0
+    with pytest.raises(ConfigError, match="kl_loss_type"):
+        config_of(actor={"kl_loss_type": "k4+"})
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_every_number_is_finite(number):
+    with pytest.raises(ConfigError, match="expected: a finite number") as caught:
+        config_of(actor={"optim": {"lr": number}})
+    assert caught.value.key == "actor.optim.lr"
 
 
 def test_the_batch_arithmetic_is_told_in_words():

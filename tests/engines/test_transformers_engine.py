@@ -357,7 +357,9 @@ async def test_model_with_a_sliding_window_takes_the_librarys_attention():
         sliding_window=8,
         layer_types=["full_attention", "sliding_attention"],
     ).eval()
-    settings = TransformersEngineSettings(page_size=4, max_model_len=1000, max_batch_tokens=64)
+    settings = TransformersEngineSettings(
+        page_size=4, num_pages=300, max_batch_tokens=64, max_model_len=1000
+    )
     assert choose_attention(model, settings) == "sdpa"
     engine = TransformersEngine.from_model(model, settings=settings)
     sampling = SamplingParams(max_new_tokens=20)

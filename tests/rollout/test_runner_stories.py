@@ -287,6 +287,19 @@ async def test_calls_that_the_template_cannot_answer_are_the_models_doing():
     assert request.in_baseline
 
 
+@pytest.mark.parametrize("depth", [60, 80, 300, 900])
+async def test_arguments_nested_without_end_are_malformed(depth: int):
+    deep = "[" * depth + "]" * depth
+    engine = make_engine(
+        f'<tool_call>{{"name": "lookup", "arguments": {{"q": {deep}}}}}</tool_call>', "Bern."
+    )
+    tool = FakeTool(properties={"q": {}}, reply=lambda _: "ok")
+    request = await roll_out(engine, make_house(engine, tools=[tool]))
+    assert outcomes(request) == ["ok" if depth == 60 else "malformed"]
+    assert request.stop_reason is StopReason.ANSWERED
+    request.model_dump_json()
+
+
 # Limits of turns and calls
 
 

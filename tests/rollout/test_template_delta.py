@@ -160,19 +160,32 @@ def test_a_prompt_that_loses_a_message_is_refused() -> None:
     assert refused.value.details["role"] == "tool"
 
 
-def test_parts_of_a_multi_part_content_are_joined_or_passed_whole() -> None:
+def test_text_parts_of_a_content_are_joined() -> None:
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     message = Message.model_validate({"role": "user", "content": parts})
     template = load_template("qwen2_5")
     assert template.encode_prompt([message]) == template.encode_prompt([user("Hello there")])
-    image = {"type": "image", "image": "file.png"}
-    pictured = Message.model_validate({"role": "user", "content": [image, *parts]})
-    gemma = load_template("gemma3")
-    assert "user\n<start_of_image>Hellothere<end_of_turn>" in gemma.decode(
-        gemma.encode_prompt([pictured])
-    )
-    with pytest.raises(TemplateError):
-        template.encode_prompt([pictured])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5"])
+@pytest.mark.parametrize("part", [{"type": "image", "image": "a.png"}, {"type": "video"}])
+def test_a_part_that_is_no_text_is_refused_before_a_template_writes_its_token(
+    name: str, part: dict[str, str]
+) -> None:
+    template = load_template(name)
+    parts = [{"type": "text", "text": "Look: "}, part]
+    pictured = Message.model_validate({"role": "user", "content": parts})
+    for encode in (
+        lambda: template.encode_prompt([user("Hello"), assistant("Hello"), pictured]),
+        lambda: template.encode_delta([pictured], last_ids=ids_of("4")),
+        lambda: template.encode_conversation([pictured, assistant("A cat.")]),
+    ):
+        with pytest.raises(TemplateError, match="only text is generated on for now") as refused:
+            encode()
+        told = refused.value.details
+        assert (told["template"], told["role"], told["part"]) == (
+            f"{name}.jinja", "user", part["type"],
+        )  # fmt: skip
 
 
 def test_the_cost_of_a_turn_is_that_of_encoding_its_text() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from dataclasses import replace
 
 import jinja2
 import pytest
@@ -244,6 +245,40 @@ def test_strict_checking_fails_at_start_where_it_would_find_differences() -> Non
     with pytest.raises(TemplateError, match="ignore_strippable"):
         require(load_report("qwen3"), needs)
     require(load_report("qwen2_5"), needs)
+
+
+def strict_error(report: TemplateReport, **needs: bool) -> dict[str, object]:
+    with pytest.raises(TemplateError, match="token check is strict") as refused:
+        require(report, TemplateNeeds(sanity_check="strict", **needs))
+    assert "ignore_strippable" in str(refused.value.details["choices"])
+    return refused.value.details
+
+
+def test_strict_checking_needs_splicing_that_is_exact_where_the_run_has_texts() -> None:
+    told = strict_error(load_report("qwen3"))
+    assert told["template"] == "qwen3.jinja"
+    assert told["role"] == "user"
+    assert "<tool_response>" in str(told["does"])
+    assert strict_error(load_report("gptoss"))["role"] == "assistant"
+
+
+def test_strict_checking_does_not_mind_positions_that_the_run_does_not_use() -> None:
+    texts = load_report("qwen2_5").texts
+    for position, role in (("system", "system"), ("tool", "tool"), ("call argument", "assistant")):
+        inexact = tuple(replace(t, exact=t.position != position, note="'x'") for t in texts)
+        report = replace(load_report("qwen2_5"), texts=inexact)
+        require(report, TemplateNeeds(sanity_check="strict"))
+        require(report, TemplateNeeds(system=True, tools=True))
+        assert strict_error(report, system=True, tools=True)["role"] == role
+
+
+@pytest.mark.parametrize("name", ["gemma3", "cohere2", "phi3_5"])
+def test_what_a_template_refuses_is_no_inexact_text(name: str) -> None:
+    require(load_report(name), TemplateNeeds(sanity_check="strict", on_rewritten_history="keep"))
+
+
+def test_strict_checking_needs_texts_that_come_back() -> None:
+    assert strict_error(replace(load_report("qwen2_5"), round_trip=False))["role"] == "user"
 
 
 def test_history_counts_only_where_the_run_makes_it() -> None:

@@ -54,12 +54,10 @@ def _write(config: Gsm8kConfig, files: Iterable[Path]) -> None:
 
 
 def _download(split: str) -> list[Row]:
-    import datasets
-
     try:
         if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
             raise ConnectionError("HF_HUB_OFFLINE is set")
-        return list(datasets.load_dataset(DATA_SOURCE, "main", split=split))  # pyright: ignore[reportArgumentType, reportReturnType]
+        return list(untyped_datasets().load_dataset(DATA_SOURCE, "main", split=split))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{DATA_SOURCE} cannot be downloaded: {error}",

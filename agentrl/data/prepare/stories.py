@@ -7,6 +7,7 @@ training and validation, `UNSEEN` those of a second validation set.
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _LARGEST = 9999
@@ -148,8 +149,8 @@ def _draw_step(draw: random.Random, value: int) -> Step:
             return Step(value, operator, draw.randint(2, 99))
 
 
-_RESULTS = {
-    "+": lambda left, right: left + right,
-    "-": lambda left, right: left - right,
-    "*": lambda left, right: left * right,
+_RESULTS: dict[str, Callable[[int, int], int]] = {
+    "+": int.__add__,
+    "-": int.__sub__,
+    "*": int.__mul__,
 }

@@ -59,7 +59,7 @@ class TextReport:
     """What becomes of the texts of one position."""
 
     position: str
-    """`system`, `user`, `assistant`, `tool`, `tool name`, `call argument`, `tool description`."""
+    """A key of `ROLES`."""
     treatments: tuple[Treatment, ...]
     exact: bool
     """Whether splicing wrote what the template writes, for every text that was tried."""
@@ -176,6 +176,14 @@ class TemplateNeeds:
         needed += [Capability.USER_AFTER_ASSISTANT] if self.interaction else []
         return needed
 
+    @property
+    def positions(self) -> list[str]:
+        """Where the run puts texts."""
+        used = ["system"] if self.system else []
+        used += ["user", "assistant"]
+        used += ["tool", "tool name", "call argument", "tool description"] if self.tools else []
+        return used
+
     def histories(self, report: TemplateReport) -> list[HistoryReport]:
         """Which older turns must stay as they were sampled, and whether they do."""
         thoughts = report.thinks if self.thoughts is None else self.thoughts
@@ -190,6 +198,16 @@ class TemplateNeeds:
         return [report.history(history) for history, is_asked in asked.items() if is_asked]
 
 
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "tool name": "tool",
+    "call argument": "assistant",
+    "tool description": "system",
+}
+"""Positions of texts, and in whose messages they stand."""
 _ROLES = {
     Capability.GENERATION_PROMPT: "assistant",
     Capability.SYSTEM: "system",
@@ -198,6 +216,8 @@ _ROLES = {
     Capability.USER_AFTER_ASSISTANT: "user",
     Capability.USER_AFTER_TOOL: "user",
 }
+
+_LAXER = "rollout.multi_turn.tokenization_sanity_check_mode: ignore_strippable or disable"
 
 
 def require(report: TemplateReport, needs: TemplateNeeds) -> None:
@@ -216,19 +236,40 @@ def require(report: TemplateReport, needs: TemplateNeeds) -> None:
                 reason=found.reason,
                 expected="another model.custom_chat_template, or a run that does not need it",
             )
+    if needs.sanity_check == "strict":
+        _require_exact(report, needs)
     rewritten = [found for found in needs.histories(report) if found.stable is False]
     if rewritten and needs.sanity_check == "strict":
-        raise _rewriting(
-            report,
-            rewritten,
-            "multi_turn.tokenization_sanity_check_mode: ignore_strippable or disable",
-        )
+        raise _rewriting(report, rewritten, _LAXER)
     if rewritten and needs.on_rewritten_history == "error":
         raise _rewriting(
             report,
             rewritten,
             "model.on_rewritten_history: keep (go on with the tokens as sampled), or another "
             "model.custom_chat_template",
+        )
+
+
+def _require_exact(report: TemplateReport, needs: TemplateNeeds) -> None:
+    """Refuse what a strict check of the tokens would find in some later conversation."""
+    if not report.round_trip:
+        raise TemplateError(
+            "the tokenizer does not give texts back as they were, and the token check is strict",
+            template=report.template,
+            role="user",
+            choices=_LAXER,
+        )
+    for text in map(report.text, needs.positions):
+        # What is refused is no matter of texts: the capabilities say whether the run needs it.
+        if text.exact or Treatment.REFUSES in text.treatments:
+            continue
+        raise TemplateError(
+            f"the chat template does with some texts at {text.position!r} what splicing does not, "
+            f"and the token check is strict",
+            template=report.template,
+            role=ROLES[text.position],
+            does=_describe_text(text),
+            choices=_LAXER,
         )
 
 

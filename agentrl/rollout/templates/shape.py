@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from agentrl.messages import ContentPart, Message
+from agentrl.messages import Message
 
 SHORTEST_ID = 9
 """Call ids from this length on keep their length in a rendering (templates may check it)."""
@@ -162,23 +162,7 @@ class ShapeBuilder:
             node["content"] = self._reading.calls.empty_content
             node["tool_calls"] = [self._read_call(call) for call in fields["tool_calls"]]
         if message.content or not message.tool_calls:
-            node["content"] = self._read_content(message, voice)
-        return node
-
-    def _read_content(self, message: Message, voice: Voice) -> Node:
-        parts = message.content
-        if isinstance(parts, list) and any(part.type != "text" for part in parts):
-            return [self._read_part(part, voice) for part in parts]
-        return self._read_text(message.text, voice, is_content=True)
-
-    def _read_part(self, part: ContentPart, voice: Voice) -> dict[str, Node]:
-        fields = part.model_dump(exclude_none=True)
-        node: dict[str, Node] = {"type": part.type}
-        for key, value in fields.items():
-            if key == "text":
-                node[key] = self._read_text(value, voice, is_content=True)
-            elif key != "type":
-                node[key] = _structure(value, self.hole)
+            node["content"] = self._read_text(message.text, voice, is_content=True)
         return node
 
     def _read_field(self, key: str, value: Any, voice: Voice) -> Node:

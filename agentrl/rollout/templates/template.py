@@ -161,7 +161,7 @@ class ChatTemplate:
 
         Raises:
             TemplateError: where the template refuses the conversation, drops the text of a message
-                that is no assistant's, or writes no generation prompt.
+                that is no assistant's, or writes no generation prompt; for parts that are no text.
         """
         read = self.read(messages, tools)
         splice = self.learn_once("prompt", read, lambda: self._prepare_prompt(messages, read))
@@ -181,7 +181,8 @@ class ChatTemplate:
             tools: The same schemas as in the prompt.
 
         Raises:
-            TemplateError: where the template cannot carry these messages behind a turn.
+            TemplateError: where the template cannot carry these messages behind a turn; for parts
+                that are no text.
         """
         read = self.read(messages, tools)
         delta = self.learn_once("delta", read, lambda: self._prepare_delta(read))
@@ -221,7 +222,12 @@ class ChatTemplate:
         return self.anatomy.encoder.decode(ids)
 
     def read(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
-        """Read messages and tools into a shape and its texts."""
+        """Read messages and tools into a shape and its texts.
+
+        Raises:
+            TemplateError: for a message with parts that are no text.
+        """
+        self._refuse_media(messages)
         prepared = self._prepare_tools(tools)
         builder = ShapeBuilder(self.anatomy.reading, first_hole=len(prepared.holes))
         nodes = builder.messages(messages)
@@ -237,6 +243,21 @@ class ChatTemplate:
         if key not in self._shapes:
             _remember(self._shapes, key, find())
         return self._shapes[key]
+
+    def _refuse_media(self, messages: Sequence[Message]) -> None:
+        # A template would write an image's token, and nobody would put the image behind it.
+        for index, message in enumerate(messages):
+            parts = message.content if isinstance(message.content, list) else ()
+            media = [part.type for part in parts if part.type != "text"]
+            if media:
+                raise TemplateError(
+                    f"message {index} has a part of type {media[0]!r}, and only text is generated "
+                    f"on for now",
+                    template=self.name,
+                    role=message.role,
+                    part=media[0],
+                    expected="parts of type 'text'",
+                )
 
     def _prepare_tools(self, tools: Tools) -> PreparedTools:
         key = tuple(map(id, tools))

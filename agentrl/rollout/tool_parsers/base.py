@@ -7,15 +7,17 @@ closed there is none.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from agentrl.messages import OpenAIFunctionToolSchema, Role
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 
 _THOUGHT_END = "</think>"
+MAX_DEPTH = 64
+"""Levels of a call's arguments: enough for any tool, and few enough for every JSON library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class ToolParser(ABC):
                 position = _behind_thought(text, match.end())
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
-                turn.add(match.start(), piece)
+                turn.add(match.start(), piece._replace(found=tuple(map(_in_depth, piece.found))))
                 position = max(piece.end, match.end(), match.start() + 1)
         return turn.parsed()
 
@@ -159,6 +161,22 @@ class _Turn:
         rest = self._text[self._position :]
         content = "".join([*self._kept, rest])
         return ParsedTurn(content.strip() if self._calls else content, self._calls, self._malformed)
+
+
+def _in_depth(found: Call | Problem) -> Call | Problem:
+    """Refuse arguments nested so deeply that they could not be written down."""
+    level: list[Any] = [found.arguments] if isinstance(found, Call) else []
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return found
+    return Problem(f"its arguments are nested deeper than {MAX_DEPTH} levels", found.name)
+
+
+def _inner(outer: Any) -> Collection[Any]:
+    if isinstance(outer, dict):
+        return cast("dict[str, Any]", outer).values()
+    return cast("list[Any]", outer) if isinstance(outer, list) else ()
 
 
 def _behind_thought(text: str, position: int) -> int:
