@@ -126,9 +126,8 @@ def _as_paths(given: Any) -> list[str | Path] | None:
     """A path, or a list of paths, as a list; None for anything else."""
     if isinstance(given, str | Path):
         return [given]
-    paths = cast("list[str | Path]", given)
-    is_list = isinstance(given, list) and all(isinstance(path, str | Path) for path in paths)
-    return paths if is_list else None
+    paths: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [None]
+    return paths if all(isinstance(path, str | Path) for path in paths) else None
 
 
 def _by_stem(paths: Sequence[str | Path], file: str | Path | None) -> dict[str, str | Path]:

@@ -88,11 +88,11 @@ class RowReader:
             raise self._error(
                 told, number, f"{_MESSAGES}, in the column that data.prompt_key names"
             )
-        found = row[self._prompt_key]
+        found: Any = row[self._prompt_key]
         if isinstance(found, str):
             return _decoded_list(found) or [{"role": "user", "content": found}]
         if not isinstance(found, list) or not found:
-            told = f"{self._prompt_key!r} is {_shown(found)}"
+            told = f"{self._prompt_key!r} is {_shown(row[self._prompt_key])}"
             raise self._error(told, number, _MESSAGES)
         return cast("list[Any]", found)
 

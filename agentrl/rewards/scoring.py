@@ -118,7 +118,7 @@ def read_score(returned: object) -> Score:
         return Score(value, {"acc": value})
     mapping = cast("Mapping[str, Any]", returned)
     if "score" not in mapping:
-        raise RewardError(f"the scorer returned {_shown(returned)}", expected="the key 'score'")
+        raise RewardError(f"the scorer returned {_shown(mapping)}", expected="the key 'score'")
     extra = {key: value for key, value in mapping.items() if key != "score"}
     return Score(check_number(mapping["score"], "the scorer's 'score'"), extra)
 

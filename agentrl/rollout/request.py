@@ -7,7 +7,7 @@ and turned into a row of tensors by `agentrl.collate`. Everything that can be de
 import uuid
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import (
     Field,
@@ -377,11 +377,12 @@ class AsyncRolloutRequest(Record):
     ) -> "AsyncRolloutRequest":
         if not isinstance(data, dict) or "version" not in data:
             return handler(data)
-        if data["version"] != RECORD_VERSION:
-            raise ValueError(f"a request saved in version {data['version']}, not {RECORD_VERSION}")
+        saved = cast("dict[str, Any]", data)
+        if saved["version"] != RECORD_VERSION:
+            raise ValueError(f"a request saved in version {saved['version']}, not {RECORD_VERSION}")
         private = ("version", "state", "stop_reason", "error", "turns", *Ledger.__slots__)
-        request = handler({k: v for k, v in data.items() if k not in private})
-        request._restore({k: data[k] for k in private})
+        request = handler({k: v for k, v in saved.items() if k not in private})
+        request._restore({k: saved[k] for k in private})
         return request
 
     def _restore(self, saved: dict[str, Any]) -> None:

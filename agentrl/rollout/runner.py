@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from agentrl.config.schema import MultiTurnConfig
 from agentrl.engines.protocol import Completion, Engine, FinishReason
-from agentrl.errors import DataError, EngineError, Fault, TemplateError, TransitionError
+from agentrl.errors import (
+    DataError,
+    EngineError,
+    Fault,
+    InteractionError,
+    TemplateError,
+    TransitionError,
+)
 from agentrl.interactions.base import BaseInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
@@ -156,13 +163,15 @@ class _Run:
 
     async def release(self) -> None:
         """Release the tools and finalise the interaction; what goes wrong is counted."""
-        closing: list[Coroutine[Any, Any, Any]] = [self.tools.release()]
-        if self.interaction is not None:
-            closing.append(self.interaction.finalize())
-        released, *finalized = await asyncio.gather(*closing, return_exceptions=True)
-        failures = released if isinstance(released, list) else [released]
-        failures += [failure for failure in finalized if failure is not None]
-        self.request.metrics["release_failures"] = float(len(failures))
+        released, finalized = await asyncio.gather(
+            self.tools.release(), self._finalize(), return_exceptions=True
+        )
+        failures = [*released, finalized] if isinstance(released, list) else [released, finalized]
+        num_failures = sum(failure is not None for failure in failures)
+        self.request.metrics["release_failures"] = float(num_failures)
+
+    async def _finalize(self) -> InteractionError | None:
+        return None if self.interaction is None else await self.interaction.finalize()
 
     def _check_tokens(self) -> None:
         request = self.request

@@ -7,10 +7,10 @@ of the calls.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jsonschema
-from jsonschema.exceptions import best_match
+from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry
 
 from agentrl.messages import FunctionCall, Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
@@ -166,7 +166,8 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
         known = ", ".join(schemas) or "none"
         return f"there is no tool {call.name[:80]!r}; the tools are: {known}"
     try:
-        error = best_match(_VALIDATORS.of(schemas[call.name]).iter_errors(call.arguments))
+        validator = _VALIDATORS.of(schemas[call.name])
+        error = cast("ValidationError | None", best_match(validator.iter_errors(call.arguments)))
     except Exception as broken:  # noqa: BLE001 - a schema that cannot be applied to these arguments
         return f"its arguments cannot be checked: {type(broken).__name__}: {broken}"
     if error is None:

@@ -74,6 +74,9 @@ def warm_up(
         return
     files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
     arguments = config.model_dump(mode="json", exclude={"out_dir"})
+    # The warm-up shares the run's model settings and template: with others it is another one.
+    arguments["model"] = run.model.model_dump(mode="json", exclude={"path"})
+    arguments["template_kwargs"] = run.data.apply_chat_template_kwargs
     arguments["of"] = [_digest(config.train_file), _digest(Path(config.model_path))]
     if not make_once(config.out_dir, "sft/1", arguments, files, train):
         world.broadcast(False)

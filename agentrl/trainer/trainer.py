@@ -30,11 +30,16 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.build import Parts, start_parts
 from agentrl.trainer.merge import RankMetrics, merge_metrics
 from agentrl.trainer.metrics import Timer, batch_metrics, perf_metrics, rollout_metrics
-from agentrl.trainer.resume import checkpoint_folder, config_digest, find_checkpoint
+from agentrl.trainer.resume import (
+    checkpoint_folder,
+    config_digest,
+    find_checkpoint,
+    set_aside_superseded,
+)
 from agentrl.trainer.rollout_log import rollout_path, save_rollouts
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.validation import Outcome, read_outcome, validation_metrics
-from agentrl.training.checkpoint import RunState, set_aside_later
+from agentrl.training.checkpoint import RunState
 from agentrl.training.snapshot import export_hf, identify, load_run, save_run
 from agentrl.training.weight_sync import sync_weights
 
@@ -271,7 +276,7 @@ class Trainer:
         if path is not None:
             self._go_on_from(path)
         if self.world.is_main:
-            for moved in set_aside_later(checkpoint_folder(self.config), self.step):
+            for moved in set_aside_superseded(self.config, path, self.step):
                 self.parts.journal.say(f"another run's checkpoint was moved to {moved}")
         self.world.barrier()
 

@@ -119,6 +119,14 @@ def test_what_arrow_filled_in_is_undone(tmp_path: Path):
     assert from_parquet.tools_named() == {"a": 0, "b": 1}
 
 
+def test_the_sources_of_the_rows_come_with_their_first_row(tmp_path):
+    sources = ["sums", "sums", "words", "sums"]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "q", "data_source": s} for s in sources])
+    dataset = load_prompts([tmp_path / "rows.jsonl"], DataConfig())
+    assert dataset.sources() == {"sums": 0, "words": 2}
+    assert dataset.select([3, 2]).sources() == {"sums": 3, "words": 2}
+
+
 LEAVES = st.integers() | st.text(max_size=3) | st.just([])
 TREES = st.recursive(
     LEAVES,

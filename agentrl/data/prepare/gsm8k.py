@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from agentrl.answers import extract_gsm8k_answer
 from agentrl.config.schema import Gsm8kConfig
-from agentrl.data.files import Row, read_rows, write_parquet
+from agentrl.data.files import Row, read_rows, untyped_datasets, write_parquet
 from agentrl.data.prepare.manifest import make_once
 from agentrl.errors import DataError
 

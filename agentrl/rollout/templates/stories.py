@@ -1,6 +1,7 @@
 """Short conversations with which templates are probed."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from agentrl.errors import TemplateError
 from agentrl.messages import (
@@ -36,6 +37,8 @@ def result(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -
     return Message(role="tool", content=text, name=name, tool_call_id=f"call0000{number}")
 
 
+# One schema, not equal ones: what was learned of it is found again by its identity.
+@lru_cache(maxsize=8)
 def tool_schema(description: str = "Tell the weather.") -> OpenAIFunctionToolSchema:
     """Make the schema of the tool that the stories call."""
     city = {"type": "string", "description": "A city."}
