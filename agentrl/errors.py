@@ -21,7 +21,8 @@ class Fault(StrEnum):
     REWARD = "reward"
     """A scorer raised, hung, or returned something that is no finite number."""
     LIMIT = "limit"
-    """The wall clock of the request ran out, or the run was stopped."""
+    """The wall clock of the request ran out, the run was stopped, or the row asks for what the run
+    does not have (a tool, an interaction, room for its prompt)."""
 
 
 class AgentRLError(Exception):

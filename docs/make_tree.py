@@ -1,4 +1,4 @@
-"""Rewrite the tree in the README from the first sentence of each module: `python docs/make_tree.py`."""
+"""Rewrite the tree in README from the modules: `python docs/make_tree.py`."""
 
 import ast
 import re
