@@ -7,11 +7,10 @@ another state, or to its end.
 """
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from agentrl.config.schema import MultiTurnConfig
 from agentrl.engines.protocol import Completion, Engine, FinishReason
@@ -27,7 +26,10 @@ from agentrl.interactions.base import BaseInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
+from agentrl.rollout.cancellation import finish_despite_cancellation, is_cancelled
+from agentrl.rollout.draws import draws_interaction, turn_seed
 from agentrl.rollout.failures import describe_failure, find_fault
+from agentrl.rollout.limits import turn_limit, why_not_call, why_not_reply
 from agentrl.rollout.observations import TextFitter
 from agentrl.rollout.prompts import EncodedPrompt
 from agentrl.rollout.records import TokenDifference, Turn
@@ -246,8 +248,7 @@ class _Run:
 
     async def _complete(self) -> Completion:
         request = self.request
-        left = request.num_tokens_left
-        limit = min(left, request.budgets.max_turn_tokens or left)
+        limit = turn_limit(request)
         completion = await self.house.engine.generate(
             request.input_ids,
             replace(request.sampling, max_new_tokens=limit, seed=turn_seed(request)),
@@ -309,23 +310,17 @@ class _Run:
         return RequestState.INTERACTING if self._is_heard() else StopReason.ANSWERED
 
     def _why_not_call(self) -> StopReason | None:
-        """The limit or policy that ends the request where the model wants to call a tool."""
-        request, budgets = self.request, self.request.budgets
+        """The policy or limit that ends the request where the model wants to call a tool."""
         if self.calls.malformed and self.house.settings.on_malformed_call == "stop":
             return StopReason.MALFORMED_CALL
-        if is_over(request.num_tool_calls + self.calls.num_calls, budgets.max_tool_calls):
-            return StopReason.MAX_TOOL_CALLS
-        if is_over(request.num_assistant_turns + 1, budgets.max_assistant_turns):
-            return StopReason.MAX_ASSISTANT_TURNS
-        return None
+        return why_not_call(self.request, self.calls.num_calls)
 
     def _is_heard(self) -> bool:
         """Whether there is an interaction, and interval and draw let it hear this answer."""
         request, settings = self.request, self.house.settings
         if self.interaction is None or request.num_assistant_turns % settings.interaction_interval:
             return False
-        draw = random.Random(f"{request.seed}:{request.num_assistant_turns}").random()
-        return draw < settings.interaction_prob
+        return draws_interaction(request, settings.interaction_prob)
 
     # TOOL_CALLING
 
@@ -364,15 +359,7 @@ class _Run:
         judged.reward, judged.metadata = reply.score, reply.metadata or {}
         if reply.should_terminate:
             return StopReason.INTERACTION_ENDED
-        return self._why_not_reply() or self._reply(reply.content, seconds)
-
-    def _why_not_reply(self) -> StopReason | None:
-        request, budgets = self.request, self.request.budgets
-        if is_over(request.num_user_turns + 1, budgets.max_user_turns):
-            return StopReason.MAX_USER_TURNS
-        if is_over(request.num_assistant_turns + 1, budgets.max_assistant_turns):
-            return StopReason.MAX_ASSISTANT_TURNS
-        return None
+        return why_not_reply(request) or self._reply(reply.content, seconds)
 
     def _reply(self, text: str, seconds: float) -> Way:
         fitted = self.house.fitter.fit(text)
@@ -404,38 +391,3 @@ class _Run:
             if role == "tool":
                 calls[index].num_tokens += end - start
         return request.append_observed(delta.ids, role=role, seconds=seconds)
-
-
-def is_over(count: int, limit: int | None) -> bool:
-    """Whether a count is beyond a limit that there may not be."""
-    return limit is not None and count > limit
-
-
-def is_cancelled() -> bool:
-    """Whether the running task is being cancelled; else a `CancelledError` is a plug-in's own."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-async def finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
-    """Await work to its end; a cancellation meanwhile waits for it, and then goes on."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
-
-
-def turn_seed(request: AsyncRolloutRequest) -> int:
-    """Seed the next completion: a function of the request's seed, the attempt and the turn.
-
-    So what is sampled depends neither on which requests share the engine, nor on what it sampled
-    before: a resumed run goes on as the run that was never stopped.
-    """
-    name = f"{request.seed}:{request.attempt}:{len(request.turns)}"
-    return random.Random(name).getrandbits(63)

@@ -15,6 +15,7 @@ from agentrl.errors import DataError
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
+from agentrl.rewards.sources import SOURCES
 from agentrl.tools.registry import select_tools
 from agentrl.trainer.rollout_setup import RolloutSetup
 
@@ -83,6 +84,22 @@ class _Loader:
         if filtered.num_dropped:
             self._notes.append(f"{name}: {filtered}")
         return filtered.dataset
+
+
+def check_sources(dataset: PromptDataset, *, file: str) -> None:
+    """Hold the rows' data sources against the bundled scorers.
+
+    Raises:
+        DataError: with the first row whose source has none.
+    """
+    for name, row in dataset.sources().items():
+        if name not in SOURCES:
+            raise DataError(
+                f"no bundled scorer for the data source {name!r}",
+                file=file,
+                row=row,
+                expected=f"one of {', '.join(SOURCES)}, or reward.custom_reward_function",
+            )
 
 
 def check_interactions(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
-from agentrl.config import RunConfig, check_config
+from agentrl.config import Purpose, RunConfig, check_config
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
@@ -15,7 +15,12 @@ _SLASHES_OF_HUB_NAME = 1
 
 
 def check_run(
-    config: RunConfig, journal: Journal, *, world_size: int = 1, file: Path | None = None
+    config: RunConfig,
+    journal: Journal,
+    *,
+    world_size: int = 1,
+    file: Path | None = None,
+    purpose: Purpose = Purpose.TRAIN,
 ) -> Plugins:
     """Refuse a run that cannot succeed, and say what its user should know.
 
@@ -28,7 +33,7 @@ def check_run(
         PluginError: for a class path or function path that leads nowhere.
         DataError: for a data file that is not there.
     """
-    for note in check_config(config, world_size=world_size, file=file):
+    for note in check_config(config, world_size=world_size, file=file, purpose=purpose):
         journal.say(f"note: {note}")
     try:
         check_names(config)

@@ -12,7 +12,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from agentrl.config import RunConfig, check_config, check_model_length, describe, load_config
+from agentrl.config import (
+    Purpose,
+    RunConfig,
+    check_config,
+    check_model_length,
+    describe,
+    load_config,
+)
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
@@ -56,7 +63,10 @@ class Opened:
 
 @contextmanager
 def opened(
-    run_file: Path, overrides: Sequence[str], console: Console | None = None
+    run_file: Path,
+    overrides: Sequence[str],
+    purpose: Purpose,
+    console: Console | None = None,
 ) -> Iterator[Opened]:
     """Read a run file, refuse what cannot succeed, and join the ranks for the `with` block."""
     quiet_libraries()
@@ -64,7 +74,7 @@ def opened(
     world = start_world(config.trainer.device)
     journal = Journal(config.trainer, is_main=world.is_main, console=console)
     try:
-        plugins = check_run(config, journal, world_size=world.size, file=run_file)
+        plugins = check_run(config, journal, world_size=world.size, file=run_file, purpose=purpose)
         yield Opened(config=config, world=world, journal=journal, plugins=plugins)
     except KeyboardInterrupt:
         journal.say("interrupted")
@@ -76,7 +86,7 @@ def opened(
 
 def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
     """Prepare what is missing, train, and say what came of it."""
-    with opened(run_file, overrides) as run:
+    with opened(run_file, overrides, Purpose.TRAIN) as run:
         parts = prepare_parts(run.config, run.world, run.journal, run.plugins)
         trainer = Trainer(run.config, parts)
         summary = trainer.fit()
@@ -86,7 +96,7 @@ def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
 
 def sft_from_file(run_file: Path, overrides: Sequence[str]) -> None:
     """Run a run file's supervised warm-up, and what it needs before it."""
-    with opened(run_file, overrides) as run:
+    with opened(run_file, overrides, Purpose.SFT) as run:
         prepare = run.config.prepare
         if prepare.sft is None:
             raise ConfigError(
@@ -124,7 +134,7 @@ def rollout_from_file(
 
     A request that fails is shown like the others, with what it says: it is what one came to see.
     """
-    with opened(run_file, overrides, console) as run:
+    with opened(run_file, overrides, Purpose.ROLLOUT, console) as run:
         if options.out is not None:
             claim_folder(options.out.parent, key="--out")
         config = showing_failures(run.config)

@@ -15,6 +15,7 @@ from agentrl.rollout.templates import (
     TemplateNeeds,
     TemplateReport,
     Treatment,
+    probe_template,
     require,
 )
 from tests.fakes_templates import (
@@ -24,6 +25,7 @@ from tests.fakes_templates import (
     load_report,
     load_template,
     load_tokenizer,
+    make_template,
     render_really,
     schema,
     system,
@@ -228,6 +230,20 @@ def test_parallel_results_are_refused_where_names_would_be_wrong() -> None:
     with pytest.raises(TemplateError, match="several tool results") as refused:
         require(load_report("gptoss"), TemplateNeeds(tools=True, parallel_results=True))
     assert refused.value.details["role"] == "tool"
+
+
+def test_rows_with_a_system_message_need_a_template_that_takes_one() -> None:
+    template = make_template(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    report = probe_template(template)
+    require(report, TemplateNeeds())
+    with pytest.raises(TemplateError, match="carries no system message") as refused:
+        require(report, TemplateNeeds(system=True))
+    assert refused.value.details["role"] == "system"
+    assert "no system" in str(refused.value.details["reason"])
 
 
 @pytest.mark.parametrize("name", [*REWRITE_THOUGHTS, "gptoss"])
