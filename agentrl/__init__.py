@@ -1,4 +1,4 @@
-"""Multi-turn agentic reinforcement learning on SGLang.
+"""Multi-turn agentic reinforcement learning, with every trained token accounted for.
 
 The door: `Trainer`, `load_config`, `DataProto`, and the packages `agentrl.tools`,
 `agentrl.interactions`, `agentrl.rollout`, `agentrl.engines`, `agentrl.rewards`,

@@ -70,10 +70,6 @@ class TemplateError(AgentRLError, ValueError):
     """A chat template that cannot carry what the run needs (details: `template`, `role`)."""
 
 
-class ToolCallError(AgentRLError, ValueError):
-    """A tool call of the model that is malformed; its text may be shown to the model."""
-
-
 class LedgerError(AgentRLError, ValueError):
     """Tokens, mask and log-probabilities that would no longer agree (law 1)."""
 
