@@ -36,3 +36,7 @@ def test_first_two_commands_install_and_train_and_test() -> None:
     assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in train
     assert "pip install" in test
     assert "pytest" in test
+
+
+def test_readme_has_no_gap() -> None:
+    assert "@@" not in README

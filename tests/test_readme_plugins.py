@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl.config import DataConfig, parse_config
+from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools.registry import load_all_tools
@@ -73,3 +75,15 @@ def test_interaction_of_the_readme_works(here: Path) -> None:
     assert str(request.stop_reason) == "interaction_ended"
     scores = [turn.reward for turn in request.turns if turn.role == "assistant"]
     assert scores == [0.0, 1.0]
+
+
+def test_run_file_of_the_readme_is_a_run_file(here: Path) -> None:
+    config = parse_config(yaml.safe_load(blocks("yaml")[2]))
+    assert config.rollout.multi_turn.interaction_config_path == Path("interactions.yaml")
+
+
+def test_row_of_the_readme_is_a_row(here: Path) -> None:
+    (here / "rows.jsonl").write_text(blocks("json")[1], encoding="utf-8")
+    prompt = load_prompts([here / "rows.jsonl"], DataConfig())[0]
+    assert prompt.ground_truth == "apple"
+    assert prompt.interaction_kwargs["name"] == "doubter"

@@ -12,6 +12,7 @@ from agentrl.trainer.engine_choice import build_engine, choose_engine
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preflight import check_run, claim_folders
 from agentrl.trainer.preparation import prepare_run
+from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_setup import (
     Plugins,
     RolloutSetup,
@@ -53,6 +54,7 @@ def start_parts(config: RunConfig) -> Parts:
     Raises:
         AgentRLError: with what, where and what was expected.
     """
+    quiet_libraries()
     world = start_world(config.trainer.device)
     journal = Journal(config.trainer, is_main=world.is_main)
     plugins = check_run(config, journal, world_size=world.size)
@@ -91,6 +93,8 @@ def build_parts(
     check_tokenizer(setup.tokenizer, policy.config)
     check_model_length(config, policy.config.max_position_embeddings)
     engine = build_engine(config, policy.lm, setup.tokenizer, dtype=policy.compute_dtype)
+    if choose_engine(config) == "scripted":
+        journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
     journal.say(
         f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
         f"on {world.device.type} x {world.size}; engine: {choose_engine(config)}; "

@@ -63,8 +63,11 @@ def warm_up(
 
     Whether it is missing is for the main rank to say; the others wait for its word.
     """
+    was_there = (config.out_dir / "manifest.json").is_file()
 
     def train() -> None:
+        if was_there:
+            journal.say(f"{config.out_dir}: made anew, its settings or inputs have changed")
         world.broadcast(True)
         _train(run, config, world, journal, now=now)
 

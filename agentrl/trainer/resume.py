@@ -60,6 +60,34 @@ def set_aside_superseded(config: RunConfig, path: Path | None, step: int) -> lis
     return set_aside_later(root, step if is_own else 0)
 
 
+def policy_origin(config: RunConfig) -> str:
+    """Say which policy a run begins from: what made it, or the sizes of its weights.
+
+    A hub's name stands for itself. Weights themselves are not read: they may be hundreds of GiB.
+    """
+    folder = Path(config.model.path).expanduser()
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    weights = [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256(repr(weights or config.model.path).encode()).hexdigest()
+
+
+def check_origin(origin: str, config: RunConfig, path: Path) -> None:
+    """Refuse a checkpoint of a run that began from another policy.
+
+    Raises:
+        CheckpointError: naming the checkpoint.
+    """
+    if origin and origin != policy_origin(config):
+        raise CheckpointError(
+            f"{path.name} is of a run that began from another policy than {config.model.path}",
+            path=path,
+            expected="trainer.resume_mode=disable to begin anew, another "
+            "trainer.default_local_dir, or the policy that the run began from",
+        )
+
+
 def config_digest(config: RunConfig) -> str:
     """Hash what of a configuration decides what is sampled and trained, step by step.
 

@@ -46,7 +46,7 @@ from agentrl.trainer.summary import Summary
 from agentrl.trainer.trainer import Trainer
 from agentrl.trainer.transcript import print_transcript, read_transcript, token_table
 from agentrl.training.distributed import World, start_world, stop_world
-from agentrl.training.model import load_causal_lm, resolve_dtype
+from agentrl.training.model import load_causal_lm, load_hf_config, resolve_dtype
 from agentrl.training.rng import seed_everything
 from agentrl.training.tokenizer import check_tokenizer
 
@@ -232,6 +232,9 @@ def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -
     if missing := [path for path in (model, *files) if is_made_later(config, path)]:
         made = ", ".join(map(str, missing))
         return _say(console, f"template and data: not looked at, `prepare` has yet to make {made}")
+    if (Path(config.model.path).expanduser() / "config.json").is_file():
+        positions = load_hf_config(config.model).max_position_embeddings
+        check_model_length(config, positions, file=run_file)
     probed = probe_model(config, plugins)
     console.print(_template_table(probed.report))
     setup = make_rollout_setup(config, plugins, probed)

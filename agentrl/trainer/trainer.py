@@ -31,9 +31,11 @@ from agentrl.trainer.build import Parts, start_parts
 from agentrl.trainer.merge import RankMetrics, merge_metrics
 from agentrl.trainer.metrics import Timer, batch_metrics, perf_metrics, rollout_metrics
 from agentrl.trainer.resume import (
+    check_origin,
     checkpoint_folder,
     config_digest,
     find_checkpoint,
+    policy_origin,
     set_aside_superseded,
 )
 from agentrl.trainer.rollout_log import rollout_path, save_rollouts
@@ -246,6 +248,7 @@ class Trainer:
             step=self.step,
             identity=identify(self.parts.actor.policy),
             config_digest=config_digest(self.config),
+            origin=policy_origin(self.config),
             trainer=asdict(self.summary),
             data=self.parts.order.state_dict(),
         )
@@ -282,6 +285,7 @@ class Trainer:
 
     def _go_on_from(self, path: Path) -> None:
         state = load_run(path, self.parts.actor)
+        check_origin(state.origin, self.config, path)
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
         self.summary = Summary(**state.trainer)
@@ -289,7 +293,7 @@ class Trainer:
         self.parts.journal.say(f"resumed from {path} at step {self.step}")
         if state.config_digest != config_digest(self.config):
             self.parts.journal.say(
-                "the configuration is not the one of the checkpoint; it goes on with it"
+                "the run's configuration is not the checkpoint's: the run's own holds from here on"
             )
         if self.step >= self.parts.total_steps:
             self.parts.journal.say(

@@ -56,6 +56,8 @@ class RunState:
     identity: ModelIdentity
     config_digest: str = ""
     """Of the resolved configuration."""
+    origin: str = ""
+    """Which policy the run began from; empty where that was not recorded."""
     actor: dict[str, int] = field(default_factory=dict[str, int])
     """The actor's counters."""
     trainer: dict[str, Any] = field(default_factory=dict[str, Any])

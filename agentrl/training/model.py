@@ -121,6 +121,13 @@ def enable_checkpointing(lm: PreTrainedModel) -> None:
     (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
+def load_hf_config(config: ModelConfig) -> PretrainedConfig:
+    """Load a model's configuration, with what the run overrides in it; no weights are read."""
+    loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    override_config(loaded, config.override_config)
+    return loaded
+
+
 def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
     """Load a Hugging Face causal LM in float32.
 
@@ -128,10 +135,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
         ConfigError: where there is no such model, or weights are missing.
     """
     try:
-        hf_config = AutoConfig.from_pretrained(
-            config.path, trust_remote_code=config.trust_remote_code
-        )
-        override_config(hf_config, config.override_config)
+        hf_config = load_hf_config(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
             config=hf_config,
