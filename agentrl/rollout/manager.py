@@ -46,7 +46,6 @@ class RolloutManager:
     def __init__(self, house: House, rollout: RolloutConfig, data: DataConfig) -> None:
         self.house = house
         self._rollout = rollout
-        self._data = data
         self.budgets = make_budgets(rollout, data, house.engine.max_model_len)
 
     def train_plan(self) -> SamplingPlan:
