@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class _Loader:
             prompt.interaction_kwargs for prompt in dataset
         ):
             self._notes.append(f"{name}: no row has interaction_kwargs, so nobody answers")
-        if not data.filter_overlong_prompts:
+        if not data.filter_overlong_prompts and data.truncation != "error":
             return dataset
         lengths = measure_prompts(
             dataset,
@@ -80,10 +80,32 @@ class _Loader:
             cache_dir=data.cache_dir,
             num_workers=data.filter_num_workers,
         )
+        if not data.filter_overlong_prompts:
+            refuse_overlong(dataset, lengths, data.max_prompt_length, file=source)
+            return dataset
         filtered = drop_overlong(dataset, lengths, data.max_prompt_length)
         if filtered.num_dropped:
             self._notes.append(f"{name}: {filtered}")
         return filtered.dataset
+
+
+def refuse_overlong(
+    dataset: PromptDataset, lengths: Sequence[int], max_length: int, *, file: str
+) -> None:
+    """Refuse a prompt over its budget, where it is neither dropped nor cut.
+
+    Raises:
+        DataError: with the first such row.
+    """
+    for prompt, length in zip(dataset, lengths, strict=True):
+        if length > max_length:
+            raise DataError(
+                f"a prompt of {length} tokens is longer than data.max_prompt_length, {max_length}",
+                file=file,
+                row=prompt.index,
+                expected="data.filter_overlong_prompts=true, a data.truncation of left, right or "
+                "middle, or a larger budget",
+            )
 
 
 def check_sources(dataset: PromptDataset, *, file: str) -> None:
