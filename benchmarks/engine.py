@@ -5,9 +5,9 @@ tokens, about 25 sampled tokens a turn and 10 observed ones between turns, with 
 the quick start. Lock-step decoding is a loop over `model(..., past_key_values=...)` on a batch
 padded on the left, which waits for the longest row in each turn and prefills each turn anew.
 
-Expectation: a ratio of at least 0.8 on two cores (measured: 2.1 to 2.7, on a machine with other
-load). Both are measured in turn in one run, and the ratio of the fastest runs counts, as other load
-slows both.
+Expectation: a ratio of at least 0.8 on two cores (measured: 2.04 on an idle machine, 2.1 to 2.7
+with other load). Both are measured in turn in one run, and the ratio of the fastest runs counts, as
+other load slows both.
 
 Run: python benchmarks/engine.py [repeats]
 """
