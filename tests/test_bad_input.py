@@ -165,6 +165,12 @@ def test_row_without_prompt(train: Train, tmp_path: Path):
     assert_refused(told, "a row without 'prompt'", "row: 1", "rows.jsonl", "data.prompt_key")
 
 
+def test_data_source_without_a_scorer(train: Train, tmp_path: Path):
+    changes = {"reward": {"custom_reward_function": None}}
+    told = train_on(train, tmp_path, ROW, ROW | {"data_source": "my/source"}, **changes)
+    assert_refused(told, "no bundled scorer for the data source 'my/source'", "row: 1")
+
+
 def test_prompt_beyond_its_budget(train: Train, tmp_path: Path):
     long = ROW | {"prompt": "six times seven " * 200}
     told = train_on(train, tmp_path, ROW, long, data__filter_overlong_prompts=False)

@@ -64,12 +64,12 @@ class _Loader:
         data = self._config.data
         dataset = load_prompts(files, data, max_samples=max_samples)
         source = ", ".join(map(str, files))
-        tools = [tool.name for tool in self._setup.plugins.tools]
-        check_tools(dataset.tools_named(), tools, file=source)
-        check_interactions(dataset, self._setup.plugins.interactions, file=source)
-        if self._setup.plugins.interactions and not any(
-            prompt.interaction_kwargs for prompt in dataset
-        ):
+        plugins = self._setup.plugins
+        check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
+        check_interactions(dataset, plugins.interactions, file=source)
+        if self._config.reward.custom_reward_function is None:
+            check_sources(dataset, file=source)
+        if plugins.interactions and not any(prompt.interaction_kwargs for prompt in dataset):
             self._notes.append(f"{name}: no row has interaction_kwargs, so nobody answers")
         if not data.filter_overlong_prompts and data.truncation != "error":
             return dataset

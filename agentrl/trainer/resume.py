@@ -15,6 +15,11 @@ def checkpoint_folder(config: RunConfig) -> Path:
     return config.trainer.default_local_dir / CHECKPOINTS
 
 
+def has_checkpoints(config: RunConfig) -> bool:
+    """Whether a run has written any; none is read."""
+    return any(checkpoint_folder(config).glob("global_step_*"))
+
+
 def find_checkpoint(config: RunConfig) -> Path | None:
     """Find the checkpoint that `trainer.resume_mode` asks for; None: begin anew.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from agentrl.config.schema import RunConfig
 from agentrl.files import written_whole
-from agentrl.trainer.resume import find_checkpoint
+from agentrl.trainer.resume import has_checkpoints
 from agentrl.training.distributed import World
 
 START_FILE = "started"
@@ -21,7 +21,8 @@ def start_date(config: RunConfig, world: World) -> datetime:
 
 def _start_date(config: RunConfig) -> datetime:
     path = config.trainer.default_local_dir / START_FILE
-    if find_checkpoint(config) is not None and path.is_file():
+    goes_on = config.trainer.resume_mode != "disable" and has_checkpoints(config)
+    if goes_on and path.is_file():
         return _read(path)
     now = datetime.now()
     with written_whole(path) as draft:

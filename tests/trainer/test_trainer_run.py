@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.engines import ScriptedEngine
-from agentrl.errors import DataError, RolloutError
+from agentrl.errors import CheckpointError, DataError, RolloutError
 from agentrl.trainer.build import start_parts
 from agentrl.trainer.rollout_log import read_trajectories
 from agentrl.trainer.rollout_setup import make_manager
@@ -287,6 +287,15 @@ def test_resume_can_be_disabled(fit: Fit):
     assert first.folder == second.folder
     assert [line["step"] for line in read_lines(second.folder / "metrics.jsonl")] == [0, 1]
     assert (second.folder / "metrics.1.jsonl").is_file(), "the first run's figures are kept"
+
+
+def test_run_does_not_go_on_from_another_policys_checkpoint(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
+):
+    fit(trainer__total_training_steps=1)
+    monkeypatch.setattr("agentrl.trainer.resume.policy_origin", lambda _: "made anew")
+    with pytest.raises(CheckpointError, match="began from another policy"):
+        fit(trainer__total_training_steps=2)
 
 
 def test_resume_from_a_path_goes_on_from_there(fit: Fit, capsys: pytest.CaptureFixture[str]):
