@@ -5,6 +5,7 @@ user can mend is told in its own words, on standard error, and ends with exit co
 SIGTERM release what runs and end with 130.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -77,6 +78,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (AgentRLError, OSError) as error:
         _tell(error)
         sys.exit(2)
+    except SystemExit as end:
+        if is_one_of_many():
+            leave_at_once(end)
+        raise
+
+
+def is_one_of_many() -> bool:
+    """Whether torchrun, or what does as it does, started this process among others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def leave_at_once(end: SystemExit) -> None:
+    """Leave a rank whose work is done, without taking the interpreter down.
+
+    The threads of a process group may outlive it by a moment, and abort the process where they meet
+    an interpreter that is being taken down: a run that succeeded would end as one that crashed.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 def import_from_here() -> None:
@@ -95,7 +117,7 @@ def stop_cleanly_on_sigterm() -> None:
 
     Under torchrun it keeps its meaning: a rank that waits inside a collective could not answer.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not is_one_of_many():
         signal.signal(signal.SIGTERM, _interrupt)
 
 
