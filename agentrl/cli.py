@@ -2,22 +2,25 @@
 
 Nothing heavy is imported before a command runs, so that `--help` answers at once. A fault that a
 user can mend is told in its own words, on standard error, and ends with exit code 2; Ctrl-C and
-SIGTERM release what runs and end with 130.
+SIGTERM release what runs, save the last finished step, and end with 130 (a second Ctrl-C leaves at
+once).
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, is_out_of_memory
 
 _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
@@ -70,18 +73,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     import_from_here()
     stop_cleanly_on_sigterm()
+    name_rank_in_logs()
     # OpenMP's threads otherwise spin while they wait, at the cost of whoever shares the cores: the
     # engine's thread, tools, other users. It is read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        _run(arguments)
+    except BaseException as end:
+        if is_one_of_many():
+            leave_at_once(end)
+        raise
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     try:
         app(args=arguments, prog_name="agentrl")
     except (AgentRLError, OSError) as error:
         _tell(error)
         sys.exit(2)
-    except SystemExit as end:
-        if is_one_of_many():
-            leave_at_once(end)
-        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _tell(AgentRLError(f"memory ran out: {error}", expected="a smaller model, or more memory"))
+        sys.exit(2)
 
 
 def is_one_of_many() -> bool:
@@ -89,16 +103,35 @@ def is_one_of_many() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def leave_at_once(end: SystemExit) -> None:
-    """Leave a rank whose work is done, without taking the interpreter down.
+def name_rank_in_logs() -> None:
+    """Let each line of a log say whose it is, where several ranks share a terminal."""
+    if is_one_of_many():
+        logging.basicConfig(format=f"{_rank()}: %(message)s")
 
-    The threads of a process group may outlive it by a moment, and abort the process where they meet
-    an interpreter that is being taken down: a run that succeeded would end as one that crashed.
+
+def _rank() -> str:
+    return f"rank {os.environ.get('RANK', '?')}"
+
+
+def leave_at_once(end: BaseException) -> NoReturn:
+    """Leave a rank that is done or has failed, without taking the interpreter down.
+
+    gloo's threads let go of the last exchange's tensors a moment after it is over. For that they
+    need Python, and where they find it being taken down they abort the process: a run that
+    succeeded would end as one that crashed. And the others learn of a failure by the end of this
+    process alone, so it must not wait for anything.
     """
+    code = 1
+    if isinstance(end, SystemExit):
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    else:
+        traceback.print_exception(end)
+    for child in multiprocessing.active_children():
+        child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    os._exit(code)
 
 
 def import_from_here() -> None:
@@ -113,9 +146,10 @@ def import_from_here() -> None:
 
 
 def stop_cleanly_on_sigterm() -> None:
-    """Treat SIGTERM as Ctrl-C, so that tools are released when a scheduler ends the run.
+    """Treat SIGTERM as Ctrl-C, so that what a scheduler ends is ended cleanly.
 
-    Under torchrun it keeps its meaning: a rank that waits inside a collective could not answer.
+    This is for the time before the loop and after it, which hears both signals itself. Under
+    torchrun SIGTERM keeps its meaning there: a rank that waits for the others could not answer.
     """
     if not is_one_of_many():
         signal.signal(signal.SIGTERM, _interrupt)
@@ -130,7 +164,12 @@ def _interrupt(*_: object) -> None:
 
 def _tell(error: Exception) -> None:
     console = Console(stderr=True)
-    console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if isinstance(error, OSError) and error.filename is not None:
+        error = AgentRLError(error.strerror or type(error).__name__, path=error.filename)
+    whose = f"{_rank()}: " if is_one_of_many() else ""
+    console.print(
+        f"{whose}error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _show_version(wanted: bool) -> None:
@@ -200,6 +239,25 @@ def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
     from agentrl.trainer.run import explain_config
 
     explain_config(run_file, overrides or [], Console())
+
+
+@config_app.command("from-verl")
+def config_from_verl(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write to this file instead of printing.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a file in verl's key tree anew, with our keys, and what became of each as a comment."""
+    from agentrl.config.convert import convert_from_verl
+
+    text = convert_from_verl(run_file, overrides or [])
+    if out is None:
+        return typer.echo(text, nl=False)
+    out.write_text(text, encoding="utf-8")
+    return typer.echo(f"written: {out}")
 
 
 @prepare_app.command("arithmetic")

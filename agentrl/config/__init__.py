@@ -6,12 +6,13 @@ from agentrl.config.checks import (
     check_model_length,
     check_tools,
     find_biases,
+    find_idle_ranks,
     find_idle_tools,
 )
 from agentrl.config.contradictions import Purpose, find_contradictions
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys
-from agentrl.config.explain import describe, to_yaml
-from agentrl.config.load import load_config, parse_config
+from agentrl.config.explain import comment, describe, to_short_yaml, to_yaml
+from agentrl.config.load import ReadConfig, load_config, parse_config, read_config
 from agentrl.config.problems import Problem
 from agentrl.config.schema import (
     ActorConfig,
@@ -41,6 +42,7 @@ from agentrl.config.schema import (
     TransformersEngineConfig,
     ValKwargsConfig,
 )
+from agentrl.config.verl import VerlReport, naming_their_keys
 
 __all__ = [
     "ActorConfig",
@@ -63,6 +65,7 @@ __all__ = [
     "PrepareConfig",
     "Problem",
     "Purpose",
+    "ReadConfig",
     "RefConfig",
     "RewardConfig",
     "RewardWeightsConfig",
@@ -74,15 +77,21 @@ __all__ = [
     "TrainerConfig",
     "TransformersEngineConfig",
     "ValKwargsConfig",
+    "VerlReport",
     "check_config",
     "check_model_length",
     "check_tools",
+    "comment",
     "describe",
     "find_biases",
     "find_contradictions",
     "find_dead_keys",
+    "find_idle_ranks",
     "find_idle_tools",
     "load_config",
+    "naming_their_keys",
     "parse_config",
+    "read_config",
+    "to_short_yaml",
     "to_yaml",
 ]

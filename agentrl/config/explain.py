@@ -1,10 +1,14 @@
-"""Say what a run file means: every key resolved, and the batch arithmetic in words."""
+"""Say what a run file means: every key resolved, and the batch arithmetic in words.
+
+What is printed is a run file again: all but the keys stands in comments.
+"""
 
 import yaml
 
 from agentrl.config.contradictions import longest_sequence
 from agentrl.config.dead_keys import num_mini_batches
 from agentrl.config.schema import RunConfig
+from agentrl.config.verl import VerlReport
 
 
 def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = None) -> str:
@@ -24,19 +28,35 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def to_short_yaml(config: RunConfig) -> str:
+    """Write the keys that were set, and no default; `load_config` reads it back."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+
+
+def comment(report: VerlReport) -> str:
+    """Write what became of verl's keys as a comment of a run file."""
+    return "".join(f"# {line}\n" for line in report.in_full().splitlines())
+
+
 def _batch(config: RunConfig, world_size: int) -> list[str]:
     prompts, n, epochs = config.data.train_batch_size, config.rollout.n, config.actor.ppo_epochs
     minis = num_mini_batches(config)
     rows = prompts * n
     return [
         f"One training step: {_count(prompts, 'prompt')} x {_count(n, 'sample')} = "
-        f"{_count(rows, 'row')}, {_count(rows // world_size, 'row')} on each of "
+        f"{_count(rows, 'row')}, {_share(rows, world_size)} on each of "
         f"{_count(world_size, 'rank')}.",
         f"It is cut into {_count(minis, 'mini-batch', 'mini-batches')} of "
         f"{_count(prompts // minis, 'prompt')} ({_count(rows // minis, 'row')}) and gone through "
         f"{_count(epochs, 'time')}: {_count(minis * epochs, 'optimizer step')} for each "
         f"training step.",
     ]
+
+
+def _share(rows: int, world_size: int) -> str:
+    each, more = divmod(rows, world_size)
+    return f"{each} or {each + 1} rows" if more else _count(each, "row")
 
 
 def _tokens(config: RunConfig) -> list[str]:

@@ -1,29 +1,43 @@
 """Read a run file: YAML and overrides in, a checked `RunConfig` out.
 
 Paths in a run file are relative to the directory that the command runs in, as verl's are. OmegaConf
-resolves interpolations (`${data.seed}`, `${oc.env:HOME}`).
+resolves interpolations (`${data.seed}`, `${oc.env:HOME}`). A file in verl's key tree is recognised
+and read into ours (`agentrl.config.verl`).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import Problem, problems_of, raise_problems
 from agentrl.config.schema import RunConfig
+from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
 from agentrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ReadConfig(NamedTuple):
+    """A run file that was read, and what is to be told of how."""
+
+    config: RunConfig
+    report: VerlReport | None
+    """What became of each key, where the file is in verl's key tree."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and check every key of it.
 
     Args:
-        path: A YAML file.
+        path: A YAML file, with our keys or with verl's; what became of verl's keys is logged.
         overrides: `section.key=value`, the value in YAML; a later one wins.
 
     Raises:
@@ -33,10 +47,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Example:
         >>> config = load_config("run.yaml", ["trainer.total_training_steps=3"])  # doctest: +SKIP
     """
+    config, report = read_config(path, overrides)
+    if report is not None:
+        logger.warning("%s: %s", path, report.in_short())
+    return config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
+    """Read a run file as `load_config` does, and hand the report over instead of logging it.
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
     file = Path(path)
-    merged = _merge(_read_yaml(file), overrides, file)
-    overridden = [override.partition("=")[0].lstrip("+") for override in overrides]
-    return _validate(_resolve(merged, file), file, overridden)
+    overridden = [key_of(override) for override in overrides]
+    given = apply_overrides(_read_yaml(file), overrides, file)
+    try:
+        if is_verl_tree(given):
+            return ReadConfig(*read_verl_tree(given, file=file, overridden=overridden))
+    except ConfigError as error:
+        error.details.setdefault("file", file)
+        raise
+    return ReadConfig(_validate(_resolve(given, file), file, overridden), None)
 
 
 def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> RunConfig:
@@ -45,6 +77,10 @@ def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> R
     Raises:
         ConfigError: see `load_config`.
     """
+    if is_verl_tree(raw):
+        config, report = read_verl_tree(OmegaConf.create(dict(raw)), file=file)
+        logger.warning("%s", report.in_short())
+        return config
     return _validate(dict(raw), file, ())
 
 
@@ -74,20 +110,6 @@ def _place(error: yaml.MarkedYAMLError) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _merge(base: DictConfig, overrides: Sequence[str], file: Path) -> DictConfig:
-    for override in overrides:
-        # Hydra's "+key=value" adds a key; here that is the same as setting it.
-        key, equals, _ = override.lstrip("+").partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{override!r} is no override", expected="section.key=value")
-        try:
-            base = OmegaConf.merge(base, OmegaConf.from_dotlist([override.lstrip("+")]))  # pyright: ignore[reportAssignmentType]
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            told = f"cannot read the override {override!r}: {_first_line(error)}"
-            raise ConfigError(told, file=file, key=key, expected="a YAML value") from None
-    return base
 
 
 def _resolve(config: DictConfig, file: Path) -> dict[str, Any]:

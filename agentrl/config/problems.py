@@ -74,16 +74,22 @@ def problems_of(error: ValidationError, overridden: Iterable[str] = ()) -> list[
     """
     problems = [_problem(details) for details in error.errors()]
     given = tuple(overridden)
-    return [_told_where(problem, given) for problem in problems]
+    return [told_where(problem, given) for problem in problems]
 
 
-def nearest_key(key: str) -> str | None:
-    """Find the known key that an unknown one was most likely meant to be."""
+def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
+    """Find the known key that an unknown one was most likely meant to be.
+
+    Args:
+        key: Dotted.
+        known: What there is, outer keys first; None: `known_keys`.
+    """
+    there = known_keys() if known is None else known
     section, _, leaf = key.rpartition(".")
-    leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
+    leaves = {other.rpartition(".")[2]: other for other in reversed(there)}
     if leaf in leaves:
         return leaves[leaf]
-    beside = [k.rpartition(".")[2] for k in known_keys() if k.rpartition(".")[0] == section]
+    beside = [k.rpartition(".")[2] for k in there if k.rpartition(".")[0] == section]
     if found := difflib.get_close_matches(leaf, beside, n=1, cutoff=0.6):
         return f"{section}.{found[0]}".removeprefix(".")
     if found := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75):
@@ -133,7 +139,8 @@ def _expected(kind: str, context: Mapping[str, Any], details: ErrorDetails) -> s
     return _KINDS.get(kind.partition("_")[0]) or details["msg"]
 
 
-def _told_where(problem: Problem, overridden: Sequence[str]) -> Problem:
+def told_where(problem: Problem, overridden: Sequence[str]) -> Problem:
+    """Say of a problem that its key was given on the command line, where it was."""
     if any(
         problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) for key in overridden
     ):

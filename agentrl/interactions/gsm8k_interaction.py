@@ -1,5 +1,6 @@
 """A user with a GSM8K problem, who knows when the answer is wrong."""
 
+import math
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,14 @@ class Gsm8kInteraction(BaseInteraction):
     Scores 1.0 for a right answer and 0.0 for a wrong one.
 
     Args:
-        config: `max_hints` (default 2); `method`, `strict` or `flexible` (the default): how an
-            answer is read.
+        config: `max_hints` (default 2; null: as often as the run allows); `method`, `strict` or
+            `flexible` (the default): how an answer is read.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._max_hints = int(config.get("max_hints", 2))
+        hints = config.get("max_hints", 2)
+        self._max_hints = math.inf if hints is None else int(hints)
         self._method = config.get("method", "flexible")
         if self._method not in ("strict", "flexible"):
             raise ValueError(f"method is {self._method!r}; expected strict or flexible")

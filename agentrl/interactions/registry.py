@@ -10,13 +10,17 @@ from agentrl.errors import ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
 from agentrl.plugins.file import read_entries
+from agentrl.plugins.from_verl import OwnClass, explain_import, translate
 
 OWN_CLASSES = {
-    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": (
-        "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction"
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": OwnClass(
+        "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction",
+        config={"method": "strict", "max_hints": None},
     )
 }
-"""Class paths of bundled interactions that users bring along, and where ours stand."""
+"""Class paths of bundled interactions that users bring along, and ours."""
+
+_BASE = "agentrl.interactions.BaseInteraction"
 
 
 class InteractionEntry(BaseModel):
@@ -58,7 +62,7 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
             )
         _check_timeout(entries[place].config, f"interaction[{place}].config.timeout_s", path)
     return {
-        name: _build(classes[place], name, entries[place].config, f"interaction[{place}]", path)
+        name: _build(classes[place], name, _config(entries[place]), f"interaction[{place}]", path)
         for place, name in enumerate(names)
     }
 
@@ -89,12 +93,18 @@ def default_name(interaction: type[BaseInteraction]) -> str:
 
 
 def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInteraction]:
-    class_path = OWN_CLASSES.get(entry.class_name, entry.class_name)
     try:
-        return load_class(class_path, BaseInteraction, file=path)
+        own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
+        return load_class(own.path, BaseInteraction, file=path)
     except PluginError as error:
-        details = {**error.details, "key": f"{key}.class_name"}
-        raise PluginError(str(error.args[0]), **details) from error
+        told = explain_import(error, base=_BASE)
+        details = {"file": path, **told.details, "key": f"{key}.class_name"}
+        raise PluginError(str(told.args[0]), **details) from error
+
+
+def _config(entry: InteractionEntry) -> dict[str, Any]:
+    own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
+    return {**own.config, **entry.config}
 
 
 def _check_timeout(config: dict[str, Any], key: str, path: str | Path) -> None:

@@ -10,12 +10,17 @@ from agentrl.errors import ConfigError, DataError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import read_entries
+from agentrl.plugins.from_verl import OwnClass, explain_import, translate
 from agentrl.tools.base import BaseTool
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.instance import ToolSettings
 
-OWN_CLASSES = {"verl.tools.gsm8k_tool.Gsm8kTool": "agentrl.tools.gsm8k_tool.Gsm8kTool"}
-"""Class paths of bundled tools that users bring along, and where ours stand."""
+OWN_CLASSES = {
+    "verl.tools.gsm8k_tool.Gsm8kTool": OwnClass("agentrl.tools.gsm8k_tool.Gsm8kTool"),
+}
+"""Class paths of bundled tools that users bring along, and ours."""
+
+_BASE = "agentrl.tools.BaseTool"
 
 
 class ToolEntry(BaseModel):
@@ -155,12 +160,13 @@ def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
 
 
 def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
-    class_path = OWN_CLASSES.get(entry.class_name, entry.class_name)
     try:
-        return load_class(class_path, BaseTool, file=path)
+        own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
+        return load_class(own.path, BaseTool, file=path)
     except PluginError as error:
-        details = {**error.details, "key": f"{key}.class_name"}
-        raise PluginError(str(error.args[0]), **details) from error
+        told = explain_import(error, base=_BASE)
+        details = {"file": path, **told.details, "key": f"{key}.class_name"}
+        raise PluginError(str(told.args[0]), **details) from error
 
 
 def _build(found: type[BaseTool], entry: ToolEntry, key: str, path: str | Path) -> BaseTool:

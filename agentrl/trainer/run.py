@@ -17,8 +17,10 @@ from agentrl.config import (
     RunConfig,
     check_config,
     check_model_length,
+    comment,
     describe,
-    load_config,
+    naming_their_keys,
+    read_config,
 )
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
@@ -30,8 +32,9 @@ from agentrl.rollout.templates import TemplateReport
 from agentrl.trainer.build import prepare_parts
 from agentrl.trainer.datasets import RunData, load_run_data
 from agentrl.trainer.engine_choice import build_engine, build_scripted_engine, choose_engine
+from agentrl.trainer.interruption import Interruption
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.preflight import check_run, claim_folder, is_made_later
+from agentrl.trainer.preflight import check_run, claim_file, claim_prepared, is_made_later
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_log import save_rollouts
@@ -70,12 +73,18 @@ def opened(
 ) -> Iterator[Opened]:
     """Read a run file, refuse what cannot succeed, and join the ranks for the `with` block."""
     quiet_libraries()
-    config = load_config(run_file, overrides)
-    world = start_world(config.trainer.device)
+    config, report = read_config(run_file, overrides)
+    world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main, console=console)
     try:
-        plugins = check_run(config, journal, world_size=world.size, file=run_file, purpose=purpose)
-        yield Opened(config=config, world=world, journal=journal, plugins=plugins)
+        if report is not None:
+            journal.say(f"{run_file}: {report.in_short()}")
+        with world.board.explaining():
+            with naming_their_keys(report):
+                plugins = check_run(
+                    config, journal, world_size=world.size, file=run_file, purpose=purpose
+                )
+            yield Opened(config=config, world=world, journal=journal, plugins=plugins)
     except KeyboardInterrupt:
         journal.say("interrupted")
         raise
@@ -105,6 +114,7 @@ def sft_from_file(run_file: Path, overrides: Sequence[str]) -> None:
                 key="prepare.sft",
                 expected="model_path, train_file, out_dir",
             )
+        claim_prepared(run.config)
         now = datetime.now()
         prepare_run(run.config, run.world, run.journal, run.plugins.tools, now=now)
 
@@ -136,7 +146,8 @@ def rollout_from_file(
     """
     with opened(run_file, overrides, Purpose.ROLLOUT, console) as run:
         if options.out is not None:
-            claim_folder(options.out.parent, key="--out")
+            claim_file(options.out, key="--out")
+        claim_prepared(run.config)
         config = showing_failures(run.config)
         now = datetime.now()
         prepare_run(config, run.world, run.journal, run.plugins.tools, now=now)
@@ -149,7 +160,9 @@ def rollout_from_file(
         requests = manager.make_requests(
             prompts, plan._replace(name=options.split, n=options.samples)
         )
-        finished = asyncio.run(roll_out(manager, requests, run.plugins.rewards, run.journal))
+        with Interruption(run.world).listening() as interruption, asyncio.Runner() as runner:
+            rolled_out = roll_out(manager, requests, run.plugins.rewards, run.journal)
+            finished = interruption.run(runner, rolled_out)
         show_rollouts(finished, setup, options, console)
         return finished
 
@@ -221,10 +234,13 @@ def show_rollouts(
 def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -> None:
     """Check a run file and print what it means (`agentrl config check`)."""
     quiet_libraries()
-    config = load_config(run_file, overrides)
-    check_config(config, file=run_file)
-    _say(console, describe(config))
-    plugins = check_run(config, Journal(config.trainer, console=console), file=run_file)
+    config, report = read_config(run_file, overrides)
+    if report is not None:
+        _say(console, comment(report))
+    with naming_their_keys(report):
+        check_config(config, file=run_file)
+        _say(console, describe(config))
+        plugins = check_run(config, Journal(config.trainer, console=console), file=run_file)
     _say(console, f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")
     _say(console, f"interactions: {', '.join(plugins.interactions) or 'none'}")
     model = Path(config.model.tokenizer_path or config.model.path).expanduser()

@@ -15,6 +15,7 @@ from agentrl.config import (
     find_biases,
     find_contradictions,
     find_dead_keys,
+    find_idle_ranks,
     find_idle_tools,
     parse_config,
 )
@@ -32,9 +33,9 @@ def config_of(**sections):
                          {**base, **sections}})  # fmt: skip
 
 
-def contradicted(world_size: int = 1, purpose: Purpose = Purpose.TRAIN, **sections) -> set[str]:
+def contradicted(purpose: Purpose = Purpose.TRAIN, **sections) -> set[str]:
     config = config_of(**sections)
-    problems = find_contradictions(config, world_size=world_size, purpose=purpose)
+    problems = find_contradictions(config, purpose=purpose)
     assert all(problem.expected for problem in problems)
     return {problem.key for problem in problems}
 
@@ -137,14 +138,30 @@ def test_heads_that_do_not_divide_are_told_before_the_model_is_made():
     assert keys == {"prepare.tiny_policy.num_heads", "prepare.tiny_policy.num_kv_heads"}
 
 
-@given(st.integers(1, 64), st.none() | st.integers(1, 64), st.integers(1, 8))
-def test_batches_pass_exactly_where_everything_divides(batch, mini, world_size):
-    keys = contradicted(
-        world_size, data={"train_batch_size": batch}, actor={"ppo_mini_batch_size": mini}
+@given(st.integers(1, 64), st.none() | st.integers(1, 64))
+def test_batches_pass_exactly_where_mini_batches_divide_them(batch, mini):
+    keys = contradicted(data={"train_batch_size": batch}, actor={"ppo_mini_batch_size": mini})
+    assert (batch % (mini or batch) == 0) == (not keys)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mini", "told"),
+    [
+        (2, None, []),
+        (3, 1, ["actor.ppo_mini_batch_size: its 2 samples give 1 of 3 ranks nothing to do"]),
+        (16, None, ["data.train_batch_size: its 8 samples give 8 of 16 ranks nothing to do"]),
+        (1, None, ["trainer.collective_timeout_s has no effect: a run on one rank waits for no "
+                   "other"]),
+    ],
+)  # fmt: skip
+def test_what_the_number_of_ranks_makes_idle_is_told(world_size, mini, told):
+    config = config_of(
+        data={"train_batch_size": 4},
+        rollout={"n": 2},
+        actor={"ppo_mini_batch_size": mini},
+        trainer={"collective_timeout_s": 60},
     )
-    sizes = [batch] if mini is None else [batch, mini]
-    fits = all(size % world_size == 0 for size in sizes) and batch % (mini or batch) == 0
-    assert fits == (not keys)
+    assert list(map(str, find_idle_ranks(config, world_size))) == told
 
 
 def test_all_contradictions_come_in_one_error_that_names_the_file():
@@ -287,6 +304,22 @@ def test_tools_that_are_shown_and_never_called_are_told(budget):
     ]
     assert "never called" in str(check_config(config)[-1])
     assert not find_idle_tools(config_of(rollout={"multi_turn": budget}))
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("rollout.request_timeout_s", {"rollout": {"request_timeout_s": 60}}),
+        ("trainer.device", {"trainer": {"device": "cuda"}}),
+    ],
+)
+def test_what_ends_determinism_is_told_where_it_was_asked_for(key, section):
+    asked = {"rollout": {"deterministic": True} | section.get("rollout", {})}
+    told = check_config(config_of(**section | asked))
+    assert [note.key for note in told] == [key]
+    assert "rollout.deterministic" in str(told[0])
+    assert check_config(config_of(**section)) == []
+    assert check_config(config_of(rollout={"deterministic": True})) == []
 
 
 def test_law_12_a_default_is_never_reported():

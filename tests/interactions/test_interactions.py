@@ -211,6 +211,30 @@ def test_the_config_we_ship_loads_and_so_does_verls(tmp_path: Path):
 GSM8K = "  - class_name: agentrl.interactions.gsm8k_interaction.Gsm8kInteraction\n"
 
 
+async def test_verls_gsm8k_user_is_strict_and_asks_as_often_as_the_run_allows(tmp_path: Path):
+    path = "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+    file = tmp_path / "users.yaml"
+    file.write_text(f"interaction: [{{class_name: {path}, config: {{}}}}]\n")
+    interactions = initialize_interactions_from_config(file)
+    session = session_of(interactions["gsm8k"], name="gsm8k", ground_truth="5")
+    await session.start()
+    loose = [Message(role="user", content="2 + 3?"), Message(role="assistant", content="It is 5")]
+    replies = [await session.respond(loose) for _ in range(9)]
+    assert not any(reply.should_terminate for reply in replies)
+    assert (await session.respond(ANSWER)).score == 1.0
+    await session.finalize()
+
+
+def test_an_interaction_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path):
+    path = "verl.interactions.weather_interaction.WeatherInteraction"
+    file = tmp_path / "users.yaml"
+    file.write_text(f"interaction: [{{class_name: {path}, config: {{}}}}]\n")
+    with pytest.raises(PluginError, match="bundled with verl") as caught:
+        initialize_interactions_from_config(file)
+    assert caught.value.details["key"] == "interaction[0].class_name"
+    assert str(caught.value.details["file"]) == str(file)
+
+
 def test_the_name_is_the_classes_where_it_is_left_out(tmp_path: Path):
     text = f"interaction:\n{GSM8K}  - class_name: tests.interactions.test_interactions.Quiet\n"
     interactions = initialize_interactions_from_config(written(tmp_path, text))

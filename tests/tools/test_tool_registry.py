@@ -44,6 +44,43 @@ def test_a_file_written_for_verl_loads_as_ours(tmp_path: Path):
     assert tool.name == "calc_gsm8k_reward"
 
 
+@pytest.mark.parametrize(
+    "class_path",
+    [
+        "verl.tools.search_tool.SearchTool",
+        "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
+        "verl.tools.image_zoom_in_tool.ImageZoomInTool",
+    ],
+)
+def test_a_tool_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path, class_path: str):
+    text = f"tools:\n  - class_name: {class_path}\n    config: {{type: native}}\n"
+    error = refused(written(tmp_path, text), PluginError)
+    assert f"{class_path} is bundled with verl" in str(error)
+    assert error.details["key"] == "tools[0].class_name"
+    assert "agentrl.tools.BaseTool" in str(error.details["expected"])
+
+
+def test_an_mcp_tool_of_verls_is_refused_as_such(tmp_path: Path):
+    text = (
+        "tools:\n  - class_name: verl.tools.mcp_search_tool.MCPSearchTool\n"
+        "    config: {rate_limit: 120, timeout: 120, type: mcp}\n"
+        "    mcp: {mcp_servers_config_path: ./mcp_server.json, tool_selected_list: [search]}\n"
+    )
+    assert "MCP" in str(refused(written(tmp_path, text)))
+
+
+def test_a_subclass_of_verls_base_is_told_what_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "their_tools.py").write_text(
+        "from verl.tools.base_tool import BaseTool\nclass Mine(BaseTool): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = written(tmp_path, "tools: [{class_name: their_tools.Mine, config: {type: native}}]\n")
+    error = refused(path, PluginError)
+    assert "BaseTool, and what verl has beside it, stands in agentrl.tools" in str(error)
+
+
 def test_schema_and_config_may_be_left_out(tmp_path: Path):
     path = written(tmp_path, f"tools:\n{CALCULATOR}    tool_schema: null\n")
     [tool] = initialize_tools_from_config(path)

@@ -1,0 +1,109 @@
+"""How values of generation are read: the engine, the conversation, validation.
+
+verl 0.6.1 has two rollouts. `rollout.mode: sync` is the request state machine that agentrl keeps;
+`async` are its agent loops, which read keys that the other does not.
+"""
+
+from typing import Any
+
+from agentrl.config.verl.keys import Reading, Tree, Unused
+from agentrl.config.verl.readers import count, integer
+from agentrl.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
+OURS_TURNS = "rollout.multi_turn"
+
+ENGINES = {
+    "sglang": "auto",
+    "sglang_async": "auto",
+    "vllm": "auto",
+    "hf": "transformers",
+}
+"""verl's engines, and ours."""
+
+
+def is_async(tree: Tree) -> bool:
+    """Whether verl would roll out with agent loops, not with its request state machine."""
+    return tree.value(f"{ROLLOUT}.mode") == "async"
+
+
+def engine(value: Any, tree: Tree) -> Reading:
+    """Choose our engine for verl's."""
+    if value is None:
+        return Reading()
+    chosen = ENGINES.get(str(value))
+    if chosen is None:
+        known = f"one of {', '.join(ENGINES)}"
+        raise ConfigError(f"there is no engine {value!r} here", expected=known)
+    if chosen == "auto":
+        return Reading(note=f"the best engine that is installed here, not {value}")
+    return Reading({"rollout.engine.name": chosen})
+
+
+def rollout_mode(value: Any, tree: Tree) -> Reading:
+    """Say which of verl's two rollouts is meant."""
+    if value not in ("sync", "async"):
+        raise ConfigError(f"is {value!r}", expected="sync or async")
+    loops = "whether a row may call tools is not decided by its `agent_name`: it has the run's"
+    return Reading(note=loops if value == "async" else "")
+
+
+def multi_turn_enabled(value: Any, tree: Tree) -> Reading:
+    """Refuse tools and users that verl would not have called."""
+    paths = [f"{TURNS}.tool_config_path", f"{TURNS}.interaction_config_path"]
+    idle = [path for path in paths if tree.value(path)]
+    if not value and idle and not is_async(tree):
+        raise ConfigError(
+            f"is false, so verl would roll out a single turn and never use {' and '.join(idle)}",
+            expected=f"{TURNS}.enable=true, or a file without them",
+        )
+    return Reading()
+
+
+def observation_budget(value: Any, tree: Tree) -> Reading:
+    """Take characters as tokens, which cuts no earlier; where verl cuts nothing, cut late."""
+    ours, longest = f"{OURS_TURNS}.max_tool_response_length", _response_budget(tree)
+    if not tree.is_changed(f"{TURNS}.max_tool_response_length") and not is_async(tree):
+        note = "verl's sync rollout cuts no tool response; here the response's budget is the limit"
+        return Reading({ours: longest}, note)
+    where = "" if is_async(tree) else "; verl's sync rollout cuts nothing"
+    return Reading({ours: min(integer(value), longest)}, f"tokens here, characters there{where}")
+
+
+def _response_budget(tree: Tree) -> int:
+    return count(tree, "data.max_response_length")
+
+
+def parallel_calls(value: Any, tree: Tree) -> Reading:
+    """Take how many calls of one request run at once; none is dropped here."""
+    if not tree.is_changed(f"{TURNS}.max_parallel_calls"):
+        return Reading()
+    there = "drops the calls beyond it" if is_async(tree) else "does not look at it"
+    note = f"how many run at once, the others queue; verl {there}"
+    return Reading({f"{OURS_TURNS}.max_parallel_calls": value}, note)
+
+
+def tool_format(value: Any, tree: Tree) -> Reading | Unused:
+    """Take the tool-call format, which verl's request path finds out by the tokenizer."""
+    if not is_async(tree):
+        return Unused("verl's sync rollout, and agentrl, find the format out by the template")
+    if not tree.is_changed(f"{TURNS}.format"):
+        return Reading()
+    return Reading({f"{OURS_TURNS}.format": value})
+
+
+def token_check(value: Any, tree: Tree) -> Reading:
+    """Take how the tokens are checked; verl's strict check warns, and ours would refuse."""
+    if value == "strict":
+        return Reading(note="differences are recorded and stop nothing, as there")
+    return Reading({f"{OURS_TURNS}.tokenization_sanity_check_mode": value})
+
+
+def val_temperature(value: Any, tree: Tree) -> Reading | Unused:
+    """Take validation's temperature, which is 0 unless it samples."""
+    if tree.value(f"{ROLLOUT}.val_kwargs.do_sample"):
+        return Reading({"rollout.val_kwargs.temperature": value})
+    if value:
+        return Unused("val_kwargs.do_sample is false, so validation is greedy")
+    return Reading({"rollout.val_kwargs.temperature": 0.0})

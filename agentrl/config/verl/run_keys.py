@@ -1,0 +1,184 @@
+"""The table's rows of the data, the rewards, the credit and the loop."""
+
+from agentrl.config.verl import readers
+from agentrl.config.verl import run_values as values
+from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, part, refused, same, taken, under
+
+_ROWS = "rows are read, and prompts rendered, by agentrl's own loader"
+_MEDIA = "images, videos and audio of rows are not looked for yet"
+
+DATA = under("data", [
+    taken("train_files", None, values.train_files, "data.train_files"),
+    taken("val_files", None, values.val_files, "data.val_files"),
+    same("train_batch_size", 1024, "data.train_batch_size"),
+    same("max_prompt_length", 512, "data.max_prompt_length"),
+    same("max_response_length", 512, "data.max_response_length"),
+    same("prompt_key", "prompt", "data.prompt_key"),
+    same("reward_fn_key", "data_source", "data.reward_fn_key"),
+    same("filter_overlong_prompts", False, "data.filter_overlong_prompts"),
+    taken("filter_overlong_prompts_workers", 1,
+          readers.if_given("data.filter_overlong_prompts_workers", "data.filter_num_workers"),
+          "data.filter_num_workers"),
+    same("truncation", "error", "data.truncation"),
+    same("shuffle", True, "data.shuffle"),
+    taken("seed", None, readers.keep("data.seed", note="another order than verl's of the same "
+          "seed"), "data.seed"),
+    taken("train_max_samples", -1, values.max_samples("data.train_max_samples"),
+          "data.train_max_samples"),
+    taken("val_max_samples", -1, values.max_samples("data.val_max_samples"),
+          "data.val_max_samples"),
+    taken("custom_cls.path", None, values.custom_class, "data.custom_cls"),
+    part("custom_cls.name", None, "data.custom_cls.path"),
+    same("apply_chat_template_kwargs", {}, "data.apply_chat_template_kwargs"),
+    part("trust_remote_code", False, "actor_rollout_ref.model.trust_remote_code"),
+    taken("val_batch_size", None, readers.keep("data.val_batch_size"), "data.val_batch_size"),
+    taken("gen_batch_size", UNSET, readers.twin("data.gen_batch_size", "data.train_batch_size")),
+    refused("sampler.class_path", None, why="the order of the rows is data.shuffle's and "
+            "data.seed's alone: there are no samplers"),
+    refused("datagen.path", None, why="rows are not made while a run goes on; data.custom_cls "
+            "makes them before it"),
+    *dead("sampler.class_path is null", {"sampler.class_name": None, "sampler.*": UNSET}),
+    *dead("datagen.path is null", {"datagen.name": None, "datagen.*": UNSET}),
+    *dead("nothing in 0.6.1 reads it", {"return_raw_input_ids": False, "tokenizer": None}),
+    *left(_ROWS, {"return_raw_chat": False, "return_full_prompt": False,
+                  "dataloader_num_workers": 8, "use_shm": False}),
+    *left("a validation's figures do not depend on its order", {"validation_shuffle": False}),
+    *left(_MEDIA, {"image_key": "images", "video_key": "videos", "audio_key": UNSET,
+                   "image_patch_size": 14, "return_multi_modal_inputs": True,
+                   "mm_processor_kwargs": UNSET}),
+    *left("tools are those of multi_turn", {
+        "tool_config_path": "${actor_rollout_ref.rollout.multi_turn.tool_config_path}",
+        "function_tool_path": UNSET,
+    }),
+])  # fmt: skip
+
+_NO_MODEL = "no reward model is here yet; a function scores (custom_reward_function.path)"
+_NO_SANDBOX = "no scorer that is bundled runs code; custom_reward_function.path may"
+
+REWARD = [
+    taken("custom_reward_function.path", None, values.custom_reward("custom_reward_function"),
+          "reward.custom_reward_function"),
+    part("custom_reward_function.name", "compute_score", "custom_reward_function.path"),
+    part("custom_reward_function.reward_kwargs", {}, "custom_reward_function.path"),
+    taken("reward_model.reward_manager", "naive", readers.keep("reward.manager"), "reward.manager"),
+    refused("reward_model.reward_kwargs", {}, None, why="reward managers take no arguments; "
+            "custom_reward_function.reward_kwargs reach the scorer"),
+    refused("reward_model.enable", False, None, why=_NO_MODEL),
+    refused("reward_model.sandbox_fusion.url", None, why=_NO_SANDBOX),
+    *dead("reward_model.sandbox_fusion.url is null", {"reward_model.sandbox_fusion.*": UNSET}),
+    *left("scores are always computed while others still roll out",
+          {"reward_model.launch_reward_fn_async": False}),
+    *dead("reward_model.enable is false", {"reward_model.*": UNSET}),
+    # As verl 0.9.1 writes them.
+    taken("reward.custom_reward_function.path", UNSET,
+          values.custom_reward("reward.custom_reward_function"), "reward.custom_reward_function"),
+    part("reward.custom_reward_function.name", UNSET, "reward.custom_reward_function.path"),
+    part("reward.custom_reward_function.reward_kwargs", UNSET,
+         "reward.custom_reward_function.path"),
+    same("reward.reward_manager.name", UNSET, "reward.manager"),
+    refused("reward.reward_manager.source", UNSET, "register", why="a reward manager is chosen by "
+            "its registered name"),
+    *dead("reward.reward_manager.source is register", {"reward.reward_manager.module.*": UNSET}),
+    refused("reward.reward_model.enable", UNSET, False, why=_NO_MODEL),
+    *dead("reward.reward_model.enable is false", {"reward.reward_model.*": UNSET}),
+    refused("reward.sandbox_fusion.url", UNSET, None, why=_NO_SANDBOX),
+    *dead("reward.sandbox_fusion.url is null", {"reward.sandbox_fusion.*": UNSET}),
+    *left("scorers run on threads", {"reward.num_workers": UNSET}),
+    refused("sandbox_fusion.url", UNSET, None, why=_NO_SANDBOX),
+    *dead("sandbox_fusion.url is null", {"sandbox_fusion.*": UNSET}),
+]  # fmt: skip
+
+_NO_KL = "no KL is subtracted from rewards here yet; actor.use_kl_loss adds it to the loss"
+_NO_CORRECTION = "the update does not correct for the engine's log-probabilities yet"
+
+ALGORITHM = under("algorithm", [
+    taken("adv_estimator", "gae", values.adv_estimator, "algorithm.adv_estimator"),
+    same("gamma", 1.0, "algorithm.gamma"),
+    same("lam", 1.0, "algorithm.lam"),
+    same("norm_adv_by_std_in_grpo", True, "algorithm.norm_adv_by_std_in_grpo"),
+    refused("use_kl_in_reward", False, why=_NO_KL),
+    *dead("algorithm.use_kl_in_reward is false", {
+        "kl_penalty": "kl", "kl_ctrl.type": "fixed", "kl_ctrl.kl_coef": 0.001,
+        "kl_ctrl.horizon": 10000, "kl_ctrl.target_kl": 0.1,
+    }),
+    refused("use_pf_ppo", False, why="rows are not drawn by their scores"),
+    *dead("algorithm.use_pf_ppo is false", {"pf_ppo.*": UNSET}),
+    refused("filter_groups.enable", UNSET, False, why="groups of equal rewards are not drawn "
+            "anew; they train on nothing"),
+    *dead("algorithm.filter_groups.enable is false", {"filter_groups.*": UNSET}),
+    refused("rollout_correction.rollout_is", None, why=_NO_CORRECTION),
+    refused("rollout_correction.rollout_rs", None, why=_NO_CORRECTION),
+    refused("rollout_correction.rollout_token_veto_threshold", None, why=_NO_CORRECTION),
+    refused("rollout_correction.bypass_mode", False, why=_NO_CORRECTION),
+    refused("rollout_correction.use_policy_gradient", False, why=_NO_CORRECTION),
+    *dead("rollout_is and rollout_rs of algorithm.rollout_correction are null",
+          {"rollout_correction.*": UNSET}),
+    refused("gdpo_reward_keys", UNSET, None, why="there is no gdpo here yet"),
+    refused("gdpo_reward_weights", UNSET, None, why="there is no gdpo here yet"),
+])  # fmt: skip
+
+_NOT_AT_ALL = "verl writes no checkpoint then; agentrl writes one, at the end"
+_TORCHRUN = "torchrun decides how many ranks there are"
+_OWN_FORMAT = "checkpoints are agentrl's own, on local disk"
+
+TRAINER = under("trainer", [
+    same("project_name", "verl_examples", "trainer.project_name"),
+    same("experiment_name", "gsm8k", "trainer.experiment_name"),
+    same("default_local_dir", "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+         "trainer.default_local_dir"),
+    same("total_epochs", 30, "trainer.total_epochs"),
+    taken("total_training_steps", None, readers.keep("trainer.total_training_steps"),
+          "trainer.total_training_steps"),
+    taken("logger", ["console", "wandb"], values.loggers, "trainer.logger"),
+    taken("test_freq", -1, values.interval("trainer.test_freq", note=""), "trainer.test_freq"),
+    taken("save_freq", -1, values.interval("trainer.save_freq", note=_NOT_AT_ALL),
+          "trainer.save_freq"),
+    same("max_actor_ckpt_to_keep", None, "trainer.max_ckpt_to_keep"),
+    same("val_before_train", True, "trainer.val_before_train"),
+    same("val_only", False, "trainer.val_only"),
+    same("resume_mode", "auto", "trainer.resume_mode"),
+    taken("resume_from_path", None, values.resume_path, "trainer.resume_from_path"),
+    taken("rollout_data_dir", None, readers.keep("trainer.rollout_data_dir"),
+          "trainer.rollout_data_dir"),
+    taken("validation_data_dir", None, readers.keep("trainer.validation_data_dir"),
+          "trainer.validation_data_dir"),
+    taken("device", "cuda", values.device, "trainer.device"),
+    refused("critic_warmup", 0, 1, why="the policy is trained from the first step"),
+    refused("checkpoint_callback_class", UNSET, None, why="nothing is called at a checkpoint"),
+    refused("v1.trainer_mode", UNSET, "sync", why="generation and update take turns: there is no "
+            "asynchronous trainer here yet"),
+    refused("v1.sampler.custom_sampler.path", UNSET, None, why="there are no samplers"),
+    *dead("v1.trainer_mode is sync", {"v1.*": UNSET}),
+    *left("the loop is one", {"use_v1": UNSET, "use_legacy_worker_impl": "auto"}),
+    *left(_TORCHRUN, {"nnodes": 1, "n_gpus_per_node": 8}),
+    *left("micro-batches are balanced by length", {"balance_batch": True}),
+    *left("trainer.validation_data_dir saves every validation", {"log_val_generations": 0}),
+    *left(_OWN_FORMAT, {"default_hdfs_dir": None, "del_local_ckpt_after_load": False,
+                        "esi_redundant_time": 0}),
+    *left("there is no critic", {"max_critic_ckpt_to_keep": None}),
+    *left("nothing runs on Ray yet", {"ray_wait_register_center_timeout": 300}),
+])  # fmt: skip
+
+_RAY = "nothing runs on Ray yet"
+
+OTHERS = [
+    *left("generation and training share the ranks", {"actor_rollout_ref.hybrid_engine": True}),
+    # Ours also bounds how long the ranks' rollouts may differ, so that verl's default is too short.
+    taken("actor_rollout_ref.nccl_timeout", 600,
+          readers.if_given("actor_rollout_ref.nccl_timeout", "trainer.collective_timeout_s"),
+          "trainer.collective_timeout_s"),
+    *left(_RAY, {"ray_kwargs.*": UNSET, "ray_init.*": UNSET, "transfer_queue.*": UNSET}),
+    *left("agentrl has no profiler", {"global_profiler.*": UNSET}),
+    *left("Hydra's own settings: agentrl composes no files", {"hydra.*": UNSET}),
+    refused("defaults", UNSET, ["ppo_trainer", "_self_"], ["_self_", "ppo_trainer"],
+            ["ppo_trainer"], ["_self_"], [], None,
+            why="agentrl composes no files: it has the defaults of ppo_trainer built in, and what "
+            "stands in other files must stand in this one (print it with verl: --cfg job)"),
+    refused("skip.rollout.enable", UNSET, False, why="rollouts of another run are not trained on"),
+    *dead("skip.rollout.enable is false", {"skip.*": UNSET}),
+    refused("distillation.enabled", UNSET, False, why="there is no distillation here yet"),
+    *dead("distillation.enabled is false", {"distillation.*": UNSET}),
+    *dead("verl's trainer does not read it", {"model_engine": UNSET}),
+]  # fmt: skip
+
+RUN: list[VerlKey] = [*DATA, *REWARD, *ALGORITHM, *TRAINER, *OTHERS]

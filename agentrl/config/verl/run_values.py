@@ -1,0 +1,137 @@
+"""How values of the data, the rewards and the loop are read."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from agentrl.config.schema import TrainerConfig
+from agentrl.config.verl.keys import Reader, Reading, Tree
+from agentrl.config.verl.readers import as_list, integer
+from agentrl.errors import ConfigError
+
+
+def train_files(value: Any, tree: Tree) -> Reading:
+    """Take one file or several."""
+    if value is None:
+        if tree.value("trainer.val_only"):
+            return Reading()
+        raise ConfigError("is missing: verl's default is a path of its authors'", expected="a file")
+    return Reading({"data.train_files": as_list(value)})
+
+
+def val_files(value: Any, tree: Tree) -> Reading:
+    """Name validation sets: by stem, and by folder where stems repeat."""
+    if value is None:
+        return Reading(note="nothing is validated: verl's default is a path of its authors'")
+    if isinstance(value, Mapping):
+        return Reading({"data.val_files": value})
+    files = as_list(value)
+    note = "each file is a validation set of its own; verl pools them" if len(files) > 1 else ""
+    return Reading({"data.val_files": _named(files)}, note)
+
+
+def _named(files: Sequence[Any]) -> dict[str, str]:
+    paths = [Path(str(file)) for file in files]
+    stems = Counter(path.stem for path in paths)
+    named: dict[str, str] = {}
+    for place, path in enumerate(paths):
+        name = path.stem if stems[path.stem] == 1 else f"{path.parent.name}_{path.stem}"
+        named[name if name not in named else f"{name}_{place}"] = str(path)
+    return named
+
+
+def max_samples(ours: str) -> Reader:
+    """Take a number of rows; -1 is all of them."""
+
+    def read(value: Any, tree: Tree) -> Reading:
+        if value is None or integer(value) < 0:
+            return Reading({ours: None})
+        return Reading({ours: value}, "the first rows of the files, not a random choice")
+
+    return read
+
+
+def custom_class(value: Any, tree: Tree) -> Reading:
+    """Take a dataset class; its signature is another one."""
+    if value is None:
+        return Reading()
+    place = {"path": value, "name": tree.value("data.custom_cls.name")}
+    note = "the class is called as `(files, config, *, max_samples)` and gives rows (dicts)"
+    return Reading({"data.custom_cls": place}, note)
+
+
+# Rewards.
+
+
+def custom_reward(section: str) -> Reader:
+    """Take a scorer of the user's own, from the section that holds its path."""
+
+    def read(value: Any, tree: Tree) -> Reading:
+        if value is None:
+            return Reading()
+        scorer = {"path": value, "name": tree.value(f"{section}.name") or "compute_score"}
+        kwargs = tree.value(f"{section}.reward_kwargs")
+        whole = scorer | ({"reward_kwargs": kwargs} if kwargs else {})
+        note = (
+            "solution_str is the policy's last message; the whole conversation, which it is "
+            'there, stands in extra_info["messages"]'
+        )
+        return Reading({"reward.custom_reward_function": whole}, note)
+
+    return read
+
+
+# Credit.
+
+
+def adv_estimator(value: Any, tree: Tree) -> Reading:
+    """Take an estimator by name; groups of one are what they are there."""
+    if value == "gae":
+        whose = "" if tree.is_changed("algorithm.adv_estimator") else " (verl's default)"
+        raise ConfigError(
+            f"is gae{whose}, which needs a critic: there is none here yet",
+            expected="an estimator without one, such as algorithm.adv_estimator=grpo",
+        )
+    name = str(value).removesuffix("_vectorized")
+    if name == "grpo" and tree.value("actor_rollout_ref.rollout.n") == 1:
+        note = "rollout.n is 1: in a group of one the reward itself is the advantage, as there"
+        return Reading({"algorithm.adv_estimator": "grpo_verl_singleton"}, note)
+    return Reading({"algorithm.adv_estimator": name})
+
+
+# The loop.
+
+
+def loggers(value: Any, tree: Tree) -> Reading:
+    """Take the loggers that are here, and name the others."""
+    [known] = (get_args(o) for o in get_args(TrainerConfig.model_fields["logger"].annotation))
+    wanted = [str(name) for name in as_list(value)]
+    here = [name for name in wanted if name in known]
+    away = [name for name in wanted if name not in known]
+    kept = dict.fromkeys([*here, "jsonl"])
+    note = f"{', '.join(away)}: not here; metrics.jsonl has the figures" if away else ""
+    return Reading({"trainer.logger": list(kept)}, note)
+
+
+def interval(ours: str, *, note: str) -> Reader:
+    """Take an interval in steps; 0 and less are "never" there."""
+
+    def read(value: Any, tree: Tree) -> Reading:
+        return Reading({ours: value}) if integer(value) > 0 else Reading({ours: -1}, note)
+
+    return read
+
+
+def resume_path(value: Any, tree: Tree) -> Reading:
+    """Take the checkpoint to go on from; verl's own cannot be."""
+    if value is None:
+        return Reading()
+    return Reading({"trainer.resume_from_path": value}, "a checkpoint of agentrl's, not of verl's")
+
+
+def device(value: Any, tree: Tree) -> Reading:
+    """Take the device; verl's default is no statement."""
+    if not tree.is_changed("trainer.device"):
+        return Reading(note="an accelerator where there is one, else the CPU")
+    return Reading({"trainer.device": value})

@@ -1,0 +1,56 @@
+"""Overrides of the command line, with Hydra's marks."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from agentrl.config.overrides import apply_overrides, key_of
+from agentrl.errors import ConfigError
+
+
+def overridden(*overrides: str):
+    base = OmegaConf.create({"a": {"b": 1, "c": [1]}, "d": "${a.b}"})
+    return OmegaConf.to_container(apply_overrides(base, overrides, None), resolve=True)
+
+
+@pytest.mark.parametrize("mark", ["", "+", "++"])
+def test_a_key_is_set_or_added(mark: str):
+    assert overridden(f"{mark}a.b=2", f"{mark}a.new=[x, y]") == {
+        "a": {"b": 2, "c": [1], "new": ["x", "y"]},
+        "d": 2,
+    }
+
+
+@pytest.mark.parametrize("override", ["~a.c", "~a.c=1"])
+def test_a_key_is_taken_away(override: str):
+    assert overridden(override) == {"a": {"b": 1}, "d": 1}
+
+
+def test_taking_away_what_is_not_there_changes_nothing():
+    assert overridden("~x.y") == overridden("~a.z") == overridden()
+
+
+def test_the_last_one_wins():
+    assert overridden("a.b=2", "a.b=3")["d"] == 3
+
+
+@pytest.mark.parametrize("override", ["hydra/launcher=slurm", "model@actor_rollout_ref.model=x"])
+def test_files_of_hydras_are_not_chosen(override: str):
+    with pytest.raises(ConfigError, match="composes none"):
+        overridden(override)
+
+
+def test_a_mapping_without_blanks_is_not_read_as_something_else():
+    with pytest.raises(ConfigError, match="no blank") as caught:
+        overridden("a.b={attention:eager,n:1}")
+    assert caught.value.expected == "attention: eager"
+    assert overridden("a.b={attention: eager}")["a"]["b"] == {"attention": "eager"}
+
+
+@pytest.mark.parametrize("override", ["a.b", "=1", "~", "+=1"])
+def test_what_is_no_override_is_refused(override: str):
+    with pytest.raises(ConfigError, match="no override"):
+        overridden(override)
+
+
+def test_the_key_is_what_stands_before_the_first_sign():
+    assert [key_of(o) for o in ("+a.b=c=d", "~a", "++x=1")] == ["a.b", "a", "x"]
