@@ -16,6 +16,7 @@ tensor               shape, dtype   what
 `policy_versions`    [B, T] int64   the weights that sampled a token; -1 where none did
 `token_level_scores` [B, T] float32 rewards, on trained tokens (see `agentrl.rewards.placement`)
 `in_baseline`        [B] bool       whether the group's statistics count the row
+`batch_data_id`      [B] int64      the prompt's place in the batch, over all ranks
 ==================== ============== ===========================================================
 
 Objects: `uid` (the group), `request_id`, `stop_reason`, `messages` (dicts), `reward_scores`,
@@ -78,7 +79,8 @@ def collate(
     """Lay finished requests side by side, in their order.
 
     Args:
-        requests: At least one; scored, where there is to be anything to learn.
+        requests: Scored, where there is to be anything to learn. None are a batch of no rows: what
+            a rank without work trains on.
         pad_token_id: What stands on padding; no mask shows it.
         weights: How rewards of several sources become one.
         placement: On which trained tokens they land.
@@ -88,8 +90,6 @@ def collate(
     Raises:
         DataError: for a request that has not ended, and for a width that does not suffice.
     """
-    if not requests:
-        raise DataError("no requests to collate", expected="at least one")
     rows = [_read_request(request, pad_token_id, weights, placement) for request in requests]
     ids = [request.request_id for request in requests]
     prompt_width = _width("prompt", [len(row.prompt_ids) for row in rows], prompt_width, ids)
@@ -97,9 +97,18 @@ def collate(
         "response", [len(row.response_ids) for row in rows], response_width, ids
     )
     tensors = _layout(rows, pad_token_id, prompt_width, response_width)
-    tensors["in_baseline"] = torch.tensor([request.in_baseline for request in requests])
+    tensors["in_baseline"] = torch.tensor([r.in_baseline for r in requests], dtype=torch.bool)
+    places = [request.batch_data_id for request in requests]
+    tensors["batch_data_id"] = torch.tensor(places, dtype=torch.int64)
     columns = _row_columns(requests) | _own_columns(requests, rows)
     return DataProto.from_dict(tensors, columns)
+
+
+def widest(requests: Sequence[AsyncRolloutRequest]) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest response, at least one each."""
+    prompts = [request.num_prompt_tokens for request in requests]
+    responses = [request.num_response_tokens for request in requests]
+    return max([1, *prompts]), max([1, *responses])
 
 
 async def generate_sequences(
@@ -233,13 +242,13 @@ def _place(placements: Sequence[RewardPlacement], width: int) -> torch.Tensor:
 
 
 def _width(what: str, lengths: Sequence[int], width: int | None, request_ids: Sequence[str]) -> int:
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if width is not None and lengths[longest] > width:
+    longest = max(lengths, default=0)
+    if width is not None and longest > width:
         raise DataError(
-            f"the {what} of request {request_ids[longest]} has {lengths[longest]} tokens",
+            f"the {what} of request {request_ids[lengths.index(longest)]} has {longest} tokens",
             expected=f"at most {width}",
         )
-    return max(lengths[longest], 1) if width is None else width
+    return max(longest, 1) if width is None else width
 
 
 def _own_columns(

@@ -82,6 +82,14 @@ class CheckpointError(AgentRLError, RuntimeError):
     """A checkpoint that is incomplete, damaged, or of another model (detail: `path`)."""
 
 
+class TrainingError(AgentRLError, RuntimeError):
+    """An update that can do nothing any more (details: `key`, `expected`)."""
+
+
+class OutOfMemoryError(AgentRLError, MemoryError):
+    """Memory that ran out in training (detail `expected`: the keys that make it need less)."""
+
+
 class EngineError(AgentRLError, RuntimeError):
     """An inference engine that failed; the requests it touched fail with `Fault.ENGINE`."""
 
@@ -98,8 +106,24 @@ class ToolLifeError(AgentRLError, RuntimeError):
     """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
 
 
+class RankError(AgentRLError, RuntimeError):
+    """A rank that cannot go on because another one failed, left or did not come (detail: `others`,
+    `key`, `expected`).
+    """
+
+
 class RolloutError(AgentRLError, RuntimeError):
     """A batch of which too much failed (details: `reasons`, `expected`)."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: the device's, or the process's.
+
+    torch says so by a class of its own on a device, and by the text of a `RuntimeError` on a CPU.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 class ToolError(AgentRLError):

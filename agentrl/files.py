@@ -1,9 +1,13 @@
 """Files that are whole or absent: written beside their place, then moved into it."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_DRAFT = ".draft"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
@@ -15,7 +19,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         OSError: naming `path`, where the disk does not take it.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}{_DRAFT}")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -25,9 +29,22 @@ def written_whole(path: Path) -> Iterator[Path]:
             draft.unlink(missing_ok=True)
 
 
+def remove_drafts(folder: Path) -> None:
+    """Remove what killed processes were writing in a folder that no other process writes to."""
+    for draft in folder.glob(f".*.[0-9]*{_DRAFT}"):
+        draft.unlink(missing_ok=True)
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an `OSError` of the block say which file it was about: a full disk does not by itself."""
+    """Let an `OSError` of the block say which file it was about: a full disk does not by itself.
+
+    Libraries written in Rust (safetensors, tokenizers) raise something else, with the system's
+    error in its text.
+
+    Raises:
+        OSError: naming `path`, for either.
+    """
     try:
         yield
     except OSError as error:
@@ -35,3 +52,9 @@ def naming(path: Path) -> Iterator[None]:
             raise
         reason = error.strerror or str(error)
         raise OSError(error.errno, f"cannot write: {reason}", str(path)) from error
+    except Exception as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        errno = int(number.group(1))
+        raise OSError(errno, f"cannot write: {os.strerror(errno)}", str(path)) from error

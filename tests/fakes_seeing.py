@@ -54,8 +54,10 @@ def tool_story(reason: StopReason = StopReason.ANSWERED, **fields: object) -> As
 
 
 def finish(request: AsyncRolloutRequest, reason: StopReason, fault: Fault = Fault.TOOL) -> None:
-    broke = reason is StopReason.FAILED
-    error = Failure(fault=fault, kind="OSError", message="gone", turn=len(request.turns))
+    broke = ENDS[reason].state is RequestState.FAILED
+    error = Failure(
+        fault=ENDS[reason].fault or fault, kind="OSError", message="gone", turn=len(request.turns)
+    )
     request.finish(reason, error if broke else None)
 
 

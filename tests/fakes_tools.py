@@ -3,6 +3,8 @@
 
 import asyncio
 import os
+import resource
+import signal
 import threading
 import time
 from collections import Counter
@@ -125,6 +127,12 @@ class CountingProcessTool(BaseTool):
                     pass
             case "die":
                 os._exit(7)
+            case "be_killed":  # as the kernel does where memory ran out
+                os.kill(os.getpid(), signal.SIGKILL)
+                return "dead"
+            case "take_all_memory":
+                resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))
+                return str(len(bytearray(1 << 40)))
             case "tool_error":
                 raise ToolError("not so")
             case "raise":

@@ -35,7 +35,7 @@ class Layout:
     pad_right: int = 0
     order: Sequence[int] | None = None
     budget: int = 64
-    chunk: int = 7
+    block_bytes: int = 256
     extra: dict[str, object] = field(default_factory=dict)
 
 
@@ -50,7 +50,7 @@ def make_actor(policy: PolicyModel, layout: Layout | None = None, **config: obje
     layout = layout or Layout()
     settings = {
         "ppo_max_token_len_per_gpu": layout.budget,
-        "logits_chunk_tokens": layout.chunk,
+        "logits_block_bytes": layout.block_bytes,
         "optim": OptimConfig(lr=1e-3, weight_decay=0.0),
         "grad_clip": 1e6,
     }
@@ -91,7 +91,7 @@ def rows_and_layouts(draw: st.DrawFn) -> tuple[list[Row], Layout]:
         pad_right=draw(st.integers(0, 3)),
         order=draw(st.permutations(range(len(rows)))),
         budget=draw(st.integers(1, 40)),
-        chunk=draw(st.integers(1, 9)),
+        block_bytes=draw(st.integers(1, 4000)),
     )
     return rows, layout
 

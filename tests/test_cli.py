@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -334,70 +333,6 @@ def wait_for(file: Path, process: subprocess.Popen[str], timeout_s: float = 90) 
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, f"{file} never came"
         time.sleep(0.05)
-
-
-# Two ranks.
-
-
-def test_two_ranks_take_the_step_of_one(capsys: Capture, tiny_home: Path, tmp_path: Path):
-    (tmp_path / "score.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(len(extra_info['question']) % 5)\n"
-    )
-    run = tiny_run(
-        tiny_home,
-        tmp_path / "run",
-        rollout__engine=scripted("#### 42"),
-        rollout__n=1,
-        algorithm__adv_estimator="grpo_verl_singleton",
-        reward__custom_reward_function={"path": f"{tmp_path}/score.py"},
-        trainer__total_training_steps=1,
-        trainer__rollout_data_dir=f"{tmp_path}/run/rollouts",
-    )
-    file = write_yaml(tmp_path / "run.yaml", run)
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    assert run_agentrl(capsys, "train", file, *changes_for(alone)).code == 0
-    out = train_on_two_ranks(file, *changes_for(together))
-    assert out.count("1 steps in") == 1, "one rank speaks"
-    assert "on cpu x 2" in out
-    assert len(read_lines(together / "rollouts/step_000001.jsonl")) == 4
-    (before, one), (_, two) = (read_lines(folder / "metrics.jsonl") for folder in (alone, together))
-    assert one["actor/pg_loss"] != 0
-    names = [name for name in one if name.startswith(("actor/", "critic/", "rollout/stop_reason"))]
-    assert {name: two[name] for name in names} == pytest.approx(
-        {name: one[name] for name in names}, rel=1e-3, abs=1e-6
-    )
-    assert two["rollout/num_requests"] == one["rollout/num_requests"] == 4.0
-    assert before["val/arithmetic/num"] == 4.0
-    first, second = load_weights(alone / "trained"), load_weights(together / "trained")
-    assert all(torch.allclose(weight, second[name], atol=1e-4) for name, weight in first.items())
-
-
-def changes_for(folder: Path) -> list[str]:
-    return [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts"]
-
-
-def load_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def train_on_two_ranks(file: Path, *changes: str) -> str:
-    """Run `agentrl train` on two ranks as torchrun would; returns what they printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    own = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    ranks = [spawn_agentrl("train", file, *changes, environment=one) for one in own]
-    try:
-        told = [rank.communicate(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    return "".join(out for out, _ in told)
 
 
 # A user's own code, with the package installed and the repository far away.

@@ -39,6 +39,7 @@ def test_a_conversation_is_laid_out_token_by_token():
         "policy_versions": [[3, 3, -1, -1, 4], [0, -1, -1, -1, -1]],
         "token_level_scores": [[0, 0, 0, 0, 1.0], [0.5, 0, 0, 0, 0]],
         "in_baseline": [True, True],
+        "batch_data_id": [0, 0],
     }
 
 
@@ -170,8 +171,16 @@ def test_a_request_that_runs_is_refused():
     request = AsyncRolloutRequest(messages=[Message(role="user", content="Hi")], request_id="r1")
     with pytest.raises(DataError, match="r1 is still pending"):
         collate([request], pad_token_id=PAD)
-    with pytest.raises(DataError, match="no requests"):
-        collate([], pad_token_id=PAD)
+
+
+def test_a_rank_without_work_has_a_batch_of_no_rows():
+    none = collate([], pad_token_id=PAD, prompt_width=3, response_width=5)
+    some = collate([build_request(said(1))], pad_token_id=PAD)
+    assert len(none) == 0
+    assert none.batch["responses"].shape == (0, 5)
+    assert {key: t.dtype for key, t in none.batch.items()} == {
+        key: t.dtype for key, t in some.batch.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """README and documents say what is."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -14,6 +15,16 @@ def test_diagram_is_the_table() -> None:
     text = (ROOT / "docs/requests.md").read_text(encoding="utf-8")
     assert state_diagram() in text
     assert all(f"| `{reason}` |" in text for reason in StopReason)
+
+
+def test_table_of_verls_keys_is_the_mapping() -> None:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "docs/make_verl_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    text = (ROOT / "docs/from_verl.md").read_text(encoding="utf-8")
+    assert maker.table() in text, "python docs/make_verl_table.py"
 
 
 def test_tree_has_a_line_for_each_file() -> None:

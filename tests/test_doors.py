@@ -56,7 +56,8 @@ METHODS = {
         "start_interaction", "generate_response", "calculate_score", "finalize_interaction",
     ],
     "agentrl.engines.Engine": [
-        "generate", "abort", "update_weights", "sleep", "wake", "flush_cache", "close",
+        "generate", "generate_together", "abort", "update_weights", "sleep", "wake",
+        "flush_cache", "close",
     ],
     "agentrl.rollout.RolloutManager": ["rollout"],
     "agentrl.Trainer": ["fit"],

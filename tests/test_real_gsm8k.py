@@ -124,7 +124,7 @@ def make_config(home: Path, name: str, **multi_turn: Any) -> RunConfig:
                 },
             },
             "reward": {"custom_reward_function": {"path": str(home / "score.py")}},
-            "actor": {"optim": {"lr": 1e-3}, "logits_chunk_tokens": 32},
+            "actor": {"optim": {"lr": 1e-3}},
             "trainer": {
                 "default_local_dir": home / name,
                 "total_training_steps": 2,

@@ -5,6 +5,7 @@ bundled estimators and losses.
 """
 
 from agentrl.algorithms.advantages import (
+    columns_read,
     compute_advantage,
     get_adv_estimator_fn,
     register_adv_est,
@@ -24,6 +25,7 @@ from agentrl.algorithms.losses import (
 __all__ = [
     "LossScale",
     "agg_loss",
+    "columns_read",
     "compute_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_verl_singleton_advantage",

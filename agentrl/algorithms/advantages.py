@@ -15,7 +15,7 @@ those settings), `batch` and `non_tensor_batch`. One of your own, in ten lines::
 import inspect
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -48,6 +48,35 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
         ConfigError: for an unknown name.
     """
     return _ESTIMATORS.get(name_or_enum)
+
+
+class ColumnNames(NamedTuple):
+    """Columns of a batch."""
+
+    tensors: list[str]
+    objects: list[str]
+
+
+def columns_read(data: DataProto, config: AlgorithmConfig) -> ColumnNames:
+    """Name what `compute_advantage` reads of a batch.
+
+    An estimator may compare all rows of a batch with each other; where they lie on several ranks,
+    these are the columns to bring together. One that takes whatever there is (`batch`,
+    `non_tensor_batch`, `**kwargs`) reads them all.
+
+    Raises:
+        ConfigError: for an unknown estimator.
+    """
+    tensors = [] if data.batch is None else list(data.batch.keys())
+    parameters = inspect.signature(get_adv_estimator_fn(config.adv_estimator)).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds or parameters.keys() & {"batch", "non_tensor_batch"}:
+        return ColumnNames(tensors, list(data.non_tensor_batch))
+    wanted = {*parameters, "token_level_scores", "response_mask"}
+    if "token_level_rewards" in tensors:
+        wanted -= {"token_level_scores"} - parameters.keys()
+    objects = ["uid"] if "index" in parameters and "uid" in data.non_tensor_batch else []
+    return ColumnNames([name for name in tensors if name in wanted], objects)
 
 
 def compute_advantage(data: DataProto, config: AlgorithmConfig) -> DataProto:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from agentrl.config.contradictions import Purpose, find_contradictions, longest_sequence
-from agentrl.config.dead_keys import KeyNote, find_dead_keys, set_keys, why_no_call
+from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys, set_keys, why_no_call
 from agentrl.config.problems import Problem, raise_problems
 from agentrl.config.schema import RunConfig
 
@@ -32,14 +32,21 @@ def check_config(
         purpose: What is to be done with it.
 
     Returns:
-        Dead keys, biases and tools that are never called, to be printed before the run.
+        Dead keys, biases, tools that are never called, ranks without work and what ends
+        determinism, to be printed before the run.
 
     Raises:
         ConfigError: with every contradiction, a line for each.
     """
-    if problems := find_contradictions(config, world_size=world_size, purpose=purpose):
+    if problems := find_contradictions(config, purpose=purpose):
         raise_problems(problems, file)
-    return [*find_dead_keys(config), *find_biases(config), *find_idle_tools(config)]
+    return [
+        *find_dead_keys(config),
+        *find_biases(config),
+        *find_idle_tools(config),
+        *find_idle_ranks(config, world_size),
+        *find_ends_of_determinism(config),
+    ]
 
 
 def find_biases(config: RunConfig) -> list[Bias]:
@@ -66,6 +73,34 @@ def find_idle_tools(config: RunConfig) -> list[KeyNote]:
     keys = [f"rollout.multi_turn.{name}" for name in ("tool_config_path", "function_tool_path")]
     given = [key for key in set_keys(config) if key in keys] if reason else []
     return [KeyNote(key, f"the tools are shown and never called: {reason}") for key in given]
+
+
+def find_ends_of_determinism(config: RunConfig) -> list[KeyNote]:
+    """Find the settings under which `rollout.deterministic` promises less than every bit."""
+    if not config.rollout.deterministic:
+        return []
+    clock = "where it fires, the run is no longer exact to the last bit (rollout.deterministic)"
+    cuda = "rollout.deterministic promises every bit on a CPU; here it is a matter of the kernels"
+    found = (
+        ("rollout.request_timeout_s", clock, config.rollout.request_timeout_s is not None),
+        ("trainer.device", cuda, config.trainer.device == "cuda"),
+    )
+    return [KeyNote(key, reason) for key, reason, is_so in found if is_so]
+
+
+def find_idle_ranks(config: RunConfig, world_size: int) -> list[KeyNote]:
+    """Find what the number of ranks makes idle: ranks in the update, or the key of their waits."""
+    if world_size == 1:
+        key = "trainer.collective_timeout_s"
+        waits = "a run on one rank waits for no other"
+        return [DeadKey(key, waits)] if key in set_keys(config) else []
+    mini = config.actor.ppo_mini_batch_size
+    key = "data.train_batch_size" if mini is None else "actor.ppo_mini_batch_size"
+    samples = (mini or config.data.train_batch_size) * config.rollout.n
+    if samples >= world_size or config.trainer.val_only:
+        return []
+    told = f"its {samples} samples give {world_size - samples} of {world_size} ranks nothing to do"
+    return [KeyNote(key, told)]
 
 
 def check_model_length(

@@ -1,7 +1,7 @@
 """Settings that cannot hold together, told before any model loads.
 
-Each check takes the configuration and the number of ranks, and yields what is wrong. Which checks
-are made depends on what the run file is read for.
+Each check takes the configuration and yields what is wrong. Which checks are made depends on what
+the run file is read for.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from agentrl.config.dead_keys import set_keys
 from agentrl.config.problems import Problem
 from agentrl.config.schema import RunConfig
 
-Check = Callable[[RunConfig, int], Iterator[Problem]]
+Check = Callable[[RunConfig], Iterator[Problem]]
 
 
 class Purpose(StrEnum):
@@ -25,19 +25,16 @@ class Purpose(StrEnum):
     """The supervised warm-up alone."""
 
 
-def find_contradictions(
-    config: RunConfig, *, world_size: int = 1, purpose: Purpose = Purpose.TRAIN
-) -> list[Problem]:
+def find_contradictions(config: RunConfig, *, purpose: Purpose = Purpose.TRAIN) -> list[Problem]:
     """Find every pair of settings that cannot both be meant.
 
     Args:
         config: A run file whose single keys are right.
-        world_size: Ranks that share each batch.
         purpose: What is to be done with it.
     """
     trains = purpose is Purpose.TRAIN
     checks = VALIDATION_CHECKS if trains and config.trainer.val_only else CHECKS[purpose]
-    return [problem for check in checks for problem in check(config, world_size)]
+    return [problem for check in checks for problem in check(config)]
 
 
 def longest_sequence(config: RunConfig) -> int:
@@ -45,54 +42,50 @@ def longest_sequence(config: RunConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _val_files(config: RunConfig, _: int) -> Iterator[Problem]:
+def _val_files(config: RunConfig) -> Iterator[Problem]:
     if not config.data.val_files:
         yield Problem("data.val_files", "is empty, and trainer.val_only is true", "a file")
 
 
-def _train_files(config: RunConfig, _: int) -> Iterator[Problem]:
+def _train_files(config: RunConfig) -> Iterator[Problem]:
     if not config.data.train_files:
         yield Problem("data.train_files", "is empty", "at least one file")
 
 
-def _resume(config: RunConfig, _: int) -> Iterator[Problem]:
+def _resume(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         told = "is not set, and trainer.resume_mode is resume_path"
         yield Problem("trainer.resume_from_path", told, "a checkpoint's folder")
 
 
-def _intervals(config: RunConfig, _: int) -> Iterator[Problem]:
+def _intervals(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     for key, value in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
         if value == 0:
             yield Problem(f"trainer.{key}", "0 is no interval", "a number of steps, or -1")
 
 
-def _batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _batches(config: RunConfig) -> Iterator[Problem]:
     batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     if mini is not None and batch % mini:
         told = f"{mini} prompts do not divide data.train_batch_size, {batch}"
         yield Problem("actor.ppo_mini_batch_size", told, f"a divisor of {batch}, or null")
-    for key, size in (("data.train_batch_size", batch), ("actor.ppo_mini_batch_size", mini)):
-        if size is not None and size % world_size:
-            told = f"{size} prompts cannot be shared evenly by {world_size} ranks"
-            yield Problem(key, told, f"a multiple of {world_size}")
 
 
-def _groups(config: RunConfig, _: int) -> Iterator[Problem]:
+def _groups(config: RunConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
         told = "is 1, and algorithm.adv_estimator grpo trains on nothing in a group of one"
         yield Problem("rollout.n", told, "at least 2")
 
 
-def _weights(config: RunConfig, _: int) -> Iterator[Problem]:
+def _weights(config: RunConfig) -> Iterator[Problem]:
     weights = config.reward.weights
     if weights.trajectory == weights.turn == weights.tool == 0:
         yield Problem("reward.weights", "are all 0, so every reward is 0", "one that is not")
 
 
-def _packing(config: RunConfig, _: int) -> Iterator[Problem]:
+def _packing(config: RunConfig) -> Iterator[Problem]:
     longest, told = longest_sequence(config), _sum_in_words(config)
     packed = config.actor.ppo_max_token_len_per_gpu
     if longest > packed:
@@ -100,7 +93,7 @@ def _packing(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("actor.ppo_max_token_len_per_gpu", words, f">= {longest}")
 
 
-def _lengths(config: RunConfig, _: int) -> Iterator[Problem]:
+def _lengths(config: RunConfig) -> Iterator[Problem]:
     longest, told = longest_sequence(config), _sum_in_words(config)
     limit = config.rollout.max_model_len
     if limit is not None and longest > limit:
@@ -113,7 +106,7 @@ def _lengths(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("prepare.tiny_policy.max_position_embeddings", words, f">= {longest}")
 
 
-def _budgets(config: RunConfig, _: int) -> Iterator[Problem]:
+def _budgets(config: RunConfig) -> Iterator[Problem]:
     response, multi_turn = config.data.max_response_length, config.rollout.multi_turn
     given = set(set_keys(config))
     budgets = {
@@ -135,7 +128,7 @@ def _budgets(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem(key, told, f"at most {timeout:g}")
 
 
-def _engine(config: RunConfig, _: int) -> Iterator[Problem]:
+def _engine(config: RunConfig) -> Iterator[Problem]:
     engine = config.rollout.engine
     if engine.name == "scripted" and not engine.scripted.answers:
         yield Problem("rollout.engine.scripted.answers", "is empty", "at least one answer")
@@ -149,7 +142,7 @@ def _engine(config: RunConfig, _: int) -> Iterator[Problem]:
             )
 
 
-def _tiny_policy(config: RunConfig, _: int) -> Iterator[Problem]:
+def _tiny_policy(config: RunConfig) -> Iterator[Problem]:
     tiny = config.prepare.tiny_policy
     if tiny is None:
         return

@@ -7,9 +7,9 @@ in `agentrl.config.load`.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from agentrl.config.prepare_schema import (
     ArithmeticConfig,
@@ -252,6 +252,12 @@ class RolloutConfig(Section):
     """Wall clock of one request; null: none."""
     seed: Seed = 0
     """Seed of the engine's sampling and of the requests' own draws."""
+    deterministic: bool = False
+    """The same seed gives the same run to the last bit, also where it was stopped and resumed: on
+    a CPU, on the same machine with as many threads and the same versions. Turns are generated in
+    rounds, each of which waits for the slowest tool; what that costs in speed is printed by
+    `benchmarks/determinism.py`. The promise ends where `request_timeout_s` fires, and where a
+    tool, user or scorer answers otherwise than before (or only sometimes in time)."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     failure: FailureConfig = FailureConfig()
@@ -294,6 +300,10 @@ class RewardConfig(Section):
     """Seconds of one score."""
 
 
+def _resume_path_by_its_short_name(mode: object) -> object:
+    return "resume_path" if mode == "path" else mode
+
+
 class TrainerConfig(Section):
     """The loop, what it writes, and when."""
 
@@ -314,14 +324,21 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: int | None = Field(default=3, ge=1)
     val_before_train: bool = True
     val_only: bool = False
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto: go on from the last complete checkpoint of the run's folder, if there is one."""
+    resume_mode: Annotated[
+        Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_path_by_its_short_name)
+    ] = "auto"
+    """auto: go on from the last complete checkpoint of the run's folder, if there is one.
+    resume_path (or: path): from `resume_from_path`."""
     resume_from_path: Path | None = None
     rollout_data_dir: Path | None = None
     """Save every training rollout as JSONL here."""
     validation_data_dir: Path | None = None
     """Save every validation rollout as JSONL here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    collective_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that a rank waits for the others before it ends with an error (verl: `nccl_timeout`).
+    Ranks wait behind a rollout for the slowest of them, and while the main one writes: longer than
+    that can take."""
     seed: Seed = 0
     """Seed of everything that has no seed of its own."""
     plot: bool = True

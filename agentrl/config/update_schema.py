@@ -68,10 +68,14 @@ class ActorConfig(Section):
     """Estimate of the KL; `<name>+` has the value of `<name>` and the gradient of k2."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient."""
+    max_skipped_updates: int | None = Field(default=5, ge=1)
+    """End the run where so many updates in a row took no optimizer step, because no loss or
+    gradient was finite; null: go on."""
     shuffle: bool = False
     """Draw the mini-batches in random order (seeded) instead of the batch's."""
-    logits_chunk_tokens: int = Field(default=1024, ge=1)
-    """Trained positions for which full-vocabulary logits exist at once."""
+    logits_block_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of one block of logits (trained positions times vocabulary); null: 2 MiB on a CPU,
+    where a block should stay in the cache, 256 MiB elsewhere."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
 

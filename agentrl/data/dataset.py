@@ -46,10 +46,14 @@ class PromptDataset(Sequence[Prompt]):
     def fingerprint(self) -> str:
         """Hash of every prompt's content, in order: changed data has another one."""
         digest = hashlib.sha256()
-        for prompt in self._prompts:
-            content = json.dumps(prompt.model_dump(), sort_keys=True, default=repr)
-            digest.update(content.encode() + b"\n")
+        for prompt, content in zip(self._prompts, self.row_digests, strict=True):
+            digest.update(f"{prompt.index} {content}\n".encode())
         return digest.hexdigest()
+
+    @cached_property
+    def row_digests(self) -> tuple[str, ...]:
+        """Hash of each prompt's content, without its place."""
+        return tuple(_digest(prompt) for prompt in self._prompts)
 
     def select(self, places: Iterable[int]) -> "PromptDataset":
         """Take the prompts at `places`, in that order."""
@@ -69,6 +73,11 @@ class PromptDataset(Sequence[Prompt]):
         for prompt in self._prompts:
             found.setdefault(prompt.data_source, prompt.index)
         return found
+
+
+def _digest(prompt: Prompt) -> str:
+    content = json.dumps(prompt.model_dump(exclude={"index"}), sort_keys=True, default=repr)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def load_prompts(

@@ -72,7 +72,9 @@ def _read_parquet(path: Path) -> list[Row]:
             return list(table)
         except (untyped.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             cause = error.__cause__ or error
-            raise DataError(f"cannot read Parquet: {cause}", file=path) from None
+            # Where it is an error of the disk, it is the copy's.
+            disk = tempfile.gettempdir() if isinstance(cause, OSError) else None
+            raise DataError(f"cannot read Parquet: {cause}", file=path, copied_to=disk) from None
 
 
 def _read_json(path: Path) -> list[Row]:

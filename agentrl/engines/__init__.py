@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agentrl.engines.protocol import (
         Completion,
         Engine,
+        EngineCall,
         FinishReason,
         SamplingParams,
         VersionSpan,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Engine",
+    "EngineCall",
     "FinishReason",
     "SamplingParams",
     "ScriptedAnswer",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "Completion": "agentrl.engines.protocol",
     "Engine": "agentrl.engines.protocol",
+    "EngineCall": "agentrl.engines.protocol",
     "FinishReason": "agentrl.engines.protocol",
     "SamplingParams": "agentrl.engines.protocol",
     "ScriptedAnswer": "agentrl.engines.scripted",

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from agentrl.engines.calls import Call
 from agentrl.engines.continuous_batching import Batcher, BatchLimits
 from agentrl.engines.protocol import Completion, FinishReason
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, is_out_of_memory
 
 Result = Completion | EngineError
 
@@ -39,8 +39,10 @@ class BatchWorker:
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, call: Call) -> None:
-        """Take a call; its future gets a `Completion` or an `EngineError`.
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Take calls; the future of each gets a `Completion` or an `EngineError`.
+
+        They enter the same step, in their order: no step begins between them.
 
         Raises:
             EngineError: The worker failed, or was stopped.
@@ -53,7 +55,7 @@ class BatchWorker:
                     target=self._run, name="agentrl-engine", daemon=True
                 )
                 self._thread.start()
-            self._arrived.append(call)
+            self._arrived += calls
             self._changed.notify_all()
 
     def abort(self, matches: Callable[[Call], bool]) -> None:
@@ -148,7 +150,7 @@ class BatchWorker:
                     self._end_step()
         # The boundary: whatever ends the thread ends its calls, so that nobody waits for ever.
         except BaseException as error:  # noqa: BLE001
-            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failure = EngineError(_reason(error))
             failure.__cause__ = error
             with self._changed:
                 self._failure = failure
@@ -205,6 +207,16 @@ class BatchWorker:
             self._arrived, self._running = [], {}
             results, self._results = self._results, []
         _hand_over([*results, *((call, error) for call in calls)])
+
+
+def _reason(error: BaseException) -> str:
+    told = f"the engine failed: {type(error).__name__}: {error}"
+    if not is_out_of_memory(error):
+        return told
+    return (
+        "the engine's memory ran out (a smaller rollout.engine.transformers.num_pages or "
+        f"max_batch_tokens, or rollout.max_concurrent_requests, needs less): {told}"
+    )
 
 
 def _hand_over(results: Sequence[tuple[Call, Result]]) -> None:

@@ -262,6 +262,8 @@ class Batcher:
         """Take a call out and free its pages; its tokens so far stay in it."""
         self.processor.scheduler.set_request_cancellation(call.key)
         self.processor.scheduler.clear_cancelled_requests()
+        # A full cache keeps new calls waiting until one ends: this one has, and may be the last.
+        self.processor.scheduler.block_new_requests = False
 
     def step(self) -> bool:
         """Sample the next token of every sequence that runs; False where there is nothing to do."""

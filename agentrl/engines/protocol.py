@@ -72,8 +72,27 @@ class Completion:
         return self.weight_versions[-1].version if self.weight_versions else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall:
+    """What `generate` is asked, as a record."""
+
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+    request_id: str
+
+
+class CompletionSource(Protocol):
+    """All that a request sees of its engine."""
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+    ) -> Completion:
+        """Continue `input_ids`. Returns at a stop, at a limit, or when aborted."""
+        ...
+
+
 @runtime_checkable
-class Engine(Protocol):
+class Engine(CompletionSource, Protocol):
     """An inference engine. All methods run on one event loop.
 
     A failure of the engine is an `EngineError`. Cancelling `generate` aborts the call inside the
@@ -83,10 +102,21 @@ class Engine(Protocol):
     max_model_len: int
     """Most tokens, input and output together, of one sequence."""
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
-    ) -> Completion:
-        """Continue `input_ids`. Returns at a stop, at a limit, or when aborted."""
+    async def generate_together(
+        self, calls: Sequence[EngineCall]
+    ) -> "list[Completion | BaseException]":
+        """Run calls that begin at once, in their order; return when all have ended.
+
+        While nothing else runs, the work of an engine that computes on this machine is a function
+        of these calls, of the weights and of the cached prefixes, step by step: so are the results,
+        to the last bit. Cancelling takes every call out.
+
+        Returns:
+            For each call its completion, or what it alone failed with.
+
+        Raises:
+            EngineError: The engine as a whole failed or was closed.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

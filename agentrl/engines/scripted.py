@@ -7,7 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.engines.protocol import Completion, FinishReason, SamplingParams, VersionSpan
+from agentrl.engines.protocol import (
+    Completion,
+    EngineCall,
+    FinishReason,
+    SamplingParams,
+    VersionSpan,
+)
 from agentrl.engines.stopping import StopCheck
 from agentrl.errors import EngineError
 
@@ -96,7 +102,7 @@ class ScriptedEngine:
         self._script = answers if callable(answers) else _read_from(answers)
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
-        self._waiting: dict[asyncio.Future[None], str] = {}
+        self._waiting: dict[asyncio.Future[bool], str] = {}
         self._awake = asyncio.Event()
         self._awake.set()
         self._is_closed = False
@@ -124,11 +130,21 @@ class ScriptedEngine:
             return self._completion([], [], FinishReason.ABORT)
         return self._cut(answer, sampling, min(sampling.max_new_tokens, room))
 
+    async def generate_together(
+        self, calls: Sequence[EngineCall]
+    ) -> "list[Completion | BaseException]":
+        """Ask the script for every call, in their order (see `Engine.generate_together`)."""
+        generating = (
+            self.generate(call.input_ids, call.sampling, request_id=call.request_id)
+            for call in calls
+        )
+        return await asyncio.gather(*generating, return_exceptions=True)
+
     async def abort(self, request_id: str) -> None:
         """End the calls of a request that wait for their answer; they return no token."""
         for waiting, owner in self._waiting.items():
             if owner == request_id and not waiting.done():
-                waiting.set_result(None)
+                waiting.set_result(False)
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
@@ -177,23 +193,20 @@ class ScriptedEngine:
 
     async def _wait(self, delay_s: float, request_id: str) -> bool:
         """Let the delay pass; False: the call was aborted."""
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[bool] = loop.create_future()
         self._waiting[waiting] = request_id
+        clock = loop.call_later(delay_s, _end_wait, waiting)
         try:
-            async with asyncio.timeout(delay_s):
-                await waiting
-        except TimeoutError:
-            return True
+            return await waiting
         finally:
+            clock.cancel()
             del self._waiting[waiting]
-        return False
 
     def _cut(self, answer: ScriptedAnswer, sampling: SamplingParams, room: int) -> Completion:
         """The answer as far as its stops and budgets let it go."""
         token_ids = self._encode(answer.content)
-        stop = StopCheck.of(sampling, self._decode)
-        stop_at = (n for n in range(1, len(token_ids) + 1) if stop.is_met(token_ids[:n]))
-        end = next(stop_at, None)
+        end = StopCheck.of(sampling, self._decode).first_end(token_ids)
         if end is None and isinstance(answer.content, str) and sampling.stop_token_ids:
             token_ids.append(sampling.stop_token_ids[0])
             end = len(token_ids)
@@ -225,6 +238,11 @@ class ScriptedEngine:
         if self._tokenizer is None:
             raise EngineError("stop strings need the engine's tokenizer")
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def _end_wait(waiting: asyncio.Future[bool]) -> None:
+    if not waiting.done():
+        waiting.set_result(True)
 
 
 def _read_from(answers: Sequence[Answer]) -> Script:

@@ -39,3 +39,9 @@ class StopCheck:
             return False
         tail = self.decode(token_ids[-self.window :])
         return any(text in tail for text in self.strings)
+
+    def first_end(self, token_ids: Sequence[int]) -> int | None:
+        """How many of `token_ids` there are up to the first that ends them; None: none does."""
+        if not self.strings:
+            return next((n for n, id in enumerate(token_ids, 1) if id in self.token_ids), None)
+        return next((n for n in range(1, len(token_ids) + 1) if self.is_met(token_ids[:n])), None)

@@ -17,7 +17,7 @@ from agentrl.engines.batch_worker import BatchWorker
 from agentrl.engines.calls import Call
 from agentrl.engines.continuous_batching import BatchLimits
 from agentrl.engines.paged_attention import ATTENTION_NAME, register_paged_attention
-from agentrl.engines.protocol import Completion, SamplingParams
+from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
 from agentrl.engines.shared_weights import SharedWeights
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
@@ -49,6 +49,10 @@ class TransformersEngineSettings:
     """An attention implementation of transformers instead of the one chosen by device."""
     seed: int | None = None
     """Of calls that bring no seed of their own; None: from the operating system."""
+    fit_memory: bool = True
+    """Whether a cache of open size is cut to the memory that is free now. What is sampled then
+    depends on that memory by rounding: a fuller cache shares fewer prefixes and makes room by
+    computing again. False: too little memory is an error."""
 
 
 class TransformersEngine:
@@ -143,12 +147,32 @@ class TransformersEngine:
                 strings were given and no tokenizer, or the engine failed or was closed.
         """
         call = self._new_call(list(input_ids), sampling, request_id)
-        self._worker.submit(call)
+        self._worker.submit([call])
         try:
             return await call.future
         except asyncio.CancelledError:
             self._worker.abort(lambda other: other is call)
             raise
+
+    async def generate_together(
+        self, calls: Sequence[EngineCall]
+    ) -> "list[Completion | BaseException]":
+        """Run calls that begin in the same step (see `Engine.generate_together`).
+
+        Raises:
+            EngineError: The engine failed or was closed.
+        """
+        made = [self._try_new_call(call) for call in calls]
+        running = [call for call in made if isinstance(call, Call)]
+        self._worker.submit(running)
+        try:
+            ended = iter(
+                await asyncio.gather(*(call.future for call in running), return_exceptions=True)
+            )
+        except asyncio.CancelledError:
+            self._worker.abort(lambda other: other in running)
+            raise
+        return [next(ended) if isinstance(call, Call) else call for call in made]
 
     async def abort(self, request_id: str) -> None:
         """End the running calls of a request; each returns what it has so far."""
@@ -198,6 +222,12 @@ class TransformersEngine:
     async def close(self) -> None:
         """Stop the engine's thread; running calls end with `EngineError`."""
         self._worker.stop()
+
+    def _try_new_call(self, call: EngineCall) -> Call | EngineError:
+        try:
+            return self._new_call(list(call.input_ids), call.sampling, call.request_id)
+        except EngineError as error:
+            return error
 
     def _new_call(self, input_ids: list[int], sampling: SamplingParams, request_id: str) -> Call:
         room = self.max_model_len - len(input_ids)
@@ -259,7 +289,8 @@ def choose_limits(
     that is free now.
 
     Raises:
-        EngineError: The cache cannot hold one sequence of full length.
+        EngineError: The cache cannot hold one sequence of full length, or would have to be cut to
+            the free memory and may not (`fit_memory`).
     """
     is_ours = model.config._attn_implementation == ATTENTION_NAME  # pyright: ignore
     page_size = settings.page_size or (32 if is_ours else 256)
@@ -269,6 +300,8 @@ def choose_limits(
     if num_pages is None:
         wanted = RESERVED_PAGES + max_batch_size * pages_each
         num_pages = min(wanted, _affordable_pages(model, page_size))
+        if num_pages < wanted and not settings.fit_memory:
+            raise _cache_not_fixed(wanted, num_pages)
     if num_pages < RESERVED_PAGES + pages_each:
         raise _cache_too_small(settings, num_pages, page_size, max_model_len)
     return BatchLimits(
@@ -276,6 +309,16 @@ def choose_limits(
         num_pages=num_pages,
         max_batch_tokens=settings.max_batch_tokens or (4096 if is_ours else 1024),
         max_batch_size=max_batch_size,
+    )
+
+
+def _cache_not_fixed(wanted: int, affordable: int) -> EngineError:
+    return EngineError(
+        f"the cache would have {wanted} pages for all concurrent requests, and the memory that is "
+        f"free now has room for {affordable}: its size, and with it the last bits of what is "
+        "sampled, would depend on the moment (rollout.deterministic)",
+        key="rollout.engine.transformers.num_pages",
+        expected="a number of pages, or a smaller rollout.max_concurrent_requests",
     )
 
 

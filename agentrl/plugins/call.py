@@ -46,7 +46,8 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     """Await `call()` in a task of its own for at most `timeout_s` seconds.
 
     A call that is late, or whose caller is cancelled, is cancelled and given a moment to clean up
-    (5 % of its time, at most a second); one that ignores even that is left behind.
+    (5 % of its time, at most a second); one that ignores even that is left behind. Time for which
+    another call blocked the event loop is not counted: this one could not answer then.
 
     Args:
         call: Starts the work; called inside the task.
@@ -58,15 +59,21 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
         Exception: what the call raised. A `KeyboardInterrupt`, `SystemExit` or stray
             `CancelledError` of its own comes out as a `RuntimeError`.
     """
-    task = asyncio.create_task(_contain(call), name=TASK_PREFIX + name)
-    done: set[asyncio.Task[_Attempt[T]]] = set()
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(_contain(call), name=TASK_PREFIX + name)
+    # What `asyncio.wait` with a time-out does, without its sets and tasks of one member.
+    is_in_time: asyncio.Future[bool] = loop.create_future()
+    task.add_done_callback(lambda _: _settle(is_in_time, True))
+    grace_s = min(MAX_GRACE_S, GRACE_FRAC * timeout_s)
+    clock = loop.call_later(timeout_s, _ring, is_in_time, loop.time() + timeout_s, grace_s)
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        await is_in_time
     finally:
-        if not done and not task.done():
+        clock.cancel()
+        if not task.done():
             task.cancel()
-            await asyncio.wait({task}, timeout=min(MAX_GRACE_S, GRACE_FRAC * timeout_s))
-    if not done:
+            await asyncio.wait({task}, timeout=grace_s)
+    if not is_in_time.result():
         raise CallTimeoutError(f"no answer within {timeout_s:g} s")
     return task.result().unwrap()
 
@@ -158,6 +165,16 @@ def _try(function: Callable[[], T]) -> _Attempt[T]:
         return _Attempt(error=error)
 
 
-def _settle(future: "asyncio.Future[_Attempt[T]]", attempt: _Attempt[T]) -> None:
+def _ring(is_in_time: asyncio.Future[bool], due: float, grace_s: float) -> None:
+    """Say that the time is up, once the call had the time for which the loop was held up."""
+    loop = is_in_time.get_loop()
+    late_s = loop.time() - due
+    if late_s <= grace_s:
+        _settle(is_in_time, False)
+    elif not is_in_time.done():
+        loop.call_later(late_s, _ring, is_in_time, loop.time() + late_s, grace_s)
+
+
+def _settle(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
-        future.set_result(attempt)
+        future.set_result(result)

@@ -54,15 +54,20 @@ class LoopWatchdog:
         self._over.set()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, ident: int, over: threading.Event) -> None:
+        running, since = None, 0.0
         while not over.wait(self._threshold_s / 4):
             try:
                 loop.call_soon_threadsafe(self._mark)
             except RuntimeError:  # the loop is closed: there is nothing left to watch
                 return
-            silent_s = time.monotonic() - self._beat
+            now = time.monotonic()
+            # A loop may be silent because it is busy with many tasks, none of which is to blame.
+            if (task := asyncio.current_task(loop)) is not running:
+                running, since = task, now
+            silent_s = now - max(since, self._beat)
             if silent_s > self._threshold_s:
                 frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
-                self._blame(asyncio.current_task(loop), frame, silent_s)
+                self._blame(task, frame, silent_s)
 
     def _mark(self) -> None:
         self._beat = time.monotonic()

@@ -1,6 +1,7 @@
 """What is drawn for a request: functions of its seed, so that the same run draws the same."""
 
 import random
+from hashlib import blake2b
 
 from agentrl.rollout.request import AsyncRolloutRequest
 
@@ -12,7 +13,7 @@ def turn_seed(request: AsyncRolloutRequest) -> int:
     before: a resumed run goes on as the run that was never stopped.
     """
     name = f"{request.seed}:{request.attempt}:{len(request.turns)}"
-    return random.Random(name).getrandbits(63)
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 
 def draws_interaction(request: AsyncRolloutRequest, probability: float) -> bool:

@@ -6,8 +6,13 @@ tokens cost, so that a long conversation is not validated again at every turn.
 
 import math
 from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from pydantic import ValidationError
 
 from agentrl.errors import LedgerError
+from agentrl.rollout.records import Turn
 
 _ROUNDING = 1e-4
 """How far above 0 the log-probability of a certain token may come out of an engine."""
@@ -26,7 +31,7 @@ class Ledger:
     __slots__ = ("loss_mask", "prompt_ids", "response_ids", "rollout_log_probs")
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
-        self.prompt_ids: list[int] = list(prompt_ids)
+        self.prompt_ids: list[int] = _as_ids(prompt_ids)
         self.response_ids: list[int] = []
         self.loss_mask: list[int] = []
         self.rollout_log_probs: list[float] = []
@@ -42,10 +47,11 @@ class Ledger:
         """
         if len(ids) != len(log_probs):
             raise LedgerError(f"{len(ids)} sampled tokens with {len(log_probs)} log-probabilities")
-        if not all(map(math.isfinite, log_probs)) or max(log_probs, default=0.0) > _ROUNDING:
-            bad = next(p for p in log_probs if not (math.isfinite(p) and p <= _ROUNDING))
+        numbers = _as_numbers(log_probs)
+        if not all(map(math.isfinite, numbers)) or max(numbers, default=0.0) > _ROUNDING:
+            bad = next(p for p in numbers if not (math.isfinite(p) and p <= _ROUNDING))
             raise LedgerError(f"{bad} is no log-probability", expected="a finite number <= 0")
-        return self._append(ids, 1, log_probs)
+        return self._append(ids, 1, numbers)
 
     def append_observed(self, ids: Sequence[int]) -> tuple[int, int]:
         """Append what the policy was shown. Returns its span in the response."""
@@ -55,12 +61,74 @@ class Ledger:
         """Leave the tokens `[start, end)` of the response out of the loss."""
         self.loss_mask[start:end] = [0] * (end - start)
 
-    def _append(self, ids: Sequence[int], mask: int, log_probs: Sequence[float]) -> tuple[int, int]:
-        new = list(map(int, ids))
-        if new and min(new) < 0:
-            raise LedgerError(f"{min(new)} is no token id", expected="an integer >= 0")
+    def _append(self, ids: Sequence[int], mask: int, log_probs: list[float]) -> tuple[int, int]:
+        new = _as_ids(ids)
         start = len(self.response_ids)
         self.response_ids += new
         self.loss_mask += [mask] * len(new)
-        self.rollout_log_probs += map(float, log_probs)
+        self.rollout_log_probs += log_probs
         return start, len(self.response_ids)
+
+
+def make_turn(**fields: Any) -> Turn:
+    """Make the record of a turn.
+
+    Raises:
+        LedgerError: for fields that a turn does not have, or versions of other tokens than its own.
+    """
+    try:
+        turn = Turn(**fields)
+    except ValidationError as error:
+        raise LedgerError(f"no record of a turn: {error}") from None
+    spans = turn.weight_versions
+    if spans and not _covers([(span.start, span.end) for span in spans], turn.num_tokens):
+        raise LedgerError(f"the versions {spans} do not cover {turn.num_tokens} tokens")
+    return turn
+
+
+def check_ledger(ledger: Ledger, turns: Sequence[Turn]) -> None:
+    """Hold a ledger that comes from outside, such as a saved one, against its turns (law 1).
+
+    Raises:
+        LedgerError: where the lists do not agree, or the turns do not account for each token.
+    """
+    num_tokens = len(ledger.response_ids)
+    if {len(ledger.loss_mask), len(ledger.rollout_log_probs)} != {num_tokens}:
+        raise LedgerError("tokens, mask and log-probabilities of different lengths")
+    if not _covers([(turn.start, turn.end) for turn in turns], num_tokens):
+        raise LedgerError("turns that do not cover the response")
+    for turn in turns:
+        _check_turn(ledger, turn)
+
+
+def _covers(spans: Sequence[tuple[int, int]], num_tokens: int) -> bool:
+    """Whether spans follow each other without a gap, from the first token to the last."""
+    ends = [0, *(end for _, end in spans)]
+    follow = [start for start, _ in spans] == ends[:-1] and ends == sorted(ends)
+    return follow and ends[-1] == num_tokens
+
+
+def _check_turn(ledger: Ledger, turn: Turn) -> None:
+    own = slice(turn.start, turn.end)
+    is_sampled = turn.role == "assistant"
+    mask = [int(is_sampled and turn.excluded is None)] * turn.num_tokens
+    if ledger.loss_mask[own] != mask or not (is_sampled or not any(ledger.rollout_log_probs[own])):
+        raise LedgerError(f"turn {turn.index} is {turn.role}'s, and its tokens say otherwise")
+
+
+def _as_ids(ids: Sequence[int]) -> list[int]:
+    try:
+        new = list(map(index, ids))
+    except TypeError as error:
+        raise LedgerError(f"not a token id: {error}", expected="an integer >= 0") from None
+    if new and min(new) < 0:
+        raise LedgerError(f"{min(new)} is no token id", expected="an integer >= 0")
+    return new
+
+
+def _as_numbers(log_probs: Sequence[float]) -> list[float]:
+    try:
+        return list(map(float, log_probs))
+    except (TypeError, ValueError) as error:
+        expected = "a finite number <= 0"
+        raise LedgerError(f"not a log-probability: {error}", expected=expected) from None

@@ -2,17 +2,20 @@
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
 from agentrl.config.schema import DataConfig, RolloutConfig, ValKwargsConfig
 from agentrl.data.prompt import Prompt
-from agentrl.engines.protocol import SamplingParams
+from agentrl.engines.protocol import CompletionSource, SamplingParams
 from agentrl.errors import Fault, RolloutError
 from agentrl.plugins.watchdog import LoopWatchdog
+from agentrl.rollout.collector import rare_collection
+from agentrl.rollout.census import Census
 from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.rounds import Admission, FreeAdmission, Rounds
 from agentrl.rollout.runner import House, run_request
 from agentrl.rollout.states import RequestState, StopReason
 
@@ -69,30 +72,43 @@ class RolloutManager:
         )
 
     def make_requests(
-        self, prompts: Sequence[Prompt], plan: SamplingPlan, *, step: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        *,
+        step: int = 0,
+        samples: Sequence[tuple[int, int]] | None = None,
     ) -> list[AsyncRolloutRequest]:
         """Expand each prompt to a group of `plan.n` samples, which stand together in order.
 
         Group ids and seeds are functions of the configuration's seed, the plan, the step and the
-        row, so that the same run makes the same requests.
+        row, so that the same run makes the same requests, on one rank or on several.
+
+        Args:
+            prompts: The whole batch.
+            plan: How often and how hot each is sampled.
+            step: Enters ids and seeds.
+            samples: Which to make: places in `prompts`, each with a number below `plan.n`; None:
+                all of them.
         """
-        requests: list[AsyncRolloutRequest] = []
-        for place, prompt in enumerate(prompts):
-            uid = f"{plan.name}-{step}-{prompt.index}-{place}"
-            requests += [
-                AsyncRolloutRequest.from_prompt(
-                    prompt,
-                    request_id=f"{uid}-{offset}",
-                    batch_data_id=place,
-                    rollout_offset=offset,
-                    uid=uid,
-                    sampling=plan.sampling,
-                    budgets=self.budgets,
-                    seed=random.Random(f"{self._rollout.seed}:{uid}:{offset}").getrandbits(63),
-                )
-                for offset in range(plan.n)
-            ]
-        return requests
+        if samples is None:
+            samples = [(place, offset) for place in range(len(prompts)) for offset in range(plan.n)]
+        return [self._make_request(prompts[at], plan, at, step, nth) for at, nth in samples]
+
+    def _make_request(
+        self, prompt: Prompt, plan: SamplingPlan, place: int, step: int, offset: int
+    ) -> AsyncRolloutRequest:
+        uid = f"{plan.name}-{step}-{prompt.index}-{place}"
+        return AsyncRolloutRequest.from_prompt(
+            prompt,
+            request_id=f"{uid}-{offset}",
+            batch_data_id=place,
+            rollout_offset=offset,
+            uid=uid,
+            sampling=plan.sampling,
+            budgets=self.budgets,
+            seed=random.Random(f"{self._rollout.seed}:{uid}:{offset}").getrandbits(63),
+        )
 
     async def rollout(
         self,
@@ -100,70 +116,99 @@ class RolloutManager:
         *,
         on_finished: Callable[[AsyncRolloutRequest], None] | None = None,
     ) -> list[AsyncRolloutRequest]:
+        """Drive all requests to their ends and do what is declared for those that failed.
+
+        Raises:
+            RolloutError: see `apply_failure_policy`.
+        """
+        finished = await self.drive(requests, on_finished=on_finished)
+        self.apply_failure_policy(finished)
+        return finished
+
+    async def drive(
+        self,
+        requests: Sequence[AsyncRolloutRequest],
+        *,
+        on_finished: Callable[[AsyncRolloutRequest], None] | None = None,
+    ) -> list[AsyncRolloutRequest]:
         """Drive all requests to their ends; the result has their order.
 
-        A failed request costs itself alone; then the configured policy applies. Under `retry` the
-        result holds the last attempt of each. Cancelling ends every request as ABORTED and releases
-        its plug-ins before the cancellation goes on.
+        Meanwhile the garbage collector of the process searches rarely (`rare_collection`).
+
+        A failed request costs itself alone. Under `retry` the result holds the last attempt of
+        each. Cancelling ends every request as ABORTED and releases its plug-ins before the
+        cancellation goes on.
 
         Args:
             requests: Pending requests.
             on_finished: Told of each request when it has ended for good; for a progress bar.
-
-        Raises:
-            RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
-                the requests failed.
         """
-        room = asyncio.Semaphore(self._rollout.max_concurrent_requests)
+        entry = self._open_entry(len(requests))
 
-        async def drive(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
-            async with room:
-                done = await self._attempt(request)
+        async def drive(
+            place: int, request: AsyncRolloutRequest, admission: Admission
+        ) -> AsyncRolloutRequest:
+            async with admission.seat(place) as source:
+                done = await self._attempt(request, source)
             if on_finished is not None:
                 on_finished(done)
             return done
 
         try:
             # A tool that blocks the event loop holds up everybody: it is named while it does.
-            with LoopWatchdog():
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(drive(request)) for request in requests]
+            with LoopWatchdog(), rare_collection():
+                async with entry as admission, asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(drive(place, request, admission))
+                        for place, request in enumerate(requests)
+                    ]
         finally:
             end_waiting(requests)
-        finished = [task.result() for task in tasks]
-        self.apply_failure_policy(finished)
-        return finished
+        return [task.result() for task in tasks]
 
-    async def _attempt(self, request: AsyncRolloutRequest) -> AsyncRolloutRequest:
+    def _open_entry(self, num_requests: int) -> AbstractAsyncContextManager[Admission]:
+        engine, room = self.house.engine, self._rollout.max_concurrent_requests
+        if self._rollout.deterministic:
+            return Rounds(engine, num_requests=num_requests, room=room)
+        return nullcontext(FreeAdmission(engine, room=room))
+
+    async def _attempt(
+        self, request: AsyncRolloutRequest, source: CompletionSource
+    ) -> AsyncRolloutRequest:
         failure = self._rollout.failure
         retries = failure.max_retries if failure.policy == "retry" else 0
         fresh = request.model_copy(deep=True) if retries else request
-        done = await run_request(request, self.house)
+        done = await run_request(request, self.house, source)
         while can_be_retried(done) and done.attempt < retries:
             fresh = next_attempt(fresh)
-            done = await run_request(fresh.model_copy(deep=True), self.house)
+            done = await run_request(fresh.model_copy(deep=True), self.house, source)
         return done
 
-    def apply_failure_policy(self, finished: Sequence[AsyncRolloutRequest]) -> None:
+    def apply_failure_policy(
+        self, finished: Sequence[AsyncRolloutRequest], census: Census | None = None
+    ) -> None:
         """Do what is declared for failed requests; again after scoring, which may fail some too.
+
+        Args:
+            finished: Requests that have ended.
+            census: Of the whole batch, where other ranks have parts of it; None: of `finished`.
 
         Raises:
             RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
-                the requests failed.
+                the batch failed.
         """
-        failed = [r for r in finished if r.state is RequestState.FAILED]
+        census = census or Census.of(finished)
         failure = self._rollout.failure
         allowed = 0.0 if failure.policy == "raise" else failure.max_failed_frac
-        if len(failed) > allowed * len(finished):
+        if census.num_failed > allowed * census.num_requests:
             raise RolloutError(
-                f"{len(failed)} of {len(finished)} requests failed",
-                reasons=summarise_failures(failed),
+                f"{census.num_failed} of {census.num_requests} requests failed",
+                reasons=census.in_words(),
                 expected=f"at most {allowed:.0%} (rollout.failure)",
             )
         if failure.policy == "drop_group":
-            groups = {request.uid for request in failed}
             for request in finished:
-                if request.uid in groups:
+                if request.uid in census.groups:
                     request.dropped = "a sample of its group failed"
 
 
@@ -202,14 +247,3 @@ def make_budgets(rollout: RolloutConfig, data: DataConfig, engine_len: int) -> B
         max_tool_calls=turns.max_tool_calls,
         timeout_s=rollout.request_timeout_s,
     )
-
-
-def summarise_failures(failed: Sequence[AsyncRolloutRequest]) -> str:
-    """The commonest failures of a batch in one line."""
-    kinds = Counter(
-        f"{r.error.fault}: {r.error.kind}: {' '.join(r.error.message.split())[:300]}"
-        if r.error
-        else str(r.stop_reason)
-        for r in failed
-    )
-    return "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3))

@@ -19,6 +19,8 @@ class EncodedPrompt(NamedTuple):
     """Its tokens, generation prompt included."""
     num_cut: int
     """Tokens that it lost."""
+    text: str
+    """What the tokens say; empty where they were cut."""
 
 
 class _Cached(NamedTuple):
@@ -56,15 +58,18 @@ class PromptEncoder:
         # the user's own may come again.
         if cached and cached.messages == request.messages and cached.tools == tools:
             return cached.prompt
-        prompt = self._fit(self._template.encode_prompt(request.messages, request.tool_schemas))
+        conversation = request.messages, request.tool_schemas
+        ids = self._template.encode_prompt(*conversation)
+        prompt = self._fit(ids, self._template.write_prompt(*conversation))
         self._remember(request.uid, _Cached(list(request.messages), tools, prompt))
         return prompt
 
-    def _fit(self, ids: Sequence[int]) -> EncodedPrompt:
+    def _fit(self, ids: Sequence[int], text: str) -> EncodedPrompt:
         kept = self._generation_prompt(ids) if self._truncation != "error" else []
         head = ids[: len(ids) - len(kept)]
         fitted = fit_prompt(head, self._max_tokens - len(kept), self._truncation)
-        return EncodedPrompt([*fitted, *kept], len(head) - len(fitted))
+        num_cut = len(head) - len(fitted)
+        return EncodedPrompt([*fitted, *kept], num_cut, "" if num_cut else text)
 
     def _generation_prompt(self, ids: Sequence[int]) -> list[int]:
         """The end of a prompt that no cut may touch; none where it would be all that is left."""

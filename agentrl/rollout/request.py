@@ -4,15 +4,15 @@ A request is made from a `Prompt`, driven by `agentrl.rollout.runner`, scored by
 and turned into a row of tensors by `agentrl.collate`. Everything that can be derived is a property.
 """
 
+import copy
 import uuid
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
-    PrivateAttr,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
@@ -22,12 +22,18 @@ from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import FinishReason, SamplingParams, VersionSpan
 from agentrl.errors import LedgerError, TransitionError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.records import Budgets, Failure, Record, TokenDifference, Turn, to_plain
-from agentrl.rollout.states import ENDS, FINAL_STATES, End, RequestState, StopReason, check_edge
-
-RECORD_VERSION = 1
-"""Version of the saved form of a request; raised when its meaning changes."""
+from agentrl.rollout.ledger import Ledger, make_turn
+from agentrl.rollout.records import Budgets, Failure, Record, TokenDifference, Turn
+from agentrl.rollout.saving import save_private, split_saved
+from agentrl.rollout.states import (
+    ENDS,
+    FINAL_STATES,
+    End,
+    RequestState,
+    StopReason,
+    check_edge,
+    check_end,
+)
 
 
 def _new_id() -> str:
@@ -98,11 +104,22 @@ class AsyncRolloutRequest(Record):
     differences: list[TokenDifference] = Field(default_factory=list[TokenDifference])
     """What the tokenization check found."""
 
-    _state: RequestState = PrivateAttr(default=RequestState.PENDING)
-    _stop_reason: StopReason | None = PrivateAttr(default=None)
-    _error: Failure | None = PrivateAttr(default=None)
-    _ledger: Ledger = PrivateAttr(default_factory=Ledger)
-    _turns: list[Turn] = PrivateAttr(default_factory=list[Turn])
+    # The private half. Pydantic does not see it: it would look for each of these in many places,
+    # and a turn asks some twenty times.
+    if TYPE_CHECKING:
+        _state: RequestState
+        _stop_reason: StopReason | None
+        _error: Failure | None
+        _ledger: Ledger
+        _turns: list[Turn]
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Begin the private half."""
+        self._state = RequestState.PENDING
+        self._stop_reason = None
+        self._error = None
+        self._ledger = Ledger()
+        self._turns = []
 
     @classmethod
     def from_prompt(cls, prompt: Prompt, **fields: Any) -> "AsyncRolloutRequest":
@@ -170,13 +187,12 @@ class AsyncRolloutRequest(Record):
         """End the request, once.
 
         Raises:
-            TransitionError: where it has ended before, or cannot end so from its state.
+            TransitionError: where it has ended before, or cannot end so from its state; for a
+                failure without an error, or an error without a failure.
         """
         if self._stop_reason is not None:
             raise TransitionError(f"the request has ended already: {self._stop_reason}")
-        self._follow(ENDS[reason].state)
-        self._stop_reason = reason
-        self._error = error
+        self._end(reason, error)
 
     def fail_scoring(self, error: Failure, reason: StopReason = StopReason.FAILED) -> None:
         """Turn a completed request whose scorer broke, or was cancelled, into a failed one (law 5).
@@ -188,7 +204,10 @@ class AsyncRolloutRequest(Record):
         """
         if self._state is not RequestState.COMPLETED:
             raise TransitionError(f"only a completed request can fail scoring, not {self._state}")
-        self._follow(ENDS[reason].state)
+        self._end(reason, error)
+
+    def _end(self, reason: StopReason, error: Failure | None) -> None:
+        self._follow(check_end(reason, is_explained=error is not None))
         self._stop_reason = reason
         self._error = error
 
@@ -262,11 +281,11 @@ class AsyncRolloutRequest(Record):
         """Set the prompt's tokens, once, before anything is appended.
 
         Raises:
-            LedgerError: for an empty prompt, or where there is one already.
+            LedgerError: for an empty prompt, where there is one already, or behind the end.
         """
-        if self._ledger.prompt_ids or self._ledger.response_ids:
-            raise LedgerError("the request has begun already")
-        if not prompt_ids:
+        if self._ledger.prompt_ids or self.is_finished:
+            raise LedgerError("the request has begun already, or ended")
+        if not len(prompt_ids):
             raise LedgerError("a prompt without tokens", expected="at least one token")
         self._ledger = Ledger(prompt_ids)
 
@@ -283,30 +302,33 @@ class AsyncRolloutRequest(Record):
         """Append a completion of the policy, verbatim, with mask 1; opens its turn's record.
 
         Raises:
-            LedgerError: where tokens and log-probabilities do not agree; nothing is appended.
+            LedgerError: where tokens, log-probabilities and versions do not agree, where they do
+                not fit into the budgets, before the prompt, or behind the end; nothing is appended.
         """
-        start, end = self._ledger.append_sampled(ids, log_probs)
-        return self._open_turn(
-            Turn(
-                index=len(self._turns),
-                role="assistant",
-                start=start,
-                end=end,
-                finish_reason=finish_reason,
-                weight_versions=weight_versions,
-                cached_tokens=cached_tokens,
-                seconds=seconds,
-            )
+        turn = self._next_turn(
+            len(ids),
+            role="assistant",
+            finish_reason=finish_reason,
+            weight_versions=weight_versions,
+            cached_tokens=cached_tokens,
+            seconds=seconds,
         )
+        self._ledger.append_sampled(ids, log_probs)
+        return self._open(turn)
 
     def append_observed(
         self, ids: Sequence[int], *, role: Literal["tool", "user"], seconds: float = 0.0
     ) -> Turn:
-        """Append what the policy is shown, with mask 0; opens its turn's record."""
-        start, end = self._ledger.append_observed(ids)
-        return self._open_turn(
-            Turn(index=len(self._turns), role=role, start=start, end=end, seconds=seconds)
-        )
+        """Append what the policy is shown, with mask 0; opens its turn's record.
+
+        Raises:
+            LedgerError: as `append_sampled`; nothing is appended.
+        """
+        turn = self._next_turn(len(ids), role=role, seconds=seconds)
+        if turn.role == "assistant":
+            raise LedgerError("what an assistant says was sampled", expected="append_sampled")
+        self._ledger.append_observed(ids)
+        return self._open(turn)
 
     def exclude_turn(self, index: int, reason: str) -> None:
         """Leave a sampled turn out of the loss, by a declared policy; its ids stay.
@@ -320,7 +342,16 @@ class AsyncRolloutRequest(Record):
         turn.excluded = reason
         self._ledger.exclude(turn.start, turn.end)
 
-    def _open_turn(self, turn: Turn) -> Turn:
+    def _next_turn(self, num_tokens: int, **fields: Any) -> Turn:
+        """Make the record of a turn that may be appended; `fields` are the turn's own."""
+        if self.is_finished or not self._ledger.prompt_ids:
+            raise LedgerError("no token enters a request before its prompt or behind its end")
+        if num_tokens > (left := self.num_tokens_left):
+            raise LedgerError(f"{num_tokens} tokens where {left} fit", limit=self.nearest_limit)
+        start = self.num_response_tokens
+        return make_turn(index=len(self._turns), start=start, end=start + num_tokens, **fields)
+
+    def _open(self, turn: Turn) -> Turn:
         self._turns.append(turn)
         return turn
 
@@ -361,14 +392,8 @@ class AsyncRolloutRequest(Record):
 
     @model_serializer(mode="wrap")
     def _save(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return handler(self) | {
-            "version": RECORD_VERSION,
-            "state": str(self._state),
-            "stop_reason": self._stop_reason and str(self._stop_reason),
-            "error": self._error and self._error.model_dump(mode="json"),
-            "turns": [turn.model_dump(mode="json", fallback=to_plain) for turn in self._turns],
-            **{name: list(getattr(self._ledger, name)) for name in Ledger.__slots__},
-        }
+        end = (self._stop_reason, self._error)
+        return handler(self) | save_private(self._state, *end, self._turns, self._ledger)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -377,19 +402,15 @@ class AsyncRolloutRequest(Record):
     ) -> "AsyncRolloutRequest":
         if not isinstance(data, dict) or "version" not in data:
             return handler(data)
-        saved = cast("dict[str, Any]", data)
-        if saved["version"] != RECORD_VERSION:
-            raise ValueError(f"a request saved in version {saved['version']}, not {RECORD_VERSION}")
-        private = ("version", "state", "stop_reason", "error", "turns", *Ledger.__slots__)
-        request = handler({k: v for k, v in saved.items() if k not in private})
-        request._restore({k: saved[k] for k in private})
+        public, private = split_saved(cast("dict[str, Any]", data))
+        request = handler(public)
+        request._ledger, request._turns = private.ledger, private.turns
+        request._stop_reason, request._error = private.stop_reason, private.error
+        request._state = private.state
         return request
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        self._ledger = Ledger()
-        for name in Ledger.__slots__:
-            setattr(self._ledger, name, list(saved[name]))
-        self._turns = [Turn.model_validate(turn) for turn in saved["turns"]]
-        self._state = RequestState(saved["state"])
-        self._stop_reason = StopReason(saved["stop_reason"]) if saved["stop_reason"] else None
-        self._error = Failure.model_validate(saved["error"]) if saved["error"] else None
+    def __copy__(self) -> Self:
+        """Copy with a ledger and turns of its own: no copy appends to another's tokens."""
+        twin = super().__copy__()
+        twin._ledger, twin._turns = copy.deepcopy((self._ledger, self._turns))
+        return twin

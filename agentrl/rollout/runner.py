@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentrl.config.schema import MultiTurnConfig
-from agentrl.engines.protocol import Completion, Engine, FinishReason
+from agentrl.engines.protocol import Completion, CompletionSource, Engine, FinishReason
 from agentrl.errors import (
     DataError,
     EngineError,
     Fault,
-    InteractionError,
     TemplateError,
     TransitionError,
 )
@@ -40,7 +39,6 @@ from agentrl.rollout.tool_calls import (
     CheckedCalls,
     Observation,
     ToolCaller,
-    as_tool_call,
     check_calls,
     skip_calls,
 )
@@ -67,16 +65,21 @@ class House:
     settings: MultiTurnConfig
     encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
     """Renders a request's prompt within its budget."""
-    check_tokens: Callable[[AsyncRolloutRequest], None]
-    """Holds a finished ledger against its conversation, and records what differs."""
+    check_tokens: Callable[[AsyncRolloutRequest, Sequence[str]], None]
+    """Holds a finished ledger against its conversation, and records what differs; the texts are
+    the ledger's wording, part by part."""
 
 
 class EngineAbortError(EngineError):
     """The engine was told to end a call, and with it its request."""
 
 
-async def run_request(request: AsyncRolloutRequest, house: House) -> AsyncRolloutRequest:
+async def run_request(
+    request: AsyncRolloutRequest, house: House, source: CompletionSource | None = None
+) -> AsyncRolloutRequest:
     """Drive a request through its states, in place, and return it ended.
+
+    `source` completes its turns; None: the house's engine.
 
     Raises:
         TransitionError: for a request that is not pending.
@@ -85,7 +88,7 @@ async def run_request(request: AsyncRolloutRequest, house: House) -> AsyncRollou
     """
     if request.state is not RequestState.PENDING:
         raise TransitionError(f"the request {request.request_id} is {request.state}, not pending")
-    run = _Run(request, house)
+    run = _Run(request, house, source or house.engine)
     started = time.monotonic()
     try:
         await run.drive()
@@ -106,10 +109,14 @@ async def run_request(request: AsyncRolloutRequest, house: House) -> AsyncRollou
 class _Run:
     """One request on its way: the handlers of its states, and what is released behind it."""
 
-    def __init__(self, request: AsyncRolloutRequest, house: House) -> None:
+    def __init__(
+        self, request: AsyncRolloutRequest, house: House, source: CompletionSource
+    ) -> None:
         self.request = request
         self.house = house
+        self.source = source
         self.last_ids: Sequence[int] = ()
+        self.wording: list[str] = []
         self.calls = CheckedCalls()
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
@@ -165,20 +172,21 @@ class _Run:
 
     async def release(self) -> None:
         """Release the tools and finalise the interaction; what goes wrong is counted."""
-        released, finalized = await asyncio.gather(
-            self.tools.release(), self._finalize(), return_exceptions=True
-        )
-        failures = [*released, finalized] if isinstance(released, list) else [released, finalized]
+        releasing = self.tools.release()
+        if self.interaction is None:
+            failures = await releasing
+        else:
+            released, finalized = await asyncio.gather(
+                releasing, self.interaction.finalize(), return_exceptions=True
+            )
+            failures = [*(released if isinstance(released, list) else [released]), finalized]
         num_failures = sum(failure is not None for failure in failures)
         self.request.metrics["release_failures"] = float(num_failures)
-
-    async def _finalize(self) -> InteractionError | None:
-        return None if self.interaction is None else await self.interaction.finalize()
 
     def _check_tokens(self) -> None:
         request = self.request
         try:
-            self.house.check_tokens(request)
+            self.house.check_tokens(request, self.wording)
         except Exception as error:  # noqa: BLE001 - a check that breaks loses no good request
             what = f"{type(error).__name__}: {error}"
             broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
@@ -226,6 +234,7 @@ class _Run:
         request = self.request
         prompt = self.house.encode_prompt(request)
         request.begin(prompt.ids)
+        self.wording.append(prompt.text)
         request.num_cut_prompt_tokens += prompt.num_cut
         if request.num_tokens_left <= 0:
             raise DataError(
@@ -249,7 +258,7 @@ class _Run:
     async def _complete(self) -> Completion:
         request = self.request
         limit = turn_limit(request)
-        completion = await self.house.engine.generate(
+        completion = await self.source.generate(
             request.input_ids,
             replace(request.sampling, max_new_tokens=limit, seed=turn_seed(request)),
             request_id=request.request_id,
@@ -278,7 +287,7 @@ class _Run:
         self.calls = check_calls(parsed, request.tool_schemas)
         if self.calls.malformed and self.house.settings.on_malformed_call == "mask":
             request.exclude_turn(turn.index, "malformed tool call")
-        calls = [as_tool_call(call) for call in parsed.calls]
+        calls = [call.tool_call for call in parsed.calls]
         request.messages.append(
             Message(role="assistant", content=parsed.content, tool_calls=calls or None)
         )
@@ -291,8 +300,9 @@ class _Run:
     def _read(self, ids: Sequence[int]) -> ParsedTurn:
         """Read a turn without its stop token; where there are no tools, nothing is a call."""
         template, schemas = self.house.template, self.request.tool_schemas
-        ended = bool(ids) and ids[-1] in template.stop_token_ids
-        text = template.decode(ids[:-1] if ended else ids)
+        stop = template.stop_texts.get(ids[-1], "") if ids else ""
+        text = template.decode(ids[:-1] if stop else ids)
+        self.wording.append(text + stop)
         if not schemas:
             return ParsedTurn(text)
         return self.house.parser.parse(
@@ -386,6 +396,7 @@ class _Run:
         )
         if len(delta.ids) >= request.num_tokens_left:
             return None
+        self.wording.append(delta.text)
         request.messages.extend(messages)
         for index, start, end in delta.message_spans:
             if role == "tool":

@@ -124,6 +124,23 @@ def check_edge(source: RequestState, target: RequestState) -> None:
         )
 
 
+def check_end(reason: StopReason, *, is_explained: bool) -> RequestState:
+    """Give the state in which a reason ends a request.
+
+    Args:
+        reason: Why it ends.
+        is_explained: Whether an error says what broke.
+
+    Raises:
+        TransitionError: for a failure without an error, or an error without a failure (law 5).
+    """
+    state = ENDS[reason].state
+    if is_explained is not (state is RequestState.FAILED):
+        expected = "an error" if not is_explained else "no error"
+        raise TransitionError(f"{reason} ends a request as {state}", expected=expected)
+    return state
+
+
 def state_diagram() -> str:
     """Draw the table of edges as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", "    [*] --> pending"]

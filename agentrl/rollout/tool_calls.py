@@ -13,7 +13,7 @@ import jsonschema
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry
 
-from agentrl.messages import FunctionCall, Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
+from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
@@ -76,7 +76,7 @@ class ToolCaller:
             checked: The calls of the turn.
             session: The request's tools. Cancelling this call cancels what they execute.
         """
-        outcomes = await session.execute([as_tool_call(call) for call in checked.calls])
+        outcomes = await session.execute([call.tool_call for call in checked.calls])
         answered = {
             call.index: self._observe(outcome)
             for call, outcome in zip(checked.calls, outcomes, strict=True)
@@ -147,11 +147,6 @@ def skip_calls(checked: CheckedCalls) -> list[CallRecord]:
     by_index = {call.index: _record_of(call, "skipped") for call in checked.calls}
     by_index |= {call.index: _record_of(call, "malformed") for call in checked.malformed}
     return [by_index[index] for index in sorted(by_index)]
-
-
-def as_tool_call(call: ParsedCall) -> ToolCall:
-    """Write a parsed call as it stands in an assistant message."""
-    return ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
 
 
 def describe_malformed(call: MalformedCall) -> str:

@@ -1,13 +1,14 @@
 """The tools of one request, from its first turn to its end (law 6)."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from agentrl.errors import ToolLifeError
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.tools.base import BaseTool
 from agentrl.tools.instance import ToolInstance, ToolKwargs, ToolOutcome
+
+T = TypeVar("T")
 
 
 class Opening(NamedTuple):
@@ -64,7 +65,7 @@ class ToolSession:
             for name, tool in tools.items()
         }
         self._slots = asyncio.Semaphore(max_parallel_calls)
-        self._releasing: asyncio.Task[list[ToolLifeError]] | None = None
+        self._releasing: asyncio.Task[list[BaseException]] | None = None
 
     async def create(self) -> list[Opening]:
         """Create every tool, all at once.
@@ -75,9 +76,7 @@ class ToolSession:
         Raises:
             ToolLifeError: of the first tool that failed, when all have ended.
         """
-        made = await asyncio.gather(
-            *(instance.create() for instance in self._instances.values()), return_exceptions=True
-        )
+        made = await _each([instance.create() for instance in self._instances.values()])
         openings: list[Opening] = []
         for name, response in zip(self._instances, made, strict=True):
             if isinstance(response, BaseException):
@@ -106,10 +105,7 @@ class ToolSession:
         Raises:
             ToolLifeError: of the first tool that failed.
         """
-        rewards = await asyncio.gather(
-            *(instance.calc_reward() for instance in self._instances.values()),
-            return_exceptions=True,
-        )
+        rewards = await _each([instance.calc_reward() for instance in self._instances.values()])
         by_name: dict[str, float] = {}
         for name, reward in zip(self._instances, rewards, strict=True):
             if isinstance(reward, BaseException):
@@ -117,7 +113,7 @@ class ToolSession:
             by_name[name] = reward
         return by_name
 
-    async def release(self) -> list[ToolLifeError]:
+    async def release(self) -> list[BaseException]:
         """Release every tool, all at once; takes no longer than the longest time-out.
 
         Cancelling the caller does not stop the releases, which then end in the background. A
@@ -134,6 +130,16 @@ class ToolSession:
         async with self._slots:
             return await self._instances[call.function.name].execute(call)
 
-    async def _release(self) -> list[ToolLifeError]:
-        failures = await asyncio.gather(*(i.release() for i in self._instances.values()))
+    async def _release(self) -> list[BaseException]:
+        failures = await _each([instance.release() for instance in self._instances.values()])
         return [failure for failure in failures if failure is not None]
+
+
+async def _each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+    """Await all at once; what one raises is its result."""
+    if len(works) != 1:
+        return await asyncio.gather(*works, return_exceptions=True)
+    try:
+        return [await works[0]]  # the usual case needs no task of its own
+    except Exception as error:  # noqa: BLE001 - the caller sees to it
+        return [error]

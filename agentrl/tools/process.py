@@ -118,6 +118,7 @@ class _Worker:
             raise _ProcessDiedError(
                 f"the process of tool {self._name!r} died in {call.method}",
                 exit_code=self._process.exitcode,
+                reason=_why(self._process.exitcode),
             ) from None
         if error is not None:
             raise error
@@ -133,6 +134,12 @@ class _Worker:
                 os.killpg(pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(_KILL_WAIT_S)
+
+
+def _why(exit_code: int | None) -> str | None:
+    if exit_code != -signal.SIGKILL:
+        return None
+    return "it was killed: by the system, if memory ran out"
 
 
 def _source_file(tool: BaseTool) -> str | None:

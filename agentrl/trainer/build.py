@@ -1,18 +1,22 @@
 """Build what the loop works with from a configuration, cheap checks first."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from agentrl.config.checks import check_model_length
 from agentrl.config.schema import RunConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
 from agentrl.rollout.manager import RolloutManager
-from agentrl.trainer.datasets import RunData, load_run_data
+from agentrl.trainer.data_record import DataRecord, check_rows
+from agentrl.trainer.datasets import RunData, load_run_data, prompt_encoder
 from agentrl.trainer.engine_choice import build_engine, choose_engine
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.preflight import check_run, claim_folders
+from agentrl.trainer.preflight import check_room, check_run, claim_folders
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
+from agentrl.trainer.rollout_files import RolloutFiles
 from agentrl.trainer.rollout_setup import (
     Plugins,
     RolloutSetup,
@@ -23,10 +27,14 @@ from agentrl.trainer.rollout_setup import (
 from agentrl.trainer.start import start_date
 from agentrl.training.actor import Actor
 from agentrl.training.distributed import World, start_world
-from agentrl.training.model import PolicyModel, load_policy
+from agentrl.training.model import PolicyModel, load_hf_config, load_policy
+from agentrl.training.plausibility import find_implausible
 from agentrl.training.reference import Reference, load_reference_policy
-from agentrl.training.rng import seed_everything
-from agentrl.training.tokenizer import check_tokenizer
+from agentrl.training.rng import choose_exact_kernels, seed_everything
+from agentrl.training.tokenizer import check_tokenizer, find_disagreements
+
+_PROMPT_TOKENS = 512
+"""How much of a prompt is read to see whether policy and tokenizer belong together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,9 @@ class Parts:
     reference: Reference | None
     engine: Engine
     manager: RolloutManager
+    files: RolloutFiles
+    record: DataRecord
+    """Of the rows, for checkpoints."""
     total_steps: int
     """Training steps of the whole run."""
     seconds_prepare: float
@@ -84,14 +95,23 @@ def build_parts(
         AgentRLError: with what, where and what was expected.
     """
     seed_everything(config.trainer.seed + world.rank)
+    if config.rollout.deterministic:
+        choose_exact_kernels(world.device)
     data = load_run_data(config, setup)
     for note in data.notes:
         journal.say(note)
     order = make_order(config, data)
     total_steps = count_steps(config, order)
+    record = DataRecord.of(config, data, setup)
+    for note in (*check_rows(record, config), *check_model(config, setup)):
+        journal.say(f"note: {note}")
     policy = load_policy(config.model, world, config.actor.fsdp_config)
-    check_tokenizer(setup.tokenizer, policy.config)
-    check_model_length(config, policy.config.max_position_embeddings)
+    if total_steps:
+        check_room(config.trainer.default_local_dir, count_weights(policy), config)
+    prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
+    budget = config.actor.ppo_max_token_len_per_gpu
+    if doubt := find_implausible(policy, prompt[:_PROMPT_TOKENS], budget):
+        journal.say(f"note: {doubt}")
     engine = build_engine(config, policy.lm, setup.tokenizer, dtype=policy.compute_dtype)
     if choose_engine(config) == "scripted":
         journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
@@ -110,9 +130,37 @@ def build_parts(
         reference=make_reference(config, world),
         engine=engine,
         manager=make_manager(config, setup, engine),
+        files=RolloutFiles(config.trainer, world, journal),
+        record=record,
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,
     )
+
+
+def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
+    """Hold a model's configuration against the tokenizer and the budgets; no weights are read.
+
+    Returns:
+        Where they may disagree: a sentence each.
+
+    Raises:
+        ConfigError: where they cannot work together.
+    """
+    found = load_hf_config(config.model)
+    check_tokenizer(setup.tokenizer, found)
+    check_model_length(config, found.max_position_embeddings)
+    notes = list(find_disagreements(setup.tokenizer, found, config.model.path))
+    return [*notes, *find_endless_turn(config, setup)]
+
+
+def find_endless_turn(config: RunConfig, setup: RolloutSetup) -> Iterator[str]:
+    """Say where no token ends a turn as the chat template does: it would go on to its budget."""
+    if not setup.template.anatomy.end_of_turn.text and not config.rollout.stop:
+        stops = ", ".join(map(repr, setup.template.stop_texts.values()))
+        yield (
+            "the chat template ends a turn with no token of the tokenizer: a turn goes on to "
+            f"{stops} or to its budget, unless rollout.stop names what ends it"
+        )
 
 
 def make_order(config: RunConfig, data: RunData) -> DataOrder:
@@ -168,5 +216,5 @@ def make_reference(config: RunConfig, world: World) -> Reference | None:
     return Reference(
         policy,
         budget=config.actor.ppo_max_token_len_per_gpu,
-        logits_chunk_tokens=config.actor.logits_chunk_tokens,
+        logits_block_bytes=config.actor.logits_block_bytes,
     )

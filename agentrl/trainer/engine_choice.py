@@ -50,6 +50,7 @@ def build_engine(
         max_batch_size=config.rollout.max_concurrent_requests,
         max_model_len=max_model_len,
         seed=config.rollout.seed,
+        fit_memory=not config.rollout.deterministic,
     )
     return TransformersEngine.from_model(model, tokenizer=tokenizer, dtype=dtype, settings=settings)
 

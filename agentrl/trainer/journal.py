@@ -1,13 +1,14 @@
 """What a run tells of itself while it runs: lines, bars, figures, and the curve at the end."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
 from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError
+from agentrl.files import remove_drafts
 from agentrl.trainer.curve import plot_curve
 from agentrl.trainer.tracking import METRICS_FILE, RunProgress, Tracker, open_tracker
 
@@ -38,11 +39,14 @@ class Journal:
         return self._config.default_local_dir
 
     def open(self, *, resumed_step: int | None) -> None:
-        """Start tracking; figures beyond `resumed_step` are dropped."""
-        if self._is_main:
-            self._tracker = open_tracker(
-                self._config, resumed_step=resumed_step, console=self.console
-            )
+        """Start tracking; figures beyond `resumed_step` are dropped, half-written files go."""
+        if not self._is_main:
+            return
+        config = self._config
+        for folder in (self.folder, config.rollout_data_dir, config.validation_data_dir):
+            if folder is not None:
+                remove_drafts(folder)
+        self._tracker = open_tracker(config, resumed_step=resumed_step, console=self.console)
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -62,17 +66,26 @@ class Journal:
             self._bars.__enter__()
         return self._bars.task(name, total=total)
 
+    @contextmanager
+    def sparing(self, what: str) -> Iterator[None]:
+        """Tell what of the block could not be written, and go on: it is only for looking at."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"note: {what} not written: {error}")
+
     def plot(self) -> None:
         """Draw the learning curve; a run without figures has none."""
         metrics = self.folder / METRICS_FILE
         if not (self._is_main and self._config.plot and metrics.is_file()):
             return
         try:
-            plot_curve(
-                metrics,
-                self.folder / "curve.png",
-                title=f"{self._config.project_name} / {self._config.experiment_name}",
-            )
+            with self.sparing("the learning curve"):
+                plot_curve(
+                    metrics,
+                    self.folder / "curve.png",
+                    title=f"{self._config.project_name} / {self._config.experiment_name}",
+                )
         except DataError as error:
             self.say(f"no learning curve: {error}")
 

@@ -1,12 +1,11 @@
-"""Figures of a step: plain numbers under flat names, where there is one the name verl gave it.
+"""Figures of a step under flat names, where there is one the name that verl gave it.
 
-`rollout_metrics` sees finished requests, `batch_metrics` the tensors made from them, `Timer` the
+`rollout_figures` sees finished requests, `batch_figures` the tensors made from them, `Timer` the
 clock. A figure over nothing is left out, so that no NaN is made here; a name from a closed set
 (stop reasons, outcomes, faults) is always there, so that the columns of a run stay the same.
-`agentrl.trainer.merge` reduces the figures of several ranks.
+Each sees one rank; `agentrl.trainer.figures` puts the ranks' figures together.
 """
 
-import math
 import resource
 import sys
 import time
@@ -22,9 +21,20 @@ from agentrl.protocol import DataProto
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, RequestState, StopReason
-
-Metrics = dict[str, float]
-"""Flat names and numbers: what a tracker logs."""
+from agentrl.trainer.figures import (
+    Deviation,
+    Figures,
+    Largest,
+    Mean,
+    Metrics,
+    Rate,
+    Share,
+    Smallest,
+    Total,
+    spread,
+    tail,
+    tensor_spread,
+)
 
 OUTCOMES: tuple[str, ...] = get_args(CallRecord.model_fields["outcome"].annotation)
 """Every way in which a tool call can come out."""
@@ -34,10 +44,29 @@ _GIB = 1024**3
 _CUT_BY_LENGTH = frozenset({StopReason.RESPONSE_BUDGET, StopReason.MODEL_LENGTH})
 
 
+def step_figures(
+    requests: Sequence[AsyncRolloutRequest], batch: DataProto, seconds: Mapping[str, float]
+) -> Figures:
+    """Describe one rank's part of a training step.
+
+    Args:
+        requests: What was rolled out.
+        batch: The rows that became of it.
+        seconds: Of the stations (`Timer.pop_metrics`), `timing_s/step` among them.
+    """
+    num_tokens = sum(r.num_prompt_tokens + r.num_response_tokens for r in requests)
+    return (
+        rollout_figures(requests)
+        | batch_figures(batch)
+        | perf_figures(num_tokens, seconds["timing_s/step"])
+        | time_figures(seconds)
+    )
+
+
 # Requests.
 
 
-def rollout_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def rollout_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Describe what a rollout did: lengths, turns, tool calls, ends, failures.
 
     Every request counts, failed ones too: they cost their tokens. Only `rollout/reward` leaves out
@@ -47,43 +76,43 @@ def rollout_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
         return {}
     scored = [r.reward for r in requests if r.in_baseline and r.reward is not None]
     return {
-        "rollout/num_requests": float(len(requests)),
-        **_spread("rollout/reward", scored),
-        **_length_metrics(requests),
-        **_turn_metrics(requests),
-        **_call_metrics(requests),
-        **_end_metrics(requests),
-        **_ledger_metrics(requests),
+        "rollout/num_requests": Total(float(len(requests))),
+        **spread("rollout/reward", scored),
+        **_length_figures(requests),
+        **_turn_figures(requests),
+        **_call_figures(requests),
+        **_end_figures(requests),
+        **_ledger_figures(requests),
     }
 
 
-def _length_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _length_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     cut = [request.stop_reason in _CUT_BY_LENGTH for request in requests]
     return {
-        **_spread("prompt_length", [r.num_prompt_tokens for r in requests]),
-        **_spread("response_length", [r.num_response_tokens for r in requests]),
-        "response_length/clip_ratio": _mean(cut),
+        **spread("prompt_length", [r.num_prompt_tokens for r in requests]),
+        **spread("response_length", [r.num_response_tokens for r in requests]),
+        "response_length/clip_ratio": Mean.of(cut),
     }
 
 
-def _turn_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _turn_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     sampled = [turn for request in requests for turn in request.turns if turn.role == "assistant"]
     tokens = [turn.num_tokens for turn in sampled]
     return {
-        **_spread("num_turns", [r.num_turns for r in requests]),
-        **_spread("rollout/assistant_turns", [r.num_assistant_turns for r in requests]),
-        **_spread("rollout/user_turns", [r.num_user_turns for r in requests]),
-        **_spread("rollout/tokens_per_turn", tokens),
-        **_tail("rollout/turn_seconds", [turn.seconds for turn in sampled]),
+        **spread("num_turns", [r.num_turns for r in requests]),
+        **spread("rollout/assistant_turns", [r.num_assistant_turns for r in requests]),
+        **spread("rollout/user_turns", [r.num_user_turns for r in requests]),
+        **spread("rollout/tokens_per_turn", tokens),
+        **tail("rollout/turn_seconds", [turn.seconds for turn in sampled]),
         "rollout/cut_turns/mean": _per_request(sum(t.cut is not None for t in sampled), requests),
         "rollout/excluded_turns/mean": _per_request(
             sum(t.excluded is not None for t in sampled), requests
         ),
-        **_cut_observation_metrics(requests),
+        **_cut_observation_figures(requests),
     }
 
 
-def _cut_observation_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _cut_observation_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     cut_calls = [call for call in _calls(requests) if call.num_cut_tokens]
     cut_replies = sum(
         turn.role == "user" and turn.cut is not None for r in requests for turn in r.turns
@@ -95,16 +124,16 @@ def _cut_observation_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics
     }
 
 
-def _call_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _call_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Calls per request, in all and by outcome (they sum to the mean); by tool, those that ran."""
     outcomes = Counter(call.outcome for call in _calls(requests))
-    metrics = _spread("rollout/tool_calls", [request.num_tool_calls for request in requests])
+    figures = spread("rollout/tool_calls", [request.num_tool_calls for request in requests])
     for outcome in OUTCOMES:
-        metrics[f"rollout/tool_calls/{outcome}"] = _per_request(outcomes[outcome], requests)
+        figures[f"rollout/tool_calls/{outcome}"] = _per_request(outcomes[outcome], requests)
     for tool, seconds in sorted(_seconds_by_tool(requests).items()):
-        metrics[f"rollout/tool/{tool}/num_calls"] = float(len(seconds))
-        metrics |= _tail(f"rollout/tool/{tool}/seconds", seconds)
-    return metrics
+        figures[f"rollout/tool/{tool}/num_calls"] = Total(float(len(seconds)))
+        figures |= tail(f"rollout/tool/{tool}/seconds", seconds)
+    return figures
 
 
 def _seconds_by_tool(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[float]]:
@@ -119,7 +148,7 @@ def _seconds_by_tool(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[
     return seconds
 
 
-def _end_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _end_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Shares of the requests by stop reason and, of failed ones, by fault."""
     reasons = Counter(request.stop_reason for request in requests)
     faults = Counter(_fault(request) for request in requests)
@@ -127,9 +156,9 @@ def _end_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
     return {
         **{f"rollout/stop_reason/{r}": _per_request(reasons[r], requests) for r in StopReason},
         **{f"rollout/failures/{f}": _per_request(faults[f], requests) for f in Fault},
-        "rollout/failed_frac": _mean(failed),
-        "rollout/dropped_frac": _mean([request.dropped is not None for request in requests]),
-        "rollout/retried_frac": _mean([request.attempt > 0 for request in requests]),
+        "rollout/failed_frac": Mean.of(failed),
+        "rollout/dropped_frac": Mean.of([request.dropped is not None for request in requests]),
+        "rollout/retried_frac": Mean.of([request.attempt > 0 for request in requests]),
     }
 
 
@@ -140,20 +169,20 @@ def _fault(request: AsyncRolloutRequest) -> Fault | None:
     return request.error.fault if request.error else ENDS[request.stop_reason].fault
 
 
-def _ledger_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _ledger_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     num_response = sum(request.num_response_tokens for request in requests)
     num_trained = sum(sum(request.loss_mask) for request in requests if request.is_trained)
     different = [len(request.differences) for request in requests]
     return {
         **_ratio("rollout/mask_ones_ratio", num_trained, num_response),
-        **_cache_metrics(requests),
-        **_version_metrics(requests),
-        "rollout/tokenization_differences/mean": _mean(different),
-        "rollout/tokenization_differences_frac": _mean([n > 0 for n in different]),
+        **_cache_figures(requests),
+        **_version_figures(requests),
+        "rollout/tokenization_differences/mean": Mean.of(different),
+        "rollout/tokenization_differences_frac": Mean.of([n > 0 for n in different]),
     }
 
 
-def _cache_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _cache_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Share of the engine's input tokens, over all turns, that a prefix cache served."""
     sent = cached = 0
     for request in requests:
@@ -163,17 +192,17 @@ def _cache_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
     return _ratio("rollout/cached_tokens_frac", cached, sent)
 
 
-def _version_metrics(requests: Sequence[AsyncRolloutRequest]) -> Metrics:
+def _version_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Which weights sampled the batch, and how many versions one trajectory spans at most."""
     of_requests = [versions for r in requests if (versions := _versions(r.turns))]
     if not of_requests:
         return {}
-    spread = [max(versions) - min(versions) for versions in of_requests]
+    widths = [max(versions) - min(versions) for versions in of_requests]
     return {
-        "rollout/policy_version/min": float(min(map(min, of_requests))),
-        "rollout/policy_version/max": float(max(map(max, of_requests))),
-        "rollout/policy_version/spread_max": float(max(spread)),
-        "rollout/policy_version/spread_mean": _mean(spread),
+        "rollout/policy_version/min": Smallest(float(min(map(min, of_requests)))),
+        "rollout/policy_version/max": Largest(float(max(map(max, of_requests)))),
+        "rollout/policy_version/spread_max": Largest(float(max(widths))),
+        "rollout/policy_version/spread_mean": Mean.of(widths),
     }
 
 
@@ -188,7 +217,7 @@ def _calls(requests: Sequence[AsyncRolloutRequest]) -> Iterator[CallRecord]:
 # Tensors.
 
 
-def batch_metrics(data: DataProto) -> Metrics:
+def batch_figures(data: DataProto) -> Figures:
     """Describe a batch's rewards, credit, and how far trainer and engine disagree.
 
     Rows that are not in their group's baseline are out of scores and rewards. Of tokens only those
@@ -204,27 +233,27 @@ def batch_metrics(data: DataProto) -> Metrics:
     tensors = cast("Mapping[str, torch.Tensor]", dict(data.batch.items()))
     trained = tensors["response_mask"].bool()
     scored = tensors.get("in_baseline", torch.ones(len(data))).bool()
-    metrics = _reward_metrics(tensors, scored)
+    figures = _reward_figures(tensors, scored)
     for key in ("advantages", "returns", "values"):
         if key in tensors:
-            metrics |= _tensor_spread(f"critic/{key}", tensors[key][trained])
-    metrics |= _mismatch_metrics(tensors, trained)
+            figures |= tensor_spread(f"critic/{key}", tensors[key][trained])
+    figures |= _mismatch_figures(tensors, trained)
     if "uid" in data.non_tensor_batch and "advantages" in tensors:
         has_signal = ((tensors["advantages"] != 0) & trained).any(dim=-1)
-        metrics |= _signal_metrics(data.non_tensor_batch["uid"], has_signal.tolist())
-    return metrics
+        figures |= _signal_figures(data.non_tensor_batch["uid"], has_signal.tolist())
+    return figures
 
 
-def _reward_metrics(tensors: Mapping[str, torch.Tensor], scored: torch.Tensor) -> Metrics:
+def _reward_figures(tensors: Mapping[str, torch.Tensor], scored: torch.Tensor) -> Figures:
     """Rewards of whole trajectories: as scored, and as trained on (a KL penalty included)."""
-    metrics: Metrics = {}
+    figures: Figures = {}
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in tensors:
-            metrics |= _tensor_spread(f"critic/{name}", tensors[key].sum(dim=-1)[scored])
-    return metrics
+            figures |= tensor_spread(f"critic/{name}", tensors[key].sum(dim=-1)[scored])
+    return figures
 
 
-def _mismatch_metrics(tensors: Mapping[str, torch.Tensor], trained: torch.Tensor) -> Metrics:
+def _mismatch_figures(tensors: Mapping[str, torch.Tensor], trained: torch.Tensor) -> Figures:
     """Distance of the engine's probabilities from the trainer's, over trained tokens.
 
     Source: verl's `training/rollout_probs_diff_*` (differences of probabilities, not of logs).
@@ -236,31 +265,20 @@ def _mismatch_metrics(tensors: Mapping[str, torch.Tensor], trained: torch.Tensor
     of_probs = (old.exp() - rollout.exp()).abs()
     of_logs = (old - rollout).abs()
     return {
-        "training/rollout_probs_diff_max": of_probs.max().item(),
-        "training/rollout_probs_diff_mean": of_probs.mean().item(),
-        "training/rollout_probs_diff_std": of_probs.std(correction=0).item(),
-        "training/rollout_log_probs_diff_max": of_logs.max().item(),
-        "training/rollout_log_probs_diff_mean": of_logs.mean().item(),
+        "training/rollout_probs_diff_max": Largest(of_probs.max().item()),
+        "training/rollout_probs_diff_mean": Mean(of_probs.sum().item(), of_probs.numel()),
+        "training/rollout_probs_diff_std": Deviation.of(of_probs),
+        "training/rollout_log_probs_diff_max": Largest(of_logs.max().item()),
+        "training/rollout_log_probs_diff_mean": Mean(of_logs.sum().item(), of_logs.numel()),
     }
 
 
-def _signal_metrics(groups: Iterable[str], has_signal: Iterable[bool]) -> Metrics:
+def _signal_figures(groups: Iterable[str], has_signal: Iterable[bool]) -> Figures:
     """Share of the groups that train on nothing: no trained token has an advantage but zero."""
     signal_of: dict[str, bool] = {}
     for group, signal in zip(groups, has_signal, strict=True):
         signal_of[group] = signal_of.get(group, False) or signal
-    return {"algorithm/zero_signal_groups_frac": _mean([not s for s in signal_of.values()])}
-
-
-def _tensor_spread(name: str, values: torch.Tensor) -> Metrics:
-    if values.numel() == 0:
-        return {}
-    values = values.double()
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    return {"algorithm/zero_signal_groups_frac": Share(signal_of)}
 
 
 # The clock.
@@ -271,6 +289,10 @@ class Timer:
 
     Stations may nest and repeat (their seconds add up); a station that raises is still recorded.
 
+    Args:
+        clock: Seconds, from anywhere.
+        on_enter: Told the name of each station as it begins.
+
     Example:
         >>> timer = Timer(clock=iter([0.0, 1.5]).__next__)
         >>> with timer("gen"):
@@ -279,13 +301,19 @@ class Timer:
         {'timing_s/gen': 1.5}
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_enter: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._clock = clock
+        self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, station: str) -> Iterator[None]:
         """Add the seconds of the `with` block to `station`."""
+        self._on_enter(station)
         start = self._clock()
         try:
             yield
@@ -303,7 +331,12 @@ class Timer:
         return metrics
 
 
-def perf_metrics(num_tokens: int, seconds: float) -> Metrics:
+def time_figures(seconds: Mapping[str, float]) -> Figures:
+    """Take the seconds of the slowest rank for those of the run."""
+    return {name: Largest(value) for name, value in seconds.items()}
+
+
+def perf_figures(num_tokens: int, seconds: float) -> Figures:
     """Describe one rank's speed and memory in a step.
 
     Args:
@@ -311,20 +344,21 @@ def perf_metrics(num_tokens: int, seconds: float) -> Metrics:
         seconds: Wall clock of the step.
 
     Returns:
-        `perf/throughput` in tokens per second (merged over ranks: per device); peaks of memory
-        in GiB.
+        `perf/throughput` in tokens per second and rank; peaks of memory in GiB, of the rank that
+        needs most.
     """
-    metrics = {
-        "perf/total_num_tokens": float(num_tokens),
-        "perf/time_per_step": seconds,
-        "perf/max_cpu_memory_gb": _peak_host_bytes() / _GIB,
+    figures: Figures = {
+        "perf/total_num_tokens": Total(float(num_tokens)),
+        "perf/time_per_step": Largest(seconds),
+        "perf/max_cpu_memory_gb": Largest(_peak_host_bytes() / _GIB),
     }
     if seconds > 0:
-        metrics["perf/throughput"] = num_tokens / seconds
+        figures["perf/throughput"] = Rate(num_tokens, seconds)
     if torch.cuda.is_available():
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
-    return metrics
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        figures["perf/max_memory_allocated_gb"] = Largest(peaks[0] / _GIB)
+        figures["perf/max_memory_reserved_gb"] = Largest(peaks[1] / _GIB)
+    return figures
 
 
 def _peak_host_bytes() -> int:
@@ -335,34 +369,9 @@ def _peak_host_bytes() -> int:
 # Numbers.
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _per_request(count: int, requests: Sequence[AsyncRolloutRequest]) -> Mean:
+    return Mean(count, len(requests))
 
 
-def _per_request(count: int, requests: Sequence[AsyncRolloutRequest]) -> float:
-    return count / len(requests)
-
-
-def _ratio(name: str, part: float, whole: float) -> Metrics:
-    return {name: part / whole} if whole else {}
-
-
-def _spread(name: str, values: Sequence[float]) -> Metrics:
-    if not values:
-        return {}
-    return {
-        f"{name}/mean": _mean(values),
-        f"{name}/max": float(max(values)),
-        f"{name}/min": float(min(values)),
-    }
-
-
-def _tail(name: str, values: Sequence[float]) -> Metrics:
-    if not values:
-        return {}
-    rank = math.ceil(0.95 * len(values)) - 1
-    return {
-        f"{name}/mean": _mean(values),
-        f"{name}/p95": sorted(values)[rank],
-        f"{name}/max": max(values),
-    }
+def _ratio(name: str, part: float, whole: float) -> Figures:
+    return {name: Mean(part, whole)} if whole else {}

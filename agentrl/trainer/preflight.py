@@ -1,10 +1,12 @@
 """What can be told of a run before anything is made or loaded: every mistake is cheapest here."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose, RunConfig, check_config
+from agentrl.data.prepare.manifest import is_made
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
@@ -99,9 +101,61 @@ def claim_folders(config: RunConfig) -> None:
         ("trainer.default_local_dir", trainer.default_local_dir),
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),
         ("trainer.validation_data_dir", trainer.validation_data_dir),
+        ("data.cache_dir", config.data.cache_dir),
     ):
         if folder is not None:
-            claim_folder(folder, key=key)
+            claim_folder(folder.expanduser(), key=key)
+    claim_prepared(config)
+
+
+def claim_prepared(config: RunConfig) -> None:
+    """Make the folders that `prepare` will fill; what was made before is only to be read.
+
+    Raises:
+        ConfigError: naming the key of one that cannot be written.
+    """
+    prepare = config.prepare
+    for name, maker in (
+        ("arithmetic", prepare.arithmetic),
+        ("gsm8k", prepare.gsm8k),
+        ("tiny_policy", prepare.tiny_policy),
+        ("sft", prepare.sft),
+    ):
+        if maker is not None and not is_made(maker.out_dir.expanduser()):
+            claim_folder(maker.out_dir.expanduser(), key=f"prepare.{name}.out_dir")
+
+
+def claim_file(file: Path, *, key: str) -> None:
+    """See that a file can be written, before there is anything to write.
+
+    Raises:
+        ConfigError: where it is a folder, or its folder cannot be written.
+    """
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder", key=key, expected="a file to write")
+    claim_folder(file.parent, key=key)
+
+
+def check_room(folder: Path, num_weights: int, config: RunConfig) -> None:
+    """Refuse a run whose checkpoint the disk has no room for: it may be written after days.
+
+    Args:
+        folder: Of the run.
+        num_weights: Of the policy.
+        config: Of the run.
+
+    Raises:
+        ConfigError: with what is needed and what is free.
+    """
+    # The weights and two moments each, in float32; Muon's matrices have one.
+    copies = 2 if config.actor.optim.name == "muon" else 3
+    needed, free = 4 * copies * num_weights, shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"a checkpoint takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free",
+            key="trainer.default_local_dir",
+            expected="a folder on a disk with room for a checkpoint",
+        )
 
 
 def claim_folder(folder: Path, *, key: str) -> None:

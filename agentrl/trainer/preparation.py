@@ -11,6 +11,7 @@ from agentrl.data.prepare.manifest import make_once
 from agentrl.tools import BaseTool
 from agentrl.trainer.journal import Journal
 from agentrl.training.distributed import World
+from agentrl.training.folders import put_back_replaced
 from agentrl.training.sft import SftStep, run_sft
 from agentrl.training.tiny_policy import make_tiny_policy
 
@@ -31,10 +32,12 @@ def prepare_run(
         The seconds that it took.
     """
     started = time.monotonic()
-    if world.is_main:
-        _prepare_files(config.prepare, journal, tools)
-    world.barrier()
+    world.board.note("the making of data and policy")
+    with world.agreeing():
+        if world.is_main:
+            _prepare_files(config.prepare, journal, tools)
     if config.prepare.sft is not None:
+        world.board.note("the warm-up")
         warm_up(config, config.prepare.sft, world, journal, now=now)
     return time.monotonic() - started
 
@@ -63,6 +66,8 @@ def warm_up(
 
     Whether it is missing is for the main rank to say; the others wait for its word.
     """
+    if world.is_main:
+        put_back_replaced(config.out_dir.expanduser())
     was_there = (config.out_dir / "manifest.json").is_file()
 
     def train() -> None:

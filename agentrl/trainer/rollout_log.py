@@ -2,6 +2,7 @@
 
     rollouts/step_000010.jsonl    training rollouts of step 10
     rollouts/val_000010.jsonl     validation rollouts after step 10 (`val_<set>_...` by set)
+    skipped/step_000010.jsonl     rows for which an optimizer step of step 10 was skipped
 
 A line holds the whole request and a summary of what can be derived from it:
 
@@ -64,6 +65,19 @@ class TrajectorySummary(BaseModel):
         )
 
 
+class SkipNote(BaseModel):
+    """Why a trajectory stands in a file of rows for which an optimizer step was skipped."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    mini_batch: int
+    """The step's place in the update, counted over the epochs."""
+    not_finite: dict[str, list[int]]
+    """By quantity (`log_probs`, `advantages`, ...): the response tokens at which it was not finite.
+    `loss` and `gradient`: no number of the row itself, but those of the micro-batch it was in;
+    no tokens then."""
+
+
 class SavedTrajectory(BaseModel):
     """One line of a rollout file, checked."""
 
@@ -73,6 +87,8 @@ class SavedTrajectory(BaseModel):
     """`LINE_VERSION` of what wrote the line."""
     step: int
     summary: TrajectorySummary
+    skipped: SkipNote | None = None
+    """In `skipped/` alone."""
     request: AsyncRolloutRequest
 
     @field_validator("version")
@@ -84,15 +100,7 @@ class SavedTrajectory(BaseModel):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        request = self.request
-        lengths = {request.num_response_tokens, len(request.loss_mask)}
-        if lengths != {len(request.rollout_log_probs)}:
-            raise ValueError("tokens, mask and log-probabilities of different lengths")
-        spans = [(turn.start, turn.end) for turn in request.turns]
-        ends = [0, *(end for _, end in spans)]
-        if [start for start, _ in spans] != ends[:-1] or ends[-1] != request.num_response_tokens:
-            raise ValueError("turns that do not cover the response")
-        if self.summary != TrajectorySummary.of(request):
+        if self.summary != TrajectorySummary.of(self.request):
             raise ValueError("a summary of another request")
         return self
 
@@ -116,23 +124,41 @@ def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: 
     Raises:
         OSError: naming `path`, where the disk does not take it.
     """
+    return _save_lines(path, (_to_line(request, step) for request in requests))
+
+
+def save_skipped(
+    path: Path, rows: Iterable[tuple[AsyncRolloutRequest, SkipNote]], *, step: int
+) -> int:
+    """Write the trajectories for which optimizer steps were skipped, each with its note.
+
+    Raises:
+        OSError: naming `path`, where the disk does not take it.
+    """
+    return _save_lines(
+        path, (_to_line(request, step, skipped=note.model_dump()) for request, note in rows)
+    )
+
+
+def _save_lines(path: Path, lines: Iterable[str]) -> int:
     count = 0
     # A lone surrogate, which UTF-8 cannot hold, becomes the JSON escape of itself.
     with (
         written_whole(path) as draft,
         draft.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):
-        for request in requests:
-            file.write(_to_line(request, step))
+        for line in lines:
+            file.write(line)
             count += 1
     return count
 
 
-def _to_line(request: AsyncRolloutRequest, step: int) -> str:
+def _to_line(request: AsyncRolloutRequest, step: int, **note: object) -> str:
     line = {
         "version": LINE_VERSION,
         "step": step,
         "summary": TrajectorySummary.of(request).model_dump(),
+        **note,
         "request": request.model_dump(mode="json", fallback=to_plain),
     }
     return json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n"

@@ -1,6 +1,6 @@
 """What a rollout needs besides weights: tokenizer, template, parser, tools, interactions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import cast
@@ -167,10 +167,10 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
 
 def make_token_check(
     template: ChatTemplate, mode: CheckMode
-) -> Callable[[AsyncRolloutRequest], None]:
+) -> Callable[[AsyncRolloutRequest, Sequence[str]], None]:
     """Make the check that holds a finished ledger against the rendering of its conversation."""
 
-    def check(request: AsyncRolloutRequest) -> None:
-        request.differences = check_request(template, request, mode)
+    def check(request: AsyncRolloutRequest, wording: Sequence[str]) -> None:
+        request.differences = check_request(template, request, mode, wording=wording)
 
     return check

@@ -7,6 +7,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.files import written_whole
 from agentrl.trainer.resume import has_checkpoints
 from agentrl.training.distributed import World
+from agentrl.training.snapshot import on_main
 
 START_FILE = "started"
 
@@ -16,7 +17,7 @@ def start_date(config: RunConfig, world: World) -> datetime:
 
     The main rank decides for all.
     """
-    return world.broadcast(_start_date(config) if world.is_main else datetime.min)
+    return on_main(world, lambda: _start_date(config))
 
 
 def _start_date(config: RunConfig) -> datetime:

@@ -4,7 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from agentrl.errors import TrainingError
 from agentrl.files import written_whole
+from agentrl.training.actor import UpdateResult
 
 
 @dataclass(slots=True)
@@ -30,6 +32,8 @@ class Summary:
     """Data, policy and warm-up, where they were missing."""
     seconds_total: float = 0.0
     """Preparation, training, validation and saving; over all attempts of a resumed run."""
+    skipped_updates: int = 0
+    """The last updates in a row of which every optimizer step was skipped: not finite."""
     checkpoint: str | None = None
     """The last one."""
     exported: str | None = None
@@ -52,6 +56,30 @@ class Summary:
         self.val_success_after, self.others_after = success[first], rest
         if self.best_val_success is None or success[first] > self.best_val_success:
             self.best_val_success, self.best_step = success[first], step
+
+    def note_update(self, result: UpdateResult) -> None:
+        """Count on while updates take no step, and from 0 behind one that did."""
+        if result.metrics["actor/optimizer_steps"]:
+            self.skipped_updates = 0
+        elif result.skipped:
+            self.skipped_updates += 1
+
+    def refuse_to_idle(self, most: int | None) -> None:
+        """End a run that trains no more.
+
+        Args:
+            most: `actor.max_skipped_updates`.
+
+        Raises:
+            TrainingError: where more than that were skipped in a row.
+        """
+        if most is not None and self.skipped_updates >= most:
+            raise TrainingError(
+                f"the last {most} updates took no step: none had a finite loss and gradient",
+                key="actor.max_skipped_updates",
+                expected="finite numbers: skipped/ in the run's folder has the rows; a lower "
+                "actor.optim.lr or actor.grad_clip, or model.dtype=float32, may help",
+            )
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""

@@ -4,8 +4,10 @@ A `Tracker` hands each step's flat metrics to its sinks. `read_metrics` reads th
 """
 
 import json
+import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,8 @@ from rich.text import Text
 from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
 from agentrl.files import naming, written_whole
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run's folder."""
@@ -198,7 +202,11 @@ def _finite(value: float) -> float | None:
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard; on resume, later steps of the earlier run are purged."""
+    """Scalars for TensorBoard; on resume, later steps of the earlier run are purged.
+
+    They are for looking at: where the disk does not take them, that is told once, and the run goes
+    on without.
+    """
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
         try:
@@ -209,17 +217,40 @@ class TensorBoardSink:
                 install="pip install agentrl[tensorboard]",
             ) from error
         purge = None if resumed_step is None else resumed_step + 1
+        self._folder = folder
+        self._is_broken = False
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._on_thread_error
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write each figure as a scalar."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
+        if self._is_broken:
+            return
+        with self._sparing():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, float(value), step)
+            self._writer.flush()
 
     def close(self) -> None:
         """Write what is left and close."""
-        self._writer.close()
+        if not self._is_broken:
+            with self._sparing():
+                self._writer.close()
+        threading.excepthook = self._excepthook
+
+    @contextmanager
+    def _sparing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._is_broken = True
+            logger.warning("no more figures for TensorBoard in %s: %s", self._folder, error)
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """Hold back the traceback of the writer's own thread: its next call raises the same."""
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            self._excepthook(args)
 
 
 # The console.

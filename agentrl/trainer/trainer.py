@@ -10,26 +10,31 @@
     weight_sync   new weights               -> the engine, policy version + 1
     checkpoint    the whole run             -> disk, and back
 
-On several ranks (torchrun) every rank runs this loop on its own share of the prompts. Groups stay
-whole on a rank, and the main rank alone writes.
+On several ranks (torchrun) every rank runs this loop on its own share of the samples. What compares
+samples with each other (credit, failures, figures) sees those of all; the main rank alone writes.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from agentrl.algorithms import compute_advantage
-from agentrl.collate import collate
+from agentrl.collate import collate, widest
 from agentrl.config.schema import RunConfig
 from agentrl.data.prompt import Prompt
+from agentrl.errors import CheckpointError
 from agentrl.protocol import DataProto
+from agentrl.rollout.census import Census
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.build import Parts, start_parts
-from agentrl.trainer.merge import RankMetrics, merge_metrics
-from agentrl.trainer.metrics import Timer, batch_metrics, perf_metrics, rollout_metrics
+from agentrl.trainer.credit import compute_batch_advantage
+from agentrl.trainer.data_record import RECORD
+from agentrl.trainer.figures import merge_figures, to_metrics
+from agentrl.trainer.interruption import Interrupted, Interruption
+from agentrl.trainer.marks import LastStep
+from agentrl.trainer.metrics import Timer, step_figures
 from agentrl.trainer.resume import (
     check_origin,
     checkpoint_folder,
@@ -38,11 +43,12 @@ from agentrl.trainer.resume import (
     policy_origin,
     set_aside_superseded,
 )
-from agentrl.trainer.rollout_log import rollout_path, save_rollouts
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.validation import Outcome, read_outcome, validation_metrics
+from agentrl.training.actor import UpdateResult
+from agentrl.training.batches import deal_samples
 from agentrl.training.checkpoint import RunState
-from agentrl.training.snapshot import export_hf, identify, load_run, save_run
+from agentrl.training.snapshot import export_hf, identify, load_run, on_main, save_run
 from agentrl.training.weight_sync import sync_weights
 
 
@@ -66,7 +72,9 @@ class Trainer:
         self.step = 0
         self.policy_version = 0
         self.summary = Summary(seed=config.trainer.seed)
-        self._timer = Timer()
+        self._timer = Timer(on_enter=self._tell_place)
+        self._interruption = Interruption(self.world)
+        self._last = LastStep(self.parts.order, self.parts.actor)
         self._runner = asyncio.Runner()
         self._started = time.monotonic()
 
@@ -75,39 +83,68 @@ class Trainer:
     def fit(self) -> Summary:
         """Train to the last step, validate, save; returns what came of it.
 
-        Ctrl-C ends it: tools are released, finished steps and checkpoints stand.
+        Ctrl-C and SIGTERM end it: tools are released, and the last finished step is saved, as it
+        is where an error ends it.
+
+        Raises:
+            KeyboardInterrupt: where it was asked to stop.
         """
-        try:
-            self.resume()
-            self.summary.count_preparation(self.parts.seconds_prepare)
-            self.sync_weights()
-            self.parts.journal.open(resumed_step=self.step or None)
-            if self.step == 0 and self.config.trainer.val_before_train and self.parts.data.val:
-                self.parts.journal.track(0, self.validate())
-            while self.step < self.parts.total_steps:
-                metrics = self.train_step()
-                if self._is_due(self.config.trainer.test_freq):
-                    metrics |= self.validate()
-                self.parts.journal.track(self.step, metrics)
-                if self._is_due(self.config.trainer.save_freq):
-                    self.save_checkpoint()
-            return self.finish()
-        finally:
-            self.close()
+        with self._interruption.listening(), self.world.board.explaining():
+            try:
+                self.begin()
+                while self.step < self.parts.total_steps:
+                    self.end_step(self.train_step())
+                return self.finish()
+            except Interrupted:
+                self.save_last_step()
+                raise
+            except Exception as error:
+                self._rescue(error)
+                raise
+            finally:
+                self.close()
+
+    def begin(self) -> None:
+        """Go on from a checkpoint or begin anew, and measure the policy as it is."""
+        self.resume()
+        self.summary.count_preparation(self.parts.seconds_prepare)
+        self.sync_weights()
+        unlogged = self._last.unlogged
+        # What the checkpoint's step left to log is logged now; a line that is there goes.
+        logged = self.step if unlogged is None else self.step - 1
+        self.parts.journal.open(resumed_step=logged if self.step else None)
+        if self.step == 0 and self.config.trainer.val_before_train and self.parts.data.val:
+            self.parts.journal.track(0, self.validate())
+        if unlogged is not None:
+            self.end_step(unlogged)
 
     def train_step(self) -> dict[str, float]:
         """One step of the data's way, from prompts to new weights in the engine."""
         self.step += 1
         with self._timer("step"):
-            prompts = self.load_prompts()
-            requests = self.roll_out(prompts, self.parts.manager.train_plan())
+            requests = self.roll_out(self.load_prompts(), self.parts.manager.train_plan())
             batch = self.collate(requests)
             self.compute_log_probs(batch)
-            compute_advantage(batch, self.config.algorithm)
+            compute_batch_advantage(batch, self.config.algorithm, self.world)
+            self._interruption.check()
             update = self.update_actor(batch)
             self.sync_weights()
-        self.save_rollouts(requests, "step")
-        return self.measure(requests, batch) | update
+        self.parts.files.save_step(self.step, requests)
+        self.parts.files.save_skipped(self.step, requests, update.skipped)
+        return self.measure(requests, batch) | update.metrics
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Validate and save where that is due, and log the step."""
+        self._last.note(self.step, self.summary, unlogged=metrics)
+        self._interruption.check()
+        if self._is_due(self.config.trainer.test_freq):
+            metrics = metrics | self.validate()
+        self.parts.journal.track(self.step, metrics)
+        self._last.note(self.step, self.summary)
+        if self._is_due(self.config.trainer.save_freq):
+            self.save_checkpoint()
+        self.summary.refuse_to_idle(self.config.actor.max_skipped_updates)
+        self._interruption.check()
 
     def finish(self) -> Summary:
         """Export the policy, write the summary, draw the curve."""
@@ -125,32 +162,43 @@ class Trainer:
     # Its stations.
 
     def load_prompts(self) -> Sequence[Prompt]:
-        """This rank's share of the next batch."""
+        """The next batch of all ranks."""
         places = self.parts.order.next_batch(self.config.data.train_batch_size)
-        # Dealt in turn, so that mini-batches are those of one rank.
-        return self.parts.data.train.select(places[self.world.rank :: self.world.size])
+        return self.parts.data.train.select(places)
 
     def roll_out(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> list[AsyncRolloutRequest]:
-        """Sample the prompts' groups and score what came of them."""
-        manager = self.parts.manager
-        requests = manager.make_requests(prompts, plan, step=self.step)
-        with self.parts.journal.bar(plan.name, len(requests)) as advance:
+        """Sample the prompts' groups, this rank its share, and score what came of them.
+
+        Raises:
+            RolloutError: on every rank, where too much of the batch failed.
+        """
+        manager, size = self.parts.manager, self.config.actor.ppo_mini_batch_size
+        mine = deal_samples(len(prompts), plan.n, size, self.world.size)[self.world.rank]
+        requests = manager.make_requests(prompts, plan, step=self.step, samples=mine)
+        finished: list[AsyncRolloutRequest] = []
+        bar = self.parts.journal.bar(plan.name, len(requests))
+        with self._interruption.together(), bar as advance:
             with self._timer("gen"):
-                rolled_out = manager.rollout(requests, on_finished=lambda _: advance(1))
-                finished = self._runner.run(rolled_out)
+                driven = manager.drive(requests, on_finished=lambda _: advance(1))
+                finished += self._interruption.run(self._runner, driven)
             with self._timer("reward"):
-                self._runner.run(self.parts.setup.plugins.rewards.score(finished))
-            manager.apply_failure_policy(finished)
+                scored = self.parts.setup.plugins.rewards.score(finished)
+                self._interruption.run(self._runner, scored)
+        census = Census.together(self.world.gather(Census.of(finished)))
+        manager.apply_failure_policy(finished, census)
         return finished
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:
-        """Turn requests into tensors."""
+        """Turn requests into tensors, as wide as the widest of all ranks."""
         reward = self.config.reward
+        prompt_width, response_width = map(int, self.world.max(widest(requests)))
         return collate(
             requests,
             pad_token_id=self.parts.setup.pad_token_id,
             weights=reward.weights,
             placement=reward.placement,
+            prompt_width=prompt_width,
+            response_width=response_width,
         )
 
     def compute_log_probs(self, batch: DataProto) -> None:
@@ -166,15 +214,14 @@ class Trainer:
                 )
         batch.union(DataProto.from_dict(found))
 
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """Train on the batch; a step that was skipped is told."""
+    def update_actor(self, batch: DataProto) -> UpdateResult:
+        """Train on the batch."""
         with self._timer("update_actor"):
             result = self.parts.actor.update_policy(
                 batch, temperature=self.config.rollout.temperature
             )
-        for skipped in result.skipped:
-            self.parts.journal.say(f"step {self.step}: an optimizer step was skipped: {skipped}")
-        return result.metrics
+        self.summary.note_update(result)
+        return result
 
     def sync_weights(self) -> None:
         """Bring the engine to the policy's weights and raise the policy's version."""
@@ -200,14 +247,14 @@ class Trainer:
         return metrics | {"timing_s/validate": self._timer.pop_metrics()["timing_s/validate"]}
 
     def _validate_set(self, name: str) -> list[Outcome]:
-        rows = self.parts.data.val[name]
-        mine = rows.select(range(self.world.rank, len(rows), self.world.size))
-        size = self.config.data.val_batch_size or len(mine) or 1
+        rows, plan = self.parts.data.val[name], self.parts.manager.val_plan(name)
+        size = self.config.data.val_batch_size or len(rows)
         requests: list[AsyncRolloutRequest] = []
-        for start in range(0, len(mine), size):
-            plan = self.parts.manager.val_plan(name)
-            requests += self.roll_out(mine[start : start + size], plan)
-        self.save_rollouts(requests, f"val_{name}")
+        for start in range(0, len(rows), size):
+            for request in self.roll_out(rows[start : start + size], plan):
+                request.batch_data_id += start
+                requests.append(request)
+        self.parts.files.save_validation(self.step, requests, name)
         return self.world.gather_flat([read_outcome(request) for request in requests])
 
     # What it leaves behind.
@@ -216,30 +263,29 @@ class Trainer:
         self, requests: Sequence[AsyncRolloutRequest], batch: DataProto
     ) -> dict[str, float]:
         """Describe a training step, merged over the ranks."""
-        timing = self._timer.pop_metrics()
-        tokens = sum(r.num_prompt_tokens + r.num_response_tokens for r in requests)
-        mine = (
-            rollout_metrics(requests)
-            | batch_metrics(batch)
-            | perf_metrics(tokens, timing["timing_s/step"])
-            | timing
-        )
-        merged = merge_metrics(self.world.gather(RankMetrics(mine, weight=len(requests))))
-        return merged | {
+        mine = step_figures(requests, batch, self._timer.pop_metrics())
+        return to_metrics(merge_figures(self.world.gather(mine))) | {
             "training/global_step": float(self.step),
             "training/epoch": float(self.parts.order.epoch),
             "training/policy_version": float(self.policy_version),
         }
 
-    def save_rollouts(self, requests: Sequence[AsyncRolloutRequest], kind: str) -> None:
-        """Save rollouts as JSONL, where the configuration names a folder."""
-        trainer = self.config.trainer
-        folder = trainer.rollout_data_dir if kind == "step" else trainer.validation_data_dir
-        if folder is None:
-            return
-        everyone = self.world.gather_flat(requests)
-        if self.world.is_main:
-            save_rollouts(rollout_path(folder, self.step, kind), everyone, step=self.step)
+    def save_last_step(self) -> None:
+        """Write the last finished step to disk, unless it is there. A collective.
+
+        The run goes back to it: what a step that was begun has taken and drawn is given back.
+        """
+        if self._last.is_lost():
+            self.parts.journal.say(
+                f"step {self.step} ended in the middle of its update, and the one before it cannot "
+                f"be saved any more; the last checkpoint: {self.summary.checkpoint or 'none'}"
+            )
+        elif self.parts.total_steps and (mark := self._last.go_back()):
+            self.step = mark.step
+            self.summary = replace(mark.summary, seconds_total=self.summary.seconds_total)
+            place = checkpoint_folder(self.config) / f"global_step_{mark.step}"
+            if not on_main(self.world, place.is_dir):
+                self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
         """Write the whole run to disk."""
@@ -250,7 +296,8 @@ class Trainer:
             config_digest=config_digest(self.config),
             origin=policy_origin(self.config),
             trainer=asdict(self.summary),
-            data=self.parts.order.state_dict(),
+            data=self.parts.order.state_dict() | {RECORD: self.parts.record.to_json()},
+            unlogged=self._last.unlogged,
         )
         path = save_run(
             checkpoint_folder(self.config),
@@ -275,13 +322,13 @@ class Trainer:
             CheckpointError: for one that is damaged, or of another model.
             DataError: where the data is not what the run began with.
         """
-        path = self.world.broadcast(find_checkpoint(self.config))
+        path = on_main(self.world, lambda: find_checkpoint(self.config))
         if path is not None:
             self._go_on_from(path)
-        if self.world.is_main:
-            for moved in set_aside_superseded(self.config, path, self.step):
-                self.parts.journal.say(f"another run's checkpoint was moved to {moved}")
-        self.world.barrier()
+        for moved in on_main(
+            self.world, lambda: set_aside_superseded(self.config, path, self.step)
+        ):
+            self.parts.journal.say(f"a checkpoint of another course of the run: now {moved}")
 
     def _go_on_from(self, path: Path) -> None:
         state = load_run(path, self.parts.actor)
@@ -290,6 +337,7 @@ class Trainer:
         self.step = state.step
         self.summary = Summary(**state.trainer)
         self.summary.checkpoint = str(path)
+        self._last.note(self.step, self.summary, unlogged=state.unlogged)
         self.parts.journal.say(f"resumed from {path} at step {self.step}")
         if state.config_digest != config_digest(self.config):
             self.parts.journal.say(
@@ -303,11 +351,27 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the engine, the tracker and the event loop; may be called twice."""
-        self.parts.journal.close()
         try:
             self._runner.run(self.parts.engine.close())
         finally:
             self._runner.close()
+            self.parts.journal.close()
+
+    def _rescue(self, error: Exception) -> None:
+        """Save the last finished step before an error ends the run.
+
+        Other ranks do not know of the error, so several save nothing. Where it is saving that
+        failed, it would fail again.
+        """
+        if not self.world.is_alone or isinstance(error, CheckpointError):
+            return
+        try:
+            self.save_last_step()
+        except Exception as second:  # noqa: BLE001 - the first error is the one to tell
+            self.parts.journal.say(f"the last finished step could not be saved: {second}")
+
+    def _tell_place(self, station: str) -> None:
+        self.world.board.note(f"{station} of step {self.step}")
 
     def _is_due(self, frequency: int) -> bool:
         """Whether something that happens every so many steps, and after the last, happens now."""

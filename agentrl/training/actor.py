@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,13 +18,26 @@ from agentrl.training.batches import (
     split_mini_batches,
 )
 from agentrl.training.log_probs import TokenScores
+from agentrl.training.memory import telling_out_of_memory, telling_out_of_memory_in_step
 from agentrl.training.metrics import MetricSums, mean_by_name
 from agentrl.training.model import PolicyModel, ScoringParams
 from agentrl.training.optim import PolicyOptimizer
-from agentrl.training.policy_loss import compute_micro_loss
+from agentrl.training.packing import PackedBatch
+from agentrl.training.policy_loss import MicroLoss, NotFinite, compute_micro_loss
+from agentrl.training.rng import capture_random_state, restore_random_state
 from agentrl.training.scoring import score_rows
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRow:
+    """A row for which an optimizer step was not taken."""
+
+    request_id: str
+    not_finite: NotFinite
+    """`loss` or `gradient`, without tokens, where every number of the row itself was finite, and
+    not those of the micro-batch that it was in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +50,21 @@ class SkippedStep:
     """Which mini-batch of it, counted over the epochs."""
     loss: float
     grad_norm: float
-    request_ids: tuple[str, ...]
-    """Requests of all ranks whose own numbers were not finite; empty where only the gradient was
-    not."""
+    rows: tuple[BrokenRow, ...]
+    """The rows to blame, of all ranks."""
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Whose rows they are."""
+        return tuple(row.request_id for row in self.rows)
+
+    def in_words(self) -> str:
+        """Say what was not finite, for a line of the run's output."""
+        what = sorted({name for row in self.rows for name in row.not_finite})
+        return (
+            f"the step of mini-batch {self.mini_batch} was skipped: loss {self.loss:g}, gradient "
+            f"norm {self.grad_norm:g}; not finite in {len(self.rows)} rows: {', '.join(what)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +82,21 @@ class ActorCounters:
 
     num_updates: int
     num_optimizer_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _MiniBatch:
+    """What one optimizer step is computed from."""
+
+    rows: UpdateRows
+    """The whole batch."""
+    index: Sequence[int]
+    """Those of its rows that are this mini-batch's."""
+    params: ScoringParams
+    scale: LossScale
+
+    def name(self, broken: Mapping[int, NotFinite]) -> list[BrokenRow]:
+        return [BrokenRow(self.rows.request_ids[row], what) for row, what in broken.items()]
 
 
 class Actor:
@@ -139,7 +179,7 @@ class Actor:
 
     def _params(self, temperature: float) -> ScoringParams:
         return ScoringParams(
-            temperature=temperature, logits_chunk_tokens=self.config.logits_chunk_tokens
+            temperature=temperature, logits_block_bytes=self.config.logits_block_bytes
         )
 
     def _mini_batches(self, rows: UpdateRows) -> list[list[int]]:
@@ -148,7 +188,7 @@ class Actor:
         for epoch in range(self.config.ppo_epochs):
             seed = [self.seed, self.num_updates, epoch] if self.config.shuffle else []
             size = self.config.ppo_mini_batch_size
-            found += split_mini_batches(rows.uids, size, self.world, seed)
+            found += split_mini_batches(rows, size, self.world, seed)
         return found
 
     def _step(
@@ -158,38 +198,60 @@ class Actor:
         scale = self._loss_scale(rows.response_mask[list(index)])
         if not scale.batch_num_tokens:
             return {}
-        sums, broken = self._accumulate(rows, index, params, scale)
+        mini = _MiniBatch(rows, index, params, scale)
+        sums, broken = self._accumulate(mini)
         metrics = sums.totals(self.world)
         loss, grad_norm = metrics.pop("loss"), self.optimizer.grad_norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self._skip(SkippedStep(self.num_updates, place, loss, grad_norm, broken))
+            self.optimizer.drop_gradients()
+            to_blame = self.world.gather_flat(broken) or self._suspects(mini)
+            step = SkippedStep(self.num_updates, place, loss, grad_norm, tuple(to_blame))
+            logger.warning("update %d: %s", self.num_updates, step.in_words())
+            return step
         lr = self.optimizer.lr
-        self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
+        with telling_out_of_memory_in_step():
+            self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
         return metrics | {"actor/grad_norm": grad_norm, "actor/lr": lr}
 
-    def _accumulate(
-        self, rows: UpdateRows, index: Sequence[int], params: ScoringParams, scale: LossScale
-    ) -> tuple[MetricSums, tuple[str, ...]]:
+    def _accumulate(self, mini: "_MiniBatch") -> tuple[MetricSums, list[BrokenRow]]:
         """Backward through every micro-batch; the gradients add up."""
-        sums, broken = MetricSums(), list[str]()
-        budget = self.config.ppo_max_token_len_per_gpu
-        for packed in split_micro_batches(rows.padded, index, budget, self.world):
-            micro = compute_micro_loss(
-                self.policy(packed, params), packed, rows, scale, self.config
-            )
-            micro.loss.backward()
-            sums.add({**micro.parts, "loss": micro.loss.detach() / scale.dp_size})
-            broken += [rows.request_ids[row] for row in micro.broken_rows]
-        return sums, tuple(self.world.gather_flat(broken))
+        sums, broken = MetricSums(), list[BrokenRow]()
+        for packed in self._micro_batches(mini):
+            micro = self._backward(packed, mini)
+            sums.add({**micro.parts, "loss": micro.loss.detach() / mini.scale.dp_size})
+            broken += mini.name(micro.broken_rows)
+        return sums, broken
 
-    def _skip(self, step: SkippedStep) -> SkippedStep:
-        self.optimizer.drop_gradients()
-        logger.warning(
-            "update %d, mini-batch %d: loss %s, gradient norm %s; the step is skipped%s",
-            step.update, step.mini_batch, step.loss, step.grad_norm,
-            f" (requests {', '.join(step.request_ids)})" if step.request_ids else "",
-        )  # fmt: skip
-        return step
+    def _micro_batches(self, mini: "_MiniBatch") -> list[PackedBatch]:
+        budget = self.config.ppo_max_token_len_per_gpu
+        return split_micro_batches(mini.rows.padded, mini.index, budget, self.world)
+
+    def _backward(self, packed: PackedBatch, mini: "_MiniBatch") -> MicroLoss:
+        with telling_out_of_memory("the update", packed):
+            scores = self.policy(packed, mini.params)
+            micro = compute_micro_loss(scores, packed, mini.rows, mini.scale, self.config)
+            micro.loss.backward()
+        return micro
+
+    def _suspects(self, mini: "_MiniBatch") -> list[BrokenRow]:
+        """Find whom to blame for a loss or gradient to which only finite numbers were put.
+
+        Each micro-batch is computed once more, alone: those that break again are to blame, with all
+        their rows, or all of them where it takes them together. A collective.
+        """
+        random = capture_random_state()
+        suspects, everyone = list[BrokenRow](), list[BrokenRow]()
+        for packed in self._micro_batches(mini):
+            loss = self._backward(packed, mini).loss
+            grad_norm = self.optimizer.grad_norm()
+            self.optimizer.drop_gradients()
+            own = not bool(loss.isfinite())
+            breaks = own if self.world.max([float(own)])[0] else not math.isfinite(grad_norm)
+            rows = mini.name({row: {"loss" if own else "gradient": ()} for row in packed.row_index})
+            suspects += rows if breaks else []
+            everyone += rows
+        restore_random_state(random)
+        return self.world.gather_flat(suspects) or self.world.gather_flat(everyone)
 
     def _loss_scale(self, mask: Tensor) -> LossScale:
         """Denominators of a mini-batch over all ranks."""

@@ -5,7 +5,8 @@ This is the border: behind it there are no string keys.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ class UpdateRows:
     """float32, importance weights of the rollout's correction; None where there is none."""
     uids: tuple[Hashable, ...]
     """`[B]`: the group of each row."""
+    places: tuple[int, ...]
+    """`[B]`: where the row's prompt stands in the batch of all ranks; where nobody knows, the how
+    manyeth of this rank's groups it is of."""
     request_ids: tuple[str, ...]
     """`[B]`: which request each row was; its position where nobody knows."""
 
@@ -70,7 +74,7 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
     """
     padded = read_padded_rows(batch)
     count = len(padded.input_ids)
-    uids = batch.non_tensor_batch.get("uid", np.arange(count))
+    uids = tuple(batch.non_tensor_batch.get("uid", np.arange(count)).tolist())
     request_ids = batch.non_tensor_batch.get("request_id", np.arange(count))
     return UpdateRows(
         padded=padded,
@@ -78,25 +82,81 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
         advantages=_tensor(batch, "advantages"),
         ref_log_prob=_tensor(batch, "ref_log_prob") if with_reference else None,
         rollout_is_weights=_optional(batch, "rollout_is_weights"),
-        uids=tuple(uids.tolist()),
+        uids=uids,
+        places=_places(batch, uids),
         request_ids=tuple(str(name) for name in request_ids.tolist()),
     )
 
 
+class SampleAt(NamedTuple):
+    """One sample of a batch, before it is made."""
+
+    place: int
+    """Of its prompt in the batch of all ranks."""
+    offset: int
+    """Of the sample in its group."""
+
+
+def deal_samples(
+    num_prompts: int, samples_each: int, groups_per_batch: int | None, num_ranks: int
+) -> list[list[SampleAt]]:
+    """Deal the samples of a batch to the ranks.
+
+    Within each mini-batch the prompts that divide evenly are dealt whole and in turn: the samples
+    of a prompt share the prefix that an engine caches. Those left over are split, each rank's part
+    of them in one piece, so that every rank has work in every mini-batch and no two differ by more
+    than one sample of the batch.
+
+    Args:
+        num_prompts: Of the batch, over all ranks.
+        samples_each: Of one prompt.
+        groups_per_batch: Prompts of one mini-batch over all ranks; None: all of them.
+        num_ranks: Ranks.
+
+    Returns:
+        The samples of each rank, in the order of the batch.
+
+    Example:
+        >>> [len(dealt) for dealt in deal_samples(1, 8, None, 2)]
+        [4, 4]
+    """
+    dealt: list[list[SampleAt]] = [[] for _ in range(num_ranks)]
+    size = groups_per_batch or max(num_prompts, 1)
+    turn = 0
+    for start in range(0, num_prompts, size):
+        places = range(start, min(start + size, num_prompts))
+        num_whole = len(places) // num_ranks * num_ranks
+        for place in places[:num_whole]:
+            rank = (place - start) % num_ranks
+            dealt[rank] += [SampleAt(place, offset) for offset in range(samples_each)]
+        left = [SampleAt(*at) for at in product(places[num_whole:], range(samples_each))]
+        turn = _deal_in_pieces(left, dealt, turn)
+    return dealt
+
+
+def _deal_in_pieces(left: Sequence[SampleAt], dealt: list[list[SampleAt]], turn: int) -> int:
+    """Deal each rank one piece; the ranks from `turn` on get one more. Returns whose turn is next.
+
+    The order of a group's samples is that of the ranks which have them.
+    """
+    each, more = divmod(len(left), len(dealt))
+    start = 0
+    for rank, own in enumerate(dealt):
+        end = start + each + ((rank - turn) % len(dealt) < more)
+        own += left[start:end]
+        start = end
+    return (turn + more) % len(dealt)
+
+
 def split_mini_batches(
-    uids: Sequence[Hashable],
-    groups_per_batch: int | None,
-    world: World,
-    shuffle_seed: Sequence[int],
+    rows: UpdateRows, groups_per_batch: int | None, world: World, shuffle_seed: Sequence[int]
 ) -> list[list[int]]:
     """Deal this rank's rows to mini-batches that count prompts, a prompt's rows together.
 
-    The groups are taken in turn from the ranks, the first of each, then the second of each: this
-    is the order of the whole batch where its prompts were dealt out in turn, and in any case every
-    rank has work in every mini-batch. A group may be spread over ranks. A collective.
+    The groups are taken in the order of the batch, and may be spread over ranks. A collective.
 
     Args:
-        uids: The group of each of this rank's rows.
+        rows: This rank's.
         groups_per_batch: Prompts of one mini-batch over all ranks; None: all of them.
         world: The ranks.
         shuffle_seed: Entropy of a random order of the groups; empty: their own order.
@@ -104,16 +164,16 @@ def split_mini_batches(
     Returns:
         This rank's rows of each mini-batch; as many lists on every rank.
     """
-    by_rank = [[(uid,) for uid in rank] for rank in world.gather(list(dict.fromkeys(uids)))]
-    in_turn = (found for turn in zip_longest(*by_rank) for found in turn if found is not None)
-    order = list(dict.fromkeys(uid for (uid,) in in_turn))
+    mine = list(dict.fromkeys(zip(rows.places, rows.uids, strict=True)))
+    in_order = sorted(world.gather_flat(mine), key=lambda group: group[0])
+    order = list(dict.fromkeys(uid for _, uid in in_order))
     if shuffle_seed:
         permutation = np.random.default_rng(list(shuffle_seed)).permutation(len(order))
         order = [order[place] for place in permutation]
     size = groups_per_batch or max(1, len(order))
     batch_of = {uid: place // size for place, uid in enumerate(order)}
     batches: list[list[int]] = [[] for _ in range(-(-len(order) // size))]
-    for row, uid in enumerate(uids):
+    for row, uid in enumerate(rows.uids):
         batches[batch_of[uid]].append(row)
     return batches
 
@@ -135,6 +195,14 @@ def split_micro_batches(
         else dummy_batch(rows.response_mask.shape[1], world.device)
         for part in split_balanced(mine, count)
     ]
+
+
+def _places(batch: DataProto, uids: Sequence[Hashable]) -> tuple[int, ...]:
+    known = _optional(batch, "batch_data_id")
+    if known is not None:
+        return tuple(known.tolist())
+    number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
+    return tuple(number[uid] for uid in uids)
 
 
 def _tensor(batch: DataProto, key: str) -> Tensor:

@@ -6,37 +6,50 @@
         state.json               identity of the model, counters, random streams, the data's order
         manifest.json            size and SHA-256 of each file above; written last
 
-A checkpoint is written beside its place, flushed, and made visible by one rename. Nothing in it is
-ever unpickled. On several ranks the main one writes the whole, gathered from all.
+A checkpoint is written beside its place, flushed, and made visible by one rename; it goes by one
+rename too. Nothing in it is ever unpickled. On several ranks the main one writes the whole,
+gathered from all.
 """
 
 import hashlib
 import json
 import logging
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
-from agentrl.training.folders import flush, folder_written_whole, remove_leftovers
+from agentrl.training.folders import (
+    flush,
+    folder_written_whole,
+    make_folder,
+    put_back_all_replaced,
+    remove_folder,
+    remove_leftovers,
+)
+from agentrl.training.rng import RandomState
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+STATE = "state.json"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 SUPERSEDED = "superseded"
 """Where checkpoints of an abandoned course of the run are put."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """What makes a checkpoint this model's and no other's."""
@@ -47,6 +60,7 @@ class ModelIdentity:
     """Of every weight."""
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class RunState:
     """Everything of a run that is no tensor; JSON values throughout."""
@@ -64,8 +78,13 @@ class RunState:
     """The run's summary so far: best validation, seconds spent, ..."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
     """Where the data's order stands."""
-    random: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    random: list[RandomState] = field(default_factory=list[RandomState])
     """The random streams of each rank."""
+    unlogged: dict[str, float] | None = None
+    """Figures of the last step, where the run was stopped before it was validated and logged."""
+
+
+_STATE = TypeAdapter(RunState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +114,15 @@ def save_checkpoint(root: Path, snapshot: Snapshot, *, keep: int | None = None) 
     step = snapshot.state.step
     place = root / f"global_step_{step}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         remove_leftovers(root)
         with folder_written_whole(place) as aside:
             _write_files(aside, snapshot)
     # safetensors tells a full disk by an error of its own.
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write a checkpoint: {error}", path=place) from error
-    before = [path for number, path in _newest_first(root) if number < step]
-    for old in before[keep - 1 :] if keep else []:
-        shutil.rmtree(old)
+    before = [path for number, path in newest_first(root) if number < step]
+    _drop(before[keep - 1 :] if keep else [])
     return place
 
 
@@ -124,7 +142,7 @@ def set_aside_later(root: Path, step: int) -> list[Path]:
     Raises:
         CheckpointError: where they cannot be moved.
     """
-    later = [path for number, path in _newest_first(root) if number > step]
+    later = [path for number, path in newest_first(root) if number > step]
     try:
         return [_move(path, root / SUPERSEDED) for path in later]
     except OSError as error:
@@ -142,53 +160,94 @@ def load_checkpoint(path: Path, expected: ModelIdentity) -> Snapshot:
     Raises:
         CheckpointError: where it is incomplete, damaged, or of another model.
     """
-    verify_checkpoint(path)
-    try:
-        raw = json.loads((path / "state.json").read_text())
-        state = RunState(**{**raw, "identity": ModelIdentity(**raw["identity"])})
-        _check_identity(path, state.identity, expected)
-        return Snapshot(
-            state=state,
-            model=load_file(path / "model.safetensors"),
-            optimizer=load_file(path / "optimizer.safetensors"),
-        )
-    except (TypeError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{path.name} is of another format: {error}", path=path) from error
+    state = verify_checkpoint(path)
+    _check_identity(path, state.identity, expected)
+    return Snapshot(
+        state=state, model=load_file(path / MODEL), optimizer=load_file(path / OPTIMIZER)
+    )
 
 
-def verify_checkpoint(path: Path) -> None:
-    """Hold a checkpoint against its manifest.
+def verify_checkpoint(path: Path) -> RunState:
+    """Hold a checkpoint against its manifest, every byte of it.
+
+    Returns:
+        What it holds beside tensors.
 
     Raises:
-        CheckpointError: naming the file that is missing or damaged.
+        CheckpointError: naming the file that is missing, damaged or of another format.
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path.name} is incomplete: it has no readable manifest", path=path
-        ) from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path.name} has format {manifest.get('format')}", path=path, expected=FORMAT
-        )
-    for name, entry in files.items():
-        if not (path / name).is_file() or _describe(path / name) != entry:
-            raise CheckpointError(f"{path.name} is damaged: {name} is not what was written",
-                                  path=path)  # fmt: skip
+    files = _read_manifest(path)
+    for name in sorted({MODEL, OPTIMIZER, STATE} | files.keys()):
+        if name not in files or not _is_as_written(path / name, files[name]):
+            raise CheckpointError(
+                f"{path.name} is damaged: {name} is not what was written", path=path
+            )
+    return _read_contents(path)
 
 
 def find_latest(root: Path) -> Path | None:
-    """Find the newest complete checkpoint; each damaged one that is passed over is told."""
-    for _, path in _newest_first(root):
+    """Find the newest complete checkpoint; each damaged one that is passed over is told.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: where there are some and all are damaged: to begin anew is not for us to
+            choose then.
+    """
+    put_back_all_replaced(root)
+    damaged: list[str] = []
+    for _, path in newest_first(root):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
             logger.warning("%s; looking for the one before it", error)
+            damaged.append(path.name)
         else:
             return path
+    if damaged:
+        raise CheckpointError(
+            f"none of the run's checkpoints can be used: {', '.join(damaged)}",
+            path=root,
+            expected="one that is whole; trainer.resume_mode=disable begins anew and moves these "
+            f"to {SUPERSEDED}/",
+        )
     return None
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Read what is known of each file, by name."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        version, files = manifest["format"], dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path.name} is incomplete: it has no readable {MANIFEST}", path=path
+        ) from error
+    if version != FORMAT:
+        raise CheckpointError(f"{path.name} has format {version}", path=path, expected=FORMAT)
+    return files
+
+
+def _read_contents(path: Path) -> RunState:
+    """Read what is small of each file: whole bytes may still be of another format."""
+    name = STATE
+    try:
+        state = _STATE.validate_json((path / name).read_bytes())
+        for name in (MODEL, OPTIMIZER):
+            with safe_open(path / name, "pt"):
+                pass
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _other_format(path, f"{name}: {where}: {first['msg']}") from error
+    except SafetensorError as error:
+        raise _other_format(path, f"{name}: {error}") from error
+    return state
+
+
+def _other_format(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} is of another format: {what}", path=path)
 
 
 def _check_identity(path: Path, found: ModelIdentity, expected: ModelIdentity) -> None:
@@ -213,16 +272,29 @@ def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
 
 
 def _write_files(folder: Path, snapshot: Snapshot) -> None:
-    save_file(_contiguous(snapshot.model), folder / "model.safetensors")
-    save_file(_contiguous(snapshot.optimizer), folder / "optimizer.safetensors")
-    _write_json(folder / "state.json", asdict(snapshot.state))
-    entries = {file.name: _describe(file) for file in sorted(folder.iterdir())}
+    """Write the files, and the manifest once they are on the disk."""
+    save_file(_contiguous(snapshot.model), folder / MODEL)
+    save_file(_contiguous(snapshot.optimizer), folder / OPTIMIZER)
+    _write_json(folder / STATE, asdict(snapshot.state))
+    files = sorted(folder.iterdir())
+    for file in files:
+        flush(file)
+    entries = {file.name: _describe(file) for file in files}
     _write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})
+
+
+def _drop(checkpoints: Iterable[Path]) -> None:
+    """Remove old checkpoints. One that stays is told, and no reason to end a run."""
+    for path in checkpoints:
+        try:
+            remove_folder(path)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path.name, error)
 
 
 def _move(path: Path, folder: Path) -> Path:
     """Move a checkpoint into a folder, under the first of `name`, `name.1`, ... that is free."""
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     names = (f"{path.name}.{number}" if number else path.name for number in count())
     moved = path.rename(next(folder / name for name in names if not (folder / name).exists()))
     flush(folder)
@@ -235,7 +307,14 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1, sort_keys=True))
+    file.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _is_as_written(file: Path, entry: object) -> bool:
+    try:
+        return _describe(file) == entry
+    except OSError:
+        return False
 
 
 def _describe(file: Path) -> dict[str, Any]:
@@ -244,7 +323,7 @@ def _describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": digest}
 
 
-def _newest_first(root: Path) -> list[tuple[int, Path]]:
+def newest_first(root: Path) -> list[tuple[int, Path]]:
     """Checkpoint folders with their steps."""
     return sorted(_numbered(root), reverse=True)
 

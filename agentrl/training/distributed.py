@@ -5,20 +5,25 @@ port, and every exchange below is the identity.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
-from agentrl.errors import ConfigError
+from agentrl.config.schema import TrainerConfig
+from agentrl.errors import ConfigError, RankError
+from agentrl.training.board import Board, is_broken_exchange, open_board
 
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT_S = 1800.0
+COLLECTIVE_TIMEOUT_S = TrainerConfig().collective_timeout_s
 """A rank that waits longer than this for another raises instead of hanging."""
 
 
@@ -31,6 +36,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     """One dimension, `dp`: all ranks shard the weights and split the rows."""
+    board: Board
+    """What the ranks leave for each other to read, should one of them not come."""
 
     @property
     def is_main(self) -> bool:
@@ -55,9 +62,15 @@ class World:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._carrier)
         dist.all_reduce(tensor, op=op)
         return tensor.tolist()
+
+    @property
+    def _carrier(self) -> torch.device:
+        """Where a tensor lies to be exchanged: not on the CPU where somebody else chose NCCL."""
+        cpu = torch.device("cpu")
+        return cpu if "gloo" in str(dist.get_backend_config()) else self.device
 
     def gather(self, item: T) -> list[T]:
         """Give every rank the items of all ranks, in the order of the ranks."""
@@ -77,12 +90,61 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if not self.is_alone:
-            dist.barrier()
+        self.sum([])
 
     def gather_flat(self, items: Iterable[T]) -> list[T]:
         """Give every rank the items of all ranks in one list, in the order of the ranks."""
         return [item for part in self.gather(list(items)) for item in part]
+
+    def gather_on_main(self, items: Iterable[T]) -> list[T]:
+        """Give the main rank the items of all ranks in one list; the others get none."""
+        mine = list(items)
+        if self.is_alone:
+            return mine
+        parts: list[list[T]] | None = [[]] * self.size if self.is_main else None
+        dist.gather_object(mine, parts, dst=0)
+        return [item for part in parts or [] for item in part]
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Give every rank the rows of all ranks, in the order of the ranks.
+
+        Args:
+            rows: `[b, ...]`; b may differ from rank to rank, and be 0.
+        """
+        if self.is_alone:
+            return rows
+        counts = self.gather(len(rows))
+        padded = rows.new_zeros(max(counts), *rows.shape[1:], device=self._carrier)
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        known = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        return torch.cat(known).to(rows.device)
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Let every rank leave the block, and raise on all of them where one raised.
+
+        For work in which no rank waits for another: a rank that fails would otherwise be waited for
+        until the time limit. A collective, behind the block. What ends a process (Ctrl-C) passes
+        through without it.
+
+        Raises:
+            RankError: where another rank raised.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised again below, when all know of it
+            failure = error
+        if not self.is_alone:
+            self.board.note(f"the wait behind {self.board.place}")
+        words = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, told in enumerate(words):
+            if told is not None:
+                raise RankError(f"rank {rank} failed: {told}")
 
 
 def start_world(device: str = "auto", *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
@@ -92,17 +154,27 @@ def start_world(device: str = "auto", *, timeout_s: float = COLLECTIVE_TIMEOUT_S
 
     Args:
         device: `auto`, `cpu` or `cuda`.
-        timeout_s: Seconds that one collective may take.
+        timeout_s: Seconds that one collective may take, the joining included.
 
     Raises:
         ConfigError: where `cuda` is asked for and there is none.
+        RankError: where the others do not come.
     """
     kind = resolve_device(device)
+    store = None
     if not dist.is_initialized():
-        _init_process_group(kind, timedelta(seconds=timeout_s))
+        try:
+            store = _init_process_group(kind, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise _not_joined(error, timeout_s) from error
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(kind, (size,), mesh_dim_names=("dp",))
-    return World(rank=rank, size=size, device=_own_device(kind), mesh=mesh)
+    return World(
+        rank=rank,
+        size=size,
+        device=_own_device(kind),
+        mesh=init_device_mesh(kind, (size,), mesh_dim_names=("dp",)),
+        board=open_board(store, rank=rank, size=size, timeout_s=timeout_s),
+    )
 
 
 def stop_world() -> None:
@@ -128,15 +200,33 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def _init_process_group(kind: str, timeout: timedelta) -> None:
-    backend = "nccl" if kind == "cuda" else "gloo"
+def _init_process_group(kind: str, timeout: timedelta) -> Any:
+    """Join the ranks; returns the store by which they found each other."""
     if kind == "cuda":
         torch.cuda.set_device(_own_device(kind))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        backend = "nccl" if kind == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return store
+    # What the ranks tell each other goes by gloo on any device: a wait that is too long raises
+    # there, where NCCL's watchdog would end the process without a word.
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return store
+
+
+def _not_joined(error: RuntimeError, timeout_s: float) -> RuntimeError:
+    if not is_broken_exchange(error):
+        return error
+    rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
+    return RankError(
+        f"rank {rank} of {size} could not join the others within {timeout_s:g} s: "
+        f"{str(error).splitlines()[0]}",
+        key="trainer.collective_timeout_s",
+        expected="ranks that start together, and reach each other at MASTER_ADDR:MASTER_PORT",
+    )
 
 
 def _own_device(kind: str) -> torch.device:

@@ -8,36 +8,73 @@ from pathlib import Path
 
 _WRITING = ".writing-"
 _REPLACED = ".replaced-"
+_REMOVED = ".removed-"
 
 
 @contextmanager
 def folder_written_whole(place: Path) -> Iterator[Path]:
     """Give a folder to fill; it becomes `place` when the block ends, and vanishes if it raises.
 
-    An earlier folder stays as it is until the move, and is gone after it.
+    Its files are on the disk before the move, and the move before this ends. An earlier folder
+    stays as it is until the move, and is gone after it.
 
     Raises:
         OSError: where the disk does not take it.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(place.parent)
+    put_back_replaced(place)
     aside = place.with_name(_WRITING + place.name)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
         yield aside
-        for path in (*_files(aside), aside):
-            flush(path)
+        _flush_tree(aside)
         _publish(aside, place)
     except Exception:
         shutil.rmtree(aside, ignore_errors=True)
+        put_back_replaced(place)
         raise
 
 
+def remove_folder(place: Path) -> None:
+    """Remove a folder so that it is never there in part.
+
+    Raises:
+        OSError: where it cannot be removed.
+    """
+    gone = place.with_name(_REMOVED + place.name)
+    shutil.rmtree(gone, ignore_errors=True)
+    place.rename(gone)
+    shutil.rmtree(gone)
+
+
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed runs were writing or replacing in a folder."""
-    for prefix in (_WRITING, _REPLACED):
+    """Remove what killed runs were writing, replacing or removing in a folder."""
+    put_back_all_replaced(parent)
+    for prefix in (_WRITING, _REPLACED, _REMOVED):
         for path in parent.glob(f"{prefix}*"):
             shutil.rmtree(path)
+
+
+def put_back_all_replaced(parent: Path) -> None:
+    """Put every folder of `parent` back that a killed run had moved away and not replaced yet."""
+    for path in parent.glob(f"{_REPLACED}*"):
+        put_back_replaced(path.with_name(path.name.removeprefix(_REPLACED)))
+
+
+def put_back_replaced(place: Path) -> None:
+    """Put a folder back, if a killed run had moved it away and not replaced it yet."""
+    gone = place.with_name(_REPLACED + place.name)
+    if gone.exists() and not place.exists():
+        gone.rename(place)
+
+
+def make_folder(place: Path) -> None:
+    """Make a folder and those above it, and bring their names to the disk."""
+    missing = [path for path in (place, *place.parents) if not path.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush(path.parent)
 
 
 def flush(path: Path) -> None:
@@ -49,17 +86,21 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file()]
+def _flush_tree(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            _flush_tree(path)
+        elif path.is_file():
+            flush(path)
+    flush(folder)
 
 
 def _publish(aside: Path, place: Path) -> None:
+    gone = place.with_name(_REPLACED + place.name)
     if place.exists():
-        gone = place.with_name(_REPLACED + place.name)
         shutil.rmtree(gone, ignore_errors=True)
         place.rename(gone)
-        aside.rename(place)
-        shutil.rmtree(gone)
-    else:
-        aside.rename(place)
+    aside.rename(place)
     flush(place.parent)
+    if gone.exists():
+        shutil.rmtree(gone)

@@ -33,8 +33,8 @@ class ScoringParams:
 
     temperature: float
     """The rollout's; the logits are divided by it."""
-    logits_chunk_tokens: int = 1024
-    """Trained positions for which full-vocabulary logits exist at once."""
+    logits_block_bytes: int | None = None
+    """Bytes of one block of logits; None: what suits the device."""
 
 
 class PolicyModel(nn.Module):
@@ -75,7 +75,7 @@ class PolicyModel(nn.Module):
             packed.targets,
             temperature=params.temperature,
             transform=self.transform,
-            chunk=params.logits_chunk_tokens,
+            block_bytes=params.logits_block_bytes,
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -122,8 +122,16 @@ def enable_checkpointing(lm: PreTrainedModel) -> None:
 
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
-    """Load a model's configuration, with what the run overrides in it; no weights are read."""
-    loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    """Load a model's configuration, with what the run overrides in it; no weights are read.
+
+    Raises:
+        ConfigError: where there is no such model, or `override_config` names a key that it does
+            not have.
+    """
+    try:
+        loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _no_model(config.path, error) from error
     override_config(loaded, config.override_config)
     return loaded
 
@@ -146,11 +154,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(
-            f"no model can be loaded from {config.path!r}: {error}",
-            key="model.path",
-            expected="a Hugging Face folder with config.json and safetensors, or a hub name",
-        ) from error
+        raise _no_model(config.path, error) from error
     lm, info = loaded
     _refuse_random_weights(info, config.path)
     return lm
@@ -206,7 +210,7 @@ def probe_head(lm: PreTrainedModel) -> HeadTransform:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         targets = expected.argmax(-1)
         found = score_tokens(
-            hidden, head.weight, head.bias, targets, temperature=1.0, transform=transform, chunk=2
+            hidden, head.weight, head.bias, targets, temperature=1.0, transform=transform
         )
     lm.train(was_training)
     if not torch.allclose(found.log_probs, expected.amax(-1).float(), atol=1e-3):
@@ -216,6 +220,14 @@ def probe_head(lm: PreTrainedModel) -> HeadTransform:
             expected="plain logits, logit_scale, logits_scaling or final_logit_softcapping",
         )
     return transform
+
+
+def _no_model(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"no model can be loaded from {path!r}: {error}",
+        key="model.path",
+        expected="a Hugging Face folder with config.json and safetensors, or a hub name",
+    )
 
 
 def _refuse_random_weights(info: dict[str, Any], path: str) -> None:

@@ -92,11 +92,12 @@ class PolicyOptimizer:
         if grad_scale != 1.0:
             for grad in self._local_gradients():
                 grad.mul_(grad_scale)
+        # Counted before it is over: one that breaks off has moved weights.
+        self.num_steps += 1
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
             part.optimizer.step()
-        self.num_steps += 1
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -13,6 +13,9 @@ from agentrl.training.batches import UpdateRows
 from agentrl.training.log_probs import TokenScores
 from agentrl.training.packing import PackedBatch
 
+NotFinite = dict[str, tuple[int, ...]]
+"""By quantity: the response tokens at which it is not finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroLoss:
@@ -22,8 +25,8 @@ class MicroLoss:
     """Scalar with gradient; includes the factor for FSDP2's averaging over ranks."""
     parts: dict[str, Tensor | float]
     """Parts of the mini-batch's metrics; they add up over micro-batches and ranks."""
-    broken_rows: tuple[int, ...]
-    """Rows of the batch whose log-probabilities, advantages or references are not finite."""
+    broken_rows: dict[int, NotFinite]
+    """Rows of the batch of which a number that the loss reads is not finite."""
 
 
 def compute_micro_loss(
@@ -44,7 +47,7 @@ def compute_micro_loss(
     """
     if not packed.row_index:
         # Zero times what the model gave: the backward pass runs through every shard.
-        return MicroLoss((scores.log_probs.sum() + scores.entropy.sum()) * 0.0, {}, ())
+        return MicroLoss((scores.log_probs.sum() + scores.entropy.sum()) * 0.0, {}, {})
     log_probs, entropy = packed.unpack(scores.log_probs), packed.unpack(scores.entropy)
     micro = _pick(rows, packed, log_probs)
     mask, mode = micro.mask, config.loss_agg_mode
@@ -98,12 +101,24 @@ def _share(loss: Tensor, scale: LossScale) -> Tensor:
     return loss.detach() / scale.dp_size
 
 
-def _broken_rows(packed: PackedBatch, log_probs: Tensor, micro: _MicroRows) -> tuple[int, ...]:
-    looked_at = [log_probs.detach(), micro.old_log_probs, micro.advantages]
-    if micro.ref_log_prob is not None:
-        looked_at.append(micro.ref_log_prob)
-    finite = torch.stack([tensor.isfinite() for tensor in looked_at]).all(dim=0)
-    broken = (~finite & micro.mask).any(dim=1)
-    if not bool(broken.any()):
-        return ()
-    return tuple(packed.row_index[place] for place in broken.nonzero().flatten().tolist())
+def _broken_rows(packed: PackedBatch, log_probs: Tensor, micro: _MicroRows) -> dict[int, NotFinite]:
+    looked_at = {
+        "log_probs": log_probs.detach(),
+        "old_log_probs": micro.old_log_probs,
+        "advantages": micro.advantages,
+        "ref_log_prob": micro.ref_log_prob,
+        "rollout_is_weights": micro.rollout_is_weights,
+    }
+    broken = {
+        name: ~tensor.isfinite() & micro.mask
+        for name, tensor in looked_at.items()
+        if tensor is not None
+    }
+    if not bool(torch.stack(list(broken.values())).any()):
+        return {}
+    found: dict[int, NotFinite] = {}
+    for name, places in broken.items():
+        for place in places.any(dim=1).nonzero().flatten().tolist():
+            tokens = tuple(places[place].nonzero().flatten().tolist())
+            found.setdefault(packed.row_index[place], {})[name] = tokens
+    return found

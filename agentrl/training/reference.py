@@ -16,19 +16,19 @@ class Reference:
     Args:
         policy: Its own module, apart from the actor's.
         budget: Tokens of one packed micro-batch.
-        logits_chunk_tokens: Trained positions for which logits exist at once.
+        logits_block_bytes: Bytes of one block of logits; None: what suits the device.
     """
 
-    def __init__(self, policy: PolicyModel, *, budget: int, logits_chunk_tokens: int) -> None:
+    def __init__(
+        self, policy: PolicyModel, *, budget: int, logits_block_bytes: int | None = None
+    ) -> None:
         self.policy = policy.eval().requires_grad_(False)
         self.budget = budget
-        self.logits_chunk_tokens = logits_chunk_tokens
+        self.logits_block_bytes = logits_block_bytes
 
     def compute_ref_log_prob(self, batch: DataProto, *, temperature: float) -> torch.Tensor:
         """Give `ref_log_prob`, `[B, T]` float32, 0 where nothing is trained. A collective."""
-        params = ScoringParams(
-            temperature=temperature, logits_chunk_tokens=self.logits_chunk_tokens
-        )
+        params = ScoringParams(temperature=temperature, logits_block_bytes=self.logits_block_bytes)
         return score_rows(
             self.policy, read_padded_rows(batch), params, budget=self.budget
         ).log_probs

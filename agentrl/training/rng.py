@@ -1,4 +1,4 @@
-"""The random streams of a process, as JSON and back."""
+"""The random streams of a process, as JSON and back; kernels whose sums have one order."""
 
 import base64
 import random
@@ -26,6 +26,16 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def choose_exact_kernels(device: torch.device) -> None:
+    """Use kernels that give the same bits each time, in this process from now on.
+
+    With several threads a CPU otherwise adds up the gradient of an indexed tensor in the order in
+    which the threads happen to come. An accelerator has no such kernel for some operations: they
+    are warned of and run as they are.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
 
 
 def capture_random_state() -> RandomState:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from agentrl.training.batches import split_micro_batches
 from agentrl.training.log_probs import TokenScores
+from agentrl.training.memory import telling_out_of_memory
 from agentrl.training.model import PolicyModel, ScoringParams
 from agentrl.training.packing import PackedBatch, PaddedRows
 
@@ -18,7 +19,7 @@ def score_rows(
     Args:
         policy: Whose log-probabilities; left in the mode in which it was found.
         rows: The padded batch.
-        params: Temperature and chunk.
+        params: Temperature and size of a block of logits.
         budget: Tokens of one packed micro-batch.
 
     Returns:
@@ -31,7 +32,8 @@ def score_rows(
     policy.eval()
     try:
         for packed in split_micro_batches(rows, range(shape[0]), budget, policy.world):
-            scores = policy(packed, params)
+            with telling_out_of_memory("log-probabilities", packed):
+                scores = policy(packed, params)
             _put(log_probs, packed, scores.log_probs)
             _put(entropy, packed, scores.entropy)
     finally:

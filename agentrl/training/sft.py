@@ -22,7 +22,6 @@ from agentrl.training.tokenizer import check_tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_MICRO_BATCH_TOKENS = 16384
-LOGITS_CHUNK_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def _take_step(
     start, world = time.perf_counter(), policy.world
     rows, weights = pad_demonstrations(batch[world.rank :: world.size])
     total = world.sum([float(weights.sum())])[0]
-    params = ScoringParams(temperature=1.0, logits_chunk_tokens=LOGITS_CHUNK_TOKENS)
+    params = ScoringParams(temperature=1.0)
     loss_sum = 0.0
     index = range(len(weights))
     for packed in split_micro_batches(rows, index, MAX_MICRO_BATCH_TOKENS, world):

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from agentrl.errors import CheckpointError
-from agentrl.training.actor import Actor
+from agentrl.files import naming
+from agentrl.training.actor import Actor, ActorCounters
 from agentrl.training.checkpoint import (
     ModelIdentity,
     RunState,
@@ -25,8 +26,10 @@ from agentrl.training.checkpoint import (
 from agentrl.training.distributed import World
 from agentrl.training.folders import folder_written_whole
 from agentrl.training.model import PolicyModel
-from agentrl.training.rng import RandomState, capture_random_state, restore_random_state
+from agentrl.training.rng import capture_random_state, restore_random_state
 from agentrl.training.weight_sync import iter_full_weights
+
+T = TypeVar("T")
 
 _MODEL_FILES = [
     "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
@@ -55,7 +58,7 @@ def save_run(root: Path, actor: Actor, state: RunState, *, keep: int | None = No
         CheckpointError: on every rank, where it cannot be written.
     """
     world = actor.world
-    streams = [asdict(one) for one in world.gather(capture_random_state())]
+    streams = world.gather(capture_random_state())
     state = replace(
         state, actor=asdict(actor.counters()), random=streams, identity=identify(actor.policy)
     )
@@ -64,7 +67,7 @@ def save_run(root: Path, actor: Actor, state: RunState, *, keep: int | None = No
         model=dict(iter_full_weights(actor.policy)),
         optimizer=actor.optimizer.state_tensors(),
     )
-    return _on_main(actor.world, lambda: save_checkpoint(root, snapshot, keep=keep))
+    return on_main(actor.world, lambda: save_checkpoint(root, snapshot, keep=keep))
 
 
 def load_run(path: Path, actor: Actor) -> RunState:
@@ -75,13 +78,13 @@ def load_run(path: Path, actor: Actor) -> RunState:
             nothing has changed then.
     """
     snapshot = load_checkpoint(path, identify(actor.policy))
-    counters = snapshot.state.actor
-    actor.optimizer.load_state_tensors(snapshot.optimizer, counters["num_optimizer_steps"])
-    actor.num_updates = counters["num_updates"]
+    counters = ActorCounters(**snapshot.state.actor)
+    actor.optimizer.load_state_tensors(snapshot.optimizer, counters.num_optimizer_steps)
+    actor.num_updates = counters.num_updates
     load_weights(actor.policy, snapshot.model)
     streams = snapshot.state.random
     if actor.world.rank < len(streams):
-        restore_random_state(RandomState(**streams[actor.world.rank]))
+        restore_random_state(streams[actor.world.rank])
     return snapshot.state
 
 
@@ -108,7 +111,7 @@ def export_hf(policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: P
     weights = {
         name: tensor.detach().to("cpu", copy=True) for name, tensor in iter_full_weights(policy)
     }
-    _on_main(policy.world, lambda: _write_model(policy, weights, tokenizer, folder.resolve()))
+    on_main(policy.world, lambda: _write_model(policy, weights, tokenizer, folder.resolve()))
 
 
 def _write_model(
@@ -118,12 +121,12 @@ def _write_model(
     folder: Path,
 ) -> Path:
     try:
-        with folder_written_whole(folder) as aside:
+        with naming(folder), folder_written_whole(folder) as aside:
             with _plain_attention(policy.config):
                 policy.lm.save_pretrained(aside, state_dict=weights, safe_serialization=True)
             tokenizer.save_pretrained(aside)
             _take_along(folder, aside)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write the model: {error}", path=folder) from error
     return folder
 
@@ -159,16 +162,16 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _on_main(world: World, write: Callable[[], Path]) -> Path:
-    """Write on the main rank; every rank gets what was written, or raises what it raised."""
-    outcome: Path | Exception | None = None
+def on_main(world: World, act: Callable[[], T]) -> T:
+    """Do on the main rank what one rank should do; every rank gets, or raises, what came of it."""
+    result: T | None = None
+    failure: Exception | None = None
     if world.is_main:
         try:
-            outcome = write()
+            result = act()
         except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            outcome = error
-    outcome = world.broadcast(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    assert outcome is not None
-    return outcome
+            failure = error
+    result, failure = world.broadcast((result, failure))
+    if failure is not None:
+        raise failure
+    return cast("T", result)

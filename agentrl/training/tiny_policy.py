@@ -16,6 +16,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 from agentrl.config.schema import TinyPolicyConfig
 from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.data.prepare.manifest import make_once
+from agentrl.files import naming
 from agentrl.messages import OpenAIFunctionToolSchema
 
 START_OF_TURN, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -145,8 +146,9 @@ def _write(config: TinyPolicyConfig, tools: Sequence[OpenAIFunctionToolSchema]) 
     conversations = load_conversations(config.corpus)
     tokenizer = train_tokenizer(conversations, config.vocab_size, tools)
     folder = config.out_dir.expanduser()
-    build_tiny_model(config, tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with naming(folder):
+        build_tiny_model(config, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _corpus(

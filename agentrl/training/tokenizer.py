@@ -1,9 +1,20 @@
 """The tokenizer of a policy, and whether the two belong together."""
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
+
+_EXPECTED = "the tokenizer that the model was trained with"
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -12,7 +23,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     A tokenizer without a padding token pads with its end of sequence.
 
     Raises:
-        ConfigError: where there is none.
+        ConfigError: where there is none, or another than `tokenizer_path` lies beside the model.
     """
     path = config.tokenizer_path or config.path
     try:
@@ -23,6 +34,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             key="model.tokenizer_path" if config.tokenizer_path else "model.path",
             expected="a Hugging Face folder with tokenizer.json, or a hub name",
         ) from error
+    if config.tokenizer_path is not None:
+        _check_beside_model(tokenizer, config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -40,5 +53,74 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
             f"the tokenizer writes ids up to {highest}, the model has {config.vocab_size} "
             "embeddings",
             key="model.tokenizer_path",
-            expected="the tokenizer that the model was trained with",
+            expected=_EXPECTED,
         )
+
+
+def find_disagreements(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: str
+) -> Iterator[str]:
+    """Say where a model's own special tokens are not the tokenizer's.
+
+    This decides nothing that agentrl does: a turn ends where the chat template ends it. But a model
+    that was trained to end with another token does not end its turns, and a tokenizer of another
+    family is first seen here.
+
+    Args:
+        tokenizer: Of the run.
+        config: Of the model.
+        path: The model's folder, for its `generation_config.json`.
+    """
+    named = {name: _ids(config, name) for name in _SPECIAL_IDS}
+    generation = _generation_config(path)
+    if generation is not None:
+        named = {name: ids | _ids(generation, name) for name, ids in named.items()}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for name, ids in named.items():
+        for number in sorted(ids - special):
+            token = tokenizer.convert_ids_to_tokens(number) if number < len(tokenizer) else None
+            what = "no token" if token is None else f"the plain token {token!r}"
+            yield f"the model's {name} is {number}, which is {what} of the tokenizer"
+    ends = named["eos_token_id"]
+    if ends and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        yield (
+            f"the tokenizer's end of sequence is {tokenizer.eos_token!r} "
+            f"({tokenizer.eos_token_id}), the model's {sorted(ends)}"
+        )
+
+
+def _check_beside_model(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    """Hold a tokenizer against the one in the model's own folder, where there is one.
+
+    Control tokens may have other names, and there may be more of them; a plain token may not.
+    """
+    if not (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
+        return
+    own = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    by_id = {number: token for token, number in ours.items()}
+    plain = {number: token for token, number in theirs.items()}
+    for number in own.added_tokens_decoder:
+        plain.pop(number, None)
+    for number in sorted(plain):
+        if by_id.get(number) != plain[number]:
+            raise ConfigError(
+                f"id {number} is {by_id.get(number)!r} to the tokenizer of {config.tokenizer_path}"
+                f" and {plain[number]!r} to the one beside the model",
+                key="model.tokenizer_path",
+                expected=_EXPECTED,
+            )
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def _ids(config: PretrainedConfig | GenerationConfig, name: str) -> set[int]:
+    found = getattr(config, name, None)
+    if found is None:
+        return set()
+    return set(found) if isinstance(found, list) else {found}

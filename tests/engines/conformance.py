@@ -7,7 +7,8 @@ engine.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from agentrl.engines.protocol import (
     Completion,
     Engine,
+    EngineCall,
     FinishReason,
     SamplingParams,
     VersionSpan,
@@ -75,6 +77,20 @@ async def start_endless(engine: Engine, request_id: str) -> asyncio.Task[Complet
     await some_steps(engine)
     assert not task.done(), "the engine's length is too short for this test"
     return task
+
+
+def calls_of(number: int, **sampling: Any) -> list[EngineCall]:
+    """Calls of other lengths, each with a seed of its own."""
+    return [
+        EngineCall(
+            input_ids=random_ids(8 + 5 * place, seed=place),
+            sampling=SamplingParams(
+                **{"max_new_tokens": 10, "temperature": 1.5, "seed": place} | sampling
+            ),
+            request_id=f"{place}",
+        )
+        for place in range(number)
+    ]
 
 
 async def some_steps(engine: Engine) -> None:
@@ -168,6 +184,39 @@ class ProtocolConformance:
         for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3], [3, 1]):
             together = await asyncio.gather(*map(answer, order))
             assert together == [alone[place] for place in order]
+
+    async def test_calls_together_are_answered_each_in_its_place(self, engine_case: EngineCase):
+        engine, calls = engine_case.engine, calls_of(7)
+        together = await engine.generate_together(calls)
+        await engine.flush_cache()
+        for call, answer in zip(calls, together, strict=True):
+            alone = await engine.generate(call.input_ids, call.sampling, request_id="alone")
+            assert isinstance(answer, Completion)
+            assert answer.token_ids == alone.token_ids
+            assert answer.log_probs == pytest.approx(alone.log_probs, abs=TOLERANCE)
+
+    async def test_no_calls_together_are_no_answers(self, engine_case: EngineCase):
+        assert await engine_case.engine.generate_together([]) == []
+
+    async def test_a_call_that_cannot_be_taken_fails_alone_among_calls_together(
+        self, engine_case: EngineCase
+    ):
+        engine, calls = engine_case.engine, calls_of(3)
+        calls[1] = replace(calls[1], input_ids=random_ids(engine.max_model_len, seed=1))
+        first, second, third = await engine.generate_together(calls)
+        assert isinstance(second, EngineError)
+        assert str(engine.max_model_len) in str(second)
+        await engine.flush_cache()
+        assert [first, third] == await engine.generate_together([calls[0], calls[2]])
+
+    async def test_a_closed_engine_takes_no_calls_together(self, engine_case: EngineCase):
+        await engine_case.engine.close()
+        try:
+            answers = await engine_case.engine.generate_together(calls_of(2))
+        except EngineError as error:
+            answers = [error, error]
+        assert all("closed" in str(answer) for answer in answers)
+        assert all(isinstance(answer, EngineError) for answer in answers)
 
     async def test_version_is_recorded(self, engine_case: EngineCase):
         engine = engine_case.engine
@@ -339,6 +388,45 @@ class ModelConformance(ProtocolConformance):
         assert len({tuple(completion.token_ids) for completion in completions}) > 1
         for completion in completions:
             self.check_log_probs(engine_case, prompt, completion, 2.0)
+
+    async def test_calls_together_give_the_same_bits_from_an_empty_cache(
+        self, engine_case: ModelCase
+    ):
+        engine, calls = engine_case.engine, calls_of(12)
+        runs: list[list[Completion | BaseException]] = []
+        for _ in range(3):
+            # What ran before leaves prefixes and another order of free pages.
+            await asyncio.gather(*(some_steps(engine) for _ in range(3)))
+            await engine.flush_cache()
+            runs.append(await engine.generate_together(calls))
+        assert runs[0] == runs[1] == runs[2]
+
+    async def test_one_of_several_calls_together_may_be_aborted(self, engine_case: ModelCase):
+        engine, calls = engine_case.engine, calls_of(4, max_new_tokens=40)
+        endless = SamplingParams(max_new_tokens=engine.max_model_len)
+        calls[2] = replace(calls[2], sampling=endless)
+        task = asyncio.create_task(engine.generate_together(calls))
+        await asyncio.sleep(0)
+        await some_steps(engine)
+        assert not task.done()
+        await engine.abort("2")
+        answers = [answer for answer in await task if isinstance(answer, Completion)]
+        length, aborted = FinishReason.LENGTH, FinishReason.ABORT
+        assert [a.finish_reason for a in answers] == [length, length, aborted, length]
+        for call, answer in zip(calls, answers, strict=True):
+            self.check_log_probs(engine_case, call.input_ids, answer, call.sampling.temperature)
+
+    async def test_cancelling_calls_together_takes_all_of_them_out(self, engine_case: ModelCase):
+        engine = engine_case.engine
+        calls = calls_of(3, max_new_tokens=engine.max_model_len)
+        task = asyncio.create_task(engine.generate_together(calls))
+        await asyncio.sleep(0)
+        await some_steps(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        again = await engine.generate(PROMPT, greedy(), request_id="0")
+        self.check_log_probs(engine_case, PROMPT, again, 0)
 
     async def test_abort_returns_what_was_sampled(self, engine_case: ModelCase):
         engine = engine_case.engine

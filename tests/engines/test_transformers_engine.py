@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from transformers import Qwen2ForCausalLM
 
 from agentrl.engines import FinishReason, SamplingParams
 from agentrl.engines.paged_attention import ATTENTION_NAME
-from agentrl.engines.protocol import Completion
+from agentrl.engines.protocol import Completion, EngineCall
+from agentrl.engines.tracked_requests import TrackedState
 from agentrl.engines.transformers_engine import (
     TransformersEngine,
     TransformersEngineSettings,
@@ -222,6 +224,46 @@ async def test_full_cache_restarts_calls_and_loses_nothing(model: Qwen2ForCausal
     await engine.close()
 
 
+async def test_calls_put_off_by_a_full_cache_go_on_when_those_that_run_are_aborted(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+):
+    put_off: list[TrackedState] = []
+    begin_again = TrackedState.create_equivalent_initial_request
+    monkeypatch.setattr(
+        TrackedState,
+        "create_equivalent_initial_request",
+        lambda state: put_off.append(state) or begin_again(state),
+    )
+    settings = TransformersEngineSettings(page_size=4, num_pages=60, max_model_len=200)
+    engine = TransformersEngine.from_model(model, settings=settings)
+    prompts = {f"{i}": random_ids(60, seed=i) for i in range(3)}
+    sampling = SamplingParams(max_new_tokens=130)
+    tasks = {
+        name: asyncio.create_task(engine.generate(prompt, sampling, request_id=name))
+        for name, prompt in prompts.items()
+    }
+    while not put_off:  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(0.001)
+    late = put_off[0].call.request_id
+    for name in prompts.keys() - {late}:
+        await engine.abort(name)
+    completion = await tasks[late]
+    assert completion.finish_reason == FinishReason.LENGTH
+    check(model, prompts[late], completion)
+    await engine.close()
+
+
+async def test_cancelled_calls_that_began_together_leave_the_engine(engine: TransformersEngine):
+    calls = [EngineCall(input_ids=PROMPT, sampling=ENDLESS, request_id=f"{i}") for i in range(3)]
+    task = asyncio.create_task(engine.generate_together(calls))
+    await num_sampled(engine, 6)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.generate(PROMPT, SHORT, request_id="b")
+    assert not sampled(engine)
+
+
 async def test_sequence_may_fill_the_whole_cache(model: Qwen2ForCausalLM):
     settings = TransformersEngineSettings(page_size=4, num_pages=10, max_model_len=36)
     engine = TransformersEngine.from_model(model, settings=settings)
@@ -386,6 +428,21 @@ def test_cache_is_sized_for_a_full_batch(model: Qwen2ForCausalLM):
     limits = choose_limits(settings, model, max_model_len=100)
     assert limits.num_pages == 10 * 7 + 1
     assert (limits.page_size, limits.max_batch_size) == (16, 10)
+
+
+def test_cache_that_may_not_be_cut_to_memory_is_an_error_that_names_its_key(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+):
+    settings = TransformersEngineSettings(page_size=16, max_batch_size=10, fit_memory=False)
+    assert choose_limits(settings, model, max_model_len=100).num_pages == 10 * 7 + 1
+    # Room for 20 pages of two layers, keys and values, two heads of 8 numbers in 4 bytes.
+    free: Callable[[torch.device], int] = lambda _: 20 * 16 * 2 * 2 * 2 * 8 * 4 * 10 // 3 + 8  # noqa: E731
+    monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", free)
+    with pytest.raises(EngineError, match=r"71 pages.*room for 20") as caught:
+        choose_limits(settings, model, max_model_len=100)
+    assert caught.value.details["key"] == "rollout.engine.transformers.num_pages"
+    given = replace(settings, num_pages=30)
+    assert choose_limits(given, model, max_model_len=100).num_pages == 30
 
 
 def test_cache_is_sized_within_memory(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch):

@@ -19,6 +19,29 @@ async def test_a_timeout_of_the_plugins_own_is_told_apart():
     assert not isinstance(error.value, CallTimeoutError)
 
 
+async def test_time_for_which_another_call_blocks_the_loop_is_not_counted():
+    async def answers() -> str:
+        await asyncio.sleep(0.02)
+        return "in time"
+
+    async def blocks() -> None:
+        time.sleep(0.4)  # noqa: ASYNC251 - that is what it is for
+
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    started = time.monotonic()
+    answer, _, late = await asyncio.gather(
+        call_bounded(answers, timeout_s=0.2, name="x"),
+        call_bounded(blocks, timeout_s=0.2, name="x"),
+        call_bounded(hangs, timeout_s=0.2, name="x"),
+        return_exceptions=True,
+    )
+    assert answer == "in time"
+    assert isinstance(late, CallTimeoutError)
+    assert time.monotonic() - started < 2
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
 async def test_what_would_end_the_run_is_an_error_of_the_plugin(kind: type[BaseException]):
     async def raises() -> None:

@@ -312,10 +312,12 @@ def test_law_5_a_failure_changes_no_token_of_another_request(data: st.DataObject
     failure = data.draw(st.sampled_from(FAILURES))
     where = data.draw(st.sampled_from(["engine", "tool", "user", "create"]))
     room = data.draw(st.integers(1, 3))
+    deterministic = data.draw(st.booleans())
 
     def tokens(ill: set[int]) -> list[tuple[Any, ...]]:
         ids = {f"train-0-0-0-{offset}" for offset in ill}
-        done = asyncio.run(_group(number, ids, where, failure, room))
+        mode = {"max_concurrent_requests": room, "deterministic": deterministic}
+        done = asyncio.run(_group(number, ids, where, failure, mode))
         assert all(r.is_finished for r in done)
         return [
             (r.prompt_ids, r.response_ids, r.loss_mask, r.stop_reason, r.tool_rewards) for r in done
@@ -328,7 +330,7 @@ def test_law_5_a_failure_changes_no_token_of_another_request(data: st.DataObject
 
 
 async def _group(
-    number: int, ill: set[str], where: str, failure: Any, room: int
+    number: int, ill: set[str], where: str, failure: Any, mode: dict[str, Any]
 ) -> list[AsyncRolloutRequest]:
     class Tool(FakeTool):
         async def _enter(self, method: str, instance_id: str, kwargs: dict[str, Any]) -> None:
@@ -350,6 +352,6 @@ async def _group(
 
     house = make_house(make_scripted(script), tools=[Tool()], interactions=[User("Sure?")])
     failing_is_fine = FailureConfig(max_failed_frac=1.0)
-    manager = make_manager(house, n=number, max_concurrent_requests=room, failure=failing_is_fine)
+    manager = make_manager(house, n=number, failure=failing_is_fine, **mode)
     prompts = make_prompts(1, interaction_kwargs={"name": "fake"})
     return await manager.rollout(manager.make_requests(prompts, manager.train_plan()))

@@ -1,6 +1,7 @@
 """One whole conversation for each way in which a request can end."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -612,7 +613,7 @@ async def test_a_call_that_fails_is_an_observation(behaviour: str, outcome: str)
 
 
 async def test_a_token_check_that_breaks_loses_no_request():
-    def broken(_: AsyncRolloutRequest) -> None:
+    def broken(_: AsyncRolloutRequest, wording: Sequence[str]) -> None:
         raise RuntimeError("no idea")
 
     engine = make_engine("Bern.")

@@ -101,6 +101,20 @@ async def test_the_watchdog_blames_no_tool_for_what_is_not_its_doing():
     assert watchdog.blocked_s == {}
 
 
+async def test_the_watchdog_blames_no_tool_for_the_work_of_many():
+    class Brief(BaseTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> str:
+            time.sleep(0.01)  # noqa: ASYNC251 - a little work of its own
+            return ""
+
+    tool = Brief({}, schema("brief"))
+    with LoopWatchdog(threshold_s=0.1) as watchdog:
+        await asyncio.sleep(0.02)
+        sessions = [session_of(tool) for _ in range(40)]  # one turn of the loop, 0.4 s long
+        await asyncio.gather(*(session.execute([call("brief")]) for session in sessions))
+    assert watchdog.blocked_s == {}
+
+
 def life_of(log: Path) -> list[str]:
     return log.read_text().split()
 
@@ -141,6 +155,8 @@ async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: P
         ("raise", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
         ("unpicklable", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
         ("die", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("be_killed", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("take_all_memory", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
     ],
 )
 async def test_what_happens_in_a_process_comes_out_of_it(

@@ -1,19 +1,28 @@
-"""From what a run may go on, and with which date."""
+"""From what a run may go on, with which date, and that it goes on as if it had never stopped."""
 
 import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentrl import Trainer
 from agentrl.config import RunConfig, parse_config
 from agentrl.errors import CheckpointError
 from agentrl.trainer.resume import check_origin, policy_origin
 from agentrl.trainer.start import START_FILE, start_date
+from agentrl.training import checkpoint
 from agentrl.training.checkpoint import ModelIdentity, RunState, Snapshot, save_checkpoint
-from agentrl.training.distributed import World, start_world
+from agentrl.training.distributed import World, start_world, stop_world
+from tests.fakes_kill import SCORER
+from tests.fakes_runs import read_lines, tiny_run
+from tests.fakes_same import differences
 
 
 @pytest.fixture
@@ -81,3 +90,140 @@ def test_run_without_a_checkpoint_begins_today(config: RunConfig, world: World) 
     now = start_date(config, world)
     assert datetime.now() - now < timedelta(minutes=1)
     assert datetime.fromisoformat(path.read_text().strip()) == now
+
+
+# Whole runs.
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Mortal(Trainer):
+    """A trainer whose process ends behind one of its stations, before anybody hears of it."""
+
+    ends_at: tuple[str, int] | None = None
+
+    def roll_out(self, prompts: Any, plan: Any) -> Any:
+        return self._maybe_end("roll_out", super().roll_out(prompts, plan))
+
+    def update_actor(self, batch: Any) -> Any:
+        return self._maybe_end("update_actor", super().update_actor(batch))
+
+    def _maybe_end(self, station: str, result: Any) -> Any:
+        if self.ends_at == (station, self.step):
+            raise Killed
+        return result
+
+
+Train = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def train(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+    """Run a small deterministic configuration, to its end or to where its process ends."""
+    scorer = tmp_path_factory.mktemp("scorer") / "score.py"
+    scorer.write_text(SCORER)
+
+    def run(folder: Path, ends_at: tuple[str, int] | None = None, **changes: Any) -> None:
+        common = {
+            "rollout__deterministic": True,
+            "reward__custom_reward_function": {"path": str(scorer)},
+            "actor__shuffle": True,
+            "actor__optim": {"lr": 1e-2, "lr_scheduler": "cosine"},
+            "trainer__test_freq": 2,
+            "trainer__save_freq": 1,
+            "trainer__rollout_data_dir": str(folder / "rollouts"),
+        }
+        trainer = Mortal(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
+        trainer.ends_at = ends_at
+        trainer.fit()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run
+    stop_world()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def finished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two steps leave behind; only to be copied."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(folder)
+    return folder
+
+
+def test_law_11_run_that_ends_anywhere_and_goes_on_is_the_run_that_never_ended(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # 14 rows fill three batches: step 4 is the second epoch's first.
+    steps = {"trainer__total_training_steps": 4, "trainer__save_freq": 2}
+    train(tmp_path / "whole", **steps)
+    run = tmp_path / "killed"
+    with pytest.raises(Killed):
+        train(run, ("roll_out", 1), **steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_describe", _end)
+        with pytest.raises(Killed):
+            train(run, **steps)
+    assert (run / "checkpoints/.writing-global_step_2").is_dir()
+    with pytest.raises(Killed):
+        train(run, ("update_actor", 4), **steps)
+    train(run, **steps)
+    assert differences(tmp_path / "whole", run) == []
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def _end(_: Path) -> None:
+    raise Killed
+
+
+def refuse_pickles(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle is read")
+
+    for owner, name in (
+        (torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"),
+    ):  # fmt: skip
+        patch.setattr(owner, name, refuse)
+
+
+def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
+    train: Train,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    weights = run / "checkpoints/global_step_2/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    (run / ".summary.json.4321.draft").write_text("half of")
+    with monkeypatch.context() as patch:
+        refuse_pickles(patch)
+        train(run)
+    assert "global_step_2 is damaged: model.safetensors is not what was written" in caplog.text
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in told
+    aside = run / "checkpoints/superseded/global_step_2"
+    assert f"now {aside}" in told
+    shutil.rmtree(aside.parent)
+    assert differences(finished, run) == []
+    assert {path.suffix for path in run.rglob("global_step_*/*")} == {".json", ".safetensors"}
+
+
+def test_run_with_damaged_checkpoints_alone_is_refused_and_leaves_all_as_it_was(
+    train: Train, finished: Path, tmp_path: Path
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for path in run.glob("checkpoints/*/manifest.json"):
+        path.unlink()
+    before = sorted(run.rglob("*"))
+    with pytest.raises(CheckpointError, match="can be used: global_step_2, global_step_1"):
+        train(run)
+    assert sorted(run.rglob("*")) == before
+    assert (run / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()

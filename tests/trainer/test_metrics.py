@@ -12,9 +12,33 @@ from agentrl.protocol import DataProto
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.merge import RankMetrics, merge_metrics
-from agentrl.trainer.metrics import OUTCOMES, Timer, batch_metrics, perf_metrics, rollout_metrics
+from agentrl.trainer.figures import (
+    Deviation,
+    Figure,
+    Largest,
+    Mean,
+    Metrics,
+    Smallest,
+    merge_figures,
+    to_metrics,
+)
+from agentrl.trainer.metrics import (
+    OUTCOMES,
+    Timer,
+    batch_figures,
+    perf_figures,
+    rollout_figures,
+    time_figures,
+)
 from tests.fakes_seeing import finish, finished_requests, sample, started, tool_story
+
+
+def rollout_metrics(requests: list[AsyncRolloutRequest]) -> Metrics:
+    return to_metrics(rollout_figures(requests))
+
+
+def batch_metrics(data: DataProto) -> Metrics:
+    return to_metrics(batch_figures(data))
 
 
 def test_lengths_and_turns_of_a_tool_story():
@@ -118,7 +142,7 @@ def test_versions_differences_and_cache():
 def test_nothing_gives_nothing():
     assert rollout_metrics([]) == {}
     assert batch_metrics(DataProto.from_dict({"response_mask": torch.zeros(0, 4)})) == {}
-    assert merge_metrics([]) == {}
+    assert merge_figures([]) == merge_figures([{}, {}]) == {}
 
 
 def test_a_request_that_never_began_gives_finite_figures():
@@ -239,53 +263,71 @@ def test_timer_counts_real_seconds():
 
 
 def test_throughput_is_tokens_per_second():
-    metrics = perf_metrics(1000, 4.0)
+    metrics = to_metrics(perf_figures(1000, 4.0))
     assert metrics["perf/throughput"] == 250
     assert 0.01 < metrics["perf/max_cpu_memory_gb"] < 1000
-    assert "perf/throughput" not in perf_metrics(0, 0.0)
+    assert "perf/throughput" not in perf_figures(0, 0.0)
 
 
 # Ranks.
 
 
-@pytest.mark.parametrize(
-    ("name", "merged"),
-    [
-        ("actor/pg_loss", 2.5),
-        ("response_length/mean", 2.5),
-        ("response_length/max", 3.0),
-        ("response_length/min", 1.0),
-        ("num_turns/mean", 2.5),
-        ("training/rollout_probs_diff_max", 3.0),
-        ("rollout/stop_reason/max_assistant_turns", 2.5),
-        ("rollout/num_requests", 4.0),
-        ("rollout/tool/max/num_calls", 4.0),
-        ("perf/total_num_tokens", 4.0),
-        ("perf/max_memory_allocated_gb", 3.0),
-        ("timing_s/gen", 3.0),
-    ],
-)
-def test_a_name_says_how_ranks_are_merged(name, merged):
-    parts = [RankMetrics({name: 1.0}, weight=1), RankMetrics({name: 3.0}, weight=3)]
-    assert merge_metrics(parts) == {name: merged}
+@settings(max_examples=40)
+@given(st.lists(finished_requests(), min_size=1, max_size=6), st.data())
+def test_law_10_figures_of_parts_are_those_of_the_whole(requests, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(requests)), max_size=3)))
+    parts = [requests[a:b] for a, b in zip([0, *cuts], [*cuts, len(requests)], strict=True)]
+    merged = to_metrics(merge_figures(map(rollout_figures, parts)))
+    assert merged == pytest.approx(rollout_metrics(requests), rel=1e-12)
 
 
-def test_merged_means_are_those_of_all_requests():
-    ranks = [[tool_story(reward=1.0)], [tool_story(), tool_story(StopReason.RESPONSE_BUDGET)]]
-    merged = merge_metrics([RankMetrics(rollout_metrics(rank), len(rank)) for rank in ranks])
-    whole = rollout_metrics([*ranks[0], *ranks[1]])
-    assert merged.keys() == whole.keys()
-    for name in ("response_length/clip_ratio", "num_turns/mean", "rollout/num_requests"):
-        assert merged[name] == pytest.approx(whole[name])
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_law_10_figures_of_split_tensors_are_those_of_the_whole(data):
+    num_rows, width = data.draw(st.integers(1, 6)), 3
+    numbers = st.lists(st.floats(-3, 0, width=32), min_size=width, max_size=width)
+    rows = st.lists(numbers, min_size=num_rows, max_size=num_rows)
+    keys = ("advantages", "old_log_probs", "rollout_log_probs", "token_level_scores")
+    tensors = {key: torch.tensor(data.draw(rows)) for key in keys}
+    bits = st.lists(st.integers(0, 1), min_size=width, max_size=width)
+    mask = data.draw(st.lists(bits, min_size=num_rows, max_size=num_rows))
+    tensors |= {"response_mask": torch.tensor(mask)}
+    tensors |= {"in_baseline": torch.tensor([bool(n % 3) for n in range(num_rows)])}
+    whole = DataProto.from_dict(tensors, {"uid": [f"g{n // 2}" for n in range(num_rows)]})
+    cut = data.draw(st.integers(0, num_rows))
+    merged = to_metrics(merge_figures(map(batch_figures, (whole[:cut], whole[cut:]))))
+    assert merged == pytest.approx(batch_metrics(whole), rel=1e-9, abs=1e-12)
 
 
-def test_a_nan_of_one_rank_is_not_lost():
+def test_a_mean_weighs_by_what_it_averages_over():
+    one_failed = [tool_story(reward=1.0), tool_story(StopReason.FAILED)]
+    figures = merge_figures(
+        [rollout_figures(one_failed), rollout_figures([tool_story(reward=4.0)])]
+    )
+    assert to_metrics(figures)["rollout/reward/mean"] == 2.5, "two are scored, of three"
+
+
+def test_step_is_as_slow_as_its_slowest_rank():
+    parts = [time_figures({"timing_s/gen": s}) | perf_figures(300, s) for s in (1.0, 3.0)]
+    metrics = to_metrics(merge_figures(parts))
+    assert metrics["timing_s/gen"] == metrics["perf/time_per_step"] == 3.0
+    assert metrics["perf/total_num_tokens"] == 600
+    assert metrics["perf/throughput"] == 100, "of each rank"
+
+
+@pytest.mark.parametrize("figure", [Largest, Smallest])
+def test_a_nan_of_one_rank_is_not_lost(figure):
     for values in ((1.0, math.nan), (math.nan, 1.0)):
-        parts = [RankMetrics({"actor/grad_norm_max": value}) for value in values]
-        assert math.isnan(merge_metrics(parts)["actor/grad_norm_max"])
+        merged = merge_figures([{"actor/grad_norm_max": figure(value)} for value in values])
+        assert math.isnan(merged["actor/grad_norm_max"].value)
 
 
-def test_ranks_without_weight_have_no_say():
-    parts = [RankMetrics({"a": 1.0}, weight=0), RankMetrics({"a": 5.0, "b": 2.0}, weight=2)]
-    assert merge_metrics(parts) == {"a": 5.0, "b": 2.0}
-    assert merge_metrics([RankMetrics({"a": 1.0}, 0), RankMetrics({"a": 3.0}, 0)]) == {"a": 2.0}
+def test_a_figure_that_one_rank_has_is_its_own():
+    parts: list[dict[str, Figure]] = [{"a": Mean(2.0, 2)}, {"a": Mean(5.0, 1), "b": Mean(2.0, 1)}]
+    assert to_metrics(merge_figures(parts)) == {"a": pytest.approx(7 / 3), "b": 2.0}
+
+
+def test_deviations_about_unlike_means_are_put_together():
+    values = torch.tensor([1.0, 1.0, 5.0, 9.0])
+    merged = Deviation.of(values[:2]).merge(Deviation.of(values[2:]))
+    assert merged.value == pytest.approx(values.std(correction=0).item())

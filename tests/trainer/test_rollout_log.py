@@ -131,7 +131,7 @@ def damage(line, place, value):
         ("request.version", 99, "version 99, not 1"),
         ("request.loss_mask", [1], "different lengths"),
         ("request.turns", [], "do not cover"),
-        ("request.state", "dreaming", "dreaming"),
+        ("request.state", "dreaming", "state: Input should be 'pending'"),
         ("request.invented", 1, "invented"),
         ("summary.reward_index", 3, "another request"),
         ("request", None, "request"),

@@ -61,7 +61,7 @@ def test_law_10_layout_changes_no_loss_and_no_gradient(world: World, drawn):
     rows, layout = drawn
     rows = [*rows, Row([1], [2], [1])]
     order = [*layout.order, len(rows) - 1]
-    layout = Layout(layout.pad_left, layout.pad_right, order, layout.budget, layout.chunk)
+    layout = Layout(layout.pad_left, layout.pad_right, order, layout.budget, layout.block_bytes)
     results = []
     for one in (Layout(), layout):
         actor = make_actor(make_policy(world), one)
@@ -93,7 +93,7 @@ def test_law_8_what_stands_on_masked_tokens_has_no_effect(world: World, drawn):
 def test_kl_term_pulls_to_the_reference_as_computed_by_hand(world: World):
     rows = random_rows(6)
     batch = make_batch(rows)
-    reference = Reference(make_policy(world, seed=1), budget=64, logits_chunk_tokens=8)
+    reference = Reference(make_policy(world, seed=1), budget=64)
     batch.batch["ref_log_prob"] = reference.compute_ref_log_prob(batch, temperature=1.0)
     actor = make_actor(make_policy(world), use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3")
     found = packed_gradients(actor, batch)
@@ -112,7 +112,7 @@ def test_kl_term_pulls_to_the_reference_as_computed_by_hand(world: World):
 
 
 def test_reference_never_changes(world: World):
-    reference = Reference(make_policy(world), budget=64, logits_chunk_tokens=8)
+    reference = Reference(make_policy(world), budget=64)
     assert not any(p.requires_grad for p in reference.policy.parameters())
 
 

@@ -1,11 +1,14 @@
 import errno
+import hashlib
 import json
 import logging
 import os
 import random
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +144,77 @@ def test_damaged_file_is_named_and_the_checkpoint_before_is_found(
     assert "global_step_2" in caplog.text
 
 
+def rewrite(path: Path, name: str, content: bytes) -> None:
+    """Put a file into a checkpoint whose manifest says that it belongs there."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    digest = hashlib.sha256(content).hexdigest()
+    manifest["files"][name] = {"bytes": len(content), "sha256": digest}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+STATE = {"step": 2, "identity": {"architecture": "Toy", "shapes": {"w": [2, 3]}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("state.json", b"\x00\xff no JSON", "state.json: .*Invalid JSON"),
+        ("state.json", b"[]", "state.json"),
+        ("state.json", b'{"step": 2}', "state.json: identity: Field required"),
+        ("state.json", json.dumps(STATE | {"step": "two"}).encode(), "state.json: step"),
+        ("state.json", json.dumps(STATE | {"later": 1}).encode(), "state.json: later"),
+        ("state.json", json.dumps(STATE | {"random": [{}]}).encode(), r"state.json: random\.0"),
+        ("model.safetensors", b"no tensors", "model.safetensors"),
+        ("optimizer.safetensors", b"", "optimizer.safetensors"),
+    ],
+)
+def test_file_of_another_format_is_named_and_the_checkpoint_before_is_found(
+    tmp_path: Path, name: str, content: bytes, said: str
+):
+    write_two(tmp_path)
+    path = tmp_path / "global_step_2"
+    rewrite(path, name, content)
+    with pytest.raises(CheckpointError, match=f"global_step_2 is of another format: {said}"):
+        load_checkpoint(path, IDENTITY)
+    assert find_latest(tmp_path) == tmp_path / "global_step_1"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        ("[]", "incomplete"),
+        ("{}", "incomplete"),
+        ('{"format": 1, "files": 3}', "incomplete"),
+        ('{"format": 1, "files": {}}', "damaged: model.safetensors"),
+        ('{"format": 2, "files": {}}', "has format 2"),
+        ("\udcff", "incomplete"),
+    ],
+)
+def test_manifest_that_does_not_vouch_for_every_file_is_refused(
+    tmp_path: Path, manifest: str, said: str
+):
+    path = save_checkpoint(tmp_path, snapshot(2))
+    (path / "manifest.json").write_text(manifest, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=f"global_step_2 .*{said}"):
+        verify_checkpoint(path)
+
+
+def test_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path):
+    write_two(tmp_path)
+    for path in tmp_path.iterdir():
+        (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"can be used: global_step_2, global_step_1") as told:
+        find_latest(tmp_path)
+    assert "trainer.resume_mode=disable" in str(told.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_2"]
+
+
+def test_what_a_killed_run_was_writing_is_no_checkpoint(tmp_path: Path):
+    save_checkpoint(tmp_path, snapshot(2)).rename(tmp_path / ".writing-global_step_2")
+    assert find_latest(tmp_path) is None
+
+
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_law_11_any_changed_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, data):
@@ -158,32 +232,126 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("calls", range(1, 10))
-def test_law_11_run_killed_while_writing_leaves_no_checkpoint_and_keeps_the_last(
-    tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
-):
-    save_checkpoint(tmp_path, snapshot(1))
-    left = [calls]
+class Deadly:
+    """Counts what reaches the disk, and ends the process at one of these moments."""
 
-    def counted(function):
-        def call(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
+    def __init__(self, patch: pytest.MonkeyPatch, at: int | None = None) -> None:
+        self.events: list[str] = []
+        self.at = at
+        for owner, name in (
+            (checkpoint, "save_file"), (checkpoint, "_write_json"), (checkpoint, "flush"),
+            (folders, "flush"), (Path, "rename"), (Path, "mkdir"),
+        ):  # fmt: skip
+            patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+        patch.setattr(folders.shutil, "rmtree", self._counted("rmtree", self._in_part))
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            place = next((a for a in reversed(args) if isinstance(a, Path)), None)
+            self.events.append(f"{name} {place.name if place else ''}")
+            if len(self.events) == self.at and name != "rmtree":
                 raise Killed
             return function(*args, **kwargs)
 
         return call
 
+    def _in_part(self, path: Path, *, ignore_errors: bool = False) -> None:
+        files = list(path.iterdir()) if path.is_dir() else []
+        if len(self.events) == self.at:
+            for file in files[:1]:
+                file.unlink()
+            raise Killed
+        for file in files:
+            file.unlink()
+        if path.is_dir():
+            path.rmdir()
+
+
+def write_two(root: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(root, filled(step, float(step)), keep=2)
+
+
+def filled(step: int, value: float) -> Snapshot:
+    return replace(snapshot(step), model={"w": torch.full((2, 3), value)})
+
+
+def count_moments(root: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    write_two(root)
     with monkeypatch.context() as patch:
-        for module, name in (
-            (checkpoint, "save_file"), (checkpoint, "_write_json"), (folders, "flush"),
-        ):  # fmt: skip
-            patch.setattr(module, name, counted(getattr(module, name)))
-        with pytest.raises(Killed):
-            save_checkpoint(tmp_path, snapshot(2))
-    assert find_latest(tmp_path) == tmp_path / "global_step_1"
+        deadly = Deadly(patch)
+        save_checkpoint(root, filled(step, 9.0), keep=2)
+    return deadly.events
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_law_11_run_killed_at_any_moment_of_writing_leaves_whole_checkpoints_alone(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+):
+    moments = count_moments(tmp_path / "counted", step, monkeypatch)
+    assert len(moments) > 12
+    before = filled(2, 2.0).model["w"]
+    found = set[float]()
+    for at, moment in enumerate(moments, start=1):
+        root = tmp_path / str(at)
+        write_two(root)
+        with monkeypatch.context() as patch:
+            Deadly(patch, at)
+            with pytest.raises(Killed):
+                save_checkpoint(root, filled(step, 9.0), keep=2)
+        for path in root.glob("global_step_*"):
+            verify_checkpoint(path)
+        latest = find_latest(root)
+        assert latest is not None, moment
+        model = load_checkpoint(latest, IDENTITY).model["w"]
+        found.add(float(model[0, 0]))
+        assert latest.name == f"global_step_{step}" or torch.equal(model, before), moment
+        save_checkpoint(root, snapshot(4), keep=2)
+        left = sorted(path.name for path in root.iterdir())
+        assert left in (["global_step_3", "global_step_4"], ["global_step_2", "global_step_4"])
+    assert found == {2.0, 9.0}
+
+
+def test_everything_is_on_the_disk_before_the_manifest_and_the_manifest_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    events = count_moments(tmp_path / "checkpoints", 3, monkeypatch)
+    writing = ".writing-global_step_3"
+    manifest = events.index("_write_json manifest.json")
+    for name in FILES[1:]:
+        assert f"flush {name}" in events[:manifest]
+    renamed = events.index("rename global_step_3")
+    between = events[manifest:renamed]
+    assert between.index("flush manifest.json") < between.index(f"flush {writing}")
+    dropped = events.index("rename .removed-global_step_1")
+    assert "flush checkpoints" in events[renamed:dropped]
+    assert events[dropped:] == ["rename .removed-global_step_1", "rmtree .removed-global_step_1"]
+
+
+@pytest.mark.parametrize("had_new", [False, True])
+def test_folder_that_a_killed_run_had_moved_away_is_put_back(tmp_path: Path, had_new: bool):
+    write_two(tmp_path)
+    (tmp_path / "global_step_2").rename(tmp_path / ".replaced-global_step_2")
+    if had_new:
+        (tmp_path / ".writing-global_step_2").mkdir()
+    assert find_latest(tmp_path) == tmp_path / "global_step_2"
     save_checkpoint(tmp_path, snapshot(3))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "global_step_3"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["global_step_1", "global_step_2", "global_step_3"]
+
+
+def test_old_checkpoint_that_cannot_be_removed_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    write_two(tmp_path)
+
+    def refuse(place: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+    monkeypatch.setattr(checkpoint, "remove_folder", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert save_checkpoint(tmp_path, snapshot(3), keep=2).is_dir()
+    assert "global_step_1 cannot be removed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,38 +7,44 @@ from agentrl.config.schema import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.training.batches import read_padded_rows
 from agentrl.training.distributed import World
-from agentrl.training.log_probs import HeadTransform, score_tokens
+from agentrl.training.log_probs import CPU_BLOCK_BYTES, HeadTransform, score_tokens
 from agentrl.training.model import PolicyModel, ScoringParams, probe_head
 from agentrl.training.packing import pack_rows
 from agentrl.training.scoring import score_rows
 from tests.fakes_engines import VOCAB_SIZE, tiny_model
-from tests.fakes_training import Layout, make_batch, make_policy, plain_scores, random_rows
+from tests.fakes_training import (
+    Layout,
+    make_actor,
+    make_batch,
+    make_policy,
+    plain_scores,
+    random_rows,
+)
 
 HIDDEN = 32
 
 
-class LargestLogits(TorchDispatchMode):
-    """Notes the most rows of any `[rows, V]` tensor (the head's transposed weight aside)."""
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made, the head's weight and its like aside."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
-        self.rows = 0
+        self.weight = vocab_size * HIDDEN
+        self.numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.vocab_size,):
-                rows = tensor.numel() // self.vocab_size
-                self.rows = max(self.rows, rows if rows != HIDDEN else 0)
+            if isinstance(tensor, torch.Tensor) and tensor.numel() != self.weight:
+                self.numel = max(self.numel, tensor.numel())
         return out
 
 
 @pytest.mark.parametrize(
     "transform", [HeadTransform(), HeadTransform(0.5, None), HeadTransform(2.0, 3.0)]
 )
-@pytest.mark.parametrize("chunk", [2, 100])
-def test_gradients_are_those_of_finite_differences(transform: HeadTransform, chunk: int):
+@pytest.mark.parametrize("cells", [1, 6, 10, 30])
+def test_gradients_are_those_of_finite_differences(transform: HeadTransform, cells: int):
     torch.manual_seed(0)
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
@@ -47,7 +53,7 @@ def test_gradients_are_those_of_finite_differences(transform: HeadTransform, chu
 
     def scores(*tensors: torch.Tensor):
         return score_tokens(
-            *tensors, targets, temperature=0.7, transform=transform, chunk=chunk
+            *tensors, targets, temperature=0.7, transform=transform, block_bytes=8 * cells
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
@@ -67,27 +73,43 @@ def test_scores_equal_those_of_the_model_row_by_row(world: World):
         assert not found.log_probs[place, width:].any()
 
 
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(200, 8001), (400, 8001), (200, 16001)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_full_logits_of_a_micro_batch_never_exist(world: World, tied: bool):
-    policy = make_policy(world, vocab_size=VOCAB_SIZE + 7, tie_word_embeddings=tied)
-    rows = random_rows(16)
-    padded = read_padded_rows(make_batch(rows))
-    trained = [place for place, row in enumerate(rows) if any(row.mask)]
-    packed = pack_rows(padded, trained, world.device)
-    assert len(packed.targets) > HIDDEN
-    with LargestLogits(VOCAB_SIZE + 7) as largest:
-        scores = policy(packed, ScoringParams(temperature=1.0, logits_chunk_tokens=4))
-        (scores.log_probs.sum() + scores.entropy.sum()).backward()
-    assert 0 < largest.rows <= 4
+def test_memory_does_not_grow_with_batch_times_vocabulary(
+    world: World, tied: bool, num_rows: int, vocab_size: int
+):
+    policy = make_policy(world, vocab_size=vocab_size, tie_word_embeddings=tied)
+    actor = make_actor(policy, logits_block_bytes=None, ppo_max_token_len_per_gpu=16384)
+    batch = make_batch(random_rows(num_rows))
+    two_blocks = 2 * CPU_BLOCK_BYTES // 4
+    assert int(batch.batch["response_mask"].sum()) * vocab_size > 2 * two_blocks
+    with LargestTensor(vocab_size) as largest:
+        batch.batch["old_log_probs"] = actor.compute_log_probs(batch, temperature=0.7).log_probs
+        actor.update_policy(batch, temperature=0.7)
+    assert 0.99 * two_blocks < largest.numel <= two_blocks
+
+
+@pytest.mark.parametrize(
+    ("cells", "block"), [(300, 17 * 17), (3000, 50 * 60), (10**6, 50 * 96)],
+    ids=["square", "all rows", "everything"],
+)  # fmt: skip
+def test_no_more_than_two_blocks_of_logits_exist(cells: int, block: int):
+    hidden, weight = torch.randn(50, 2), torch.randn(96, 2)
+    with LargestTensor(96) as largest:
+        score_tokens(
+            hidden, weight, None, torch.zeros(50, dtype=torch.int64),
+            temperature=1.0, transform=HeadTransform(), block_bytes=4 * cells,
+        )  # fmt: skip
+    assert largest.numel == 2 * block
 
 
 def test_head_runs_on_trained_positions_alone(world: World):
-    policy = make_policy(world, vocab_size=VOCAB_SIZE + 7)
-    padded = read_padded_rows(make_batch(random_rows(12)))
-    packed = pack_rows(padded, [0, 1], world.device)
-    with LargestLogits(VOCAB_SIZE + 7) as largest:
-        policy(packed, ScoringParams(temperature=1.0, logits_chunk_tokens=1000))
-    assert largest.rows == len(packed.targets) < packed.input_ids.shape[1]
+    policy = make_policy(world, vocab_size=1000)
+    packed = pack_rows(read_padded_rows(make_batch(random_rows(12))), [0, 1], world.device)
+    with LargestTensor(1000) as largest:
+        policy(packed, ScoringParams(temperature=1.0))
+    assert largest.numel == 2 * len(packed.targets) * 1000
+    assert len(packed.targets) < packed.input_ids.shape[1]
 
 
 def small(config_class: type, **extra: object):

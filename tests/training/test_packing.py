@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError
-from agentrl.training.batches import read_padded_rows, split_mini_batches
-from agentrl.training.distributed import World
+from agentrl.training.batches import read_padded_rows
 from agentrl.training.packing import (
     PaddedRows,
     count_micro_batches,
@@ -100,22 +99,3 @@ def test_row_longer_than_the_budget_is_alone():
 
 def test_more_micro_batches_than_rows_leave_some_empty():
     assert sorted(map(len, split_balanced([3, 4], 4))) == [0, 0, 1, 1]
-
-
-def test_mini_batches_count_prompts_and_keep_groups_whole(world: World):
-    uids = ["a", "a", "a", "b", "c", "c", "d"]
-    assert split_mini_batches(uids, 2, world, []) == [[0, 1, 2, 3], [4, 5, 6]]
-    assert split_mini_batches(uids, None, world, []) == [list(range(7))]
-    assert split_mini_batches(uids, 3, world, []) == [[0, 1, 2, 3, 4, 5], [6]]
-
-
-def test_scattered_members_of_a_group_come_together(world: World):
-    assert split_mini_batches(["a", "b", "a", "b"], 1, world, []) == [[0, 2], [1, 3]]
-
-
-def test_shuffled_mini_batches_depend_on_the_seed_alone(world: World):
-    uids = [f"g{n // 2}" for n in range(20)]
-    first = split_mini_batches(uids, 3, world, [7, 0, 0])
-    assert first == split_mini_batches(uids, 3, world, [7, 0, 0])
-    assert first != split_mini_batches(uids, 3, world, [7, 1, 0])
-    assert sorted(row for batch in first for row in batch) == list(range(20))

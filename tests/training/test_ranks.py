@@ -1,10 +1,6 @@
 """One rank and two: the same losses, gradients and weights."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,40 +9,18 @@ from safetensors.torch import load_file
 
 from agentrl.training.distributed import World
 from tests.fakes_engines import tiny_model
-from tests.fakes_ranks import MODES, run
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.fakes_ranks import ESTIMATORS, MODES, run
+from tests.fakes_torchrun import ranks_of
 
 
 @pytest.fixture(scope="module")
 def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What one rank wrote, and what two did."""
     alone, together = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    common = os.environ | {
-        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes_ranks", str(together)],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
+    with ranks_of("tests.fakes_ranks", str(together)) as ranks:
         run(world, alone)
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+        told = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
     return alone, together
 
 
@@ -67,6 +41,53 @@ def test_law_10_two_ranks_give_the_loss_and_gradients_of_one(folders: tuple[Path
     assert len(names) > 20
     for name in names:
         assert torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6), name
+
+
+DEALINGS = pytest.mark.parametrize(
+    "second", [False, True], ids=["group_on_both_ranks", "rank_without_rows"]
+)
+
+
+def of_any_rank(folder: Path) -> dict[str, torch.Tensor]:
+    """The rows of both ranks."""
+    return tensors(folder, 0) | tensors(folder, 1)
+
+
+@DEALINGS
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_law_10_advantages_of_a_group_on_two_ranks_are_those_of_one(
+    folders: tuple[Path, Path], estimator: str, second: bool
+):
+    one, two = tensors(folders[0], 0), of_any_rank(folders[1])
+    names = [name for name in one if name.startswith(f"credit/{second}/{estimator}/")]
+    assert len(names) == 8
+    assert any(one[name].any() for name in names)
+    for name in names:
+        assert torch.equal(one[name], two[name]), "bit for bit: the order of the rows is the same"
+
+
+@DEALINGS
+def test_law_10_two_ranks_give_the_gradients_of_one_with_kl_and_entropy(
+    folders: tuple[Path, Path], second: bool
+):
+    alone, together = folders
+    key = f"terms/{second}"
+    assert {"actor/kl_loss", "actor/entropy"} <= metrics(alone, 0)[key].keys()
+    assert metrics(together, 0)[key] == pytest.approx(metrics(alone, 0)[key], rel=1e-5, abs=1e-6)
+    one, two = tensors(alone, 0), tensors(together, 0)
+    names = [name for name in one if name.startswith(f"{key}/")]
+    assert len({name.split("/")[2] for name in names}) == 2, "two of three groups train"
+    for name in names:
+        assert torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6), name
+
+
+@DEALINGS
+def test_two_ranks_clip_the_gradient_as_one(folders: tuple[Path, Path], second: bool):
+    alone, together = tensors(folders[0], 0), tensors(folders[1], 0)
+    names = [name for name in alone if name.startswith(f"clipped/{second}/")]
+    assert len(names) > 20
+    for name in names:
+        assert torch.allclose(alone[name], together[name], rtol=1e-4, atol=1e-5), name
 
 
 def test_two_ranks_take_the_steps_of_one(folders: tuple[Path, Path]):
@@ -95,7 +116,8 @@ def test_law_11_two_ranks_resume_bit_for_bit(folders: tuple[Path, Path], optimiz
 
 def test_all_ranks_see_the_same(folders: tuple[Path, Path]):
     first, second = (tensors(folders[1], rank) for rank in (0, 1))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    of_rows = [name for name in first if name.startswith("credit/")]
+    assert all(torch.equal(first[name], second[name]) for name in first.keys() - of_rows)
     assert metrics(folders[1], 0) == metrics(folders[1], 1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import DataError
-from agentrl.files import written_whole
+from agentrl.files import remove_drafts, written_whole
 
 Arguments = dict[str, Any]
 
@@ -57,10 +57,17 @@ def make_once(
             file=present[0],
             expected="another out_dir, or a folder without these files",
         )
+    remove_drafts(out_dir)
     _write(path, wanted.model_copy(update={"complete": False}))
     write()
     _write(path, wanted)
     return True
+
+
+def is_made(out_dir: Path) -> bool:
+    """Whether a folder's files were made whole, by whatever arguments."""
+    found = _read(out_dir / "manifest.json")
+    return found is not None and found.complete
 
 
 def _family(manifest: Manifest) -> str:
@@ -70,7 +77,7 @@ def _family(manifest: Manifest) -> str:
 def _read(path: Path) -> Manifest | None:
     try:
         return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValidationError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValidationError, ValueError):
         return None
 
 

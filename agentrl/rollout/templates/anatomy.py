@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from agentrl.errors import TemplateError
@@ -131,6 +132,11 @@ class Anatomy:
         return Reading(separators, self.call_style or CallStyle())
 
     @cached_property
+    def text_reading(self) -> Reading:
+        """How messages are read where only the text matters, and no tokens are made of it."""
+        return replace(self.reading, keeps_numbers_apart=True)
+
+    @cached_property
     def live_tokens(self) -> re.Pattern[str]:
         """Control tokens that a policy may write inside its turn (a thought, a call)."""
         source, special = self.renderer.source, self.encoder.special
@@ -208,7 +214,7 @@ class Anatomy:
         places = places_in_order(pieces)
         if behind is None:
             return literals
-        return literals[places.index(behind.index) + 1 :] if behind.index in places else []
+        return literals[places.index(behind.number) + 1 :] if behind.number in places else []
 
     def _opening(self, first: Node) -> str:
         """What opens an assistant turn in history and as a generation prompt alike."""
@@ -234,7 +240,7 @@ class Anatomy:
             pieces = cut(self.render_behind_preface(nodes, False), holes)
         except TemplateError:
             return False
-        return {hole.index for hole in holes[1:]} <= set(places_in_order(pieces))
+        return {hole.number for hole in holes[1:]} <= set(places_in_order(pieces))
 
 
 def _hole(number: int) -> Hole:

@@ -19,7 +19,7 @@ from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates.conversation import up_to_end
 from agentrl.rollout.templates.shape import Voice
-from agentrl.rollout.templates.splice import Place, learn, shared_length
+from agentrl.rollout.templates.splice import Place, learn, shared_length, written_text
 from agentrl.rollout.templates.template import ChatTemplate, Conversation, EncodedDelta
 
 CheckMode = Literal["disable", "strict", "ignore_strippable"]
@@ -49,9 +49,24 @@ class _Aligned:
 
 
 def check_request(
-    template: ChatTemplate, request: AsyncRolloutRequest, mode: CheckMode
+    template: ChatTemplate,
+    request: AsyncRolloutRequest,
+    mode: CheckMode,
+    *,
+    wording: Sequence[str] = (),
 ) -> list[TokenDifference]:
-    """Check a finished request; see `check_ledger`."""
+    """Check a finished request; see `check_ledger`.
+
+    Args:
+        template: The run's template.
+        request: A finished request.
+        mode: As for `check_ledger`. Under `ignore_strippable` nothing is encoded again where the
+            wording is that of the whole rendering.
+        wording: The ledger as text, part by part as its tokens came: what was encoded for the
+            prompt and for each delta, and what was decoded of each sampled turn. Empty: unknown.
+    """
+    if mode == "ignore_strippable" and wording and _reads_as_rendered(template, request, wording):
+        return []
     return check_ledger(
         template,
         request.messages,
@@ -105,6 +120,21 @@ def check_ledger(
     first = {(d.turn, d.kind): d for d in reversed(found)}
     kept = sorted(first.values(), key=lambda d: d.turn)
     return [d for d in kept if mode == "strict" or d.kind != "whitespace"]
+
+
+def _reads_as_rendered(
+    template: ChatTemplate, request: AsyncRolloutRequest, wording: Sequence[str]
+) -> bool:
+    """Whether the wording of a ledger is what the template writes for the whole conversation."""
+    ends_open = request.messages[-1].role == "assistant"
+    last = _without_stop(template, wording[-1]) if ends_open else wording[-1]
+    reading = template.anatomy.text_reading
+    try:
+        read = template.read(request.messages, request.tool_schemas, reading=reading)
+        pieces = _learn_whole_once(template, read, gen=not ends_open, is_cut=ends_open)
+    except TemplateError:
+        return False
+    return "".join([*wording[:-1], last]) == written_text(pieces, read.texts)
 
 
 def _segments(
@@ -203,9 +233,7 @@ def _render_whole(
     read = template.read(messages, tools)
     gen = messages[-1].role != "assistant"
     is_cut = ends_open and not gen
-    pieces = template.learn_once(
-        f"whole {gen} {is_cut}", read, lambda: _learn_whole(template, read, gen=gen, is_cut=is_cut)
-    )
+    pieces = _learn_whole_once(template, read, gen=gen, is_cut=is_cut)
     written: list[str] = []
     starts: dict[int, int] = {}
     length = 0
@@ -216,6 +244,14 @@ def _render_whole(
         length += len(written[-1])
     outside = {i: at for i, at in starts.items() if messages[i].role != "assistant"}
     return _Aligned("".join(written), outside)
+
+
+def _learn_whole_once(
+    template: ChatTemplate, read: Conversation, *, gen: bool, is_cut: bool
+) -> list[str | Place]:
+    return template.learn_once(
+        f"whole {gen} {is_cut}", read, lambda: _learn_whole(template, read, gen=gen, is_cut=is_cut)
+    )
 
 
 def _learn_whole(
@@ -237,7 +273,7 @@ def _written(template: ChatTemplate, piece: str | Place, texts: Sequence[str]) -
     if isinstance(piece, str):
         return piece
     encoder = template.anatomy.encoder
-    text = piece.written(texts[piece.hole.index])
+    text = piece.written(texts[piece.hole.number])
     if piece.hole.voice is Voice.POLICY:
         return text
     return encoder.decode(encoder.encode_text(text))

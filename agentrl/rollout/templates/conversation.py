@@ -102,7 +102,7 @@ def _find_turn(template: "ChatTemplate", read: "Conversation") -> Splice | None:
 def _behind(pieces: Sequence[Piece], hole: Hole) -> Sequence[Piece]:
     """Pieces behind the first place of a hole."""
     for number, piece in enumerate(pieces):
-        if isinstance(piece, Place) and piece.hole.index == hole.index:
+        if isinstance(piece, Place) and piece.hole.number == hole.number:
             return pieces[number + 1 :]
     raise TemplateError("the chat template drops the text of a user message", role="user")
 

@@ -169,7 +169,7 @@ class DeltaFinder:
             silent = gen and behind(new, holes, gen=False, read=cut).pieces[-1] == found.pieces[-1]
         except TemplateError as error:
             return error
-        lost = {hole.index: hole for hole in holes if hole.is_content}
+        lost = {hole.number: hole for hole in holes if hole.is_content}
         for index in places_in_order(found.pieces):
             lost.pop(index, None)
         if lost:
@@ -246,9 +246,9 @@ def _neighbour(number: int, voice: Voice = Voice.OUTSIDE) -> Hole:
 
 def _tail(pieces: Sequence[Piece], anchors: Sequence[Hole]) -> tuple[Piece, ...]:
     """Pieces behind the last place of an anchor."""
-    indices = {hole.index for hole in anchors}
+    indices = {hole.number for hole in anchors}
     for number in range(len(pieces) - 1, -1, -1):
         piece = pieces[number]
-        if isinstance(piece, Place) and piece.hole.index in indices:
+        if isinstance(piece, Place) and piece.hole.number in indices:
             return tuple(pieces[number + 1 :])
     raise TemplateError("the template drops the text of an assistant message", role="assistant")

@@ -31,6 +31,8 @@ from agentrl.rollout.templates.template import ChatTemplate, Tools, borrowed_nam
 
 T = TypeVar("T")
 SYSTEM = Message(role="system", content="Be brief.")
+RARE = "▁Ġ\0\x1b\x7f\xa0\u200b\u202e\u2028\u3000\ue000\ufeff\ufffd\U0010ffff"
+"""Characters that some vocabularies use for their own ends, or leave out."""
 
 
 def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
@@ -57,6 +59,7 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
         histories=tuple(probe_history(template, history) for history in History),
         call_example=_or_none(lambda: _write_call(template)),
         round_trip=_is_round_trip(template),
+        lost_characters=tuple(c for c in RARE if not _comes_back(template, f"a{c}b")),
     )
 
 
@@ -102,7 +105,7 @@ def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools
         found = finder.find(read.nodes, read.message_holes, add_generation_prompt=opens)
         if borrowed_names(read.nodes, found.pieces):
             raise TemplateError("the template writes the first call's name over every result")
-        contents = [hole.index for hole in read.message_holes if hole.is_content]
+        contents = [hole.number for hole in read.message_holes if hole.is_content]
         order = [index for index in places_in_order(found.pieces) if index in contents]
         if order != contents:
             raise TemplateError("the template changes the order of the messages")
@@ -133,10 +136,14 @@ def _write_call(template: ChatTemplate) -> str | None:
 
 
 def _is_round_trip(template: ChatTemplate) -> bool:
-    control = "".join(template.anatomy.encoder.added)
+    added = template.anatomy.encoder.added
+    control = "".join(token for token in added if not any(c in RARE for c in token))
     texts = [AWKWARD, control, f" {AWKWARD}", f"\n{control}\n"]
-    normalize = template.anatomy.encoder.normalize
-    return all(template.decode(template.encode_text(t)) == normalize(t) for t in texts)
+    return all(_comes_back(template, text) for text in texts)
+
+
+def _comes_back(template: ChatTemplate, text: str) -> bool:
+    return template.decode(template.encode_text(text)) == template.anatomy.encoder.normalize(text)
 
 
 def _or_none(find: Callable[[], T]) -> T | None:

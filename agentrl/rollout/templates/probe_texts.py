@@ -82,7 +82,7 @@ class TextProbe:
         read, pieces = self._learn(position, text)
         found: list[Treatment] = []
         for piece in pieces:
-            if isinstance(piece, Place) and core in read.texts[piece.hole.index]:
+            if isinstance(piece, Place) and core in read.texts[piece.hole.number]:
                 found += _treatments_of(piece)
         return found
 

@@ -109,6 +109,8 @@ class TemplateReport:
     """How the template writes the call of `probe_tool` with `{"city": "Oslo"}`; None if not."""
     round_trip: bool
     """Whether outside text, encoded and decoded, is what it was."""
+    lost_characters: tuple[str, ...]
+    """Rare characters that do not come back: the policy is shown something else in their place."""
 
     def text(self, position: str) -> TextReport:
         """What becomes of the texts of a position."""
@@ -131,7 +133,7 @@ class TemplateReport:
             ("end of turn", _quoted(self.end_of_turn)),
             ("stop tokens", " ".join(self.stop_tokens)),
             ("date", f"{self.date} (frozen for the run)" if self.date else "none"),
-            ("text round trip", "exact" if self.round_trip else "not exact"),
+            ("text round trip", self._describe_round_trip()),
         ]
         rows += [(f"text: {text.position}", _describe_text(text)) for text in self.texts]
         rows += [
@@ -140,6 +142,11 @@ class TemplateReport:
         ]
         rows += [(f"keeps: {kept.history}", _describe_history(kept)) for kept in self.histories]
         return rows
+
+    def _describe_round_trip(self) -> str:
+        found = "exact" if self.round_trip else "not exact"
+        lost = ", ".join(f"U+{ord(character):04X}" for character in self.lost_characters)
+        return f"{found}, and these are lost: {lost}" if lost else found
 
     def capability(self, capability: Capability) -> CapabilityReport:
         """Whether the template carries this, and why not."""

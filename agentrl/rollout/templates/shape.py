@@ -10,15 +10,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from agentrl.messages import Message
+from agentrl.messages import Message, ToolCall
+
+T = TypeVar("T")
 
 SHORTEST_ID = 9
 """Call ids from this length on keep their length in a rendering (templates may check it)."""
 LONGEST_ID = 40
 HOLE_WIDTH = 32
 """Digits of a placeholder."""
+NUMBER_WIDTH = 24
+"""Digits of a placeholder that stands for a number."""
 
 
 # fmt: off
@@ -43,12 +47,13 @@ class Voice(StrEnum):
     POLICY = "policy"
     """Assistant turns: the control tokens that a policy may write inside its turn are live."""
 
+    __repr__ = str.__repr__
 
-@dataclass(frozen=True, slots=True)
-class Hole:
-    """The place of one text."""
 
-    index: int
+class Hole(NamedTuple):
+    """The place of one text. Its representation is short: it stands in a shape's key."""
+
+    number: int
     """Place among the conversation's texts."""
     message: int
     """Index of its message; -1 for a tool's schema."""
@@ -57,6 +62,10 @@ class Hole:
     """Whether it is (part of) the message's content, not a name or an argument."""
     width: int = HOLE_WIDTH
     """Length of its placeholder."""
+    is_number: bool = False
+    """Whether the template is given a number there."""
+
+    __repr__ = tuple.__repr__
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,9 @@ class Reading:
     separators: re.Pattern[str]
     """Where a policy's text is cut, because the template looks for these in it."""
     calls: CallStyle = CallStyle()
+    keeps_numbers_apart: bool = False
+    """Whether numbers in calls are holes too: fewer shapes, for readings that become no tokens (a
+    tokenizer may join a number with the blank before it)."""
 
 
 class ShapeBuilder:
@@ -141,26 +153,25 @@ class ShapeBuilder:
         *,
         is_content: bool = False,
         width: int = HOLE_WIDTH,
+        is_number: bool = False,
     ) -> "str | Hole":
         """Keep a text apart and return its hole; blank texts are returned as they are."""
         if not text.strip():
             return text
-        index = self._first_hole + len(self.holes)
-        hole = Hole(index, self._message, voice, is_content, width)
+        number = self._first_hole + len(self.holes)
+        hole = Hole(number, self._message, voice, is_content, width, is_number)
         self.holes.append(hole)
         self.texts.append(text)
         return hole
 
     def _read_message(self, message: Message) -> dict[str, Node]:
         voice = Voice.POLICY if message.role == "assistant" else Voice.OUTSIDE
-        fields = message.to_template()
         node: dict[str, Node] = {"role": message.role}
-        for key, value in fields.items():
-            if key not in ("role", "content", "tool_calls"):
-                node[key] = self._read_field(key, value, voice)
+        for key, value in _further_fields(message).items():
+            node[key] = self._read_field(key, value, voice)
         if message.tool_calls:
             node["content"] = self._reading.calls.empty_content
-            node["tool_calls"] = [self._read_call(call) for call in fields["tool_calls"]]
+            node["tool_calls"] = [self._read_call(call) for call in message.tool_calls]
         if message.content or not message.tool_calls:
             node["content"] = self._read_text(message.text, voice, is_content=True)
         return node
@@ -186,17 +197,20 @@ class ShapeBuilder:
             )
         )
 
-    def _read_call(self, call: dict[str, Any]) -> dict[str, Node]:
-        function = call["function"]
-        arguments = _structure(function["arguments"], self.hole)
+    def _read_call(self, call: ToolCall) -> dict[str, Node]:
+        number = self._number if self._reading.keeps_numbers_apart else _as_it_is
+        arguments = _structure(call.function.arguments, self.hole, number)
         return {
-            "id": self._read_id(call["id"]),
-            "type": call["type"],
+            "id": self._read_id(call.id),
+            "type": call.type,
             "function": {
-                "name": self.hole(function["name"]),
+                "name": self.hole(call.function.name),
                 "arguments": as_arguments(arguments, self._reading.calls),
             },
         }
+
+    def _number(self, value: float) -> "str | Hole":
+        return self.hole(json.dumps(value), width=NUMBER_WIDTH, is_number=True)
 
     def _read_id(self, text: str) -> "str | Hole":
         keeps_length = SHORTEST_ID <= len(text) <= LONGEST_ID
@@ -210,13 +224,13 @@ def as_arguments(arguments: Node, style: CallStyle) -> Node:
 
 def shape_key(node: Node) -> str:
     """The shape as a string: equal for conversations that a template treats alike."""
-    return json.dumps(node, default=_key_of)
+    return repr(node)
 
 
 def fill(node: Node, texts: Mapping[int, str]) -> Any:
     """Put texts into the holes; `texts` maps a hole's index to its text."""
     if isinstance(node, Hole):
-        return texts[node.index]
+        return int(texts[node.number]) if node.is_number else texts[node.number]
     if isinstance(node, Joined):
         return "".join(fill(part, texts) for part in node.parts)
     if isinstance(node, Pairs):
@@ -230,15 +244,36 @@ def fill(node: Node, texts: Mapping[int, str]) -> Any:
     return node
 
 
-def _structure(value: Any, word: Callable[[str], "str | Hole"]) -> Node:
-    """Nodes of a JSON-like value; `word` says what stands for a string."""
+def _further_fields(message: Message) -> dict[str, Any]:
+    """What a message holds beside role, content and calls; absent keys left out."""
+    if message.model_extra:
+        known = {"role", "content", "tool_calls"}
+        return {key: value for key, value in message.to_template().items() if key not in known}
+    given = (("tool_call_id", message.tool_call_id), ("name", message.name))
+    return {key: value for key, value in given if value is not None}
+
+
+def _as_it_is(value: T) -> T:
+    return value
+
+
+def _structure(
+    value: Any,
+    word: Callable[[str], "str | Hole"],
+    number: Callable[[float], Node] = _as_it_is,
+) -> Node:
+    """Nodes of a JSON-like value; `word` and `number` say what stands for a string or a number."""
     if isinstance(value, str):
         return word(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return number(value)
     if isinstance(value, Mapping):
         items = value.items()
-        return Pairs(tuple((word(str(key)), _structure(item, word)) for key, item in items))
+        return Pairs(tuple((word(str(k)), _structure(item, word, number)) for k, item in items))
     if isinstance(value, list | tuple):
-        return [_structure(item, word) for item in value]
+        return [_structure(item, word, number) for item in value]
     return value
 
 
@@ -250,17 +285,3 @@ def _cut_at(separators: re.Pattern[str], text: str) -> list[str]:
         pieces += [text[start : match.start()], match.group()]
         start = match.end()
     return [*pieces, text[start:]]
-
-
-def _key_of(node: object) -> Any:
-    match node:
-        case Hole(voice=voice, width=width):
-            return {"hole": [voice, width]}
-        case Joined(parts=parts):
-            return {"joined": parts}
-        case Pairs(items=items):
-            return {"pairs": items}
-        case JsonText(value=value):
-            return {"json": value}
-        case _:
-            return {"other": repr(node)}

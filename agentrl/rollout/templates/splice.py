@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from agentrl.errors import TemplateError
 from agentrl.rollout.templates.shape import HOLE_WIDTH, Hole, Voice
@@ -81,8 +82,10 @@ class Place:
 
     def written(self, text: str) -> str:
         """The text as the template writes it here."""
-        text = text.lstrip() if self.strips_left == BLANKS else text.lstrip(self.strips_left)
-        text = text.rstrip() if self.strips_right == BLANKS else text.rstrip(self.strips_right)
+        if self.strips_left:
+            text = text.lstrip() if self.strips_left == BLANKS else text.lstrip(self.strips_left)
+        if self.strips_right:
+            text = text.rstrip() if self.strips_right == BLANKS else text.rstrip(self.strips_right)
         return self.escape.apply(text)
 
 
@@ -124,11 +127,13 @@ def learn(render: Render, holes: Sequence[Hole]) -> list[Piece]:
     return learned
 
 
-def written_text(pieces: Sequence[Piece], texts: Mapping[int, str]) -> str:
+def written_text(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[str]) -> str:
     """The rendering with texts in their places, as the template would write it."""
     return "".join(
-        piece if isinstance(piece, str) else piece.written(texts[piece.hole.index])
-        for piece in pieces
+        [
+            piece if isinstance(piece, str) else piece.written(texts[piece.hole.number])
+            for piece in pieces
+        ]
     )
 
 
@@ -164,10 +169,19 @@ class Splice:
                 ids += step
                 continue
             start = len(ids)
-            ids += self._encode_text(step, texts[step.hole.index])
+            ids += self._encode_text(step, texts[step.hole.number])
             if step.hole.is_content:
                 spans.append((step.hole.message, start, len(ids)))
         return ids, spans
+
+    def write(self, texts: Sequence[str]) -> str:
+        """What `encode` encodes, as one text; literals as their tokens read."""
+        return written_text(self._readable, texts)
+
+    @cached_property
+    def _readable(self) -> list[Piece]:
+        decode = self._encoder.decode
+        return [decode(step) if isinstance(step, list) else step for step in self._steps]
 
     def _encode_text(self, place: Place, text: str) -> list[int]:
         written = place.written(text)
@@ -196,11 +210,12 @@ def _placeholders(holes: Sequence[Hole]) -> "Marks":
 
 
 def _random_digits(length: int) -> str:
-    return f"{secrets.randbelow(10**length):0{length}d}"
+    """Random digits, the first of them no zero: a placeholder may stand for a number."""
+    return str(10 ** (length - 1) + secrets.randbelow(9 * 10 ** (length - 1)))
 
 
 def _by_index(holes: Sequence[Hole], texts: Sequence[str]) -> dict[int, str]:
-    return {hole.index: text for hole, text in zip(holes, texts, strict=True)}
+    return {hole.number: text for hole, text in zip(holes, texts, strict=True)}
 
 
 def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece]) -> list[Escape]:
@@ -215,12 +230,12 @@ def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece
         rendered = render(_by_index(holes, texts))
     except TemplateError:
         return [UNKNOWN] * len(places)
-    expected = dict(zip((hole.index for hole in holes), ends.texts, strict=True))
+    expected = dict(zip((hole.number for hole in holes), ends.texts, strict=True))
     found = starts.pattern.split(rendered)[2::2]
     if len(found) != len(places):
         return [UNKNOWN] * len(places)
     return [
-        _recognise(behind, expected[place.hole.index]) if _is_tried(place.hole) else VERBATIM
+        _recognise(behind, expected[place.hole.number]) if _is_tried(place.hole) else VERBATIM
         for place, behind in zip(places, found, strict=True)
     ]
 
@@ -289,4 +304,4 @@ def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
 
 def places_in_order(pieces: Sequence[Piece]) -> list[int]:
     """Index of the hole of each place, in order."""
-    return [piece.hole.index for piece in pieces if isinstance(piece, Place)]
+    return [piece.hole.number for piece in pieces if isinstance(piece, Place)]

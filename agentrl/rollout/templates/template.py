@@ -8,6 +8,7 @@ text from outside becomes a control token (law 3).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import TemplateError
@@ -16,7 +17,7 @@ from agentrl.rollout.templates.anatomy import Anatomy
 from agentrl.rollout.templates.conversation import EncodedConversation, encode_conversation
 from agentrl.rollout.templates.delta import NEIGHBOUR
 from agentrl.rollout.templates.rendering import Renderer
-from agentrl.rollout.templates.shape import Hole, Node, ShapeBuilder, shape_key
+from agentrl.rollout.templates.shape import Hole, Node, Reading, ShapeBuilder, shape_key
 from agentrl.rollout.templates.splice import Piece, Place, Splice, cut, learn, places_in_order
 from agentrl.rollout.templates.text import TextEncoder
 
@@ -40,6 +41,8 @@ class EncodedDelta:
     """All of it: missing end of turn, separator, new messages, generation prompt."""
     message_spans: list[tuple[int, int, int]]
     """For each content: index of its message among the new ones, start and end in `ids`."""
+    text: str = ""
+    """What was encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class _PreparedDelta:
     splice: Splice
+    end: str
+    """The start that ends the assistant turn, as its tokens read."""
     end_ids: list[int]
     borrowed: list[tuple[int, int]]
     """Names that the template writes over the result of another call: theirs, the call's own."""
@@ -142,6 +147,11 @@ class ChatTemplate:
         """
         return self.anatomy.stop_token_ids
 
+    @cached_property
+    def stop_texts(self) -> dict[int, str]:
+        """The stop tokens, and how each of them reads."""
+        return {id: self.decode([id]) for id in self.stop_token_ids}
+
     @property
     def generation_prompt_ids(self) -> list[int]:
         """What opens an assistant turn; observed, mask 0.
@@ -164,8 +174,16 @@ class ChatTemplate:
                 that is no assistant's, or writes no generation prompt; for parts that are no text.
         """
         read = self.read(messages, tools)
-        splice = self.learn_once("prompt", read, lambda: self._prepare_prompt(messages, read))
-        return splice.encode(read.texts)[0]
+        return self._prompt_splice(messages, read).encode(read.texts)[0]
+
+    def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        """What `encode_prompt` encodes, as one text.
+
+        Raises:
+            TemplateError: as `encode_prompt`.
+        """
+        read = self.read(messages, tools)
+        return self._prompt_splice(messages, read).write(read.texts)
 
     def encode_delta(
         self, messages: Sequence[Message], *, last_ids: Sequence[int], tools: Tools = ()
@@ -190,7 +208,10 @@ class ChatTemplate:
         ids, spans = delta.splice.encode(read.texts)
         sampled = _overlap(last_ids, delta.end_ids)
         moved = [(message, start - sampled, end - sampled) for message, start, end in spans]
-        return EncodedDelta(delta.end_ids[sampled:], ids[sampled:], moved)
+        is_whole = sampled == len(delta.end_ids)
+        said = delta.end if is_whole else self.decode(delta.end_ids[:sampled])
+        text = delta.splice.write(read.texts).removeprefix(said)
+        return EncodedDelta(delta.end_ids[sampled:], ids[sampled:], moved, text)
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -221,15 +242,20 @@ class ChatTemplate:
         """Text of sampled tokens with control tokens visible, for a tool parser."""
         return self.anatomy.encoder.decode(ids)
 
-    def read(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
+    def read(
+        self, messages: Sequence[Message], tools: Tools = (), *, reading: Reading | None = None
+    ) -> Conversation:
         """Read messages and tools into a shape and its texts.
+
+        `reading` says how; None: as for tokens.
 
         Raises:
             TemplateError: for a message with parts that are no text.
         """
         self._refuse_media(messages)
         prepared = self._prepare_tools(tools)
-        builder = ShapeBuilder(self.anatomy.reading, first_hole=len(prepared.holes))
+        chosen = reading or self.anatomy.reading
+        builder = ShapeBuilder(chosen, first_hole=len(prepared.holes))
         nodes = builder.messages(messages)
         return Conversation(nodes, prepared, builder.holes, builder.texts)
 
@@ -247,8 +273,9 @@ class ChatTemplate:
     def _refuse_media(self, messages: Sequence[Message]) -> None:
         # A template would write an image's token, and nobody would put the image behind it.
         for index, message in enumerate(messages):
-            parts = message.content if isinstance(message.content, list) else ()
-            media = [part.type for part in parts if part.type != "text"]
+            if not isinstance(message.content, list):
+                continue
+            media = [part.type for part in message.content if part.type != "text"]
             if media:
                 raise TemplateError(
                     f"message {index} has a part of type {media[0]!r}, and only text is generated "
@@ -269,6 +296,9 @@ class ChatTemplate:
             prepared = PreparedTools(tuple(tools), nodes, builder.holes, builder.texts)
             _remember(self._tools, key, prepared)
         return prepared
+
+    def _prompt_splice(self, messages: Sequence[Message], read: Conversation) -> Splice:
+        return self.learn_once("prompt", read, lambda: self._prepare_prompt(messages, read))
 
     def _prepare_prompt(self, messages: Sequence[Message], read: Conversation) -> Splice:
         render = self.anatomy.render_node(read.nodes, read.tools.nodes, True)
@@ -302,8 +332,9 @@ class ChatTemplate:
                 expected="`name` on each tool message",
             )
         end_ids = self.anatomy.encoder.encode_literal(found.end)
+        borrowed = borrowed_names(read.nodes, found.pieces)
         return _PreparedDelta(
-            self.splice(found.pieces), end_ids, borrowed_names(read.nodes, found.pieces)
+            self.splice(found.pieces), self.decode(end_ids), end_ids, borrowed
         )
 
     def _refuse_borrowed(self, delta: _PreparedDelta, texts: Sequence[str]) -> None:
@@ -322,7 +353,7 @@ class ChatTemplate:
         written = set(places_in_order(pieces))
         for hole in holes:
             role = messages[hole.message].role
-            if hole.is_content and hole.index not in written and role != "assistant":
+            if hole.is_content and hole.number not in written and role != "assistant":
                 raise TemplateError(
                     f"the chat template drops the text of message {hole.message}",
                     template=self.name,
@@ -333,7 +364,7 @@ class ChatTemplate:
 def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
     """Pairs (name written, the tool's own) where a result stands under another call's name."""
     given = [node["name"] for node in nodes if isinstance(node.get("name"), Hole)]
-    names = {hole.index: hole for hole in given}
+    names = {hole.number: hole for hole in given}
     own = {hole.message: index for index, hole in names.items()}
     found: list[tuple[int, int]] = []
     heading: Hole | None = None
@@ -341,9 +372,9 @@ def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple
         if not isinstance(piece, Place):
             continue
         hole = piece.hole
-        heading = names.get(hole.index, heading)
+        heading = names.get(hole.number, heading)
         if hole.is_content and heading and hole.message in own and heading.message != hole.message:
-            found.append((heading.index, own[hole.message]))
+            found.append((heading.number, own[hole.message]))
     return found
 
 

@@ -30,7 +30,6 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
         backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TemplateError(
@@ -38,6 +37,8 @@ class TextEncoder:
                 expected="a tokenizer with a tokenizer.json",
             )
         untyped: Any = tokenizer
+        self._tokenizer = tokenizer
+        self._backend = backend
         self._plain = _clone_without_added_tokens(backend)
         self.added: dict[str, int] = dict(untyped.get_added_vocab())
         """Content of every added token, special or not, and its id."""
@@ -92,7 +93,12 @@ class TextEncoder:
     def normalize(self, text: str) -> str:
         """The text as the tokenizer's own normalisation leaves it, which decoding gives back."""
         normalizer: Any = self._plain.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)
+        if normalizer is None:
+            return text
+        if normalizer.normalize_str(" ") == " ":
+            return normalizer.normalize_str(text)
+        # SentencePiece styles write a blank as another character, and decoding turns it back.
+        return " ".join(map(normalizer.normalize_str, text.split(" ")))
 
     def is_inert(self, text: str) -> bool:
         """Whether `text` can have no part in a control token, wherever a template puts it."""
@@ -145,8 +151,8 @@ class TextEncoder:
             return self._plain.encode(whole, add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
-        decode: Any = self._tokenizer.decode
-        return decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # The library's own: the tokenizer's wrapper looks at every id in Python first.
+        return self._backend.decode(ids, skip_special_tokens=False)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

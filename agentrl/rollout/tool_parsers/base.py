@@ -9,9 +9,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
 
-from agentrl.messages import OpenAIFunctionToolSchema, Role
+from agentrl.messages import FunctionCall, OpenAIFunctionToolSchema, Role, ToolCall
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 
@@ -20,7 +21,7 @@ MAX_DEPTH = 64
 """Levels of a call's arguments: enough for any tool, and few enough for every JSON library."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParsedCall:
     """One call that can be read."""
 
@@ -33,6 +34,11 @@ class ParsedCall:
     def id(self) -> str:
         """The id by which its result answers it, unique within the turn."""
         return f"call_{self.index}"
+
+    @cached_property
+    def tool_call(self) -> ToolCall:
+        """The call as it stands in an assistant message."""
+        return ToolCall(id=self.id, function=FunctionCall(name=self.name, arguments=self.arguments))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,181 @@
+"""Who of a rollout's requests runs when: as there is room, or in rounds that no latency changes.
+
+A forward pass rounds by the rows that share it, so the last bits of a request depend on which other
+requests the engine happens to compute beside it: on how long their tools took. `Rounds`
+(`rollout.deterministic`) makes that a function of the requests alone. Nothing is generated while a
+tool or a simulated user of any request is at work; then the calls of all begin at once, in the
+order of the requests, and none is answered until all have ended:
+
+    turn 1 of all  ->  tools, users  ->  turn 2 of all that go on  ->  tools, users  ->  ...
+
+What it costs is waiting: a round lasts as long as its longest completion and its slowest tool.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from agentrl.engines.protocol import (
+    Completion,
+    CompletionSource,
+    Engine,
+    EngineCall,
+    SamplingParams,
+)
+
+
+class Admission(Protocol):
+    """Lets the requests of one rollout in, so many at once, in their order."""
+
+    def seat(self, place: int) -> AbstractAsyncContextManager[CompletionSource]:
+        """Wait until the request at `place` may run; its room is free behind the block.
+
+        Gives what completes the request's turns.
+        """
+        ...
+
+
+class FreeAdmission:
+    """Each request runs as fast as it can, whatever the others do.
+
+    Args:
+        engine: Completes every turn.
+        room: Requests at once.
+    """
+
+    def __init__(self, engine: Engine, *, room: int) -> None:
+        self._engine = engine
+        self._room = asyncio.Semaphore(room)
+
+    @asynccontextmanager
+    async def seat(self, place: int) -> AsyncIterator[CompletionSource]:
+        """Wait for room."""
+        async with self._room:
+            yield self._engine
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A call that waits for its round, and then for its answer."""
+
+    call: EngineCall
+    answer: asyncio.Future[Completion | BaseException]
+
+
+class Rounds:
+    """Generation in rounds; an async context manager that drops the engine's prefixes on entry.
+
+    A member is a request that has its seat. The next round begins as soon as every member waits in
+    `generate`. Whoever leaves hands its seat on within the same step of the event loop, so that no
+    round can begin between the two: who takes part in which round depends on the requests alone.
+
+    A member that is cancelled in its round (its wall clock, say) is aborted in the engine; the
+    others go on, by a batch that has one row less from a moment that the clock chose.
+
+    Args:
+        engine: Completes the turns. Nobody else may use it meanwhile.
+        num_requests: Requests of the rollout, by place 0, 1, ...
+        room: Members at once.
+    """
+
+    def __init__(self, engine: Engine, *, num_requests: int, room: int) -> None:
+        self._engine = engine
+        self._room = room
+        self._outside = deque(range(num_requests))
+        self._doors = [asyncio.Event() for _ in range(num_requests)]
+        self._members: set[int] = set()
+        self._waiting: dict[int, _Waiting] = {}
+        self._round: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        # A resumed run begins with an empty cache, and must find what this one finds.
+        await self._engine.flush_cache()
+        self._admit()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._round is not None:
+            self._round.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._round
+
+    @asynccontextmanager
+    async def seat(self, place: int) -> AsyncIterator[CompletionSource]:
+        """Wait until the request at `place` is a member."""
+        try:
+            await self._doors[place].wait()
+            yield _Seat(self, place)
+        finally:
+            self._leave(place)
+
+    async def complete(self, place: int, call: EngineCall) -> Completion:
+        """Complete a member's turn in the next round.
+
+        Raises:
+            BaseException: what the call failed with.
+        """
+        waiting = _Waiting(call, asyncio.get_running_loop().create_future())
+        self._waiting[place] = waiting
+        self._begin_where_all_wait()
+        try:
+            answer = await waiting.answer
+        except asyncio.CancelledError:
+            await self._withdraw(place, call)
+            raise
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _withdraw(self, place: int, call: EngineCall) -> None:
+        if self._waiting.pop(place, None) is None:
+            await self._engine.abort(call.request_id)
+
+    def _admit(self) -> None:
+        while self._outside and len(self._members) < self._room:
+            place = self._outside.popleft()
+            self._members.add(place)
+            self._doors[place].set()
+
+    def _leave(self, place: int) -> None:
+        if place in self._members:
+            self._members.remove(place)
+        else:
+            self._outside.remove(place)
+        self._admit()
+        self._begin_where_all_wait()
+
+    def _begin_where_all_wait(self) -> None:
+        if self._round is None and self._waiting and len(self._waiting) == len(self._members):
+            calls = [self._waiting[place] for place in sorted(self._waiting)]
+            self._waiting.clear()
+            self._round = asyncio.create_task(self._run(calls), name="round")
+
+    async def _run(self, waiting: Sequence[_Waiting]) -> None:
+        try:
+            answers = await self._engine.generate_together([w.call for w in waiting])
+        # Whatever it is, even a stray cancellation, every member of the round is to hear of it.
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+            answers = [error] * len(waiting)
+        self._round = None
+        for member, answer in zip(waiting, answers, strict=True):
+            if not member.answer.done():
+                member.answer.set_result(answer)
+        self._begin_where_all_wait()
+
+
+class _Seat:
+    """One member's view of the rounds."""
+
+    def __init__(self, rounds: Rounds, place: int) -> None:
+        self._rounds = rounds
+        self._place = place
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+    ) -> Completion:
+        """Continue `input_ids` in the next round; one call at a time."""
+        call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
+        return await self._rounds.complete(self._place, call)

@@ -1,0 +1,77 @@
+"""Which rollouts of a run are written, where, and what becomes of the run if they cannot be.
+
+They are for looking at: a full disk is told, and does not end the run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.config.schema import TrainerConfig
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.trainer.journal import Journal
+from agentrl.trainer.rollout_log import SkipNote, rollout_path, save_rollouts, save_skipped
+from agentrl.training.actor import BrokenRow, SkippedStep
+from agentrl.training.distributed import World
+
+SKIPPED = "skipped"
+"""Folder, in the run's, of the rows for which an optimizer step was skipped."""
+
+
+class RolloutFiles:
+    """Saves a run's rollouts. Every method is a collective; the main rank writes.
+
+    Args:
+        config: Which folders.
+        world: The ranks, each with rollouts of its own.
+        journal: Told what could not be written.
+    """
+
+    def __init__(self, config: TrainerConfig, world: World, journal: Journal) -> None:
+        self._config = config
+        self._world = world
+        self._journal = journal
+
+    def save_step(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
+        """Save training rollouts, where `trainer.rollout_data_dir` names a folder."""
+        if self._config.rollout_data_dir is not None:
+            self._save(rollout_path(self._config.rollout_data_dir, step), requests, step)
+
+    def save_validation(
+        self, step: int, requests: Sequence[AsyncRolloutRequest], name: str
+    ) -> None:
+        """Save a set's rollouts, where `trainer.validation_data_dir` names a folder."""
+        folder = self._config.validation_data_dir
+        if folder is not None:
+            self._save(rollout_path(folder, step, f"val_{name}"), requests, step)
+
+    def save_skipped(
+        self, step: int, requests: Sequence[AsyncRolloutRequest], skipped: Sequence[SkippedStep]
+    ) -> None:
+        """Tell of optimizer steps that were not taken, and save the rows that are to blame."""
+        if not skipped:
+            return
+        path = rollout_path(self._config.default_local_dir / SKIPPED, step)
+        everyone = {one.request_id: one for one in self._world.gather_on_main(requests)}
+        rows = [
+            (everyone[row.request_id], _note(one, row))
+            for one in skipped
+            for row in one.rows
+            if row.request_id in everyone
+        ]
+        for one in skipped:
+            self._journal.say(f"step {step}: {one.in_words()}; the rows to blame: {path}")
+        if self._world.is_main:
+            with self._journal.sparing("the rows to blame"):
+                save_skipped(path, rows, step=step)
+
+    def _save(self, path: Path, requests: Sequence[AsyncRolloutRequest], step: int) -> None:
+        everyone = self._world.gather_on_main(requests)
+        everyone.sort(key=lambda request: (request.batch_data_id, request.rollout_offset))
+        if self._world.is_main:
+            with self._journal.sparing("rollouts"):
+                save_rollouts(path, everyone, step=step)
+
+
+def _note(step: SkippedStep, row: BrokenRow) -> SkipNote:
+    tokens = {name: list(places) for name, places in row.not_finite.items()}
+    return SkipNote(mini_batch=step.mini_batch, not_finite=tokens)

@@ -1,0 +1,75 @@
+"""Whether two runs left the same behind: everything that is no clock, to the last bit."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+CLOCKS_OF_METRICS = re.compile(
+    r"timing_s/.*|perf/(throughput|time_per_step|max_.*)|rollout/(turn_seconds|tool/.*/seconds)/.*"
+)
+"""Figures that are read off a clock or off the process's memory; every other one is compared."""
+CLOCKS_OF_RECORDS = re.compile(r"seconds(_.*)?")
+"""Keys of rollouts, of `summary.json` and of `state.json` that hold seconds."""
+APART = re.compile(r"metrics\.\d+\.jsonl|started|(.*/)?manifest\.json")
+"""Figures of an attempt that had no checkpoint yet; the date; checksums, one of them of a file with
+seconds in it (what they are of is compared itself)."""
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    """Name what two runs' folders do not have in common; nothing where the runs are the same."""
+    left, right = _names(ours), _names(theirs)
+    found = [f"only one run has {name}" for name in sorted(left ^ right)]
+    for name in sorted(left & right):
+        found += [f"{name}: {what}" for what in _compare(ours / name, theirs / name, ours, theirs)]
+    return found
+
+
+def _names(folder: Path) -> set[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix() for path in files}
+    return {name for name in names if not APART.fullmatch(name)}
+
+
+def _compare(ours: Path, theirs: Path, *folders: Path) -> Iterator[str]:
+    if ours.name not in ("state.json", "summary.json") and ours.suffix != ".jsonl":
+        if ours.read_bytes() != theirs.read_bytes():
+            yield "other bytes"
+        return
+    left, right = _records(ours, folders), _records(theirs, folders)
+    if len(left) != len(right):
+        yield f"{len(left)} and {len(right)} lines"
+    for line, (one, other) in enumerate(zip(left, right, strict=False), start=1):
+        clocks = CLOCKS_OF_METRICS if ours.name == "metrics.jsonl" else CLOCKS_OF_RECORDS
+        for what in _unlike(_timeless(one, clocks), _timeless(other, clocks), ""):
+            yield f"line {line}{what}"
+
+
+def _records(file: Path, folders: Iterable[Path]) -> list[Any]:
+    text = file.read_text(encoding="utf-8")
+    for folder in folders:
+        text = text.replace(f"{folder}/", "RUN/")
+    if file.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(text)]
+
+
+def _timeless(value: Any, clocks: re.Pattern[str]) -> Any:
+    if isinstance(value, dict):
+        kept = {name: v for name, v in value.items() if not clocks.fullmatch(name)}
+        return {name: _timeless(v, clocks) for name, v in kept.items()}
+    if isinstance(value, list):
+        return [_timeless(one, clocks) for one in value]
+    return value
+
+
+def _unlike(one: Any, other: Any, where: str) -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for name in one:
+            yield from _unlike(one[name], other[name], f"{where}.{name}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            yield from _unlike(*pair, f"{where}[{place}]")
+    elif one != other:
+        yield f"{where}: {str(one)[:80]} and {str(other)[:80]}"

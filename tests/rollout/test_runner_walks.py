@@ -1,0 +1,98 @@
+"""Random walks through the real runner: the laws at every step, engine call and end."""
+
+from collections import Counter
+
+import pytest
+
+from agentrl.config.schema import RewardWeightsConfig
+from agentrl.engines.protocol import FinishReason
+from agentrl.errors import Fault
+from agentrl.rollout.states import RequestState, StopReason
+from tests.fakes import assert_lawful, check_life
+from tests.fakes_request_model import FAILURES, assert_rewards_land
+from tests.fakes_runner_walks import Walk, WatchedRequest, walk
+
+
+def assert_ended_lawfully(played: Walk) -> None:
+    """Laws 5, 6, 7 and 13, at the end of a walk."""
+    request = played.request
+    assert_lawful(request, played.engine)
+    _assert_explained(played)
+    _assert_cuts_are_recorded(request)
+    for tool in played.tools:
+        check_life(tool.lives, "create", "release")
+    check_life(played.user.lives, "start", "finalize")
+    request.reward = 0.75
+    for placement in ("last", "spread"):
+        weights = RewardWeightsConfig(trajectory=1.0, turn=0.5, tool=0.25)
+        assert_rewards_land(request, request.model, weights, placement)
+
+
+def _assert_explained(played: Walk) -> None:
+    """Law 5: one reason, and it is that of what happened."""
+    request, reason = played.request, played.request.stop_reason
+    assert reason is not None
+    assert (str(reason) in FAILURES) == (request.state is RequestState.FAILED)
+    calls = [call for turn in request.turns for call in turn.calls]
+    last = request.turns[-1] if request.turns else None
+    match reason:
+        case StopReason.MAX_TOOL_CALLS:
+            assert len(calls) > (request.budgets.max_tool_calls or 0)
+        case StopReason.MAX_ASSISTANT_TURNS:
+            assert request.num_assistant_turns == request.budgets.max_assistant_turns
+        case StopReason.MAX_USER_TURNS:
+            assert request.num_user_turns == request.budgets.max_user_turns
+        case StopReason.WALL_CLOCK:
+            assert request.budgets.timeout_s is not None
+        case StopReason.ABORTED:
+            was_aborted = last is not None and last.finish_reason is FinishReason.ABORT
+            assert was_aborted or played.was_cancelled
+        case StopReason.ANSWERED | StopReason.INTERACTION_ENDED:
+            assert last is not None
+            assert last.role == "assistant"
+        case _:
+            pass
+    if request.error is not None and reason is not StopReason.FAILED:
+        assert request.error.fault is Fault.LIMIT
+
+
+def _assert_cuts_are_recorded(request: WatchedRequest) -> None:
+    """Law 13: what was cut says by which budget."""
+    for turn in request.turns:
+        for call in turn.calls:
+            assert call.num_tokens <= request.budgets.max_observation_tokens
+        if turn.role == "user":
+            assert (turn.cut == "observation") == (turn.num_cut_tokens > 0)
+    ends = {StopReason.RESPONSE_BUDGET, StopReason.MODEL_LENGTH}
+    cut = [turn.cut for turn in request.turns if turn.cut in ("response", "model")]
+    assert len(cut) <= 1
+    if cut and request.error is None:
+        assert request.stop_reason in ends
+
+
+def walk_many(seeds: range) -> Counter[str]:
+    """Walk by these seeds; returns how often what happened, `steps` among it."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            played = walk(seed)
+            assert_ended_lawfully(played)
+        except Exception as error:
+            raise AssertionError(f"the walk of seed {seed}") from error
+        found[str(played.request.stop_reason)] += 1
+        found["steps"] += played.request.num_steps
+        found["engine calls"] += len(played.engine.records)
+    print(dict(found))
+    return found
+
+
+def test_laws_hold_through_the_runner() -> None:
+    assert walk_many(range(120))["steps"] >= 600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_laws_hold_for_thirty_thousand_steps_through_the_runner() -> None:
+    found = walk_many(range(1000, 6000))
+    assert found["steps"] >= 30_000
+    assert set(map(str, StopReason)) <= found.keys()

@@ -1,0 +1,261 @@
+"""Runs that are killed with `kill -9` and started again: what they leave is what one run leaves."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config.schema import OptimConfig, SftConfig
+from agentrl.data.files import read_rows
+from agentrl.training.distributed import start_world, stop_world
+from agentrl.training.sft import run_sft
+from tests.fakes_kill import SCORER, STATIONS, Life, Mark, Nursery
+from tests.fakes_runs import ROOT, read_lines, spawn_agentrl, tiny_run, write_jsonl, write_yaml
+from tests.fakes_same import differences
+
+STEPS_PER_EPOCH = 4
+NUM_STEPS = 3 * STEPS_PER_EPOCH
+FIRST_EPOCH, EPOCHS_END, AFTER = (1, 2, 3), (4, 5), (6, 7, 8, 9, 10, 11, 12)
+SAVE_FREQ = {"roll_out": 3, "update_actor": 4, "save_checkpoint": 1}
+"""Resumed within an epoch and across its end; exactly at its end; at every step."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """What the runs begin from: data whose rows meet a simulated user, a policy, a scorer."""
+
+    folder: Path
+    policy: Path
+
+    def run(self, folder: Path, **changes: Any) -> dict[str, Any]:
+        """A run's configuration: deterministic, with all that a step may depend on."""
+        common = {
+            "data__train_files": [str(self.folder / "train.jsonl")],
+            "data__val_files": {"arithmetic": str(self.folder / "val.jsonl")},
+            "data__train_batch_size": 24 // STEPS_PER_EPOCH,
+            "data__max_prompt_length": 300,
+            "data__max_response_length": 96,
+            "model__path": str(self.policy),
+            "rollout__deterministic": True,
+            "rollout__multi_turn__max_tokens_per_turn": 32,
+            "rollout__multi_turn__max_tool_response_length": 32,
+            "rollout__multi_turn__interaction_config_path": str(
+                ROOT / "configs/interaction_config/gsm8k_interaction_config.yaml"
+            ),
+            "actor__ppo_mini_batch_size": 3,
+            "actor__shuffle": True,
+            "actor__use_kl_loss": True,
+            "actor__optim": {"lr": 1e-3, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
+            "reward__custom_reward_function": {"path": str(self.folder / "score.py")},
+            "trainer__total_training_steps": NUM_STEPS,
+            "trainer__test_freq": 2,
+            "trainer__max_ckpt_to_keep": 2,
+            "trainer__rollout_data_dir": str(folder / "rollouts"),
+            "trainer__validation_data_dir": str(folder / "validation"),
+        }
+        return tiny_run(self.folder, folder, **(common | changes))
+
+
+@pytest.fixture(scope="module")
+def home(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """Rows that name their simulated user, a scorer whose rewards differ, the untrained policy."""
+    folder = tmp_path_factory.mktemp("killed")
+    for name in ("train", "val"):
+        rows = list(read_rows(tiny_home / f"data/{name}.parquet"))
+        for row in rows:
+            truth = row["reward_model"]["ground_truth"]
+            row["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "ground_truth": truth}
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    (folder / "score.py").write_text(SCORER)
+    return Home(folder, tiny_home / "policy")
+
+
+@pytest.fixture(scope="module")
+def warm_home(home: Home, tiny_home: Path) -> Home:
+    """The same with a policy that knows how to call the calculator."""
+    demos = read_rows(tiny_home / "data/demos.jsonl")
+    calls = [row for row in demos if any("tool_calls" in message for message in row["messages"])]
+    config = SftConfig(
+        model_path=str(home.policy),
+        train_file=write_jsonl(home.folder / "calls.jsonl", calls),
+        out_dir=home.folder / "warm",
+        steps=250,
+        batch_size=8,
+        optim=OptimConfig(name="muon", lr=0.012, muon_lr=0.024, lr_scheduler="cosine"),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    run_sft(config, start_world("cpu"))
+    stop_world()
+    torch.set_num_threads(threads)
+    return Home(home.folder, config.out_dir)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as nursery:
+        yield nursery
+
+
+@dataclass
+class Course:
+    """One run, however often it is killed."""
+
+    nursery: Nursery
+    run: dict[str, Any]
+    folder: Path
+    lives: list[Life] = field(default_factory=list[Life])
+
+    def live(self) -> Life:
+        """Start it, anew or again."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lives.append(self.nursery.start(self.run, self.folder.with_suffix(".log")))
+        return self.lives[-1]
+
+    def finish(self) -> Life:
+        """Let it run to its end."""
+        life = self.live()
+        assert life.wait() == 0, self.told()
+        return life
+
+    def kill_inside(self, station: str, step: int, delay: float) -> bool:
+        """Kill it `delay` seconds after it entered a station; whether it was still in there."""
+        mark, life = Mark("enter", station, step), self.live()
+        assert life.wait_for(mark), self.told()
+        life.kill_after(delay)
+        assert life.wait() == -9, self.told()
+        return life.is_inside(mark)
+
+    def newest_checkpoint(self) -> int:
+        names = [path.name for path in self.folder.glob("checkpoints/global_step_*")]
+        return max([int(name.rpartition("_")[2]) for name in names], default=0)
+
+    def told(self) -> str:
+        return self.folder.with_suffix(".log").read_text()[-3000:]
+
+
+def usual_seconds(life: Life, station: str) -> float:
+    """How long a run was in a station, in the middle of its steps."""
+    times = dict(zip(life.marks, life.times, strict=True))
+    entered = [mark for mark in life.marks if mark[:2] == ("enter", station)]
+    return median(times[mark._replace(event="leave")] - times[mark] for mark in entered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("station", STATIONS)
+def test_law_11_run_killed_ten_times_is_the_run_that_was_never_killed(
+    warm_home: Home, nursery: Nursery, tmp_path: Path, station: str
+):
+    def course(name: str) -> Course:
+        run = warm_home.run(tmp_path / name, trainer__save_freq=SAVE_FREQ[station])
+        return Course(nursery, run, tmp_path / name)
+
+    whole, killed = course("whole"), course("killed")
+    seconds = usual_seconds(whole.finish(), station)
+    draw = random.Random(f"instants of {station}")
+    steps = sorted(
+        draw.choices(FIRST_EPOCH, k=3) + draw.choices(EPOCHS_END, k=4) + draw.choices(AFTER, k=3)
+    )
+    hits: list[int] = []
+    half_written = 0
+    for step in steps:
+        for _ in range(10):
+            reached = max(step, killed.newest_checkpoint() + 1)
+            if killed.kill_inside(station, reached, draw.uniform(0, seconds)):
+                hits.append(reached)
+                half_written += any(killed.folder.glob("checkpoints/.writing-*"))
+                break
+    assert len(hits) == 10, "instants that came too late"
+    assert all(set(hits) & set(steps) for steps in (FIRST_EPOCH, EPOCHS_END, AFTER))
+    assert half_written >= 3 or station != "save_checkpoint"
+    killed.finish()
+    assert differences(whole.folder, killed.folder) == []
+    lines = read_lines(whole.folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    assert sum(line["rollout/tool_calls/ok"] for line in lines[1:]) > 1
+    assert sum(line["rollout/user_turns/mean"] for line in lines[1:]) > 1
+    assert all(line["actor/grad_norm"] > 0 for line in lines[1:])
+
+
+# The command itself, from nothing to its end.
+
+
+def whole_run_file(folder: Path) -> Path:
+    """A run file that makes its data, its policy and its warm-up first."""
+    run = tiny_run(
+        folder,
+        folder / "run",
+        data__max_prompt_length=300,
+        model__path=str(folder / "warm"),
+        rollout__deterministic=True,
+        trainer__total_training_steps=4,
+        trainer__save_freq=1,
+        prepare={
+            "arithmetic": {
+                "out_dir": str(folder / "data"), "num_train": 24, "num_val": 6, "num_demos": 60,
+            },
+            "tiny_policy": {
+                "out_dir": str(folder / "policy"), "corpus": str(folder / "data/demos.jsonl"),
+                "vocab_size": 400, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1,
+            },
+            "sft": {
+                "model_path": str(folder / "policy"),
+                "train_file": str(folder / "data/demos.jsonl"),
+                "out_dir": str(folder / "warm"),
+                "steps": 60, "batch_size": 8, "optim": {"lr": 0.01},
+            },
+        },
+    )  # fmt: skip
+    return write_yaml(folder / "run.yaml", run)
+
+
+def kill_command(run_file: Path, is_time: Callable[[], bool], delay: float) -> None:
+    """Run the command, and kill it a moment after the time has come."""
+    process = spawn_agentrl("train", run_file)
+    try:
+        while not is_time():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
+        time.sleep(delay)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -9
+
+
+def finish_command(run_file: Path) -> None:
+    """Run the command to its end."""
+    process = spawn_agentrl("train", run_file)
+    told = process.communicate(timeout=250)
+    assert process.returncode == 0, told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_law_11_command_killed_while_it_prepares_and_while_it_trains_leaves_what_one_run_leaves(
+    tmp_path: Path,
+):
+    # At the same place, one after the other: a configuration's digest knows its paths.
+    whole, killed = tmp_path / "whole", tmp_path / "run"
+    draw = random.Random("instants of the command")
+    finish_command(whole_run_file(killed))
+    killed.rename(whole)
+    run_file = whole_run_file(killed)
+    for mark, delay in (
+        ("data", 0.02),
+        ("policy/manifest.json", 0.1),
+        ("warm/manifest.json", 1.0),
+        ("run/metrics.jsonl", 0.5),
+        ("run/checkpoints/global_step_2", 0.3),
+    ):
+        kill_command(run_file, (killed / mark).exists, draw.uniform(0, delay))
+    finish_command(run_file)
+    for part in ("data", "policy", "warm", "run"):
+        assert differences(whole / part, killed / part) == [], part

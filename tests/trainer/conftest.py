@@ -1,0 +1,44 @@
+"""Runs on which faults are visited."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import Trainer
+from agentrl.config import parse_config
+from agentrl.training.distributed import stop_world
+from tests.fakes_faults import Train, files_at_most, make_run, make_workshop
+from tests.fakes_runs import Told, run_agentrl, write_yaml
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    """A folder with the code of a tool and a scorer, and twelve rows."""
+    return make_workshop(tmp_path / "workshop")
+
+
+@pytest.fixture
+def train(
+    tiny_home: Path, workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Train:
+    """`agentrl train` on `make_run` with changes; no file may be longer than `limit` bytes."""
+
+    def run(*, limit: int | None = None, **changes: Any) -> Told:
+        content = make_run(tiny_home, workshop, tmp_path / "run", **changes)
+        file = write_yaml(tmp_path / "run.yaml", content)
+        with files_at_most(limit):
+            return run_agentrl(capsys, "train", file)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never stopped, each step saved."""
+    folder = tmp_path_factory.mktemp("whole")
+    shop = make_workshop(folder / "workshop")
+    content = make_run(tiny_home, shop, folder / "run", trainer__save_freq=1)
+    Trainer(parse_config(content)).fit()
+    stop_world()
+    return folder / "run"

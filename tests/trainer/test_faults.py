@@ -1,0 +1,316 @@
+"""Memory that runs out, numbers that are not finite, data and tokenizers that changed."""
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from agentrl.algorithms import get_policy_loss_fn, register_policy_loss
+from agentrl.config.schema import FsdpConfig
+from agentrl.engines.continuous_batching import Batcher
+from agentrl.errors import OutOfMemoryError
+from agentrl.trainer.rollout_log import read_trajectories
+from agentrl.training.batches import read_padded_rows, split_micro_batches
+from agentrl.training.distributed import start_world, stop_world
+from agentrl.training.model import PolicyModel
+from agentrl.training.plausibility import find_implausible
+from tests.fakes_engines import tiny_model
+from tests.fakes_faults import (
+    Train,
+    assert_refused,
+    assert_same_course,
+    assert_same_tensors,
+    make_row,
+    saved_steps,
+)
+from tests.fakes_runs import (
+    read_lines,
+    scripted,
+    write_jsonl,
+)
+from tests.fakes_training import Layout, Row, make_actor, make_batch, make_policy
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """One thread, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    stop_world()
+    torch.set_num_threads(threads)
+
+
+# Memory that runs out.
+
+
+FAULTS: list[str] = []
+"""What goes wrong in the next micro-batches: `memory`, `gradient`, `loss`, or nothing."""
+
+
+@register_policy_loss("faulty")
+def faulty_loss(old_log_prob: Any, log_prob: torch.Tensor, *rest: Any, scale: Any = None) -> Any:
+    """The usual loss, with the next of `FAULTS`."""
+    loss, metrics = get_policy_loss_fn("vanilla")(old_log_prob, log_prob, *rest, scale=scale)
+    match FAULTS.pop(0) if FAULTS else "":
+        case "memory":
+            torch.empty(1 << 50)
+        case "gradient":
+            # Itself 0, and its derivative 0 times infinity.
+            loss = loss + (log_prob * 0).abs().sqrt().sum()
+        case "loss":
+            loss = loss * float("inf")
+        case _:
+            pass
+    return loss, metrics
+
+
+@pytest.fixture
+def faults() -> Iterator[list[str]]:
+    FAULTS.clear()
+    yield FAULTS
+    FAULTS.clear()
+
+
+def test_memory_that_runs_out_in_an_update_names_its_keys_and_keeps_the_last_step(
+    train: Train, tmp_path: Path, whole: Path, faults: list[str]
+):
+    faults += ["", "", "memory"]
+    told = train(actor__policy_loss="faulty")
+    assert_refused(
+        told, "memory ran out in the update", "can't allocate memory: you tried to allocate",
+        "micro_batch: ", "actor.ppo_max_token_len_per_gpu", "enable_gradient_checkpointing",
+    )  # fmt: skip
+    assert saved_steps(tmp_path / "run") == ["global_step_1"]
+    assert train(actor__policy_loss="faulty").code == 0
+    assert_same_course(tmp_path / "run", whole)
+
+
+def test_update_that_breaks_off_between_its_steps_is_not_saved(
+    train: Train, tmp_path: Path, faults: list[str]
+):
+    faults += ["", "", "", "memory"]
+    told = train(actor__policy_loss="faulty")
+    assert_refused(told, "memory ran out in the update")
+    assert "step 2 ended in the middle of its update" in told.out
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_memory_that_runs_out_in_the_engine_fails_its_calls_and_names_its_keys(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real, steps = Batcher.step, iter(range(1000))
+
+    def step(self: Batcher) -> bool:
+        if (tmp_path / "run/checkpoints/global_step_1").exists() and next(steps) == 2:
+            torch.empty(1 << 50)
+        return real(self)
+
+    monkeypatch.setattr(Batcher, "step", step)
+    told = train(rollout__engine=None, data__val_files=None, trainer__save_freq=1)
+    assert_refused(told, "4 of 4 requests failed", "the engine's memory ran out", "num_pages")
+    assert saved_steps(tmp_path / "run") == ["global_step_1"]
+
+
+def test_memory_that_the_system_refuses_is_told_with_the_micro_batch():
+    policy = make_policy(start_world("cpu"), vocab_size=50_000)
+    actor = make_actor(policy, Layout(budget=4096, block_bytes=1 << 40))
+    batch = make_batch([Row([1], [2] * 3000, [1] * 3000)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
+    try:
+        with pytest.raises(OutOfMemoryError, match="memory ran out in log-probabilities") as raised:
+            actor.compute_log_probs(batch, temperature=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert "3000 tokens of 1 sequences, 3000 of them trained" in str(raised.value)
+
+
+# Numbers that are not finite.
+
+
+def test_step_that_is_not_finite_changes_nothing_and_leaves_its_rows_in_a_file(
+    train: Train, tmp_path: Path, faults: list[str]
+):
+    faults += ["", "", "gradient", "", "loss", "loss"]
+    told = train(actor__policy_loss="faulty", trainer__save_freq=1)
+    assert told.code == 0, told
+    one, two, three = (tmp_path / f"run/checkpoints/global_step_{step}" for step in (1, 2, 3))
+    assert_same_tensors(one, two)
+    states = [json.loads((path / "state.json").read_text()) for path in (one, two)]
+    assert [state["actor"]["num_optimizer_steps"] for state in states] == [2, 2]
+    weights = [load_file(path / "model.safetensors") for path in (two, three)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [line.get("actor/skipped_steps") for line in lines] == [None, 0, 2, 0]
+    file = tmp_path / "run/skipped/step_000002.jsonl"
+    assert f"not finite in 2 rows: gradient; the rows to blame: {file}" in told.out
+    saved = list(read_trajectories(file))
+    notes = [(one.skipped.mini_batch, dict(one.skipped.not_finite)) for one in saved if one.skipped]
+    assert notes == [(0, {"gradient": []})] * 2 + [(1, {"loss": []})] * 2
+    assert {one.request.uid for one in saved} == {one.request.uid for one in saved}
+    assert all(one.request.num_response_tokens for one in saved)
+
+
+def test_gradient_alone_that_is_not_finite_is_laid_to_its_micro_batch(faults: list[str]):
+    rows = [Row([1, 2], [3 + place, 4], [1, 1]) for place in range(4)]
+    actor = make_actor(make_policy(start_world("cpu")), Layout(budget=1), policy_loss="faulty")
+    batch = make_batch(rows)
+    order = [one.row_index for one in split_micro_batches(
+        read_padded_rows(batch), range(4), 1, actor.world
+    )]  # fmt: skip
+    assert len(order) == 4, "a row each"
+    faults += ["", "gradient", "", ""] * 2
+    before = torch.get_rng_state()
+    (skipped,) = actor.update_policy(batch, temperature=1.0).skipped
+    assert skipped.request_ids == (f"r{order[1][0]}",)
+    assert skipped.rows[0].not_finite == {"gradient": ()}
+    faults += ["", "gradient", "", ""]
+    (skipped,) = actor.update_policy(batch, temperature=1.0).skipped
+    assert len(skipped.rows) == 4, "none breaks alone: all may be to blame"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not actor.optimizer.state_tensors()
+
+
+def test_run_that_takes_no_step_any_more_ends(train: Train, tmp_path: Path, faults: list[str]):
+    faults += ["", "", *["loss"] * 8]
+    told = train(actor__policy_loss="faulty", actor__max_skipped_updates=2)
+    assert_refused(told, "the last 2 updates took no step", "actor.max_skipped_updates", "skipped/")
+    assert saved_steps(tmp_path / "run") == ["global_step_3"], "what was reached is kept"
+
+
+# A dataset that changed under a resumed run.
+
+
+def test_changed_rows_are_told_in_words_before_the_model_loads(
+    train: Train, workshop: Path, tmp_path: Path
+):
+    assert train(trainer__total_training_steps=1).code == 0
+    rows, file = [make_row(number) for number in range(12)], workshop / "rows.jsonl"
+    edited = [*rows[:7], rows[7] | {"reward_model": {"ground_truth": "7"}}, *rows[8:]]
+    other = write_jsonl(tmp_path / "other.jsonl", [*rows, make_row(99)])
+    for changed, changes, parts in (
+        ([*rows, rows[0]], {}, ["there are 13 rows, there were 12", str(file)]),
+        (edited, {}, ["the first that differs is row 7"]),
+        (rows[::-1], {}, ["they are the same rows in another order"]),
+        (rows, {"data__train_files": [str(other)]}, ["other.jsonl, were", "there are 13 rows"]),
+        (
+            rows,
+            {"data__train_max_samples": 11, "data__max_prompt_length": 299},
+            ["data.train_max_samples is 11, was None", "data.max_prompt_length is 299, was 300"],
+        ),
+        (rows, {"data__seed": 5}, ["data.seed is 5, was 0"]),
+    ):
+        write_jsonl(file, changed)
+        told = train(**changes)
+        assert_refused(told, "not those that the run began with", "global_step_1", *parts)
+        assert "trainer.resume_mode=disable" in told.err
+        assert "Qwen2ForCausalLM" not in told.out
+
+
+def test_changed_validation_set_is_told_and_the_run_goes_on(
+    train: Train, workshop: Path, tmp_path: Path
+):
+    assert train(trainer__total_training_steps=1).code == 0
+    other = write_jsonl(tmp_path / "val.jsonl", [make_row(50)])
+    told = train(data__val_files={"rows": str(other)}, trainer__total_training_steps=2)
+    assert told.code == 0, told
+    assert "the validation set 'rows' is not the one that the run began with" in told.out
+
+
+@pytest.mark.slow
+def test_rows_under_another_name_are_the_same_rows(train: Train, workshop: Path, tmp_path: Path):
+    assert train(trainer__total_training_steps=1).code == 0
+    moved = (workshop / "rows.jsonl").rename(tmp_path / "moved.jsonl")
+    told = train(
+        data__train_files=[str(moved)],
+        data__val_files={"rows": str(moved)},
+        trainer__total_training_steps=2,
+    )
+    assert told.code == 0, told
+    assert "began with" not in told.out
+
+
+# A tokenizer and a model that disagree.
+
+
+def test_tokenizer_with_more_tokens_than_the_model_is_told_before_the_model_loads(
+    train: Train, tiny_home: Path, tmp_path: Path
+):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_home / "policy")
+    tokenizer.add_tokens([f"<extra_{number}>" for number in range(9)])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    told = train(model__tokenizer_path=str(tmp_path / "larger"))
+    assert_refused(told, "the tokenizer writes ids up to 408, the model has 400 embeddings")
+    assert "Qwen2ForCausalLM" not in told.out
+
+
+def test_tokenizer_of_another_family_beside_the_models_own_is_refused(
+    train: Train, tiny_home: Path, tmp_path: Path
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (tiny_home / "policy").glob("*token*"):
+        (other / file.name).write_text(file.read_text())
+    (other / "chat_template.jinja").write_text(
+        (tiny_home / "policy/chat_template.jinja").read_text()
+    )
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    told = train(model__tokenizer_path=str(other))
+    assert_refused(told, "is 'b' to the tokenizer of", "and 'a' to the one beside the model")
+
+
+def test_special_tokens_of_another_tokenizer_are_told(
+    train: Train, tiny_home: Path, tmp_path: Path
+):
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    for file in (tiny_home / "policy").iterdir():
+        (policy / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((policy / name).read_text())
+        content["eos_token_id"] = 70
+        (policy / name).write_text(json.dumps(content))
+    told = train(model__path=str(policy), trainer__total_training_steps=1)
+    assert told.code == 0, told
+    assert "note: the model's eos_token_id is 70, which is the plain token" in told.out
+    assert "note: the tokenizer's end of sequence is '<|im_end|>'" in told.out
+
+
+def test_template_whose_end_of_turn_is_no_token_is_told(train: Train):
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}[END]\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    changes: dict[str, Any] = {
+        "model__custom_chat_template": template,
+        "rollout__multi_turn": {"max_tokens_per_turn": 8},
+        "rollout__engine": scripted("42[END]"),
+        "data__val_files": None,
+        "trainer__total_training_steps": 0,
+    }
+    told = train(**changes)
+    assert told.code == 0, told
+    assert "note: the chat template ends a turn with no token of the tokenizer" in told.out
+    assert "ends a turn with" not in train(**changes, rollout__stop=["[END]"]).out
+
+
+@pytest.mark.parametrize(("spread", "is_told"), [(0.02, False), (1.0, True)])
+def test_policy_to_which_a_prompt_is_worse_than_noise_is_told(spread: float, is_told: bool):
+    lm = tiny_model(initializer_range=spread)
+    policy = PolicyModel(lm, start_world("cpu"), torch.float32, FsdpConfig())
+    told = find_implausible(policy, list(range(5, 60)), budget=64)
+    assert (told is not None) == is_told, told
+    assert told is None or "less likely than noise" in told
+    assert find_implausible(policy, [1], budget=64) is None

@@ -1,0 +1,199 @@
+"""Full disks and folders that cannot be written: what stands, what goes on, what is told."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from agentrl.config import parse_config
+from agentrl.errors import ConfigError
+from agentrl.files import naming
+from agentrl.trainer.preflight import check_room
+from agentrl.training.distributed import stop_world
+from tests.fakes_faults import (
+    Train,
+    assert_refused,
+    assert_same_course,
+    files_at_most,
+    make_run,
+    saved_steps,
+)
+from tests.fakes_runs import (
+    run_agentrl,
+    tiny_run,
+    write_yaml,
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """One thread, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    stop_world()
+    torch.set_num_threads(threads)
+
+
+def test_full_disk_at_a_checkpoint_keeps_the_one_before(train: Train, tmp_path: Path, whole: Path):
+    assert train(trainer__total_training_steps=1).code == 0
+    told = train(limit=100_000, trainer__save_freq=1)
+    assert_refused(told, "cannot write a checkpoint", f"{tmp_path}/run/checkpoints/global_step_2")
+    assert saved_steps(tmp_path / "run") == ["global_step_1"], "nothing half"
+    assert train().code == 0
+    assert_same_course(tmp_path / "run", whole)
+
+
+def test_full_disk_at_a_line_of_figures_saves_the_step_and_logs_it_later(
+    train: Train, tmp_path: Path, whole: Path
+):
+    metrics = tmp_path / "run/metrics.jsonl"
+    assert train(trainer__total_training_steps=1).code == 0
+    long_line = json.dumps({"step": 0} | {f"padding/{number}": 0.0 for number in range(30_000)})
+    metrics.write_text(long_line + "\n" + metrics.read_text())
+    told = train(limit=metrics.stat().st_size + 100)
+    assert_refused(told, "cannot write: File too large", str(metrics))
+    assert not metrics.read_text().endswith("\n"), "the line is half there"
+    assert saved_steps(tmp_path / "run") == ["global_step_1", "global_step_2"]
+    assert train().code == 0
+    metrics.write_text(metrics.read_text().removeprefix(long_line + "\n"))
+    assert_same_course(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_full_disk_at_the_export_keeps_the_checkpoint(train: Train, tmp_path: Path):
+    assert train(trainer__total_training_steps=1).code == 0
+    exported = load_file(tmp_path / "run/trained/model.safetensors")
+    told = train(limit=50_000, trainer__total_training_steps=1)
+    assert_refused(told, "cannot write the model", f"{tmp_path}/run/trained")
+    again = load_file(tmp_path / "run/trained/model.safetensors")
+    assert all(torch.equal(again[name], exported[name]) for name in exported)
+    assert train().code == 0
+
+
+def test_what_is_only_for_looking_at_ends_no_run(train: Train, tmp_path: Path):
+    folder = tmp_path / "run"
+    told = train(
+        limit=1200,
+        trainer__val_only=True,
+        trainer__plot=True,
+        trainer__logger=["console", "jsonl", "tensorboard"],
+        trainer__validation_data_dir=str(folder / "val"),
+    )
+    assert told.code == 0, told
+    assert f"rollouts not written: [Errno 27] cannot write: File too large: '{folder}/val" in (
+        told.out
+    )
+    assert "the learning curve not written" in told.out
+    assert "Traceback" not in told.err
+    assert (folder / "summary.json").is_file()
+    assert not list((folder / "val").iterdir())
+
+
+def test_full_disk_while_preparing_names_the_folder_and_leaves_nothing_for_made(
+    tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    problems = ("prepare", "arithmetic", tmp_path / "data", "--num-train", 300, "--num-demos", 5)
+    with files_at_most(2_000):
+        assert_refused(run_agentrl(capsys, *problems), f"{tmp_path}/data/train.parquet")
+    assert "made" in run_agentrl(capsys, *problems).out
+    run = tiny_run(tiny_home, tmp_path / "run")
+    run["prepare"] = {
+        "tiny_policy": {
+            "out_dir": f"{tmp_path}/policy",
+            "corpus": f"{tiny_home}/data/demos.jsonl",
+            "vocab_size": 300,
+            "hidden_size": 8,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+            "intermediate_size": 8,
+        },
+    }
+    file = write_yaml(tmp_path / "run.yaml", run)
+    with files_at_most(4_000):
+        assert_refused(run_agentrl(capsys, "rollout", file), f"{tmp_path}/policy")
+    assert not json.loads((tmp_path / "policy/manifest.json").read_text())["complete"]
+
+
+def test_library_that_tells_a_full_disk_in_its_own_way_is_heard(tiny_home: Path, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_home / "policy")
+    with (
+        files_at_most(8_000),
+        pytest.raises(OSError, match="cannot write: File too large") as raised,
+        naming(tmp_path / "policy"),
+    ):
+        tokenizer.save_pretrained(tmp_path / "policy")
+    assert raised.value.filename == str(tmp_path / "policy")
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_ends_the_run_and_room_lets_it_go_on(
+    train: Train, tmp_path: Path, whole: Path
+):
+    with mounted(tmp_path / "run", kilobytes=600):
+        told = train(trainer__save_freq=1)
+        assert_refused(told, "cannot write a checkpoint", "global_step_2", "No space left")
+        assert saved_steps(tmp_path / "run") == ["global_step_1"]
+        remount(tmp_path / "run", kilobytes=8_000)
+        assert train().code == 0
+        assert_same_course(tmp_path / "run", whole)
+
+
+@contextmanager
+def mounted(folder: Path, *, kilobytes: int) -> Iterator[None]:
+    """Mount a small disk; the test is left out where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        yield
+    finally:
+        # Lazily: tensors that were read may still be mapped from there.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, *, kilobytes: int) -> None:
+    options = f"remount,size={kilobytes}k"
+    subprocess.run(["mount", "-o", options, str(folder)], check=True)
+
+
+def test_run_whose_checkpoint_the_disk_cannot_hold_is_refused(tmp_path: Path):
+    config = parse_config({"data": {}, "model": {"path": "policy"}})
+    check_room(tmp_path, 1000, config)
+    with pytest.raises(ConfigError, match=r"a checkpoint takes 12000000000\.00 GB") as raised:
+        check_room(tmp_path, 10**18, config)
+    assert raised.value.details["key"] == "trainer.default_local_dir"
+
+
+# A folder that cannot be written.
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.default_local_dir", "trainer.rollout_data_dir",
+            "trainer.validation_data_dir", "data.cache_dir", "prepare.arithmetic.out_dir"]
+)  # fmt: skip
+def test_folder_that_cannot_be_written_is_told_before_the_model_loads(
+    train: Train, tmp_path: Path, key: str
+):
+    (tmp_path / "file").write_text("")
+    told = train(**{key.replace(".", "__"): str(tmp_path / "file/below")})
+    assert_refused(told, "cannot write", f"{tmp_path}/file/below", f"key: {key}")
+    assert "Qwen2ForCausalLM" not in told.out
+
+
+def test_rollouts_that_cannot_be_saved_are_told_before_the_model_loads(
+    tiny_home: Path, workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, workshop, tmp_path / "run"))
+    told = run_agentrl(capsys, "rollout", file, "--out", tmp_path)
+    assert_refused(told, f"{tmp_path} is a folder", "--out")
+    told = run_agentrl(capsys, "rollout", file, "--out", "/proc/rollouts/one.jsonl")
+    assert_refused(told, "cannot write to /proc/rollouts", "--out")

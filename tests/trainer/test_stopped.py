@@ -1,0 +1,204 @@
+"""Ctrl-C and SIGTERM: what a run that is stopped releases, saves, and goes on from."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import agentrl.training.checkpoint
+from agentrl.training.distributed import stop_world
+from agentrl.training.optim import PolicyOptimizer
+from tests.fakes_faults import SCORER, Train, assert_same_course, make_run, saved_steps
+from tests.fakes_runs import (
+    read_lines,
+    run_agentrl,
+    spawn_agentrl,
+    tiny_run,
+    write_yaml,
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """One thread, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    stop_world()
+    torch.set_num_threads(threads)
+
+
+def arm(place: str, workshop: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have the process signalled once, at one place of a run's second step."""
+    if place in ("rollout", "validation"):
+        (workshop / "armed").write_text("train-2" if place == "rollout" else "val-rows-2")
+        return
+    owner: Any = PolicyOptimizer if place == "update" else agentrl.training.checkpoint
+    name = "step" if place == "update" else "save_file"
+    real, calls = getattr(owner, name), iter(range(100))
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    patch.setattr(owner, name, signalled)
+
+
+@pytest.mark.parametrize(
+    ("place", "saved"),
+    [
+        ("rollout", ["global_step_1"]),
+        ("update", ["global_step_2"]),
+        ("validation", ["global_step_2"]),
+        pytest.param("checkpoint", ["global_step_1", "global_step_2"], marks=pytest.mark.slow),
+    ],
+)
+def test_stopped_run_saves_its_last_step_and_goes_on_as_if_never_stopped(
+    train: Train, tmp_path: Path, workshop: Path, whole: Path, place: str, saved: list[str]
+):
+    with pytest.MonkeyPatch.context() as patch:
+        arm(place, workshop, patch)
+        told = train(trainer__save_freq=1 if place == "checkpoint" else -1)
+    assert told.code == 130, told
+    assert told.out.endswith("interrupted\n")
+    assert "Traceback" not in told.out + told.err
+    assert not list(workshop.glob("created-*")), "every tool was released"
+    assert saved_steps(tmp_path / "run") == saved
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (workshop / "fired").unlink(missing_ok=True)
+    told = train()
+    assert told.code == 0, told
+    assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in told.out
+    assert_same_course(tmp_path / "run", whole)
+
+
+def test_run_stopped_before_its_first_step_is_over_leaves_no_checkpoint(
+    train: Train, tmp_path: Path, workshop: Path
+):
+    (workshop / "armed").write_text("train-1")
+    assert train().code == 130
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert not list(workshop.glob("created-*"))
+
+
+def test_rollout_command_is_stopped_with_its_tools_released(
+    tiny_home: Path, workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (workshop / "armed").write_text("train-0")
+    file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, workshop, tmp_path / "run"))
+    told = run_agentrl(capsys, "rollout", file, "--num", 3)
+    assert told.code == 130, told
+    assert "Traceback" not in told.err
+    assert not list(workshop.glob("created-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_preparation_that_is_stopped_is_made_anew(
+    tiny_home: Path,
+    tmp_path: Path,
+    number: int,
+    capsys: pytest.CaptureFixture[str],
+):
+    content = tiny_run(tiny_home, tmp_path / "run", trainer__val_only=True)
+    content["prepare"] = {"arithmetic": {"out_dir": f"{tmp_path}/data", "num_demos": 5}}
+    file = write_yaml(tmp_path / "run.yaml", content)
+
+    def stopped(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.data.prepare.arithmetic.write_jsonl", stopped)
+        told = run_agentrl(capsys, "train", file)
+    assert told.code == 130, told
+    assert told.out.endswith("interrupted\n")
+    assert "Traceback" not in told.err
+    told = run_agentrl(capsys, "train", file)
+    assert told.code == 0, told
+    assert f"problems: {tmp_path}/data\n" in told.out
+
+
+@pytest.mark.slow
+def test_second_ctrl_c_leaves_at_once(tiny_home: Path, workshop: Path, tmp_path: Path):
+    (workshop / "clinging").touch()
+    (workshop / "armed").write_text("train-1")
+    content = make_run(
+        tiny_home, workshop, tmp_path / "run", data__val_files=None, trainer__test_freq=None
+    )
+    file = write_yaml(tmp_path / "run.yaml", content)
+    process = spawn_agentrl("train", file)
+    try:
+        wait_for(workshop / "fired", process)
+        time.sleep(2)
+        assert process.poll() is None, "the tools cling"
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert time.monotonic() - asked < 10
+    assert err.endswith("left at once: nothing more was saved\n")
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told_ranks", [(0, 1), (1,)])
+def test_two_ranks_stop_together_and_save(
+    tiny_home: Path, workshop: Path, tmp_path: Path, whole: Path, told_ranks: tuple[int, ...]
+):
+    scorer = workshop / "score.py"
+    # Only while a step's rewards are awaited is it sure to be between two steps on every rank.
+    scorer.write_text(
+        SCORER.replace("    return", f"    wait({str(tmp_path)!r})\n    return")
+        + "\nimport time\nfrom pathlib import Path\n\n\ndef wait(folder):\n"
+        "    folder = Path(folder)\n"
+        "    if (folder / 'run/metrics.jsonl').exists() and '\"step\": 1' in "
+        "(folder / 'run/metrics.jsonl').read_text():\n"
+        "        (folder / 'second').touch()\n        time.sleep(0.5)\n"
+    )
+    content = make_run(
+        tiny_home, workshop, tmp_path / "run", data__val_files=None, trainer__test_freq=None
+    )
+    file = write_yaml(tmp_path / "run.yaml", content)
+    ranks = spawn_ranks(file)
+    try:
+        wait_for(tmp_path / "second", ranks[0])
+        for rank in told_ranks:
+            ranks[rank].send_signal(signal.SIGTERM)
+        told = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [130, 130], told
+    assert saved_steps(tmp_path / "run") == ["global_step_1"], told
+    scorer.write_text(SCORER)
+    ranks = spawn_ranks(file)
+    told = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    steps = [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
+    assert steps == [1, 2, 3]
+
+
+def spawn_ranks(file: Path) -> list[subprocess.Popen[str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [spawn_agentrl("train", file, environment=one) for one in own]
+
+
+def wait_for(file: Path, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while not file.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{file} never came"
+        time.sleep(0.05)
