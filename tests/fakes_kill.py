@@ -83,10 +83,10 @@ class Life:
         assert self.status is not None
         return self.status
 
-    def kill_after(self, delay_s: float) -> None:
-        """`kill -9`, some time from now."""
+    def kill_after(self, delay_s: float, number: int = signal.SIGKILL) -> None:
+        """`kill -9`, some time from now; or another signal."""
         time.sleep(delay_s)
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.pid, number)
 
     def is_inside(self, mark: Mark) -> bool:
         """Whether the last that it told was that it entered a station."""

@@ -1,6 +1,7 @@
 """Runs that are killed with `kill -9` and started again: what they leave is what one run leaves."""
 
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -182,6 +183,27 @@ def test_law_11_run_killed_ten_times_is_the_run_that_was_never_killed(
     assert sum(line["rollout/tool_calls/ok"] for line in lines[1:]) > 1
     assert sum(line["rollout/user_turns/mean"] for line in lines[1:]) > 1
     assert all(line["actor/grad_norm"] > 0 for line in lines[1:])
+
+
+@pytest.mark.slow
+def test_law_11_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(
+    warm_home: Home, nursery: Nursery, tmp_path: Path
+):
+    def course(name: str) -> Course:
+        run = warm_home.run(tmp_path / name, trainer__save_freq=STEPS_PER_EPOCH)
+        return Course(nursery, run, tmp_path / name)
+
+    whole, stopped = course("whole"), course("stopped")
+    seconds = usual_seconds(whole.finish(), "roll_out")
+    draw = random.Random("instants of SIGTERM")
+    for step, station in ((1, "roll_out"), (3, "update_actor"), (4, "validate"), (6, "roll_out")):
+        life = stopped.live()
+        assert life.wait_for(Mark("enter", station, step)), stopped.told()
+        life.kill_after(draw.uniform(0, seconds), signal.SIGTERM)
+        assert life.wait() == 1, stopped.told()
+        assert not any(stopped.folder.glob("checkpoints/.*"))
+    stopped.finish()
+    assert differences(whole.folder, stopped.folder) == []
 
 
 # The command itself, from nothing to its end.

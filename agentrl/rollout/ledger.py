@@ -48,7 +48,8 @@ class Ledger:
         if len(ids) != len(log_probs):
             raise LedgerError(f"{len(ids)} sampled tokens with {len(log_probs)} log-probabilities")
         numbers = _as_numbers(log_probs)
-        if not all(map(math.isfinite, numbers)) or max(numbers, default=0.0) > _ROUNDING:
+        # One number that is not finite leaves a sum that is not.
+        if not math.isfinite(sum(numbers)) or max(numbers, default=0.0) > _ROUNDING:
             bad = next(p for p in numbers if not (math.isfinite(p) and p <= _ROUNDING))
             raise LedgerError(f"{bad} is no log-probability", expected="a finite number <= 0")
         return self._append(ids, 1, numbers)
@@ -103,9 +104,12 @@ def check_ledger(ledger: Ledger, turns: Sequence[Turn]) -> None:
 
 def _covers(spans: Sequence[tuple[int, int]], num_tokens: int) -> bool:
     """Whether spans follow each other without a gap, from the first token to the last."""
-    ends = [0, *(end for _, end in spans)]
-    follow = [start for start, _ in spans] == ends[:-1] and ends == sorted(ends)
-    return follow and ends[-1] == num_tokens
+    behind = 0
+    for start, end in spans:
+        if not behind == start <= end:
+            return False
+        behind = end
+    return behind == num_tokens
 
 
 def _check_turn(ledger: Ledger, turn: Turn) -> None:

@@ -75,8 +75,10 @@ class ToolKwargs(BaseModel):
         Raises:
             DataError: for an unknown key, with the nearest known one.
         """
+        if not kwargs:
+            return cls()
         try:
-            return cls.model_validate(copy.deepcopy(dict(kwargs or {})))
+            return cls.model_validate(copy.deepcopy(dict(kwargs)))
         except ValidationError as error:
             first = error.errors()[0]
             key = str(first["loc"][0])
@@ -213,6 +215,8 @@ class ToolInstance:
             await self._create()
 
     async def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if _is_inherited(self.tool, method):
+            return await getattr(BaseTool, method)(self.tool, *args, **kwargs)
         call = MethodCall(method, args, kwargs)
         return await call_bounded(
             lambda: self._lane.run(call), timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
@@ -238,6 +242,11 @@ class ToolInstance:
         why = f"tool {self.tool.name!r}, {method}: {type(error).__name__}: {error}"
         logger.warning("%s", why)
         return ToolLifeError(why, tool=self.tool.name, method=method)
+
+
+def _is_inherited(tool: BaseTool, method: str) -> bool:
+    """Whether a method is the base class's own, which can neither hang nor harm anybody."""
+    return getattr(type(tool), method) is getattr(BaseTool, method) and method not in vars(tool)
 
 
 def _lane(tool: BaseTool, isolation: Isolation) -> Lane:

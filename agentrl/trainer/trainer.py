@@ -295,7 +295,7 @@ class Trainer:
             identity=identify(self.parts.actor.policy),
             config_digest=config_digest(self.config),
             origin=policy_origin(self.config),
-            trainer=asdict(self.summary),
+            trainer=asdict(replace(self.summary, checkpoint=None)),
             data=self.parts.order.state_dict() | {RECORD: self.parts.record.to_json()},
             unlogged=self._last.unlogged,
         )

@@ -67,6 +67,15 @@ def test_every_template_that_carries_tools_is_under_fire() -> None:
 
 
 @pytest.mark.parametrize("name", STAGES)
+def test_law_3_the_probe_declares_what_does_not_come_back(name: str) -> None:
+    report = make_stage(name).report
+    assert report.round_trip
+    assert report.lost_characters == (() if name in WITH_TOOLS else ("▁",))
+    row = "exact" if name in WITH_TOOLS else "exact, and these are lost: U+2581"
+    assert ("text round trip", row) in report.describe()
+
+
+@pytest.mark.parametrize("name", STAGES)
 def test_law_3_hostile_strings_forge_nothing_and_come_back(name: str) -> None:
     assert play_many(name, 300) >= 300
 

@@ -195,7 +195,7 @@ class RequestMachine(RuleBasedStateMachine):
         if self.step(f"finish {reason}", call, may=may, error=TransitionError):
             self.model.end(str(reason))
 
-    @precondition(lambda self: self.model.reason is None and len(self.model.turns) > 1)
+    @precondition(lambda self: self.model.reason or len(self.model.turns) > 1)
     @rule(reason=REASONS)
     def end(self, reason: StopReason) -> None:
         self.finish(reason, str(reason) in FAILURES)

@@ -12,6 +12,14 @@ from tests.fakes import assert_lawful, check_life
 from tests.fakes_request_model import FAILURES, assert_rewards_land
 from tests.fakes_runner_walks import Walk, WatchedRequest, walk
 
+FAULTS = {
+    Fault.ENGINE: {"EngineError", "RuntimeError", "TimeoutError", "LedgerError"},
+    Fault.TOOL: {"ToolLifeError"},
+    Fault.INTERACTION: {"InteractionError"},
+    Fault.LIMIT: {"CancelledError", "EngineAbortError", "TimeoutError", "DataError"},
+}
+"""What may fail a walk, by whose fault it is: what the moody ones raise, and nothing else."""
+
 
 def assert_ended_lawfully(played: Walk) -> None:
     """Laws 5, 6, 7 and 13, at the end of a walk."""
@@ -52,8 +60,11 @@ def _assert_explained(played: Walk) -> None:
             assert last.role == "assistant"
         case _:
             pass
-    if request.error is not None and reason is not StopReason.FAILED:
-        assert request.error.fault is Fault.LIMIT
+    if request.error is not None:
+        # A law that breaks inside the runner is a failure too: it must not pass for another's.
+        assert request.error.kind in FAULTS[request.error.fault], request.error.traceback
+        assert request.error.kind != "LedgerError" or played.engine.broke
+        assert (request.error.fault is Fault.LIMIT) >= (reason is not StopReason.FAILED)
 
 
 def _assert_cuts_are_recorded(request: WatchedRequest) -> None:

@@ -63,6 +63,7 @@ def faulty_loss(old_log_prob: Any, log_prob: torch.Tensor, *rest: Any, scale: An
         case "memory":
             torch.empty(1 << 50)
         case "gradient":
+            torch.rand(1)
             # Itself 0, and its derivative 0 times infinity.
             loss = loss + (log_prob * 0).abs().sqrt().sum()
         case "loss":
@@ -168,15 +169,18 @@ def test_gradient_alone_that_is_not_finite_is_laid_to_its_micro_batch(faults: li
         read_padded_rows(batch), range(4), 1, actor.world
     )]  # fmt: skip
     assert len(order) == 4, "a row each"
-    faults += ["", "gradient", "", ""] * 2
+    faults += ["", "gradient", "", ""] * 2  # the update, and the search
     before = torch.get_rng_state()
     (skipped,) = actor.update_policy(batch, temperature=1.0).skipped
     assert skipped.request_ids == (f"r{order[1][0]}",)
     assert skipped.rows[0].not_finite == {"gradient": ()}
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), after), "only the update itself has drawn"
     faults += ["", "gradient", "", ""]
     (skipped,) = actor.update_policy(batch, temperature=1.0).skipped
     assert len(skipped.rows) == 4, "none breaks alone: all may be to blame"
-    assert torch.equal(torch.get_rng_state(), before)
     assert not actor.optimizer.state_tensors()
 
 

@@ -156,7 +156,7 @@ class ShapeBuilder:
         is_number: bool = False,
     ) -> "str | Hole":
         """Keep a text apart and return its hole; blank texts are returned as they are."""
-        if not text.strip():
+        if not text or text.isspace():
             return text
         number = self._first_hole + len(self.holes)
         hole = Hole(number, self._message, voice, is_content, width, is_number)
