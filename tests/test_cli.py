@@ -322,7 +322,7 @@ def test_interrupted_run_releases_its_tools_and_ends_without_a_traceback(
     finally:
         process.kill()
     assert process.returncode == 130, err
-    assert "Traceback" not in err
+    assert "Traceback" not in err, err
     assert out.endswith("interrupted\n")
     assert len(list(tmp_path.glob("released-*"))) == 8
 

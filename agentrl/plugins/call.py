@@ -60,22 +60,20 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
             `CancelledError` of its own comes out as a `RuntimeError`.
     """
     loop = asyncio.get_running_loop()
-    task = loop.create_task(_contain(call), name=TASK_PREFIX + name)
-    # What `asyncio.wait` with a time-out does, without its sets and tasks of one member.
-    is_in_time: asyncio.Future[bool] = loop.create_future()
-    task.add_done_callback(lambda _: _settle(is_in_time, True))
+    ended: asyncio.Future[_Attempt[T] | None] = loop.create_future()
+    task = loop.create_task(_contain(call, ended), name=TASK_PREFIX + name)
     grace_s = min(MAX_GRACE_S, GRACE_FRAC * timeout_s)
-    clock = loop.call_later(timeout_s, _ring, is_in_time, loop.time() + timeout_s, grace_s)
+    clock = loop.call_later(timeout_s, _ring, ended, loop.time() + timeout_s, grace_s)
     try:
-        await is_in_time
+        attempt = await ended
     finally:
         clock.cancel()
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=grace_s)
-    if not is_in_time.result():
+    if attempt is None:
         raise CallTimeoutError(f"no answer within {timeout_s:g} s")
-    return task.result().unwrap()
+    return attempt.unwrap()
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +149,15 @@ class _RemoteTask:
                     loop.call_soon_threadsafe(task.cancel)
 
 
-async def _contain(call: Callable[[], Awaitable[T]]) -> _Attempt[T]:
+async def _contain(
+    call: Callable[[], Awaitable[T]], ended: "asyncio.Future[_Attempt[T] | None]"
+) -> None:
+    attempt: _Attempt[T]
     try:
-        return _Attempt(value=await call())
+        attempt = _Attempt(value=await call())
     except BaseException as error:  # noqa: BLE001 - the boundary round users' code
-        return _Attempt(error=error)
+        attempt = _Attempt(error=error)
+    _settle(ended, attempt)
 
 
 def _try(function: Callable[[], T]) -> _Attempt[T]:
@@ -165,14 +167,14 @@ def _try(function: Callable[[], T]) -> _Attempt[T]:
         return _Attempt(error=error)
 
 
-def _ring(is_in_time: asyncio.Future[bool], due: float, grace_s: float) -> None:
+def _ring(ended: "asyncio.Future[_Attempt[T] | None]", due: float, grace_s: float) -> None:
     """Say that the time is up, once the call had the time for which the loop was held up."""
-    loop = is_in_time.get_loop()
+    loop = ended.get_loop()
     late_s = loop.time() - due
     if late_s <= grace_s:
-        _settle(is_in_time, False)
-    elif not is_in_time.done():
-        loop.call_later(late_s, _ring, is_in_time, loop.time() + late_s, grace_s)
+        _settle(ended, None)
+    elif not ended.done():
+        loop.call_later(late_s, _ring, ended, loop.time() + late_s, grace_s)
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

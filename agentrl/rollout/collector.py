@@ -40,8 +40,8 @@ class _Guests:
 
 def _rarer(thresholds: tuple[int, int, int]) -> tuple[int, int, int]:
     """Our thresholds; those of a program that searches more rarely yet, or never (0), stay."""
-    young, *older = thresholds
-    return (max(young, ALLOCATIONS) if young else 0, *older)
+    young, middle, old = thresholds
+    return (max(young, ALLOCATIONS) if young else 0, middle, old)
 
 
 _GUESTS = _Guests()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
@@ -107,11 +108,11 @@ class AsyncRolloutRequest(Record):
     # The private half. Pydantic does not see it: it would look for each of these in many places,
     # and a turn asks some twenty times.
     if TYPE_CHECKING:
-        _state: RequestState
-        _stop_reason: StopReason | None
-        _error: Failure | None
-        _ledger: Ledger
-        _turns: list[Turn]
+        _state: RequestState = PrivateAttr()
+        _stop_reason: StopReason | None = PrivateAttr()
+        _error: Failure | None = PrivateAttr()
+        _ledger: Ledger = PrivateAttr()
+        _turns: list[Turn] = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Begin the private half."""

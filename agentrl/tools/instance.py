@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, cast
@@ -167,10 +167,16 @@ class ToolInstance:
                 value = await self._run("execute", self._instance_id, arguments, **kwargs)
                 result = ToolResult.of(value, tool=self.tool.name)
             except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
-                outcome = self._excuse(call, error)
-            else:
-                outcome = ToolOutcome(call=call, outcome=Outcome.OK, **result._asdict())
-            return replace(outcome, seconds=time.monotonic() - started)
+                return self._excuse(call, error, seconds=time.monotonic() - started)
+            return ToolOutcome(
+                call=call,
+                outcome=Outcome.OK,
+                response=result.response,
+                reward=result.reward,
+                metrics=result.metrics or {},
+                should_stop=result.should_stop,
+                seconds=time.monotonic() - started,
+            )
 
     async def calc_reward(self) -> float:
         """Ask for the tool's reward.
@@ -222,7 +228,7 @@ class ToolInstance:
             lambda: self._lane.run(call), timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
         )
 
-    def _excuse(self, call: ToolCall, error: Exception) -> ToolOutcome:
+    def _excuse(self, call: ToolCall, error: Exception, *, seconds: float) -> ToolOutcome:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
         name = self.tool.name
         if isinstance(error, ToolError):
@@ -236,7 +242,9 @@ class ToolInstance:
         if outcome is not Outcome.TOOL_ERROR:
             logger.warning("tool %r, call %s: %s", name, call.id, message)
         response = ToolResponse(text=text)
-        return ToolOutcome(call=call, outcome=outcome, response=response, message=message)
+        return ToolOutcome(
+            call=call, outcome=outcome, response=response, message=message, seconds=seconds
+        )
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
         why = f"tool {self.tool.name!r}, {method}: {type(error).__name__}: {error}"

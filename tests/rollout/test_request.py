@@ -4,14 +4,17 @@ in `test_request_machine.py`.
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agentrl.engines.protocol import VersionSpan
-from agentrl.errors import LedgerError
+from agentrl.errors import LedgerError, TransitionError
 from agentrl.messages import Message
+from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import (
     ENDS,
@@ -21,6 +24,8 @@ from agentrl.rollout.states import (
     StopReason,
     state_diagram,
 )
+from tests.fakes_request_mistakes import BROKEN, DAMAGES, WRONG_OBSERVATIONS, WRONG_SAMPLES
+from tests.fakes_request_model import FAILURES, snapshot
 
 IDS = st.lists(st.integers(0, 2**18), max_size=5)
 
@@ -106,3 +111,67 @@ def test_prompt_is_set_once() -> None:
     request.begin([1])
     with pytest.raises(LedgerError, match="already"):
         request.begin([1])
+
+
+def running_request() -> AsyncRolloutRequest:
+    """In its first turn, of which two tokens were sampled and three observed."""
+    request = make_request()
+    request.begin([1, 2])
+    request.take_edge(RequestState.RUNNING)
+    request.append_sampled([3, 4], [-0.5, -1.0], weight_versions=(VersionSpan(0, 0, 2),))
+    request.append_observed([5, 6, 7], role="tool")
+    return request
+
+
+def assert_refused(
+    request: AsyncRolloutRequest, error: type[Exception], call: Callable[[], object]
+) -> None:
+    before = snapshot(request)
+    with pytest.raises(error):
+        call()
+    assert snapshot(request) == before
+
+
+@pytest.mark.parametrize("kind", WRONG_SAMPLES)
+def test_law_4_a_wrong_completion_changes_nothing(kind: str) -> None:
+    request, wrong = running_request(), WRONG_SAMPLES[kind]([8, 9])
+    assert_refused(request, LedgerError, lambda: request.append_sampled(**wrong))
+
+
+@pytest.mark.parametrize("kind", WRONG_OBSERVATIONS)
+def test_law_4_a_wrong_observation_changes_nothing(kind: str) -> None:
+    request, wrong = running_request(), WRONG_OBSERVATIONS[kind]([8, 9])
+    assert_refused(request, LedgerError, lambda: request.append_observed(**wrong))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_law_1_a_damaged_saved_form_is_refused(kind: str) -> None:
+    saved = running_request().model_dump(mode="json")
+    DAMAGES[kind](saved)
+    with pytest.raises(ValidationError):
+        AsyncRolloutRequest.model_validate(saved)
+
+
+@pytest.mark.parametrize("first", StopReason)
+def test_law_5_a_request_ends_once_and_takes_nothing_more(first: StopReason) -> None:
+    request = running_request()
+    errors = {reason: BROKEN if str(reason) in FAILURES else None for reason in StopReason}
+    other = None if errors[first] else BROKEN
+    assert_refused(request, TransitionError, lambda: request.finish(first, other))
+    request.finish(first, errors[first])
+    for reason, error in errors.items():
+        assert_refused(request, TransitionError, lambda r=reason, e=error: request.finish(r, e))
+    assert_refused(request, LedgerError, lambda: request.append_sampled([8], [-0.5]))
+    assert_refused(request, LedgerError, lambda: request.append_observed([8], role="user"))
+    assert_refused(request, LedgerError, lambda: request.begin([8]))
+
+
+def test_law_13_no_token_enters_that_does_not_fit() -> None:
+    request = running_request().model_copy(
+        update={"budgets": Budgets(max_response_tokens=7, max_model_len=8)}
+    )
+    assert (request.num_tokens_left, request.nearest_limit) == (1, StopReason.MODEL_LENGTH)
+    assert_refused(request, LedgerError, lambda: request.append_sampled([8, 9], [-0.5] * 2))
+    assert_refused(request, LedgerError, lambda: request.append_observed([8, 9], role="tool"))
+    request.append_sampled([8], [-0.5])
+    assert request.num_tokens_left == 0

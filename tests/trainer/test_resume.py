@@ -1,10 +1,20 @@
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.config.schema import DataConfig, ModelConfig, RunConfig
-from agentrl.trainer.resume import checkpoint_folder, config_digest, set_aside_superseded
+from agentrl.config.schema import DataConfig, ModelConfig, RunConfig, SftConfig
+from agentrl.errors import CheckpointError
+from agentrl.trainer import preparation
+from agentrl.trainer.journal import Journal
+from agentrl.trainer.resume import (
+    checkpoint_folder,
+    config_digest,
+    find_checkpoint,
+    set_aside_superseded,
+)
+from agentrl.training.distributed import start_world, stop_world
 
 
 def make_config(folder: Path, **changes: Any) -> RunConfig:
@@ -77,3 +87,34 @@ def test_digest_changes_with_what_decides_a_step(tmp_path: Path, changes: dict[s
 def test_digest_is_blind_to_length_place_and_device(tmp_path: Path):
     other = make_trainer(tmp_path / "moved", total_training_steps=9, save_freq=3, device="cpu")
     assert config_digest(other) == config_digest(make_config(tmp_path))
+
+
+def test_resume_from_a_path_has_a_short_name(tmp_path: Path):
+    config = make_trainer(tmp_path, resume_mode="path", resume_from_path=tmp_path)
+    assert config.trainer.resume_mode == "resume_path"
+    assert find_checkpoint(config) == tmp_path
+
+
+def test_resume_from_a_path_that_is_not_there_is_told(tmp_path: Path):
+    config = make_trainer(tmp_path, resume_mode="path", resume_from_path=tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"resume_from_path is .*none"):
+        find_checkpoint(config)
+
+
+def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    moved = tmp_path / ".replaced-warm"
+    moved.mkdir()
+    (moved / "notes.txt").write_text("a user's")
+    told: list[str] = []
+    monkeypatch.setattr(preparation, "_train", lambda *_, **__: told.append("trained"))
+    sft = SftConfig(
+        model_path="policy", train_file=tmp_path / "demos.jsonl", out_dir=tmp_path / "warm"
+    )
+    config = make_config(tmp_path, prepare={"sft": sft})
+    journal = Journal(config.trainer, is_main=False)
+    preparation.warm_up(config, sft, start_world("cpu"), journal, now=datetime.now())
+    stop_world()
+    assert told == ["trained"]
+    assert (tmp_path / "warm/notes.txt").read_text() == "a user's"

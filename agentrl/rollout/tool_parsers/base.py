@@ -129,9 +129,8 @@ class ToolParser(ABC):
             tools: The tools that the model was told of.
         """
         turn = _Turn(text)
-        scan = re.compile(f"(?P<thought><think>)|(?:{self.opener})")
         position = _behind_thought(text, 0) if starts_in_thought else 0
-        while match := scan.search(text, position):
+        while match := self._scan.search(text, position):
             if match["thought"]:
                 position = _behind_thought(text, match.end())
             else:
@@ -139,6 +138,12 @@ class ToolParser(ABC):
                 turn.add(match.start(), piece._replace(found=tuple(map(_in_depth, piece.found))))
                 position = max(piece.end, match.end(), match.start() + 1)
         return turn.parsed()
+
+
+    @cached_property
+    def _scan(self) -> re.Pattern[str]:
+        """Matches what begins a thought or a call."""
+        return re.compile(f"(?P<thought><think>)|(?:{self.opener})")
 
 
 class _Turn:
