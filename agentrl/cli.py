@@ -7,7 +7,6 @@ once).
 """
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ import typer
 from rich.console import Console
 
 from agentrl.errors import AgentRLError, is_out_of_memory
+from agentrl.trainer.leaving import end_process
 
 _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(arguments)
     except BaseException as end:
         if is_one_of_many():
-            leave_at_once(end)
+            leave_rank(end)
         raise
 
 
@@ -113,7 +113,7 @@ def _rank() -> str:
     return f"rank {os.environ.get('RANK', '?')}"
 
 
-def leave_at_once(end: BaseException) -> NoReturn:
+def leave_rank(end: BaseException) -> NoReturn:
     """Leave a rank that is done or has failed, without taking the interpreter down.
 
     gloo's threads let go of the last exchange's tensors a moment after it is over. For that they
@@ -126,12 +126,8 @@ def leave_at_once(end: BaseException) -> NoReturn:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     else:
         traceback.print_exception(end)
-    for child in multiprocessing.active_children():
-        child.kill()
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def import_from_here() -> None:

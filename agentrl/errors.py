@@ -13,7 +13,7 @@ class Fault(StrEnum):
     MODEL = "model"
     """The policy: a malformed call under `stop`, a template's refusal of what it wrote."""
     TOOL = "tool"
-    """A tool raised something else than `ToolError` outside its own call's boundary."""
+    """A tool broke in its own life; or, under `on_tool_failure: fail`, in answering a call."""
     INTERACTION = "interaction"
     """A simulated user or environment raised or hung."""
     ENGINE = "engine"
@@ -106,6 +106,12 @@ class ToolLifeError(AgentRLError, RuntimeError):
     """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
 
 
+class ToolCallError(AgentRLError, RuntimeError):
+    """A tool crashed or hung in answering a call, which ends the request under `on_tool_failure:
+    fail` (details: `tool`, `call`).
+    """
+
+
 class RankError(AgentRLError, RuntimeError):
     """A rank that cannot go on because another one failed, left or did not come (detail: `others`,
     `key`, `expected`).
@@ -130,5 +136,6 @@ class ToolError(AgentRLError):
     """Raise this in `BaseTool.execute`: its text is shown to the model as the call's result.
 
     Any other exception of `execute` counts as an infrastructure failure of the tool: the model sees
-    a neutral error text and the failure is counted apart.
+    a neutral error text and the failure is counted apart; under `on_tool_failure: fail` the request
+    fails.
     """

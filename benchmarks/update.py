@@ -271,7 +271,7 @@ def time_case(case: Case, rows: Sequence[Row], world: World, repeats: int) -> No
 def measure_growth(name: str, vocab_size: int, num_rows: int) -> float:
     """Measure in a process of its own what one update adds to the resident set, in MiB."""
     case = Case(vocab_size, num_rows, plain_rows=num_rows, our_tokens=num_rows * MAX_TOKENS)
-    world = start_world("cpu")
+    world = start_world("cpu", timeout_s=60)
     step = STEPS[name](case, make_rows(case), world)
     step.score()
     step.update()
@@ -311,7 +311,7 @@ def _in_own_process(name: str, vocab_size: int, num_rows: int) -> float:
 
 def main() -> None:
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    world = start_world("cpu")
+    world = start_world("cpu", timeout_s=60)
     for case in CASES:
         rows = make_rows(case)
         num_tokens = sum(len(row.ids) for row in rows)

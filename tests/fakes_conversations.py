@@ -148,6 +148,7 @@ _budgets = st.builds(
 _settings = st.fixed_dictionaries(
     {
         "on_malformed_call": st.sampled_from(["observe", "stop", "mask"]),
+        "on_tool_failure": st.sampled_from(["observe", "observe", "fail"]),
         "max_tool_response_length": st.just(24),
         "tool_response_truncate_side": st.sampled_from(["left", "middle", "right"]),
         "max_parallel_calls": st.integers(1, 3),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.training.snapshot import on_main
 
 LIMIT_S = 2.0
 
@@ -33,6 +34,13 @@ def one_raises(world: World) -> None:
             raise ValueError("no such tool")
 
 
+def main_raises(world: World) -> None:
+    def write() -> None:
+        raise OSError("disk full")
+
+    on_main(world, write)
+
+
 def one_is_late(world: World) -> None:
     world.board.note("gen of step 2")
     with world.agreeing():
@@ -48,14 +56,14 @@ def one_fails_elsewhere(world: World) -> None:
 
 def one_is_killed(world: World) -> None:
     world.board.note("gen of step 4" if world.rank == 1 else "update_actor of step 4")
-    world.barrier()
+    world.gather(None)
     if world.rank == 1:
         os._exit(9)
     world.gather(None)
 
 
 SCENES: tuple[Callable[[World], Any], ...] = (
-    agrees, one_raises, one_is_late, one_fails_elsewhere, one_is_killed,
+    agrees, one_raises, main_raises, one_is_late, one_fails_elsewhere, one_is_killed,
 )  # fmt: skip
 
 
@@ -67,7 +75,8 @@ def play(scene: Callable[[World], Any], limit_s: float) -> dict[str, Any]:
             return {"result": scene(world)}
     except Exception as error:  # noqa: BLE001 - what is written down for the test to read
         told = {"error": type(error).__name__, "words": str(error)}
-        return told | {"seconds": time.monotonic() - began}
+        is_shared = error is world.board.shared
+        return told | {"is_shared": is_shared, "seconds": time.monotonic() - began}
     finally:
         stop_world()
 
@@ -78,7 +87,7 @@ def main(folder: Path, ports: list[str]) -> None:
         os.environ["MASTER_PORT"] = port
         outcomes[scene.__name__] = play(scene, LIMIT_S if scene is one_is_late else 60.0)
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
-    os._exit(0)  # see `agentrl.cli.leave_at_once`
+    os._exit(0)  # see `agentrl.cli.leave_rank`
 
 
 if __name__ == "__main__":

@@ -20,7 +20,13 @@ from agentrl.messages import Message
 from agentrl.rollout.observations import TextFitter, as_unicode
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.templates import Capability, ChatTemplate, Treatment, probe_template
+from agentrl.rollout.templates import (
+    Capability,
+    ChatTemplate,
+    TemplateReport,
+    Treatment,
+    probe_template,
+)
 from agentrl.rollout.templates.conversation import encode_turn
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import get_tool_parser
@@ -88,6 +94,7 @@ class Stage:
 
     Args:
         template: The template.
+        report: What the probe says of it.
         tokenizer: Its tokenizer.
         normalize: What the tokenizer does to every text, decoding included.
     """
@@ -95,11 +102,12 @@ class Stage:
     def __init__(
         self,
         template: ChatTemplate,
+        report: TemplateReport,
         tokenizer: Any,
         normalize: Callable[[str], str],
     ) -> None:
         self.template = template
-        self.report = probe_template(template)
+        self.report = report
         self._tokenizer = tokenizer
         self._normalize = normalize
         self._lost = {ord(character): "_" for character in self.report.lost_characters}
@@ -279,7 +287,7 @@ def production_stage(name: str) -> Stage:
     """A production template on the real tokenizer, which composes characters."""
     tokenizer: Any = load_tokenizer()
     normalizer = tokenizer.backend_tokenizer.normalizer
-    return Stage(load_template(name), tokenizer, normalizer.normalize_str)
+    return Stage(load_template(name), load_report(name), tokenizer, normalizer.normalize_str)
 
 
 @lru_cache(maxsize=1)
@@ -288,7 +296,7 @@ def byte_fallback_stage() -> Stage:
     real: Any = load_tokenizer()
     tokenizer = byte_fallback_tokenizer(list(real.get_added_vocab()))
     template = ChatTemplate(tokenizer, custom_template=read_source("qwen2_5"))
-    return Stage(template, tokenizer, lambda text: text)
+    return Stage(template, probe_template(template), tokenizer, lambda text: text)
 
 
 def byte_fallback_tokenizer(control: Sequence[str]) -> PreTrainedTokenizerFast:

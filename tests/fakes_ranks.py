@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.algorithms import register_adv_est
-from agentrl.cli import leave_at_once
+from agentrl.cli import leave_rank
 from agentrl.config.schema import AlgorithmConfig, LossAggMode, OptimConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import compute_batch_advantage
@@ -132,4 +132,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     run(start_world("cpu", timeout_s=60), Path(sys.argv[1]))
     stop_world()
-    leave_at_once(SystemExit(0))
+    leave_rank(SystemExit(0))

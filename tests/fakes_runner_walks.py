@@ -251,6 +251,8 @@ class Walk:
     tools: Sequence[FakeTool]
     user: MoodyUser
     was_cancelled: bool
+    complaints: list[str]
+    """What the event loop was told of and nobody took: an exception that was never retrieved."""
 
 
 def walk(seed: int) -> Walk:
@@ -283,8 +285,8 @@ def walk(seed: int) -> Walk:
         tokenization_sanity_check_mode=draws.choice(["disable", "ignore_strippable"]),
     )
     cancel_after = draws.randrange(60) if draws.random() < 0.1 else None
-    asyncio.run(_play(request, house, cancel_after))
-    return Walk(request, engine, tools, user, cancel_after is not None)
+    complaints = asyncio.run(_play(request, house, cancel_after))
+    return Walk(request, engine, tools, user, cancel_after is not None, complaints)
 
 
 def _draw_budgets(draws: random.Random) -> Budgets:
@@ -307,7 +309,10 @@ def _draw_behaviours(draws: random.Random) -> dict[str, Any]:
     return {method: draws.choice(["raise", "exit", "cancel_self", "hang"])}
 
 
-async def _play(request: AsyncRolloutRequest, house: House, cancel_after: int | None) -> None:
+async def _play(request: AsyncRolloutRequest, house: House, cancel_after: int | None) -> list[str]:
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(str(context)))
     task = asyncio.create_task(run_request(request, house))
     if cancel_after is not None:
         for _ in range(1 + cancel_after):
@@ -316,3 +321,4 @@ async def _play(request: AsyncRolloutRequest, house: House, cancel_after: int | 
     (outcome,) = await asyncio.gather(task, return_exceptions=True)
     if isinstance(outcome, BaseException) and cancel_after is None:
         raise outcome
+    return complaints

@@ -92,7 +92,7 @@ def warm_home(home: Home, tiny_home: Path) -> Home:
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    run_sft(config, start_world("cpu"))
+    run_sft(config, start_world("cpu", timeout_s=60))
     stop_world()
     torch.set_num_threads(threads)
     return Home(home.folder, config.out_dir)

@@ -160,13 +160,13 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     # Tools and interactions.
     DeadKeyRule(
-        _multi_turn("max_parallel_calls"),
+        _multi_turn("max_parallel_calls", "on_tool_failure"),
         lambda c: why_no_call(c) is not None,
         "the budgets of the run allow no tool call",
     ),
     DeadKeyRule(
         (*_multi_turn("tool_timeout_s", "max_parallel_calls", "max_tool_calls", "format",
-                      "on_malformed_call"), "reward.weights.tool"),
+                      "on_malformed_call", "on_tool_failure"), "reward.weights.tool"),
         lambda c: not has_tools(c),
         "the run has no tools (rollout.multi_turn.tool_config_path, function_tool_path)",
     ),
@@ -183,6 +183,11 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         "the run has neither tools nor an interaction",
     ),
     # Generation.
+    DeadKeyRule(
+        _multi_turn("tokenization_sanity_check_frac"),
+        lambda c: c.rollout.multi_turn.tokenization_sanity_check_mode == "disable",
+        "rollout.multi_turn.tokenization_sanity_check_mode is disable",
+    ),
     DeadKeyRule(
         ("rollout.val_kwargs.top_p", "rollout.val_kwargs.top_k", "rollout.val_kwargs.n"),
         lambda c: c.rollout.val_kwargs.temperature == 0,

@@ -1,17 +1,15 @@
 """Keys of what `agentrl train` makes first: data, a small policy, a supervised warm-up."""
 
-from pathlib import Path
-
 from pydantic import Field
 
-from agentrl.config.section import Section, Seed
+from agentrl.config.section import FolderOrHubName, Section, Seed, UserPath
 from agentrl.config.update_schema import OptimConfig
 
 
 class ArithmeticConfig(Section):
     """Word problems of one to three steps in the format of GSM8K, made from a seed."""
 
-    out_dir: Path
+    out_dir: UserPath
     seed: Seed = 0
     num_train: int = Field(default=2048, ge=1)
     num_val: int = Field(default=256, ge=1)
@@ -22,8 +20,8 @@ class ArithmeticConfig(Section):
 class Gsm8kConfig(Section):
     """The real GSM8K, from the hub or from local files."""
 
-    out_dir: Path
-    source_dir: Path | None = None
+    out_dir: UserPath
+    source_dir: UserPath | None = None
     """Folder with `train.jsonl` and `test.jsonl`; null: the hub."""
     max_samples: int | None = Field(default=None, ge=1)
 
@@ -31,8 +29,8 @@ class Gsm8kConfig(Section):
 class TinyPolicyConfig(Section):
     """A small Qwen2-architecture model of random weights with a tokenizer of its own."""
 
-    out_dir: Path
-    corpus: Path
+    out_dir: UserPath
+    corpus: UserPath
     """Conversations (JSONL or parquet with `messages`) that the tokenizer is trained on."""
     vocab_size: int = Field(default=600, ge=300)
     hidden_size: int = 64
@@ -47,10 +45,10 @@ class TinyPolicyConfig(Section):
 class SftConfig(Section):
     """A short supervised training on conversations, with the masks of the rollout."""
 
-    model_path: str
-    train_file: Path
+    model_path: FolderOrHubName
+    train_file: UserPath
     """Rows with `messages` and, where tools are used, `tools` (or the run's tool YAML)."""
-    out_dir: Path
+    out_dir: UserPath
     steps: int = Field(default=1000, ge=1)
     batch_size: int = Field(default=16, ge=1)
     """Conversations of one optimizer step."""
@@ -60,7 +58,7 @@ class SftConfig(Section):
     """Loss weight of user and tool tokens beside 1 on the assistant's (0 on the system prompt)."""
     grad_clip: float = Field(default=1.0, gt=0)
     optim: OptimConfig = OptimConfig(lr=1e-5, lr_scheduler="cosine")
-    tool_config_path: Path | None = None
+    tool_config_path: UserPath | None = None
     seed: Seed = 0
 
 

@@ -18,7 +18,7 @@ from agentrl.config.prepare_schema import (
     SftConfig,
     TinyPolicyConfig,
 )
-from agentrl.config.section import Section, Seed
+from agentrl.config.section import FolderOrHubName, Section, Seed, UserPath
 from agentrl.config.update_schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -79,9 +79,9 @@ class CustomClassConfig(Section):
 class DataConfig(Section):
     """Which rows, in which order, how long."""
 
-    train_files: list[Path] = Field(default_factory=list[Path])
+    train_files: list[UserPath] = Field(default_factory=list[Path])
     """Parquet, JSON or JSONL files."""
-    val_files: dict[str, Path] = Field(default_factory=dict[str, Path])
+    val_files: dict[str, UserPath] = Field(default_factory=dict[str, Path])
     """Validation sets by name; the summary's `val_success` is the first's. A list or a single path
     is read as well (named by file stem)."""
     train_batch_size: int = Field(default=256, ge=1)
@@ -114,16 +114,16 @@ class DataConfig(Section):
     """A dataset class of the user's own: `(files, config, *, max_samples) -> Sequence[dict]`."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Extra variables of the chat template, such as `enable_thinking`."""
-    cache_dir: Path | None = None
+    cache_dir: UserPath | None = None
     """Where measured prompt lengths are cached; null: `~/.cache/agentrl`."""
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: str
+    path: FolderOrHubName
     """A Hugging Face folder (or hub name)."""
-    tokenizer_path: str | None = None
+    tokenizer_path: FolderOrHubName | None = None
     """The tokenizer, where it is not beside the model."""
     custom_chat_template: str | None = None
     """A template's text, or a path to a `.jinja` file; replaces the tokenizer's own."""
@@ -171,17 +171,21 @@ class EngineConfig(Section):
 class MultiTurnConfig(Section):
     """Tools, simulated users and the budgets of a conversation."""
 
-    tool_config_path: Path | None = None
+    tool_config_path: UserPath | None = None
     """YAML of tools."""
     function_tool_path: str | None = None
     """Python file or module with `@function_tool` functions."""
-    interaction_config_path: Path | None = None
+    interaction_config_path: UserPath | None = None
     """YAML of interactions."""
     format: str | None = None
     """Tool-call format; null: the one that fits the chat template (its probe says which)."""
     on_malformed_call: Literal["observe", "stop", "mask"] = "observe"
     """A malformed call: its error goes back to the model; or the request ends; or it goes back
     and that turn is left out of the loss."""
+    on_tool_failure: Literal["observe", "fail"] = "observe"
+    """A call whose tool crashed (raised anything but `ToolError`) or timed out: the model is told
+    in neutral words and goes on; or the request fails by the tool's fault, out of its group's
+    baseline and untrained, and `rollout.failure` says what becomes of it."""
     max_assistant_turns: int | None = Field(default=None, ge=1)
     """Completions of the policy; null: no limit of its own."""
     max_user_turns: int | None = Field(default=None, ge=0)
@@ -209,7 +213,10 @@ class MultiTurnConfig(Section):
     tokenization_sanity_check_mode: Literal["disable", "strict", "ignore_strippable"] = (
         "ignore_strippable"
     )
-    """Hold each finished ledger against the rendering of its conversation."""
+    """Hold finished ledgers against the rendering of their conversations: `strict` token by token,
+    `ignore_strippable` as text, and where that differs in more than white space token by token."""
+    tokenization_sanity_check_frac: float = Field(default=0.25, gt=0, le=1)
+    """Share of the finished requests that are held so, drawn from each request's seed."""
 
 
 class ValKwargsConfig(Section):
@@ -309,7 +316,7 @@ class TrainerConfig(Section):
 
     project_name: str = "agentrl"
     experiment_name: str = "run"
-    default_local_dir: Path = Path("runs/run")
+    default_local_dir: UserPath = Path("runs/run")
     """Everything that a run writes lies under this folder."""
     total_training_steps: int | None = Field(default=None, ge=0)
     """null: `total_epochs` over the data."""
@@ -329,10 +336,10 @@ class TrainerConfig(Section):
     ] = "auto"
     """auto: go on from the last complete checkpoint of the run's folder, if there is one.
     resume_path (or: path): from `resume_from_path`."""
-    resume_from_path: Path | None = None
-    rollout_data_dir: Path | None = None
+    resume_from_path: UserPath | None = None
+    rollout_data_dir: UserPath | None = None
     """Save every training rollout as JSONL here."""
-    validation_data_dir: Path | None = None
+    validation_data_dir: UserPath | None = None
     """Save every validation rollout as JSONL here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     collective_timeout_s: float = Field(default=1800.0, gt=0)

@@ -1,8 +1,27 @@
 """What every section of a run file is."""
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+def _expand_home(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _expand_home_in_name(name: str) -> str:
+    return str(_expand_home(Path(name))) if name.startswith("~") else name
+
 
 Seed = int
+UserPath = Annotated[Path, AfterValidator(_expand_home)]
+"""A path as a user writes it: `~` is the home folder, for whoever reads the configuration."""
+FolderOrHubName = Annotated[str, AfterValidator(_expand_home_in_name)]
+"""A folder as a user writes it, or a name of the hub."""
 
 
 class Section(BaseModel):

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 EncodePrompt = Callable[[Prompt], Sequence[int]]
 """Renders a prompt through the chat template, with the tools it may use."""
 
-DEFAULT_CACHE_DIR = Path("~/.cache/agentrl")
+DEFAULT_CACHE_DIR = Path("~/.cache/agentrl").expanduser()
 WORTH_FORKING_S = 2.0
 """Seconds of work left that pay for starting processes."""
 _SAMPLE = 64
@@ -178,7 +178,7 @@ def _num_cores() -> int:
 
 def _cache_file(folder: Path, data: str, encoding: str) -> Path:
     key = hashlib.sha256(f"{data}\n{encoding}".encode()).hexdigest()
-    return folder.expanduser() / "prompt_lengths" / f"{key[:32]}.npy"
+    return folder / "prompt_lengths" / f"{key[:32]}.npy"
 
 
 def _load(cache: Path) -> list[int] | None:

@@ -46,8 +46,13 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     """Await `call()` in a task of its own for at most `timeout_s` seconds.
 
     A call that is late, or whose caller is cancelled, is cancelled and given a moment to clean up
-    (5 % of its time, at most a second); one that ignores even that is left behind. Time for which
-    another call blocked the event loop is not counted: this one could not answer then.
+    (5 % of its time, at most a second); one that ignores even that is left behind.
+
+    Where nobody blocks the event loop, all of it ends within 110 % of `timeout_s`. A call cannot
+    answer while another one blocks the loop. So where the loop was held up when the time was up,
+    the time-out is put off, once, by as long as the loop was late and at most by `timeout_s`
+    again: a hang lasts at most twice its `timeout_s`, and for as long as others hold up the few
+    turns of the loop in which it is noticed and cleaned up.
 
     Args:
         call: Starts the work; called inside the task.
@@ -63,7 +68,8 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     ended: asyncio.Future[_Attempt[T] | None] = loop.create_future()
     task = loop.create_task(_contain(call, ended), name=TASK_PREFIX + name)
     grace_s = min(MAX_GRACE_S, GRACE_FRAC * timeout_s)
-    clock = loop.call_later(timeout_s, _ring, ended, loop.time() + timeout_s, grace_s)
+    alarm = _Alarm(ended=ended, due=loop.time() + timeout_s, timeout_s=timeout_s, grace_s=grace_s)
+    clock = loop.call_at(alarm.due, alarm.ring)
     try:
         attempt = await ended
     finally:
@@ -167,14 +173,25 @@ def _try(function: Callable[[], T]) -> _Attempt[T]:
         return _Attempt(error=error)
 
 
-def _ring(ended: "asyncio.Future[_Attempt[T] | None]", due: float, grace_s: float) -> None:
-    """Say that the time is up, once the call had the time for which the loop was held up."""
-    loop = ended.get_loop()
-    late_s = loop.time() - due
-    if late_s <= grace_s:
-        _settle(ended, None)
-    elif not ended.done():
-        loop.call_later(late_s, _ring, ended, loop.time() + late_s, grace_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alarm:
+    """Says that a call's time is up."""
+
+    ended: "asyncio.Future[Any]"
+    due: float
+    """When it is, by the loop's clock."""
+    timeout_s: float
+    grace_s: float
+    """Lateness of the loop that is no block."""
+
+    def ring(self) -> None:
+        """End the call, or give it, once, the time for which the loop was held up."""
+        loop = self.ended.get_loop()
+        late_s = loop.time() - self.due
+        if late_s <= self.grace_s:
+            _settle(self.ended, None)
+        else:
+            loop.call_later(min(late_s, self.timeout_s), _settle, self.ended, None)
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

@@ -3,13 +3,24 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
+from agentrl.errors import Fault
+from agentrl.rollout.records import Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
 MAX_TOLD = 3
 """Kinds of failures that are told of a batch."""
+_LONGEST_MESSAGE = 300
+
+
+class Reason(NamedTuple):
+    """What failures that are counted together share: their messages may name ids and times."""
+
+    fault: Fault
+    kind: str
+    """The exception's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +28,10 @@ class Census:
     """The failures of a batch, or of one rank's part of it."""
 
     num_requests: int
-    reasons: Counter[str]
-    """How many requests failed, by what their error says."""
+    reasons: Counter[Reason]
+    """How many requests failed for it."""
+    examples: dict[Reason, str]
+    """What the first of them says."""
     groups: frozenset[str]
     """Groups in which one failed."""
 
@@ -26,9 +39,11 @@ class Census:
     def of(cls, finished: Sequence[AsyncRolloutRequest]) -> Self:
         """Count the failures of finished requests."""
         failed = [request for request in finished if request.state is RequestState.FAILED]
+        errors = [request.error for request in failed if request.error is not None]
         return cls(
             num_requests=len(finished),
-            reasons=Counter(map(_reason, failed)),
+            reasons=Counter(map(_reason, errors)),
+            examples={_reason(error): _example(error) for error in reversed(errors)},
             groups=frozenset(request.uid for request in failed),
         )
 
@@ -36,9 +51,11 @@ class Census:
     def together(cls, parts: Iterable[Self]) -> Self:
         """Add the parts of all ranks."""
         whole = list(parts)
+        told = [item for part in reversed(whole) for item in part.examples.items()]
         return cls(
             num_requests=sum(part.num_requests for part in whole),
-            reasons=sum((part.reasons for part in whole), Counter[str]()),
+            reasons=sum((part.reasons for part in whole), Counter[Reason]()),
+            examples=dict(told),
             groups=frozenset[str]().union(*(part.groups for part in whole)),
         )
 
@@ -48,13 +65,16 @@ class Census:
         return self.reasons.total()
 
     def in_words(self) -> str:
-        """The commonest failures in one line."""
-        kinds = self.reasons.most_common(MAX_TOLD)
-        return "; ".join(f"{count} x {kind}" for kind, count in kinds)
+        """The commonest failures in one line, with what one of each says."""
+        return "; ".join(
+            f"{count} x {reason.fault}: {reason.kind}: {self.examples[reason]}"
+            for reason, count in self.reasons.most_common(MAX_TOLD)
+        )
 
 
-def _reason(request: AsyncRolloutRequest) -> str:
-    error = request.error
-    if error is None:
-        return str(request.stop_reason)
-    return f"{error.fault}: {error.kind}: {' '.join(error.message.split())[:300]}"
+def _reason(error: Failure) -> Reason:
+    return Reason(error.fault, error.kind)
+
+
+def _example(error: Failure) -> str:
+    return " ".join(error.message.split())[:_LONGEST_MESSAGE]

@@ -2,7 +2,7 @@
 
 import traceback
 
-from agentrl.errors import EngineError, Fault, InteractionError, ToolLifeError
+from agentrl.errors import EngineError, Fault, InteractionError, ToolCallError, ToolLifeError
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 
@@ -13,6 +13,7 @@ _FAULT_OF_TYPE = {
     EngineError: Fault.ENGINE,
     InteractionError: Fault.INTERACTION,
     ToolLifeError: Fault.TOOL,
+    ToolCallError: Fault.TOOL,
 }
 _FAULT_IN_STATE = {
     RequestState.PENDING: Fault.LIMIT,

@@ -36,6 +36,11 @@ class Ledger:
         self.loss_mask: list[int] = []
         self.rollout_log_probs: list[float] = []
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ledger):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in Ledger.__slots__)
+
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
@@ -50,8 +55,7 @@ class Ledger:
         numbers = _as_numbers(log_probs)
         # One number that is not finite leaves a sum that is not.
         if not math.isfinite(sum(numbers)) or max(numbers, default=0.0) > _ROUNDING:
-            bad = next(p for p in numbers if not (math.isfinite(p) and p <= _ROUNDING))
-            raise LedgerError(f"{bad} is no log-probability", expected="a finite number <= 0")
+            _check_each(numbers)
         return self._append(ids, 1, numbers)
 
     def append_observed(self, ids: Sequence[int]) -> tuple[int, int]:
@@ -118,6 +122,13 @@ def _check_turn(ledger: Ledger, turn: Turn) -> None:
     mask = [int(is_sampled and turn.excluded is None)] * turn.num_tokens
     if ledger.loss_mask[own] != mask or not (is_sampled or not any(ledger.rollout_log_probs[own])):
         raise LedgerError(f"turn {turn.index} is {turn.role}'s, and its tokens say otherwise")
+
+
+def _check_each(log_probs: Sequence[float]) -> None:
+    """Find the number that is no log-probability; there is none where only their sum overflows."""
+    for number in log_probs:
+        if not (math.isfinite(number) and number <= _ROUNDING):
+            raise LedgerError(f"{number} is no log-probability", expected="a finite number <= 0")
 
 
 def _as_ids(ids: Sequence[int]) -> list[int]:

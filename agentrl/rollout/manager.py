@@ -1,7 +1,6 @@
 """Roll out many requests at once: groups, bounded concurrency, and what becomes of failures."""
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
@@ -11,8 +10,9 @@ from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import CompletionSource, SamplingParams
 from agentrl.errors import Fault, RolloutError
 from agentrl.plugins.watchdog import LoopWatchdog
-from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.census import Census
+from agentrl.rollout.collector import rare_collection
+from agentrl.rollout.draws import draw_seed
 from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.rounds import Admission, FreeAdmission, Rounds
@@ -107,7 +107,7 @@ class RolloutManager:
             uid=uid,
             sampling=plan.sampling,
             budgets=self.budgets,
-            seed=random.Random(f"{self._rollout.seed}:{uid}:{offset}").getrandbits(63),
+            seed=draw_seed(f"{self._rollout.seed}:{uid}:{offset}"),
         )
 
     async def rollout(
@@ -120,6 +120,7 @@ class RolloutManager:
 
         Raises:
             RolloutError: see `apply_failure_policy`.
+            Exception: see `drive`.
         """
         finished = await self.drive(requests, on_finished=on_finished)
         self.apply_failure_policy(finished)
@@ -142,7 +143,26 @@ class RolloutManager:
         Args:
             requests: Pending requests.
             on_finished: Told of each request when it has ended for good; for a progress bar.
+
+        Raises:
+            TransitionError: for a request that is not pending.
+            RolloutError: in deterministic mode, while another such rollout uses the engine.
+            Exception: what `on_finished` raised. It ends the rollout; where several come at
+                once, they come in an `ExceptionGroup`.
         """
+        try:
+            return await self._drive_all(requests, on_finished or _tell_nobody)
+        except BaseExceptionGroup as group:
+            failure = group.exceptions[0] if len(group.exceptions) == 1 else group
+        finally:
+            end_waiting(requests)
+        raise failure
+
+    async def _drive_all(
+        self,
+        requests: Sequence[AsyncRolloutRequest],
+        on_finished: Callable[[AsyncRolloutRequest], None],
+    ) -> list[AsyncRolloutRequest]:
         entry = self._open_entry(len(requests))
 
         async def drive(
@@ -150,20 +170,16 @@ class RolloutManager:
         ) -> AsyncRolloutRequest:
             async with admission.seat(place) as source:
                 done = await self._attempt(request, source)
-            if on_finished is not None:
-                on_finished(done)
+            on_finished(done)
             return done
 
-        try:
-            # A tool that blocks the event loop holds up everybody: it is named while it does.
-            with LoopWatchdog(), rare_collection():
-                async with entry as admission, asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(drive(place, request, admission))
-                        for place, request in enumerate(requests)
-                    ]
-        finally:
-            end_waiting(requests)
+        # A tool that blocks the event loop holds up everybody: it is named while it does.
+        with LoopWatchdog(), rare_collection():
+            async with entry as admission, asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(drive(place, request, admission))
+                    for place, request in enumerate(requests)
+                ]
         return [task.result() for task in tasks]
 
     def _open_entry(self, num_requests: int) -> AbstractAsyncContextManager[Admission]:
@@ -210,6 +226,10 @@ class RolloutManager:
             for request in finished:
                 if request.uid in census.groups:
                     request.dropped = "a sample of its group failed"
+
+
+def _tell_nobody(_: AsyncRolloutRequest) -> None:
+    """Nobody waits for the end of a request."""
 
 
 def end_waiting(requests: Sequence[AsyncRolloutRequest]) -> None:

@@ -102,6 +102,8 @@ class AsyncRolloutRequest(Record):
     """Tokens that the prompt lost to its budget, those of the tools' opening messages included."""
     dropped: str | None = None
     """Why it was left out of baseline and loss though it may have ended well; None: it was not."""
+    is_checked: bool = False
+    """Whether the tokenization check held its ledger against its conversation."""
     differences: list[TokenDifference] = Field(default_factory=list[TokenDifference])
     """What the tokenization check found."""
 
@@ -116,11 +118,9 @@ class AsyncRolloutRequest(Record):
 
     def model_post_init(self, context: Any, /) -> None:
         """Begin the private half."""
-        self._state = RequestState.PENDING
-        self._stop_reason = None
-        self._error = None
-        self._ledger = Ledger()
-        self._turns = []
+        vars(self).update(
+            _state=RequestState.PENDING, _stop_reason=None, _error=None, _ledger=Ledger(), _turns=[]
+        )
 
     @classmethod
     def from_prompt(cls, prompt: Prompt, **fields: Any) -> "AsyncRolloutRequest":
@@ -389,12 +389,21 @@ class AsyncRolloutRequest(Record):
         scored = [turn.reward for turn in self._turns if turn.reward is not None]
         return {**self.tool_rewards, "user_turn_rewards": scored}
 
+    def __eq__(self, other: object) -> bool:
+        """Compare all that is known of both; pydantic would compare the public half alone."""
+        if not isinstance(other, AsyncRolloutRequest):
+            return NotImplemented
+        return self._private_half == other._private_half and super().__eq__(other)
+
+    @property
+    def _private_half(self) -> tuple[Any, ...]:
+        return self._state, self._stop_reason, self._error, self._turns, self._ledger
+
     # Saving: the private half travels with the public one.
 
     @model_serializer(mode="wrap")
     def _save(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        end = (self._stop_reason, self._error)
-        return handler(self) | save_private(self._state, *end, self._turns, self._ledger)
+        return handler(self) | save_private(*self._private_half)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -25,6 +25,10 @@ from agentrl.engines.protocol import (
     EngineCall,
     SamplingParams,
 )
+from agentrl.errors import EngineError, RolloutError
+
+_ENGINES_IN_ROUNDS: set[int] = set()
+"""Identities of the engines that a deterministic rollout uses now."""
 
 
 class Admission(Protocol):
@@ -76,7 +80,8 @@ class Rounds:
     others go on, by a batch that has one row less from a moment that the clock chose.
 
     Args:
-        engine: Completes the turns. Nobody else may use it meanwhile.
+        engine: Completes the turns. Nobody else may use it meanwhile; a second `Rounds` is refused
+            with a `RolloutError`.
         num_requests: Requests of the rollout, by place 0, 1, ...
         room: Members at once.
     """
@@ -91,16 +96,32 @@ class Rounds:
         self._round: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        # A resumed run begins with an empty cache, and must find what this one finds.
-        await self._engine.flush_cache()
+        self._claim_engine()
+        try:
+            # A resumed run begins with an empty cache, and must find what this one finds.
+            await self._engine.flush_cache()
+        except BaseException:
+            _ENGINES_IN_ROUNDS.discard(id(self._engine))
+            raise
         self._admit()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._round is not None:
-            self._round.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._round
+        try:
+            if self._round is not None:
+                self._round.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._round
+        finally:
+            _ENGINES_IN_ROUNDS.discard(id(self._engine))
+
+    def _claim_engine(self) -> None:
+        if id(self._engine) in _ENGINES_IN_ROUNDS:
+            raise RolloutError(
+                "a deterministic rollout on an engine that another one is using",
+                expected="one after the other, or `rollout.deterministic: false`",
+            )
+        _ENGINES_IN_ROUNDS.add(id(self._engine))
 
     @asynccontextmanager
     async def seat(self, place: int) -> AsyncIterator[CompletionSource]:
@@ -156,6 +177,10 @@ class Rounds:
     async def _run(self, waiting: Sequence[_Waiting]) -> None:
         try:
             answers = await self._engine.generate_together([w.call for w in waiting])
+            if len(answers) != len(waiting):
+                raise EngineError(
+                    f"the engine gave {len(answers)} answers", expected=f"{len(waiting)}"
+                )
         # Whatever it is, even a stray cancellation, every member of the round is to hear of it.
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             answers = [error] * len(waiting)

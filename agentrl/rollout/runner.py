@@ -40,6 +40,7 @@ from agentrl.rollout.tool_calls import (
     Observation,
     ToolCaller,
     check_calls,
+    raise_tool_failure,
     skip_calls,
 )
 from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
@@ -66,8 +67,8 @@ class House:
     encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
     """Renders a request's prompt within its budget."""
     check_tokens: Callable[[AsyncRolloutRequest, Sequence[str]], None]
-    """Holds a finished ledger against its conversation, and records what differs; the texts are
-    the ledger's wording, part by part."""
+    """Holds a finished ledger, and its wording part by part, against its conversation, and records
+    what differs."""
 
 
 class EngineAbortError(EngineError):
@@ -283,30 +284,35 @@ class _Run:
         if completion.finish_reason is FinishReason.LENGTH:
             turn.cut = "turn" if request.num_tokens_left > 0 else self._spent_budget()
         self.last_ids = completion.token_ids
-        parsed = self._read(completion.token_ids)
-        self.calls = check_calls(parsed, request.tool_schemas)
+        self._read(completion.token_ids)
         if self.calls.malformed and self.house.settings.on_malformed_call == "mask":
             request.exclude_turn(turn.index, "malformed tool call")
-        calls = [call.tool_call for call in parsed.calls]
-        request.messages.append(
-            Message(role="assistant", content=parsed.content, tool_calls=calls or None)
-        )
         return turn
 
     def _spent_budget(self) -> Literal["response", "model"]:
         nearest = self.request.nearest_limit
         return "response" if nearest is StopReason.RESPONSE_BUDGET else "model"
 
-    def _read(self, ids: Sequence[int]) -> ParsedTurn:
-        """Read a turn without its stop token; where there are no tools, nothing is a call."""
-        template, schemas = self.house.template, self.request.tool_schemas
+    def _read(self, ids: Sequence[int]) -> None:
+        """Read a turn, without its stop token, as a message with calls."""
+        request, template = self.request, self.house.template
         stop = template.stop_texts.get(ids[-1], "") if ids else ""
         text = template.decode(ids[:-1] if stop else ids)
         self.wording.append(text + stop)
-        if not schemas:
+        parsed = self._parse(text)
+        self.calls = check_calls(parsed, request.tool_schemas)
+        calls = [call.tool_call for call in parsed.calls]
+        request.messages.append(
+            Message(role="assistant", content=parsed.content, tool_calls=calls or None)
+        )
+
+    def _parse(self, text: str) -> ParsedTurn:
+        """Find the calls in a turn; where there are no tools, nothing is a call."""
+        if not self.request.tool_schemas:
             return ParsedTurn(text)
+        starts_in_thought = self.house.template.starts_in_thought
         return self.house.parser.parse(
-            text, starts_in_thought=template.starts_in_thought, tools=schemas
+            text, starts_in_thought=starts_in_thought, tools=self.request.tool_schemas
         )
 
     def _leave_turn(self, turn: Turn) -> Way:
@@ -339,8 +345,10 @@ class _Run:
         found = await self.house.caller.answer(self.calls, self.tools)
         seconds = time.monotonic() - started
         self._record_calls(self.request.turns[-1], found)
+        if self.house.settings.on_tool_failure == "fail":
+            raise_tool_failure(found)
         try:
-            observed = self._observe([o.message for o in found], "tool", seconds)
+            observed = await self._observe([o.message for o in found], "tool", seconds)
         except TemplateError as error:
             return self._refuse_calls(self.request.turns[-1], error)
         if any(observation.should_stop for observation in found):
@@ -369,11 +377,11 @@ class _Run:
         judged.reward, judged.metadata = reply.score, reply.metadata or {}
         if reply.should_terminate:
             return StopReason.INTERACTION_ENDED
-        return why_not_reply(request) or self._reply(reply.content, seconds)
+        return why_not_reply(request) or await self._reply(reply.content, seconds)
 
-    def _reply(self, text: str, seconds: float) -> Way:
+    async def _reply(self, text: str, seconds: float) -> Way:
         fitted = self.house.fitter.fit(text)
-        turn = self._observe([Message(role="user", content=fitted.text)], "user", seconds)
+        turn = await self._observe([Message(role="user", content=fitted.text)], "user", seconds)
         if turn is None:
             return self.request.nearest_limit
         turn.cut = "observation" if fitted.num_cut else None
@@ -382,7 +390,7 @@ class _Run:
 
     # What the policy is shown.
 
-    def _observe(
+    async def _observe(
         self, messages: Sequence[Message], role: Literal["tool", "user"], seconds: float
     ) -> Turn | None:
         """Append messages behind a sampled turn, where they leave room for one more token.
@@ -390,14 +398,15 @@ class _Run:
         Returns:
             Their turn; None where they do not fit, and nothing was appended.
         """
-        request, calls = self.request, self.request.turns[-1].calls
-        delta = self.house.template.encode_delta(
-            messages, last_ids=self.last_ids, tools=request.tool_schemas
-        )
+        request, template = self.request, self.house.template
+        planned = template.plan_delta(messages, tools=request.tool_schemas)
+        outside = await template.queue.encode(planned.outside)
+        delta = planned.encode(self.last_ids, outside)
         if len(delta.ids) >= request.num_tokens_left:
             return None
         self.wording.append(delta.text)
         request.messages.extend(messages)
+        calls = request.turns[-1].calls
         for index, start, end in delta.message_spans:
             if role == "tool":
                 calls[index].num_tokens += end - start

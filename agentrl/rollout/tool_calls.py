@@ -6,13 +6,14 @@ of the calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import jsonschema
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry
 
+from agentrl.errors import ToolCallError
 from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
@@ -55,6 +56,8 @@ class Observation:
     """For the turn's record; the tokens are filled in by whoever encodes the message."""
     should_stop: bool = False
     """The tool ends the request."""
+    is_infrastructure_failure: bool = False
+    """The tool crashed or hung: the call says nothing of the model."""
 
 
 class ToolCaller:
@@ -108,18 +111,20 @@ class ToolCaller:
             image=outcome.response.image,
             video=outcome.response.video,
         )
-        return self._observation(record, outcome.response, should_stop=outcome.should_stop)
+        return replace(
+            self._observation(record, outcome.response),
+            should_stop=outcome.should_stop,
+            is_infrastructure_failure=outcome.is_infrastructure_failure,
+        )
 
     def _complain(self, call: MalformedCall) -> Observation:
         response = ToolResponse(text=describe_malformed(call))
-        return self._observation(_record_of(call, "malformed"), response, should_stop=False)
+        return self._observation(_record_of(call, "malformed"), response)
 
-    def _observation(
-        self, record: CallRecord, response: ToolResponse, *, should_stop: bool
-    ) -> Observation:
+    def _observation(self, record: CallRecord, response: ToolResponse) -> Observation:
         shown = self.show(response.text or "", tool=record.name or None, call_id=record.call_id)
         record.num_cut_tokens = shown.num_cut
-        return Observation(shown.message, response, record, should_stop)
+        return Observation(shown.message, response, record)
 
 
 def check_calls(parsed: ParsedTurn, tools: Iterable[OpenAIFunctionToolSchema]) -> CheckedCalls:
@@ -147,6 +152,19 @@ def skip_calls(checked: CheckedCalls) -> list[CallRecord]:
     by_index = {call.index: _record_of(call, "skipped") for call in checked.calls}
     by_index |= {call.index: _record_of(call, "malformed") for call in checked.malformed}
     return [by_index[index] for index in sorted(by_index)]
+
+
+def raise_tool_failure(found: Iterable[Observation]) -> None:
+    """End a request for the first of its calls that the tool, and not the model, failed.
+
+    Raises:
+        ToolCallError: where there is one.
+    """
+    for observation in found:
+        if observation.is_infrastructure_failure:
+            call = observation.record
+            why = f"tool {call.name!r}, {call.outcome}: {call.message}"
+            raise ToolCallError(why, tool=call.name, call=call.call_id)
 
 
 def describe_malformed(call: MalformedCall) -> str:

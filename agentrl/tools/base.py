@@ -145,7 +145,7 @@ class BaseTool:
         Raises:
             ToolError: Its text is shown to the model, which may try again.
             Exception: The model is shown a neutral text, and the call is counted as crashed; the
-                request goes on.
+                request goes on, or fails under `on_tool_failure: fail`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 

@@ -66,7 +66,7 @@ def start_parts(config: RunConfig) -> Parts:
         AgentRLError: with what, where and what was expected.
     """
     quiet_libraries()
-    world = start_world(config.trainer.device)
+    world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main)
     plugins = check_run(config, journal, world_size=world.size)
     return prepare_parts(config, world, journal, plugins)

@@ -2,18 +2,18 @@
 
 The first signal cancels the rollouts under way, whose tools are released; log-probabilities, an
 update or a checkpoint under way are finished. Then the last finished step is saved, and the run
-ends with exit code 130. Another Ctrl-C leaves at once. Schedulers allow some 30 s between SIGTERM
-and SIGKILL; where a step computes for longer, the last regular checkpoint stands.
+ends with exit code 130; so it does where the signal comes while the finished run writes its end.
+Another Ctrl-C leaves at once, but for a rank that waits for the others: Python hears a signal only
+when the exchange is over. Schedulers allow some 30 s between SIGTERM and SIGKILL; where a step
+computes for longer, the last regular checkpoint stands.
 
 On several ranks all of them stop at the same place: each waits for the others' word behind its
 rollouts and around its update. Whoever was not signalled finishes its rollouts first.
 """
 
 import asyncio
-import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
 
+from agentrl.trainer.leaving import end_process
 from agentrl.training.distributed import World
 
 T = TypeVar("T")
@@ -136,22 +137,7 @@ class Interruption:
 def leave_at_once() -> NoReturn:
     """End this process and the tools' processes, releasing nothing."""
     _tell(_LEAVING)
-    with suppress(Exception):
-        for process in multiprocessing.active_children():
-            _kill(process.pid)
-    with suppress(Exception):
-        sys.stdout.flush()
-    os._exit(EXIT_CODE)
-
-
-def _kill(pid: int | None) -> None:
-    """Kill a process, and the group that it leads."""
-    if pid is None:
-        return
-    with suppress(ProcessLookupError):
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
+    end_process(EXIT_CODE)
 
 
 def _is_heard(number: int) -> bool:

@@ -172,11 +172,20 @@ def _fault(request: AsyncRolloutRequest) -> Fault | None:
 def _ledger_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     num_response = sum(request.num_response_tokens for request in requests)
     num_trained = sum(sum(request.loss_mask) for request in requests if request.is_trained)
-    different = [len(request.differences) for request in requests]
     return {
         **_ratio("rollout/mask_ones_ratio", num_trained, num_response),
         **_cache_figures(requests),
         **_version_figures(requests),
+        **_check_figures(requests),
+    }
+
+
+def _check_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
+    """What the tokenization check found, over the requests that it was drawn for."""
+    different = [len(request.differences) for request in requests if request.is_checked]
+    if not different:
+        return {}
+    return {
         "rollout/tokenization_differences/mean": Mean.of(different),
         "rollout/tokenization_differences_frac": Mean.of([n > 0 for n in different]),
     }

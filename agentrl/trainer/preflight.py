@@ -104,7 +104,7 @@ def claim_folders(config: RunConfig) -> None:
         ("data.cache_dir", config.data.cache_dir),
     ):
         if folder is not None:
-            claim_folder(folder.expanduser(), key=key)
+            claim_folder(folder, key=key)
     claim_prepared(config)
 
 
@@ -121,8 +121,8 @@ def claim_prepared(config: RunConfig) -> None:
         ("tiny_policy", prepare.tiny_policy),
         ("sft", prepare.sft),
     ):
-        if maker is not None and not is_made(maker.out_dir.expanduser()):
-            claim_folder(maker.out_dir.expanduser(), key=f"prepare.{name}.out_dir")
+        if maker is not None and not is_made(maker.out_dir):
+            claim_folder(maker.out_dir, key=f"prepare.{name}.out_dir")
 
 
 def claim_file(file: Path, *, key: str) -> None:
@@ -180,12 +180,12 @@ def claim_folder(folder: Path, *, key: str) -> None:
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     if not config.trainer.val_only:
         for place, path in enumerate(config.data.train_files):
-            yield f"data.train_files[{place}]", path.expanduser()
+            yield f"data.train_files[{place}]", path
     for name, path in config.data.val_files.items():
-        yield f"data.val_files.{name}", path.expanduser()
+        yield f"data.val_files.{name}", path
 
 
 def _is_missing_folder(config: RunConfig, name: str) -> bool:
-    path = Path(name).expanduser()
-    is_hub_name = name.count("/") <= _SLASHES_OF_HUB_NAME and not name.startswith(("/", ".", "~"))
+    path = Path(name)
+    is_hub_name = name.count("/") <= _SLASHES_OF_HUB_NAME and not name.startswith(("/", "."))
     return not is_hub_name and not path.exists() and not is_made_later(config, path)

@@ -67,7 +67,7 @@ def warm_up(
     Whether it is missing is for the main rank to say; the others wait for its word.
     """
     if world.is_main:
-        put_back_replaced(config.out_dir.expanduser())
+        put_back_replaced(config.out_dir)
     was_there = (config.out_dir / "manifest.json").is_file()
 
     def train() -> None:

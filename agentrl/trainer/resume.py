@@ -70,7 +70,7 @@ def policy_origin(config: RunConfig) -> str:
 
     A hub's name stands for itself. Weights themselves are not read: they may be hundreds of GiB.
     """
-    folder = Path(config.model.path).expanduser()
+    folder = Path(config.model.path)
     manifest = folder / "manifest.json"
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -93,12 +93,23 @@ def check_origin(origin: str, config: RunConfig, path: Path) -> None:
         )
 
 
-def config_digest(config: RunConfig) -> str:
+def config_digest(config: RunConfig, *, total_steps: int, device: str) -> str:
     """Hash what of a configuration decides what is sampled and trained, step by step.
 
     That is every section but `prepare`, whose files are hashed elsewhere, and `trainer`, of which
-    the seed counts: how long a run goes on, what it writes and where changes no step.
+    the seed counts: what a run writes and where changes no step, and how long it goes on none
+    either, unless the learning rate falls towards the last one.
+
+    Args:
+        config: Of the run.
+        total_steps: Training steps of the whole run.
+        device: The kind that it runs on, `cpu` or `cuda`.
     """
     kept = config.model_dump(mode="json", exclude={"trainer", "prepare"})
-    kept["trainer"] = {"seed": config.trainer.seed}
+    falls = config.actor.optim.lr_scheduler != "constant"
+    kept["trainer"] = {
+        "seed": config.trainer.seed,
+        "device": device,
+        "falls_over": total_steps if falls else None,
+    }
     return hashlib.sha256(repr(kept).encode()).hexdigest()

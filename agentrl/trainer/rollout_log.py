@@ -124,23 +124,18 @@ def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: 
     Raises:
         OSError: naming `path`, where the disk does not take it.
     """
-    return _save_lines(path, (_to_line(request, step) for request in requests))
+    return save_lines(path, (to_line(request, step) for request in requests))
 
 
-def save_skipped(
-    path: Path, rows: Iterable[tuple[AsyncRolloutRequest, SkipNote]], *, step: int
-) -> int:
-    """Write the trajectories for which optimizer steps were skipped, each with its note.
+def save_lines(path: Path, lines: Iterable[str]) -> int:
+    """Write lines of `to_line`; the file appears when it is whole.
+
+    Returns:
+        How many were written.
 
     Raises:
         OSError: naming `path`, where the disk does not take it.
     """
-    return _save_lines(
-        path, (_to_line(request, step, skipped=note.model_dump()) for request, note in rows)
-    )
-
-
-def _save_lines(path: Path, lines: Iterable[str]) -> int:
     count = 0
     # A lone surrogate, which UTF-8 cannot hold, becomes the JSON escape of itself.
     with (
@@ -153,12 +148,19 @@ def _save_lines(path: Path, lines: Iterable[str]) -> int:
     return count
 
 
-def _to_line(request: AsyncRolloutRequest, step: int, **note: object) -> str:
+def to_line(request: AsyncRolloutRequest, step: int, note: SkipNote | None = None) -> str:
+    """Write a trajectory as one line.
+
+    Args:
+        request: Finished.
+        step: Of the run.
+        note: Of a row for which an optimizer step was skipped.
+    """
     line = {
         "version": LINE_VERSION,
         "step": step,
         "summary": TrajectorySummary.of(request).model_dump(),
-        **note,
+        **({} if note is None else {"skipped": note.model_dump()}),
         "request": request.model_dump(mode="json", fallback=to_plain),
     }
     return json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n"

@@ -7,10 +7,11 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.rewards import RewardManager, make_reward_manager
+from agentrl.rollout.draws import draws_check
 from agentrl.rollout.formats import choose_parser
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.observations import TextFitter
@@ -19,7 +20,6 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House
 from agentrl.rollout.templates import (
     ChatTemplate,
-    CheckMode,
     TemplateNeeds,
     TemplateReport,
     check_request,
@@ -160,17 +160,21 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
             max_tokens=config.data.max_prompt_length,
             truncation=config.data.truncation,
         ).encode,
-        check_tokens=make_token_check(setup.template, turns.tokenization_sanity_check_mode),
+        check_tokens=make_token_check(setup.template, turns),
     )
     return RolloutManager(house, config.rollout, config.data)
 
 
 def make_token_check(
-    template: ChatTemplate, mode: CheckMode
+    template: ChatTemplate, settings: MultiTurnConfig
 ) -> Callable[[AsyncRolloutRequest, Sequence[str]], None]:
-    """Make the check that holds a finished ledger against the rendering of its conversation."""
+    """Make the check that holds finished ledgers against the renderings of their conversations."""
+    mode = settings.tokenization_sanity_check_mode
+    share = settings.tokenization_sanity_check_frac
 
     def check(request: AsyncRolloutRequest, wording: Sequence[str]) -> None:
-        request.differences = check_request(template, request, mode, wording=wording)
+        if mode != "disable" and draws_check(request, share):
+            request.differences = check_request(template, request, mode, wording=wording)
+            request.is_checked = True
 
     return check

@@ -243,12 +243,12 @@ def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -
         plugins = check_run(config, Journal(config.trainer, console=console), file=run_file)
     _say(console, f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")
     _say(console, f"interactions: {', '.join(plugins.interactions) or 'none'}")
-    model = Path(config.model.tokenizer_path or config.model.path).expanduser()
+    model = Path(config.model.tokenizer_path or config.model.path)
     files = [*config.data.train_files, *config.data.val_files.values()]
     if missing := [path for path in (model, *files) if is_made_later(config, path)]:
         made = ", ".join(map(str, missing))
         return _say(console, f"template and data: not looked at, `prepare` has yet to make {made}")
-    if (Path(config.model.path).expanduser() / "config.json").is_file():
+    if (Path(config.model.path) / "config.json").is_file():
         positions = load_hf_config(config.model).max_position_embeddings
         check_model_length(config, positions, file=run_file)
     probed = probe_model(config, plugins)

@@ -76,6 +76,7 @@ class Trainer:
         self._interruption = Interruption(self.world)
         self._last = LastStep(self.parts.order, self.parts.actor)
         self._runner = asyncio.Runner()
+        self._is_closed = False
         self._started = time.monotonic()
 
     # The loop.
@@ -83,18 +84,23 @@ class Trainer:
     def fit(self) -> Summary:
         """Train to the last step, validate, save; returns what came of it.
 
-        Ctrl-C and SIGTERM end it: tools are released, and the last finished step is saved, as it
-        is where an error ends it.
+        Ctrl-C and SIGTERM end it: tools are released, and the last finished step is saved. So it
+        is where an error ends it, on several ranks where all of them know of the error: too much
+        of a batch failed, one could not roll out or score, the main one could not write. Of what
+        one rank meets on its own elsewhere (memory that runs out in an update, a killed process)
+        the others learn too late to save together: the last checkpoint stands.
 
         Raises:
-            KeyboardInterrupt: where it was asked to stop.
+            KeyboardInterrupt: where it was asked to stop, be it while the end was written.
         """
         with self._interruption.listening(), self.world.board.explaining():
             try:
                 self.begin()
                 while self.step < self.parts.total_steps:
                     self.end_step(self.train_step())
-                return self.finish()
+                self.finish()
+                self._interruption.check()
+                return self.summary
             except Interrupted:
                 self.save_last_step()
                 raise
@@ -143,10 +149,11 @@ class Trainer:
         self._last.note(self.step, self.summary)
         if self._is_due(self.config.trainer.save_freq):
             self.save_checkpoint()
-        self.summary.refuse_to_idle(self.config.actor.max_skipped_updates)
+        with self.world.agreeing():
+            self.summary.refuse_to_idle(self.config.actor.max_skipped_updates)
         self._interruption.check()
 
-    def finish(self) -> Summary:
+    def finish(self) -> None:
         """Export the policy, write the summary, draw the curve."""
         if self.config.trainer.val_only and not self.config.trainer.val_before_train:
             self.parts.journal.track(self.step, self.validate())
@@ -157,7 +164,6 @@ class Trainer:
         if self.world.is_main:
             self.summary.save(self.folder / "summary.json")
         self.parts.journal.plot()
-        return self.summary
 
     # Its stations.
 
@@ -185,7 +191,8 @@ class Trainer:
                 scored = self.parts.setup.plugins.rewards.score(finished)
                 self._interruption.run(self._runner, scored)
         census = Census.together(self.world.gather(Census.of(finished)))
-        manager.apply_failure_policy(finished, census)
+        with self.world.agreeing():
+            manager.apply_failure_policy(finished, census)
         return finished
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:
@@ -235,15 +242,15 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Roll out and score every validation set; returns its figures, over all ranks."""
-        if not self.parts.data.val:
+        sets = [name for name, rows in self.parts.data.val.items() if rows]
+        if not sets:
             return {}
         metrics: dict[str, float] = {}
         with self._timer("validate"):
-            for name in self.parts.data.val:
+            for name in sets:
                 metrics |= validation_metrics(name, self._validate_set(name))
-        success = {name: metrics[f"val/{name}/success"] for name in self.parts.data.val}
-        first = next(iter(success))
-        self.summary.note_validation(self.step, success, int(metrics[f"val/{first}/num"]))
+        success = {name: metrics[f"val/{name}/success"] for name in sets}
+        self.summary.note_validation(self.step, success, int(metrics[f"val/{sets[0]}/num"]))
         return metrics | {"timing_s/validate": self._timer.pop_metrics()["timing_s/validate"]}
 
     def _validate_set(self, name: str) -> list[Outcome]:
@@ -277,7 +284,7 @@ class Trainer:
         """
         if self._last.is_lost():
             self.parts.journal.say(
-                f"step {self.step} ended in the middle of its update, and the one before it cannot "
+                f"step {self.step} ended after its weights had moved, and the one before it cannot "
                 f"be saved any more; the last checkpoint: {self.summary.checkpoint or 'none'}"
             )
         elif self.parts.total_steps and (mark := self._last.go_back()):
@@ -293,7 +300,7 @@ class Trainer:
         state = RunState(
             step=self.step,
             identity=identify(self.parts.actor.policy),
-            config_digest=config_digest(self.config),
+            config_digest=self._config_digest(),
             origin=policy_origin(self.config),
             trainer=asdict(replace(self.summary, checkpoint=None)),
             data=self.parts.order.state_dict() | {RECORD: self.parts.record.to_json()},
@@ -332,14 +339,15 @@ class Trainer:
 
     def _go_on_from(self, path: Path) -> None:
         state = load_run(path, self.parts.actor)
-        check_origin(state.origin, self.config, path)
+        with self.world.agreeing():
+            check_origin(state.origin, self.config, path)
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
         self.summary = Summary(**state.trainer)
         self.summary.checkpoint = str(path)
         self._last.note(self.step, self.summary, unlogged=state.unlogged)
         self.parts.journal.say(f"resumed from {path} at step {self.step}")
-        if state.config_digest != config_digest(self.config):
+        if state.config_digest != self._config_digest():
             self.parts.journal.say(
                 "the run's configuration is not the checkpoint's: the run's own holds from here on"
             )
@@ -351,6 +359,9 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the engine, the tracker and the event loop; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             self._runner.run(self.parts.engine.close())
         finally:
@@ -360,15 +371,20 @@ class Trainer:
     def _rescue(self, error: Exception) -> None:
         """Save the last finished step before an error ends the run.
 
-        Other ranks do not know of the error, so several save nothing. Where it is saving that
-        failed, it would fail again.
+        Several ranks save together or not at all, so where other ranks do not know of the error
+        nothing is saved. Where it is saving that failed, it would fail again.
         """
-        if not self.world.is_alone or isinstance(error, CheckpointError):
+        is_shared = self.world.is_alone or error is self.world.board.shared
+        if not is_shared or isinstance(error, CheckpointError):
             return
         try:
             self.save_last_step()
         except Exception as second:  # noqa: BLE001 - the first error is the one to tell
             self.parts.journal.say(f"the last finished step could not be saved: {second}")
+
+    def _config_digest(self) -> str:
+        device = self.world.device.type
+        return config_digest(self.config, total_steps=self.parts.total_steps, device=device)
 
     def _tell_place(self, station: str) -> None:
         self.world.board.note(f"{station} of step {self.step}")

@@ -45,6 +45,8 @@ class Board:
     """Seconds that one collective may take."""
     place: str = START
     """What this rank does."""
+    shared: Exception | None = None
+    """The last error that every rank knows of and raised at the same place, each in its own words."""
 
     def note(self, place: str) -> None:
         """Say what this rank does from now on."""

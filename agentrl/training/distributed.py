@@ -17,14 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from agentrl.config.schema import TrainerConfig
 from agentrl.errors import ConfigError, RankError
 from agentrl.training.board import Board, is_broken_exchange, open_board
 
 T = TypeVar("T")
-
-COLLECTIVE_TIMEOUT_S = TrainerConfig().collective_timeout_s
-"""A rank that waits longer than this for another raises instead of hanging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +84,6 @@ class World:
         dist.broadcast_object_list(items, src=0)
         return items[0]
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.sum([])
-
     def gather_flat(self, items: Iterable[T]) -> list[T]:
         """Give every rank the items of all ranks in one list, in the order of the ranks."""
         return [item for part in self.gather(list(items)) for item in part]
@@ -140,21 +132,23 @@ class World:
         if not self.is_alone:
             self.board.note(f"the wait behind {self.board.place}")
         words = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
         for rank, told in enumerate(words):
-            if told is not None:
-                raise RankError(f"rank {rank} failed: {told}")
+            if failure is None and told is not None:
+                failure = RankError(f"rank {rank} failed: {told}")
+        if failure is not None:
+            self.board.shared = failure
+            raise failure
 
 
-def start_world(device: str = "auto", *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
+def start_world(device: str, *, timeout_s: float) -> World:
     """Join the ranks that torchrun started, or be a world of one.
 
     A process group that exists already is used as it is.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
-        timeout_s: Seconds that one collective may take, the joining included.
+        timeout_s: Seconds that one collective may take, the joining included; a rank that waits
+            longer for another raises instead of hanging.
 
     Raises:
         ConfigError: where `cuda` is asked for and there is none.

@@ -1,10 +1,13 @@
 """Folders that are whole or absent: written beside their place, then moved into it."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _WRITING = ".writing-"
 _REPLACED = ".replaced-"
@@ -16,7 +19,8 @@ def folder_written_whole(place: Path) -> Iterator[Path]:
     """Give a folder to fill; it becomes `place` when the block ends, and vanishes if it raises.
 
     Its files are on the disk before the move, and the move before this ends. An earlier folder
-    stays as it is until the move, and is gone after it.
+    stays as it is until the move, and is gone after it. What goes wrong behind the move is told as
+    a warning: the new folder stands then.
 
     Raises:
         OSError: where the disk does not take it.
@@ -101,6 +105,9 @@ def _publish(aside: Path, place: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
         place.rename(gone)
     aside.rename(place)
-    flush(place.parent)
-    if gone.exists():
-        shutil.rmtree(gone)
+    try:
+        flush(place.parent)
+        if gone.exists():
+            shutil.rmtree(gone)
+    except OSError as error:
+        logger.warning("%s is written; what it replaced may still be there: %s", place, error)

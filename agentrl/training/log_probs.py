@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 CPU_BLOCK_BYTES = 2 * 2**20
@@ -70,7 +71,8 @@ def score_tokens(
         targets: `[N]`, int64.
         temperature: The rollout's.
         transform: What the model does behind its head.
-        block_bytes: Bytes of one block of logits, of which up to three exist at once; None: what
+        block_bytes: Bytes of one block of logits in float32, of which two exist at once; half a
+            block more for 16-bit weights, and one for the backward pass of a soft cap. None: what
             suits the device.
     """
     if block_bytes is None:
@@ -100,7 +102,9 @@ class _Head(NamedTuple):
         product = torch.mm(hidden, self.weight[columns].T, out=out)
         if self.bias is not None:
             product += self.bias[columns]
-        logits, cap = product.to(memory.dtype), self.transform.cap
+        # In the same room, not beside it: of the product only its own narrow block is new then.
+        logits = product if out is memory else memory.copy_(product)
+        cap = self.transform.cap
         if cap is None:
             return logits if self.factor == 1.0 else logits.mul_(self.factor)
         return logits.mul_(self.transform.scale / cap).tanh_().mul_(cap / self.temperature)
@@ -108,7 +112,9 @@ class _Head(NamedTuple):
     def slope(self, logits: Tensor) -> Tensor | None:
         """Give what the cap adds to `factor`, as a factor; None without a cap."""
         cap = self.transform.cap
-        return None if cap is None else 1 - (logits * (self.temperature / cap)).square_()
+        if cap is None:
+            return None
+        return (logits * (self.temperature / cap)).square_().neg_().add_(1)
 
 
 class _Softmax(NamedTuple):
@@ -259,7 +265,10 @@ class _BlockedHead(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - of the decorator's type
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         head = _Head(weight, bias, ctx.transform, ctx.temperature)
         by_log_prob, by_entropy = (None if g is None else g * head.factor for g in grads)
@@ -281,6 +290,8 @@ class _BlockedHead(torch.autograd.Function):
                 grad_weight[columns] += grad.T @ hidden[rows]
                 if grad_bias is not None:
                     grad_bias[columns] += grad.sum(dim=0)
+                # Or they would live on beside those of the next block.
+                del slope, grad
         return (
             grad_hidden.to(hidden.dtype),
             grad_weight.to(weight.dtype),

@@ -20,20 +20,19 @@ def telling_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
     Raises:
         OutOfMemoryError: instead of what torch or Python raise then.
     """
-    try:
+    micro_batch = (
+        f"{packed.input_ids.numel()} tokens of {len(packed.row_index)} sequences, "
+        f"{len(packed.targets)} of them trained"
+    )
+    with _telling(
+        doing,
+        micro_batch=micro_batch,
+        expected="a smaller actor.ppo_max_token_len_per_gpu (no micro-batch is smaller than "
+        "its longest sequence), actor.logits_block_bytes or, for what the engine keeps, "
+        "rollout.engine.transformers.num_pages; model.enable_gradient_checkpointing=true; "
+        "more ranks",
+    ):
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"memory ran out in {doing}: {_reason(error)}",
-            micro_batch=f"{packed.input_ids.numel()} tokens of {len(packed.row_index)} sequences, "
-            f"{len(packed.targets)} of them trained",
-            expected="a smaller actor.ppo_max_token_len_per_gpu (no micro-batch is smaller than "
-            "its longest sequence), actor.logits_block_bytes or, for what the engine keeps, "
-            "rollout.engine.transformers.num_pages; model.enable_gradient_checkpointing=true; "
-            "more ranks",
-        ) from error
 
 
 @contextmanager
@@ -43,17 +42,23 @@ def telling_out_of_memory_in_step() -> Iterator[None]:
     Raises:
         OutOfMemoryError: instead of what torch or Python raise then.
     """
+    with _telling(
+        "the optimizer's step",
+        expected="room for two moments of each weight, in float32: more ranks, "
+        "actor.fsdp_config.offload_policy=true, or a smaller "
+        "rollout.engine.transformers.num_pages",
+    ):
+        yield
+
+
+@contextmanager
+def _telling(doing: str, **details: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"memory ran out in the optimizer's step: {_reason(error)}",
-            expected="room for two moments of each weight, in float32: more ranks, "
-            "actor.fsdp_config.offload_policy=true, or a smaller "
-            "rollout.engine.transformers.num_pages",
-        ) from error
+        raise OutOfMemoryError(f"memory ran out in {doing}: {_reason(error)}", **details) from error
 
 
 def _reason(error: BaseException) -> str:

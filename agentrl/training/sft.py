@@ -93,7 +93,7 @@ def run_sft(
         if on_step is not None:
             on_step(last)
     assert last is not None
-    export_hf(policy, tokenizer, config.out_dir.expanduser())
+    export_hf(policy, tokenizer, config.out_dir)
     return SftResult(dataset.num_conversations, dataset.num_dropped, last)
 
 

@@ -76,8 +76,10 @@ def load_run(path: Path, actor: Actor) -> RunState:
     Raises:
         CheckpointError: where it is incomplete, damaged, of another model or another optimizer;
             nothing has changed then.
+        RankError: where another rank could not read it.
     """
-    snapshot = load_checkpoint(path, identify(actor.policy))
+    with actor.world.agreeing():
+        snapshot = load_checkpoint(path, identify(actor.policy))
     counters = ActorCounters(**snapshot.state.actor)
     actor.optimizer.load_state_tensors(snapshot.optimizer, counters.num_optimizer_steps)
     actor.num_updates = counters.num_updates
@@ -173,5 +175,6 @@ def on_main(world: World, act: Callable[[], T]) -> T:
             failure = error
     result, failure = world.broadcast((result, failure))
     if failure is not None:
+        world.board.shared = failure
         raise failure
     return cast("T", result)

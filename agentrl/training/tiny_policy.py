@@ -77,7 +77,7 @@ def make_tiny_policy(
     Raises:
         DataError: for a corpus that cannot be read, or a folder that holds another's files.
     """
-    folder = config.out_dir.expanduser()
+    folder = config.out_dir
     arguments = config.model_dump(mode="json", exclude={"out_dir"})
     arguments["tools"] = [tool.to_template() for tool in tools]
     files = [folder / "model.safetensors", folder / "config.json", folder / "tokenizer.json"]
@@ -145,7 +145,7 @@ def build_tiny_model(config: TinyPolicyConfig, tokenizer: Qwen2Tokenizer) -> Qwe
 def _write(config: TinyPolicyConfig, tools: Sequence[OpenAIFunctionToolSchema]) -> None:
     conversations = load_conversations(config.corpus)
     tokenizer = train_tokenizer(conversations, config.vocab_size, tools)
-    folder = config.out_dir.expanduser()
+    folder = config.out_dir
     with naming(folder):
         build_tiny_model(config, tokenizer).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

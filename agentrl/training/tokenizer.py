@@ -94,7 +94,7 @@ def _check_beside_model(tokenizer: PreTrainedTokenizerBase, config: ModelConfig)
 
     Control tokens may have other names, and there may be more of them; a plain token may not.
     """
-    if not (Path(config.path).expanduser() / "tokenizer_config.json").is_file():
+    if not (Path(config.path) / "tokenizer_config.json").is_file():
         return
     own = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     ours, theirs = tokenizer.get_vocab(), own.get_vocab()

@@ -202,6 +202,18 @@ DEAD = [
     ("rollout.multi_turn.tool_timeout_s", {"rollout": {"multi_turn": {"tool_timeout_s": 3}}}),
     ("rollout.multi_turn.interaction_prob", {"rollout": {"multi_turn": {"interaction_prob": 1}}}),
     (
+        "rollout.multi_turn.tokenization_sanity_check_frac",
+        {"rollout": {"multi_turn": {"tokenization_sanity_check_mode": "disable",
+                                    "tokenization_sanity_check_frac": 0.5}}},
+    ),
+    ("rollout.multi_turn.on_tool_failure",
+     {"rollout": {"multi_turn": {"on_tool_failure": "fail"}}}),
+    (
+        "rollout.multi_turn.on_tool_failure",
+        {"rollout": {"multi_turn": {"tool_config_path": "t", "max_tool_calls": 0,
+                                    "on_tool_failure": "fail"}}},
+    ),
+    (
         "rollout.multi_turn.max_parallel_calls",
         {"rollout": {"multi_turn": {"tool_config_path": "t", "max_assistant_turns": 1,
                                     "max_parallel_calls": 2}}},
@@ -260,6 +272,7 @@ def test_keys_with_an_effect_are_not_reported():
     assert not dead(
         data={"val_files": "val.parquet", "truncation": "left", "filter_overlong_prompts": False},
         rollout={"multi_turn": {"tool_config_path": "t.yaml", "tool_timeout_s": 3,
+                                "on_tool_failure": "fail",
                                 "interaction_config_path": "i.yaml", "interaction_interval": 2}},
         actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "ppo_mini_batch_size": 8, "shuffle": True},
         ref={"path": "base"},

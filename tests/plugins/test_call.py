@@ -42,6 +42,42 @@ async def test_time_for_which_another_call_blocks_the_loop_is_not_counted():
     assert time.monotonic() - started < 2
 
 
+async def test_a_hang_beside_a_loop_that_stays_late_ends_all_the_same():
+    """The loop is never on time; the time-out is put off once, and not for ever."""
+    timeout_s, slice_s = 0.4, 0.1
+
+    async def stays_late() -> None:
+        while True:
+            time.sleep(slice_s)  # noqa: ASYNC251 - that is what it is for
+            await asyncio.sleep(0)
+
+    blocker = asyncio.create_task(stays_late())
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(20 * timeout_s):
+            with pytest.raises(CallTimeoutError):
+                await call_bounded(lambda: asyncio.Event().wait(), timeout_s=timeout_s, name="x")
+    finally:
+        blocker.cancel()
+    # Each turn of the loop takes a slice: some to notice, some to clean up.
+    assert time.monotonic() - started <= 2 * timeout_s + 8 * slice_s
+
+
+async def test_one_long_block_puts_a_time_out_off_by_no_more_than_its_own_length():
+    async def blocks() -> None:
+        time.sleep(0.5)  # noqa: ASYNC251 - that is what it is for
+
+    hang = asyncio.create_task(
+        call_bounded(lambda: asyncio.Event().wait(), timeout_s=0.1, name="x")
+    )
+    started = time.monotonic()
+    await asyncio.sleep(0)
+    await blocks()
+    with pytest.raises(CallTimeoutError):
+        await hang
+    assert time.monotonic() - started < 0.8
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
 async def test_what_would_end_the_run_is_an_error_of_the_plugin(kind: type[BaseException]):
     async def raises() -> None:

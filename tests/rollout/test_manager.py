@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from agentrl.config.schema import FailureConfig, ValKwargsConfig
 from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
-from agentrl.errors import EngineError, RolloutError
+from agentrl.errors import EngineError, Fault, RolloutError, TransitionError
+from agentrl.rollout.census import Census
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import House
@@ -214,6 +215,40 @@ async def test_a_failure_ends_the_run_where_the_policy_says_so():
     assert "1 x engine: EngineError: gone" in str(caught.value)
 
 
+async def test_failures_of_one_kind_are_counted_together_whatever_ids_they_name():
+    def script(_ids: Sequence[int], _s: SamplingParams, request_id: str, turn: int) -> Answer:
+        return EngineError(f"lost {request_id}") if request_id[-1] in "123" else "Bern."
+
+    manager = make_manager(make_house(make_scripted(script)), n=4)
+    requests = manager.make_requests(make_prompts(2), manager.train_plan())
+    done = await manager.drive(requests)
+    whole = Census.together([Census.of(done[:4]), Census.of(done[4:])])
+    assert whole == Census.of(done)
+    assert whole.num_failed == 6
+    assert whole.reasons == {(Fault.ENGINE, "EngineError"): 6}
+    assert whole.in_words() == f"6 x engine: EngineError: lost {done[1].request_id}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "attempts", "in_baseline"),
+    [("mask", [0, 0, 0], [True, False, True]), ("retry", [0, 1, 0], [True] * 3),
+     ("drop_group", [0, 0, 0], [False] * 3)],
+)  # fmt: skip
+async def test_a_tool_that_fails_leaves_the_baseline_to_the_rest_of_its_group(
+    policy: Any, attempts: list[int], in_baseline: list[bool]
+):
+    class Flaky(FakeTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
+            if instance_id.endswith("-1"):
+                raise ValueError("gone")
+            return "found"
+
+    house = house_of(failing(), Flaky(), on_tool_failure="fail")
+    done = await roll_out(make_manager(house, n=3, failure=FailureConfig(policy=policy)), 1)
+    assert [r.attempt for r in done] == attempts
+    assert [r.in_baseline for r in done] == [r.is_trained for r in done] == in_baseline
+
+
 @pytest.mark.parametrize("policy", ["mask", "retry", "drop_group"])
 async def test_too_many_failures_end_the_run_under_every_policy(policy: str):
     engine = failing(*(f"train-0-0-0-{i}{again}" for i in range(4) for again in ("", "~1")))
@@ -277,18 +312,28 @@ async def test_cancelling_ends_and_releases_everything_even_what_had_not_begun()
     check_life(user.lives, "start", "finalize")
 
 
-async def test_a_progress_bar_that_breaks_releases_everything_too():
+@pytest.mark.parametrize(("num_broken", "told"), [(1, ZeroDivisionError), (3, ExceptionGroup)])
+async def test_a_progress_bar_that_breaks_releases_everything_too(num_broken: int, told: Any):
     tool = FakeTool()
     manager = make_manager(house_of(make_engine(CALL, "Bern."), tool), n=3)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
 
-    def broken(_: AsyncRolloutRequest) -> None:
-        raise ZeroDivisionError
+    def broken(request: AsyncRolloutRequest) -> None:
+        if request.rollout_offset < num_broken:
+            raise ZeroDivisionError
 
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(told):
         await manager.rollout(requests, on_finished=broken)
     assert all(r.is_finished for r in requests)
     check_life(tool.lives, "create", "release")
+
+
+async def test_a_request_that_is_not_pending_is_refused_in_plain_words():
+    manager = make_manager(house_of(make_engine("Bern.")), n=2)
+    requests = manager.make_requests(make_prompts(1), manager.train_plan())
+    requests[1].take_edge(RequestState.RUNNING)
+    with pytest.raises(TransitionError, match=f"{requests[1].request_id} is running, not pending"):
+        await manager.rollout(requests)
 
 
 def test_nothing_to_roll_out_is_no_failure():

@@ -15,7 +15,7 @@ from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.engines.tracked_requests import TrackedState
 from agentrl.engines.transformers_engine import TransformersEngineSettings
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, Fault, RolloutError
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
@@ -333,6 +333,47 @@ def retries(latency: Latency) -> Scene:
 
 def little_cache(latency: Latency) -> Scene:
     return Scene(latency=latency, settings=SMALL_CACHE)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+async def test_an_engine_that_answers_too_few_or_too_many_calls_fails_the_round(number: int):
+    class Miscounts(NotingEngine):
+        async def generate_together(
+            self, calls: Sequence[EngineCall]
+        ) -> list[Completion | BaseException]:
+            return ((await super().generate_together(calls)) * 2)[:number]
+
+    manager = manager_of(Miscounts(turns(1, 1)), n=2, failure=FailureConfig(max_failed_frac=1.0))
+    async with asyncio.timeout(5):
+        done = await manager.rollout(requests_of(manager))
+    for request in done:
+        assert request.error is not None
+        assert request.error.fault is Fault.ENGINE
+        assert f"gave {number} answers" in request.error.message
+
+
+async def test_a_second_deterministic_rollout_on_an_engine_is_refused():
+    engine = NotingEngine(turns(2))
+    managers = [manager_of(engine, SlowTool(lambda: 0.01), n=1) for _ in range(2)]
+    first = asyncio.create_task(managers[0].rollout(requests_of(managers[0])))
+    await asyncio.sleep(0)
+    with pytest.raises(RolloutError, match="another one is using"):
+        await managers[1].rollout(requests_of(managers[1]))
+    [request] = await first
+    assert request.stop_reason is StopReason.ANSWERED
+    [request] = await managers[1].rollout(requests_of(managers[1]))
+    assert request.stop_reason is StopReason.ANSWERED
+
+
+async def test_an_engine_whose_cache_cannot_be_dropped_is_free_again():
+    class Broken(NotingEngine):
+        async def flush_cache(self) -> None:
+            raise EngineError("no cache")
+
+    manager = manager_of(Broken(turns(1)), n=1)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no cache"):
+            await manager.rollout(requests_of(manager))
 
 
 SCENES = [plain, little_room, retries, little_cache]

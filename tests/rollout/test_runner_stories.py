@@ -274,7 +274,7 @@ class RefusingTemplate:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._template, name)
 
-    def encode_delta(self, *_: Any, **__: Any) -> Any:
+    def plan_delta(self, *_: Any, **__: Any) -> Any:
         raise TemplateError("results of two tools", template="t", role="tool")
 
 
@@ -610,6 +610,36 @@ async def test_a_call_that_fails_is_an_observation(behaviour: str, outcome: str)
     assert request.stop_reason is StopReason.ANSWERED
     assert outcomes(request) == [outcome]
     assert "secret" not in response(request)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "outcome"), [("raise", "crashed"), ("hang", "timeout"), ("exit", "crashed")]
+)
+async def test_a_tool_that_fails_ends_its_request_where_the_policy_says_so(
+    behaviour: str, outcome: str
+):
+    engine = make_engine(CALL, "Never mind.")
+    tool = FakeTool(execute=behaviour)
+    house = make_house(engine, tools=[tool], tool_timeout_s=0.05, on_tool_failure="fail")
+    request = await roll_out(engine, house)
+    assert (request.state, request.stop_reason) == (RequestState.FAILED, StopReason.FAILED)
+    assert request.error is not None
+    assert (request.error.fault, request.error.kind) == (Fault.TOOL, "ToolCallError")
+    assert f"tool 'lookup', {outcome}" in request.error.message
+    assert not request.in_baseline
+    assert not request.is_trained
+    assert outcomes(request) == [outcome]
+    assert request.turns[0].calls[0].message
+    assert response(request) == f"{CALL}{END}"
+    check_life(tool.lives, "create", "release")
+
+
+async def test_what_a_tool_says_itself_is_no_failure_of_the_tool():
+    engine = make_engine(CALL, calling("unknown"), "Never mind.")
+    house = make_house(engine, tools=[FakeTool(execute="tool_error")], on_tool_failure="fail")
+    request = await roll_out(engine, house)
+    assert request.stop_reason is StopReason.ANSWERED
+    assert outcomes(request) == ["tool_error", "malformed"]
 
 
 async def test_a_token_check_that_breaks_loses_no_request():

@@ -25,6 +25,7 @@ def assert_ended_lawfully(played: Walk) -> None:
     """Laws 5, 6, 7 and 13, at the end of a walk."""
     request = played.request
     assert_lawful(request, played.engine)
+    assert played.complaints == []
     _assert_explained(played)
     _assert_cuts_are_recorded(request)
     for tool in played.tools:

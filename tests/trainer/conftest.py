@@ -1,15 +1,27 @@
 """Runs on which faults are visited."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.training.distributed import stop_world
 from tests.fakes_faults import Train, files_at_most, make_run, make_workshop
 from tests.fakes_runs import Told, run_agentrl, write_yaml
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One thread, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    stop_world()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

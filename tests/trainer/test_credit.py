@@ -51,7 +51,7 @@ def test_an_estimator_that_takes_everything_is_sent_everything():
 
 @pytest.fixture
 def world() -> Any:
-    yield start_world("cpu")
+    yield start_world("cpu", timeout_s=60)
     stop_world()
 
 

@@ -16,7 +16,6 @@ from agentrl.config import parse_config
 from agentrl.errors import ConfigError
 from agentrl.files import naming
 from agentrl.trainer.preflight import check_room
-from agentrl.training.distributed import stop_world
 from tests.fakes_faults import (
     Train,
     assert_refused,
@@ -31,15 +30,7 @@ from tests.fakes_runs import (
     write_yaml,
 )
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """One thread, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    stop_world()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_full_disk_at_a_checkpoint_keeps_the_one_before(train: Train, tmp_path: Path, whole: Path):

@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 @pytest.fixture
 def world() -> World:
-    return start_world("cpu")
+    return start_world("cpu", timeout_s=60)
 
 
 def write_checkpoint(config: RunConfig) -> Path:

@@ -123,6 +123,15 @@ def test_cut_observations_and_excluded_turns():
     assert metrics["rollout/excluded_turns/mean"] == 0.5
 
 
+def test_what_the_token_check_was_not_drawn_for_counts_as_nothing():
+    checked = tool_story()
+    checked.is_checked = True
+    checked.differences.append(TokenDifference(turn=0, kind="missing", expected="a", actual=""))
+    metrics = rollout_metrics([checked, tool_story()])
+    assert metrics["rollout/tokenization_differences_frac"] == 1
+    assert "rollout/tokenization_differences_frac" not in rollout_metrics([tool_story()])
+
+
 def test_versions_differences_and_cache():
     request = started()
     sample(request, "abcd", version=3)
@@ -130,6 +139,7 @@ def test_versions_differences_and_cache():
     request.turns[1].cached_tokens = 8
     request.turns[1].weight_versions = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
     request.differences.append(TokenDifference(turn=0, kind="whitespace", expected="a", actual="b"))
+    request.is_checked = True
     finish(request, StopReason.ANSWERED)
     metrics = rollout_metrics([request])
     assert metrics["rollout/policy_version/min"] == 3

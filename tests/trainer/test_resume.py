@@ -37,6 +37,10 @@ def put_checkpoints(config: RunConfig, *steps: int) -> Path:
     return root
 
 
+def digest(config: RunConfig, *, total_steps: int = 4, device: str = "cpu") -> str:
+    return config_digest(config, total_steps=total_steps, device=device)
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
@@ -81,12 +85,25 @@ def test_run_that_only_validates_moves_nothing(tmp_path: Path):
     ],
 )
 def test_digest_changes_with_what_decides_a_step(tmp_path: Path, changes: dict[str, Any]):
-    assert config_digest(make_config(tmp_path, **changes)) != config_digest(make_config(tmp_path))
+    assert digest(make_config(tmp_path, **changes)) != digest(make_config(tmp_path))
 
 
-def test_digest_is_blind_to_length_place_and_device(tmp_path: Path):
-    other = make_trainer(tmp_path / "moved", total_training_steps=9, save_freq=3, device="cpu")
-    assert config_digest(other) == config_digest(make_config(tmp_path))
+def test_digest_changes_with_the_device(tmp_path: Path):
+    config = make_config(tmp_path)
+    assert digest(config, device="cuda") != digest(config)
+
+
+def test_digest_is_blind_to_length_and_place(tmp_path: Path):
+    other = make_trainer(tmp_path / "moved", total_training_steps=9, save_freq=3)
+    assert digest(other, total_steps=9) == digest(make_config(tmp_path))
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "linear"])
+def test_digest_changes_with_the_length_over_which_the_learning_rate_falls(
+    tmp_path: Path, scheduler: str
+):
+    config = make_config(tmp_path, actor={"optim": {"lr_scheduler": scheduler}})
+    assert digest(config, total_steps=9) != digest(config)
 
 
 def test_resume_from_a_path_has_a_short_name(tmp_path: Path):
@@ -114,7 +131,7 @@ def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(
     )
     config = make_config(tmp_path, prepare={"sft": sft})
     journal = Journal(config.trainer, is_main=False)
-    preparation.warm_up(config, sft, start_world("cpu"), journal, now=datetime.now())
+    preparation.warm_up(config, sft, start_world("cpu", timeout_s=60), journal, now=datetime.now())
     stop_world()
     assert told == ["trained"]
     assert (tmp_path / "warm/notes.txt").read_text() == "a user's"

@@ -1,13 +1,20 @@
 import json
 import math
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError
 from agentrl.rollout.states import StopReason
+from agentrl.trainer.journal import Journal
+from agentrl.trainer.rollout_files import RolloutFiles
 from agentrl.trainer.rollout_log import (
     TrajectorySummary,
     read_rollouts,
@@ -15,11 +22,38 @@ from agentrl.trainer.rollout_log import (
     rollout_path,
     save_rollouts,
 )
+from agentrl.training.actor import BrokenRow, SkippedStep
 from tests.fakes_seeing import finished_requests, tool_story
+
+
+class TwoRanks:
+    """The main one of two ranks, each with the same rollouts; what they exchange is pickled."""
+
+    is_main = True
+
+    def gather_on_main(self, items: list[Any]) -> list[Any]:
+        return 2 * pickle.loads(pickle.dumps(list(items)))
 
 
 def dump(request):
     return request.model_dump(mode="json")
+
+
+def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
+    config = TrainerConfig(default_local_dir=tmp_path, rollout_data_dir=tmp_path / "rollouts")
+    files = RolloutFiles(config, TwoRanks(), Journal(config))  # pyright: ignore[reportArgumentType]
+    first, second = tool_story(), tool_story()
+    first.batch_data_id, second.batch_data_id = 1, 0
+    first.reward_extra_info["lock"] = threading.Lock()
+    files.save_step(3, [first, second])
+    path = rollout_path(tmp_path / "rollouts", 3)
+    saved = [one.request for one in read_trajectories(path)]
+    assert [one.batch_data_id for one in saved] == [0, 0, 1, 1]
+    assert "lock object" in saved[2].reward_extra_info["lock"]
+    row = BrokenRow(first.request_id, {"log_probs": (1,)})
+    files.save_skipped(3, [first], [SkippedStep(mini_batch=0, rows=(row,))])
+    skipped = list(read_trajectories(rollout_path(tmp_path / "skipped", 3)))
+    assert [one.skipped.not_finite for one in skipped if one.skipped] == 2 * [{"log_probs": [1]}]
 
 
 def test_files_are_named_by_step(tmp_path):

@@ -5,15 +5,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import agentrl.training.checkpoint
-from agentrl.training.distributed import stop_world
 from agentrl.training.optim import PolicyOptimizer
 from tests.fakes_faults import SCORER, Train, assert_same_course, make_run, saved_steps
 from tests.fakes_runs import (
@@ -24,15 +21,7 @@ from tests.fakes_runs import (
     write_yaml,
 )
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """One thread, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    stop_world()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def arm(place: str, workshop: Path, patch: pytest.MonkeyPatch) -> None:

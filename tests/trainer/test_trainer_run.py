@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from agentrl.errors import CheckpointError, DataError, RolloutError
 from agentrl.trainer.build import start_parts
 from agentrl.trainer.rollout_log import read_trajectories
 from agentrl.trainer.rollout_setup import make_manager
-from agentrl.training.distributed import stop_world
 from tests.fakes_runs import CALL, read_lines, scripted, tiny_run
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 METRICS = (
     "actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "actor/grad_norm",
@@ -38,16 +39,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 Fit = Callable[..., Trainer]
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """One thread, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    stop_world()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -142,6 +133,27 @@ def test_training_changes_the_policy_and_the_engine_samples_with_it(fit: Fit, ti
     versions = [line["rollout/policy_version/max"] for line in lines[1:]]
     assert versions == [0.0, 1.0], "each step samples with the weights of the one before"
     assert all(line["actor/grad_norm"] > 0 for line in lines[1:])
+
+
+def test_home_folder_is_meant_by_a_tilde_and_a_trainer_closes_twice(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer = fit(
+        trainer__default_local_dir="~/mine",
+        trainer__rollout_data_dir="~/mine/rollouts",
+        trainer__total_training_steps=1,
+        trainer__collective_timeout_s=77,
+        data__val_files=None,
+    )
+    assert trainer.folder == tmp_path / "mine"
+    assert (tmp_path / "mine/summary.json").is_file()
+    assert (tmp_path / "mine/rollouts/step_000001.jsonl").is_file()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert trainer.world.board.timeout_s == 77
+    trainer.close()
 
 
 def test_validation_before_training_can_be_left_out(fit: Fit):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer, load_config
 from agentrl.training.distributed import stop_world
-from tests.fakes_runs import read_lines, tiny_run, write_yaml
+from tests.fakes_runs import read_lines, spawn_agentrl, tiny_run, write_yaml
 from tests.fakes_torchrun import ROOT, Told, free_port, ranks_of
 
 SCORES = """
@@ -199,6 +199,18 @@ def test_failures_are_judged_over_all_ranks(tiny_home: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_error_that_all_ranks_know_of_saves_the_last_step(tiny_home: Path, tmp_path: Path):
+    # The second rank scores seven of a step's fifteen rollouts: the second step's fail.
+    calls = "calls = HERE / 'calls'; calls.open('a').write('x'); assert calls.stat().st_size <= 7"
+    file = run_file(tiny_home, tmp_path, deed=calls, trainer__save_freq=-1)
+    (tmp_path / "armed").touch()
+    main, other = train_on_two_ranks(file, "rollout.failure.max_failed_frac=0.4")
+    assert (main.code, other.code) == (2, 2)
+    assert "7 of 15 requests failed" in main.err
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["global_step_1"]
+
+
+@pytest.mark.slow
 def test_ranks_with_unlike_work_wait_for_each_other(tiny_home: Path, tmp_path: Path):
     file = run_file(tiny_home, tmp_path, deed="time.sleep(4)")
     (tmp_path / "armed").touch()
@@ -257,18 +269,25 @@ def await_file(file: Path, process: subprocess.Popen[str], timeout_s: float = 12
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_quick_start_learns_on_two_ranks_as_on_one(tmp_path: Path):
-    process = spawn_torchrun(
-        "train", "examples/gsm8k_multiturn/quickstart.yaml",
-        f"trainer.default_local_dir={tmp_path}", "trainer.plot=false",
-    )  # fmt: skip
+def finish(process: subprocess.Popen[str], *, timeout_s: float) -> str:
+    """Wait for a command that succeeds; returns what it printed."""
     try:
-        out, err = process.communicate(timeout=1450)
+        out, err = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
     assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_quick_start_learns_on_two_ranks_as_on_one(tmp_path: Path):
+    file = "examples/gsm8k_multiturn/quickstart.yaml"
+    changes = [f"trainer.default_local_dir={tmp_path}", "trainer.plot=false"]
+    # One rank takes a quarter of the time that two take on two cores.
+    finish(spawn_agentrl("sft", file, *changes), timeout_s=600)
+    out = finish(spawn_torchrun("train", file, *changes), timeout_s=850)
+    assert "warmed-up policy: there already" in out
     success = [
         line["val/arithmetic/success"]
         for line in read_lines(tmp_path / "metrics.jsonl")

@@ -11,6 +11,6 @@ def world() -> Iterator[World]:
     """A world of one rank on a CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield start_world("cpu")
+    yield start_world("cpu", timeout_s=60)
     stop_world()
     torch.set_num_threads(threads)

@@ -42,6 +42,8 @@ def test_what_one_rank_raises_ends_all(outcomes: Outcomes):
         "RankError",
         "rank 1 failed: ValueError: no such tool",
     )
+    assert first["is_shared"]
+    assert second["is_shared"]
 
 
 def test_a_rank_that_waits_too_long_says_where_and_for_whom(outcomes: Outcomes):
@@ -59,6 +61,14 @@ def test_a_rank_that_failed_elsewhere_leaves_its_reason(outcomes: Outcomes):
     assert told["words"].startswith("rank 0 lost the others in update_actor of step 3")
     assert "rank 1 ended with OSError: disk full" in told["words"]
     assert "key:" not in told["words"], "a longer limit would not have helped"
+    assert not any(own["one_fails_elsewhere"]["is_shared"] for own in outcomes)
+
+
+def test_what_the_main_rank_alone_does_fails_on_all(outcomes: Outcomes):
+    for own in outcomes:
+        told = own["main_raises"]
+        assert (told["error"], told["words"]) == ("OSError", "disk full")
+        assert told["is_shared"]
 
 
 def test_a_rank_that_was_killed_ends_the_other_at_once(outcomes: Outcomes):

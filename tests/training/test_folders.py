@@ -41,6 +41,25 @@ def test_move_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["place"]
 
 
+def test_what_cannot_be_removed_behind_the_move_is_told_and_the_new_folder_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    fill(tmp_path / "place", "first")
+    remove = folders.shutil.rmtree
+
+    def refuse_old(path: Path, **options: bool) -> None:
+        if path.name.startswith(".replaced-"):
+            if options.get("ignore_errors"):
+                return
+            raise OSError("busy")
+        remove(path, **options)
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse_old)
+    fill(tmp_path / "place", "second")
+    assert (tmp_path / "place/file").read_text() == "second"
+    assert "place is written; what it replaced may still be there: busy" in caplog.text
+
+
 def test_folder_moved_away_by_a_killed_process_is_there_for_the_next_to_take_along(tmp_path: Path):
     place = tmp_path / "place"
     fill(place, "first")

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +40,35 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.numel() != self.weight:
                 self.numel = max(self.numel, tensor.numel())
         return out
+
+
+class MostBytes(TorchDispatchMode):
+    """Notes how many bytes of new tensors live at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.note(tensor.untyped_storage())
+        return out
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self.known:
+            return
+        self.known.add(place)
+        self.held += size
+        self.most = max(self.most, self.held)
+        weakref.finalize(storage, self.drop, place, size)
+
+    def drop(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.held -= size
 
 
 @pytest.mark.parametrize(
@@ -101,6 +132,53 @@ def test_no_more_than_two_blocks_of_logits_exist(cells: int, block: int):
             temperature=1.0, transform=HeadTransform(), block_bytes=4 * cells,
         )  # fmt: skip
     assert largest.numel == 2 * block
+
+
+@pytest.mark.parametrize(
+    ("cap", "dtype", "blocks"),
+    [
+        (None, torch.float32, 2), (None, torch.bfloat16, 2.5),
+        (3.0, torch.float32, 3), (3.0, torch.bfloat16, 3.5),
+    ],
+)  # fmt: skip
+def test_backward_pass_holds_as_many_blocks_as_it_says(
+    cap: float | None, dtype: torch.dtype, blocks: float
+):
+    num_rows, block_bytes = 256, 4 * 2**16
+    hidden = torch.randn(num_rows, 2, dtype=dtype, requires_grad=True)
+    weight = torch.randn(1024, 2, dtype=dtype, requires_grad=True)
+    scores = score_tokens(
+        hidden, weight, None, torch.zeros(num_rows, dtype=torch.int64),
+        temperature=1.0, transform=HeadTransform(1.0, cap), block_bytes=block_bytes,
+    )  # fmt: skip
+    loss = scores.log_probs.sum() + scores.entropy.sum()
+    with MostBytes() as held:
+        loss.backward()
+    assert held.most / block_bytes == pytest.approx(blocks, abs=0.2)
+
+
+@pytest.mark.parametrize("transform", [HeadTransform(), HeadTransform(0.5, 3.0)])
+def test_gradients_in_bfloat16_are_those_of_plain_autograd(transform: HeadTransform):
+    torch.manual_seed(0)
+    targets = torch.randint(0, 50, (20,))
+    values = [torch.randn(20, 8), torch.randn(50, 8) / 3, torch.randn(50) / 3]
+    ours, plain = ([v.bfloat16().requires_grad_() for v in values] for _ in range(2))
+    found = score_tokens(
+        *ours, targets, temperature=0.7, transform=transform, block_bytes=4 * 36
+    )  # fmt: skip
+    logits = torch.nn.functional.linear(*plain).float() * transform.scale
+    if transform.cap is not None:
+        logits = transform.cap * torch.tanh(logits / transform.cap)
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    log_probs, entropy = log_p.gather(1, targets[:, None]), -(log_p.exp() * log_p).sum(dim=-1)
+    assert torch.allclose(found.log_probs, log_probs.squeeze(1), atol=0.03)
+    (found.log_probs.sum() + found.entropy.sum()).backward()
+    (log_probs.sum() + entropy.sum()).backward()
+    for one, other in zip(ours, plain, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.dtype == torch.bfloat16
+        assert (one.grad - other.grad).float().norm() < 0.02 * other.grad.float().norm()
 
 
 def test_head_runs_on_trained_positions_alone(world: World):

@@ -92,14 +92,18 @@ def test_two_ranks_clip_the_gradient_as_one(folders: tuple[Path, Path], second: 
 
 def test_two_ranks_take_the_steps_of_one(folders: tuple[Path, Path]):
     alone, together = tensors(folders[0], 0), tensors(folders[1], 0)
-    for name in [name for name in alone if name.startswith("adamw/")]:
+    names = [name for name in alone if name.startswith("adamw/")]
+    assert len(names) > 40, "of the run and of the one resumed"
+    for name in names:
         assert torch.allclose(alone[name], together[name], rtol=1e-4, atol=1e-4), name
 
 
 def test_muon_on_two_ranks_turns_the_matrices_as_on_one(folders: tuple[Path, Path]):
     alone, together = tensors(folders[0], 0), tensors(folders[1], 0)
     start = dict(tiny_model(initializer_range=0.1).named_parameters())
-    for name in [name for name in start if name.endswith("proj.weight")]:
+    names = [name for name in start if name.endswith("proj.weight")]
+    assert len(names) == 14, "seven of each layer"
+    for name in names:
         one, two = (found[f"muon/{name}"] - start[name].detach() for found in (alone, together))
         # The iteration runs in bfloat16, so where it is ill-conditioned a few percent differ.
         assert (one - two).norm() < 0.25 * one.norm(), name

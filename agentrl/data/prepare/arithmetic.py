@@ -63,7 +63,7 @@ def prepare_arithmetic(config: ArithmeticConfig) -> ArithmeticFiles:
     Raises:
         DataError: where `out_dir` holds files of these names that something else made.
     """
-    out_dir = config.out_dir.expanduser()
+    out_dir = config.out_dir
     parquet = [out_dir / f"{share.name}.parquet" for share in (_TRAIN, _VAL, _VAL_UNSEEN)]
     files = [*parquet, out_dir / "demos.jsonl"]
     arguments = config.model_dump(mode="json", exclude={"out_dir"})

@@ -35,7 +35,7 @@ def prepare_gsm8k(config: Gsm8kConfig) -> Gsm8kFiles:
     Raises:
         DataError: where the source cannot be read, or `out_dir` holds other files of these names.
     """
-    out_dir = config.out_dir.expanduser()
+    out_dir = config.out_dir
     train, test = files = [out_dir / f"{split}.parquet" for split in _SPLITS]
     arguments = config.model_dump(mode="json", exclude={"out_dir"})
     made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config, files))
@@ -47,7 +47,7 @@ def _write(config: Gsm8kConfig, files: Iterable[Path]) -> None:
         if config.source_dir is None:
             source, raw = f"{DATA_SOURCE}, {split}", _download(split)
         else:
-            source = str(config.source_dir.expanduser() / f"{split}.jsonl")
+            source = str(config.source_dir / f"{split}.jsonl")
             raw = read_rows(source)
         chosen = raw[: config.max_samples]
         write_parquet(file, [_row(row, n, split, source) for n, row in enumerate(chosen)])

@@ -2,6 +2,7 @@
 
 from agentrl.rollout.templates.check import CheckMode, check_ledger, check_request
 from agentrl.rollout.templates.conversation import EncodedConversation
+from agentrl.rollout.templates.observed import EncodedDelta
 from agentrl.rollout.templates.probe import probe_template
 from agentrl.rollout.templates.report import (
     Capability,
@@ -12,7 +13,7 @@ from agentrl.rollout.templates.report import (
     Treatment,
     require,
 )
-from agentrl.rollout.templates.template import ChatTemplate, EncodedDelta
+from agentrl.rollout.templates.template import ChatTemplate
 
 __all__ = [
     "Capability",

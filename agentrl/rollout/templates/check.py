@@ -18,9 +18,10 @@ from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates.conversation import up_to_end
-from agentrl.rollout.templates.shape import Voice
+from agentrl.rollout.templates.observed import EncodedDelta
+from agentrl.rollout.templates.shape import Conversation, Voice
 from agentrl.rollout.templates.splice import Place, learn, shared_length, written_text
-from agentrl.rollout.templates.template import ChatTemplate, Conversation, EncodedDelta
+from agentrl.rollout.templates.template import ChatTemplate
 
 CheckMode = Literal["disable", "strict", "ignore_strippable"]
 EXCERPT = 60
@@ -62,8 +63,8 @@ def check_request(
         request: A finished request.
         mode: As for `check_ledger`. Under `ignore_strippable` nothing is encoded again where the
             wording is that of the whole rendering.
-        wording: The ledger as text, part by part as its tokens came: what was encoded for the
-            prompt and for each delta, and what was decoded of each sampled turn. Empty: unknown.
+        wording: The ledger part by part: what was encoded for the prompt and for each delta, and
+            what was decoded of each sampled turn. Empty: unknown.
     """
     if mode == "ignore_strippable" and wording and _reads_as_rendered(template, request, wording):
         return []
@@ -126,15 +127,17 @@ def _reads_as_rendered(
     template: ChatTemplate, request: AsyncRolloutRequest, wording: Sequence[str]
 ) -> bool:
     """Whether the wording of a ledger is what the template writes for the whole conversation."""
+    *said, last = wording
     ends_open = request.messages[-1].role == "assistant"
-    last = _without_stop(template, wording[-1]) if ends_open else wording[-1]
+    if ends_open:
+        last = _without_stop(template, last)
     reading = template.anatomy.text_reading
     try:
         read = template.read(request.messages, request.tool_schemas, reading=reading)
         pieces = _learn_whole_once(template, read, gen=not ends_open, is_cut=ends_open)
     except TemplateError:
         return False
-    return "".join([*wording[:-1], last]) == written_text(pieces, read.texts)
+    return "".join([*said, last]) == written_text(pieces, read.texts)
 
 
 def _segments(
@@ -249,8 +252,9 @@ def _render_whole(
 def _learn_whole_once(
     template: ChatTemplate, read: Conversation, *, gen: bool, is_cut: bool
 ) -> list[str | Place]:
+    kind = f"whole {gen} {is_cut}"
     return template.learn_once(
-        f"whole {gen} {is_cut}", read, lambda: _learn_whole(template, read, gen=gen, is_cut=is_cut)
+        kind, read.key, lambda: _learn_whole(template, read, gen=gen, is_cut=is_cut)
     )
 
 

@@ -13,11 +13,11 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates.anatomy import THOUGHTS, Anatomy
 from agentrl.rollout.templates.delta import NEIGHBOUR
-from agentrl.rollout.templates.shape import Hole, Voice
+from agentrl.rollout.templates.shape import Conversation, Hole, Voice
 from agentrl.rollout.templates.splice import Piece, Place, Splice, common_length, cut, learn
 
 if TYPE_CHECKING:
-    from agentrl.rollout.templates.template import ChatTemplate, Conversation, Tools
+    from agentrl.rollout.templates.template import ChatTemplate, Tools
 
 
 class EncodedConversation(NamedTuple):
@@ -26,8 +26,6 @@ class EncodedConversation(NamedTuple):
     ids: list[int]
     loss_mask: list[int]
     """1 on the text of assistant turns and on the token that ends each, else 0."""
-    turn_spans: list[tuple[int, int]]
-    """Start and end in `ids` of each assistant turn."""
 
 
 def encode_conversation(
@@ -46,18 +44,16 @@ def encode_conversation(
         )
     ids = template.encode_prompt(messages[: turns[0]], tools)
     mask = [0] * len(ids)
-    spans: list[tuple[int, int]] = []
     for start, stop in zip(turns, [*turns[1:], None], strict=True):
         replies = [] if stop is None else messages[start + 1 : stop]
         turn = encode_turn(template, messages[start], replies, tools)
-        spans.append((len(ids), len(ids) + len(turn)))
         ids += turn
         mask += [1] * len(turn)
         if stop is not None:
             observed = template.encode_delta(replies, last_ids=turn, tools=tools).ids
             ids += observed
             mask += [0] * len(observed)
-    return EncodedConversation(ids, mask, spans)
+    return EncodedConversation(ids, mask)
 
 
 def encode_turn(
@@ -72,14 +68,14 @@ def encode_turn(
         tools: The schemas in the prompt.
     """
     read = template.read([message])
-    splice = template.learn_once("turn", read, lambda: _find_turn(template, read))
+    splice = template.learn_once("turn", read.key, lambda: _find_turn(template, read))
     ids = _encode_raw(template, message.text) if splice is None else splice.encode(read.texts)[0]
     if not ids or ids[-1] not in template.stop_token_ids:
         ids += _missing_stop(template, replies, tools)
     return ids
 
 
-def _find_turn(template: "ChatTemplate", read: "Conversation") -> Splice | None:
+def _find_turn(template: "ChatTemplate", read: Conversation) -> Splice | None:
     """What the template writes for an assistant message behind its generation prompt.
 
     None where it rewrites the message there.

@@ -10,6 +10,7 @@ from typing import TypeVar
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates.conversation import encode_turn
+from agentrl.rollout.templates.observed import borrowed_names
 from agentrl.rollout.templates.probe_history import probe_history
 from agentrl.rollout.templates.probe_texts import AWKWARD, POSITIONS, TextProbe
 from agentrl.rollout.templates.report import (
@@ -27,7 +28,7 @@ from agentrl.rollout.templates.stories import (
     tool_schema,
     user,
 )
-from agentrl.rollout.templates.template import ChatTemplate, Tools, borrowed_names
+from agentrl.rollout.templates.template import ChatTemplate, Tools
 
 T = TypeVar("T")
 SYSTEM = Message(role="system", content="Be brief.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates.report import TextReport, Treatment
-from agentrl.rollout.templates.shape import fill, shape_key
+from agentrl.rollout.templates.shape import Conversation, fill, shape_key
 from agentrl.rollout.templates.splice import Piece, Place, learn, written_text
 from agentrl.rollout.templates.stories import (
     THOUGHT,
@@ -20,7 +20,7 @@ from agentrl.rollout.templates.stories import (
     tool_schema,
     user,
 )
-from agentrl.rollout.templates.template import ChatTemplate, Conversation
+from agentrl.rollout.templates.template import ChatTemplate
 
 MAX_MARKERS = 6
 """Markers of a template that are tried, alone and in pairs."""

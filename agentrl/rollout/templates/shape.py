@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from agentrl.messages import Message, ToolCall
+from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolCall
 
 T = TypeVar("T")
 
@@ -81,6 +82,9 @@ class Pairs:
 
     items: tuple[tuple["str | Hole", "Node"], ...]
 
+    def __repr__(self) -> str:
+        return f"Pairs{self.items}"  # of a shape's key, which is made for every turn
+
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
@@ -113,6 +117,42 @@ class Reading:
     keeps_numbers_apart: bool = False
     """Whether numbers in calls are holes too: fewer shapes, for readings that become no tokens (a
     tokenizer may join a number with the blank before it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTools:
+    """Schemas as nodes, with the texts that must not enter a rendering."""
+
+    schemas: tuple[OpenAIFunctionToolSchema, ...]
+    """Kept so that their identity stays theirs while they are cached."""
+    nodes: list[Node]
+    holes: list[Hole]
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages and tools as a shape and its texts."""
+
+    nodes: list[Node]
+    tools: PreparedTools
+    message_holes: list[Hole]
+    message_texts: list[str]
+
+    @property
+    def holes(self) -> list[Hole]:
+        """All holes, in the order of their numbers."""
+        return [*self.tools.holes, *self.message_holes]
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each hole."""
+        return [*self.tools.texts, *self.message_texts]
+
+    @cached_property
+    def key(self) -> tuple[tuple[int, ...], str]:
+        """Equal for conversations that a template treats alike."""
+        return tuple(map(id, self.tools.schemas)), shape_key(self.nodes)
 
 
 class ShapeBuilder:
@@ -167,8 +207,12 @@ class ShapeBuilder:
     def _read_message(self, message: Message) -> dict[str, Node]:
         voice = Voice.POLICY if message.role == "assistant" else Voice.OUTSIDE
         node: dict[str, Node] = {"role": message.role}
-        for key, value in _further_fields(message).items():
-            node[key] = self._read_field(key, value, voice)
+        if message.tool_call_id is not None:
+            node["tool_call_id"] = self._read_id(message.tool_call_id)
+        if message.name is not None:
+            node["name"] = self.hole(message.name)
+        if message.model_extra:
+            node |= self._read_extra(message, voice)
         if message.tool_calls:
             node["content"] = self._reading.calls.empty_content
             node["tool_calls"] = [self._read_call(call) for call in message.tool_calls]
@@ -176,13 +220,16 @@ class ShapeBuilder:
             node["content"] = self._read_text(message.text, voice, is_content=True)
         return node
 
-    def _read_field(self, key: str, value: Any, voice: Voice) -> Node:
-        if key == "tool_call_id" and isinstance(value, str):
-            return self._read_id(value)
-        if isinstance(value, str):
-            spoken = voice if key != "name" else Voice.OUTSIDE
-            return self._read_text(value, spoken, is_content=False)
-        return _structure(value, self.hole)
+    def _read_extra(self, message: Message, voice: Voice) -> dict[str, Node]:
+        """Fields that the vocabulary does not know, such as a thought kept apart."""
+        known = type(message).model_fields
+        given = {key: value for key, value in message.to_template().items() if key not in known}
+        return {
+            key: self._read_text(value, voice, is_content=False)
+            if isinstance(value, str)
+            else _structure(value, self.hole)
+            for key, value in given.items()
+        }
 
     def _read_text(self, text: str, voice: Voice, *, is_content: bool) -> Node:
         if voice is Voice.OUTSIDE:
@@ -242,15 +289,6 @@ def fill(node: Node, texts: Mapping[int, str]) -> Any:
     if isinstance(node, list):
         return [fill(value, texts) for value in node]
     return node
-
-
-def _further_fields(message: Message) -> dict[str, Any]:
-    """What a message holds beside role, content and calls; absent keys left out."""
-    if message.model_extra:
-        known = {"role", "content", "tool_calls"}
-        return {key: value for key, value in message.to_template().items() if key not in known}
-    given = (("tool_call_id", message.tool_call_id), ("name", message.name))
-    return {key: value for key, value in given if value is not None}
 
 
 def _as_it_is(value: T) -> T:

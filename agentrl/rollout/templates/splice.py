@@ -9,7 +9,7 @@ encoded. A splice is compiled once for each shape; using it costs what encoding 
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -156,12 +156,29 @@ class Splice:
             encoder.encode_literal(piece) if isinstance(piece, str) else piece for piece in pieces
         ]
 
-    def encode(self, texts: Sequence[str]) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def outside(self, texts: Sequence[str]) -> list[str]:
+        """The texts from outside as the template writes them, in order."""
+        return [
+            place.written(texts[place.hole.number])
+            for place in self._places
+            if place.hole.voice is Voice.OUTSIDE
+        ]
+
+    def encode(
+        self, texts: Sequence[str], outside: Iterable[Sequence[int]] | None = None
+    ) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Encode with these texts.
+
+        Args:
+            texts: A text for each hole.
+            outside: Tokens of what `outside` gives; None: the texts are encoded here.
 
         Returns:
             The tokens, and for each content in them: index of its message, start, end.
         """
+        if outside is None:
+            outside = [self._encoder.encode_text(text) for text in self.outside(texts)]
+        given = iter(outside)
         ids: list[int] = []
         spans: list[tuple[int, int, int]] = []
         for step in self._steps:
@@ -169,7 +186,10 @@ class Splice:
                 ids += step
                 continue
             start = len(ids)
-            ids += self._encode_text(step, texts[step.hole.number])
+            if step.hole.voice is Voice.OUTSIDE:
+                ids += next(given)
+            else:
+                ids += self._encode_policy(step, texts[step.hole.number])
             if step.hole.is_content:
                 spans.append((step.hole.message, start, len(ids)))
         return ids, spans
@@ -183,11 +203,12 @@ class Splice:
         decode = self._encoder.decode
         return [decode(step) if isinstance(step, list) else step for step in self._steps]
 
-    def _encode_text(self, place: Place, text: str) -> list[int]:
-        written = place.written(text)
-        if place.hole.voice is Voice.POLICY:
-            return self._encoder.encode_policy(written, self._live)
-        return self._encoder.encode_text(written)
+    def _encode_policy(self, place: Place, text: str) -> list[int]:
+        return self._encoder.encode_policy(place.written(text), self._live)
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        return [piece for piece in self.pieces if isinstance(piece, Place)]
 
 
 def _placeholders(holes: Sequence[Hole]) -> "Marks":

@@ -5,8 +5,7 @@ behind the tokens that were sampled; nothing that was sampled is ever rendered a
 text from outside becomes a control token (law 3).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,9 +15,23 @@ from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates.anatomy import Anatomy
 from agentrl.rollout.templates.conversation import EncodedConversation, encode_conversation
 from agentrl.rollout.templates.delta import NEIGHBOUR
+from agentrl.rollout.templates.observed import (
+    EncodedDelta,
+    PlannedDelta,
+    PreparedDelta,
+    borrowed_names,
+)
+from agentrl.rollout.templates.queue import EncodingQueue
 from agentrl.rollout.templates.rendering import Renderer
-from agentrl.rollout.templates.shape import Hole, Node, Reading, ShapeBuilder, shape_key
-from agentrl.rollout.templates.splice import Piece, Place, Splice, cut, learn, places_in_order
+from agentrl.rollout.templates.shape import (
+    Conversation,
+    Hole,
+    Node,
+    PreparedTools,
+    Reading,
+    ShapeBuilder,
+)
+from agentrl.rollout.templates.splice import Piece, Splice, cut, learn, places_in_order
 from agentrl.rollout.templates.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -29,66 +42,6 @@ MAX_CACHED_SHAPES = 1024
 
 T = TypeVar("T")
 Tools = Sequence[OpenAIFunctionToolSchema]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedDelta:
-    """What to append, observed, behind a sampled turn."""
-
-    end_of_turn_ids: list[int]
-    """The start of `ids` that ends the assistant turn and that the policy did not sample."""
-    ids: list[int]
-    """All of it: missing end of turn, separator, new messages, generation prompt."""
-    message_spans: list[tuple[int, int, int]]
-    """For each content: index of its message among the new ones, start and end in `ids`."""
-    text: str = ""
-    """What was encoded."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedTools:
-    """Schemas as nodes, with the texts that must not enter a rendering."""
-
-    schemas: tuple[OpenAIFunctionToolSchema, ...]
-    """Kept so that their identity stays theirs while they are cached."""
-    nodes: list[Node]
-    holes: list[Hole]
-    texts: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages and tools as a shape and its texts."""
-
-    nodes: list[Node]
-    tools: PreparedTools
-    message_holes: list[Hole]
-    message_texts: list[str]
-
-    @property
-    def holes(self) -> list[Hole]:
-        """All holes, in the order of their indices."""
-        return [*self.tools.holes, *self.message_holes]
-
-    @property
-    def texts(self) -> list[str]:
-        """The text of each hole."""
-        return [*self.tools.texts, *self.message_texts]
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], str]:
-        """Equal for conversations that a template treats alike."""
-        return tuple(map(id, self.tools.schemas)), shape_key(self.nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedDelta:
-    splice: Splice
-    end: str
-    """The start that ends the assistant turn, as its tokens read."""
-    end_ids: list[int]
-    borrowed: list[tuple[int, int]]
-    """Names that the template writes over the result of another call: theirs, the call's own."""
 
 
 class ChatTemplate:
@@ -102,6 +55,7 @@ class ChatTemplate:
 
     Attributes:
         anatomy: What the template is made of.
+        queue: Encodes texts of many requests together.
 
     Raises:
         TemplateError: where there is no template, or it is no valid Jinja.
@@ -130,6 +84,7 @@ class ChatTemplate:
         )
         eos_id: Any = tokenizer.eos_token_id
         self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id)
+        self.queue = EncodingQueue(self.encode_texts)
         self._shapes: dict[Any, Any] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
 
@@ -202,16 +157,18 @@ class ChatTemplate:
             TemplateError: where the template cannot carry these messages behind a turn; for parts
                 that are no text.
         """
+        return self.plan_delta(messages, tools=tools).encode(last_ids)
+
+    def plan_delta(self, messages: Sequence[Message], *, tools: Tools = ()) -> PlannedDelta:
+        """Do what `encode_delta` does but encode, so that the texts can be encoded with others.
+
+        Raises:
+            TemplateError: as `encode_delta`.
+        """
         read = self.read(messages, tools)
-        delta = self.learn_once("delta", read, lambda: self._prepare_delta(read))
+        delta = self.learn_once("delta", read.key, lambda: self._prepare_delta(read))
         self._refuse_borrowed(delta, read.texts)
-        ids, spans = delta.splice.encode(read.texts)
-        sampled = _overlap(last_ids, delta.end_ids)
-        moved = [(message, start - sampled, end - sampled) for message, start, end in spans]
-        is_whole = sampled == len(delta.end_ids)
-        said = delta.end if is_whole else self.decode(delta.end_ids[:sampled])
-        text = delta.splice.write(read.texts).removeprefix(said)
-        return EncodedDelta(delta.end_ids[sampled:], ids[sampled:], moved, text)
+        return PlannedDelta(delta, read, self.decode)
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -229,6 +186,10 @@ class ChatTemplate:
     def encode_text(self, text: str) -> list[int]:
         """Encode text from outside as plain characters, whatever it contains."""
         return self.anatomy.encoder.encode_text(text)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts from outside in one call, which costs less than one by one."""
+        return self.anatomy.encoder.encode_texts(texts)
 
     def encode_policy_text(self, text: str) -> list[int]:
         """Encode text in the policy's voice, as it would have been sampled.
@@ -263,9 +224,9 @@ class ChatTemplate:
         """Encode the literals of pieces."""
         return Splice(pieces, self.anatomy.encoder, self.anatomy.live_tokens)
 
-    def learn_once(self, what: str, read: Conversation, find: Callable[[], T]) -> T:
+    def learn_once(self, what: str, shape: Hashable, find: Callable[[], T]) -> T:
         """Find something that depends on a conversation's shape alone, once for each shape."""
-        key = (what, read.key)
+        key = (what, shape)
         if key not in self._shapes:
             _remember(self._shapes, key, find())
         return self._shapes[key]
@@ -298,7 +259,7 @@ class ChatTemplate:
         return prepared
 
     def _prompt_splice(self, messages: Sequence[Message], read: Conversation) -> Splice:
-        return self.learn_once("prompt", read, lambda: self._prepare_prompt(messages, read))
+        return self.learn_once("prompt", read.key, lambda: self._prepare_prompt(messages, read))
 
     def _prepare_prompt(self, messages: Sequence[Message], read: Conversation) -> Splice:
         render = self.anatomy.render_node(read.nodes, read.tools.nodes, True)
@@ -313,7 +274,7 @@ class ChatTemplate:
         self._refuse_losses(messages, read.message_holes, pieces)
         return self.splice(pieces)
 
-    def _prepare_delta(self, read: Conversation) -> _PreparedDelta:
+    def _prepare_delta(self, read: Conversation) -> PreparedDelta:
         try:
             finder = self.anatomy.finder(read.tools.nodes, read.tools.holes)
             found = finder.find(read.nodes, read.message_holes)
@@ -333,11 +294,9 @@ class ChatTemplate:
             )
         end_ids = self.anatomy.encoder.encode_literal(found.end)
         borrowed = borrowed_names(read.nodes, found.pieces)
-        return _PreparedDelta(
-            self.splice(found.pieces), self.decode(end_ids), end_ids, borrowed
-        )
+        return PreparedDelta(self.splice(found.pieces), self.decode(end_ids), end_ids, borrowed)
 
-    def _refuse_borrowed(self, delta: _PreparedDelta, texts: Sequence[str]) -> None:
+    def _refuse_borrowed(self, delta: PreparedDelta, texts: Sequence[str]) -> None:
         for written, own in delta.borrowed:
             if texts[written] != texts[own]:
                 raise TemplateError(
@@ -359,31 +318,6 @@ class ChatTemplate:
                     template=self.name,
                     role=role,
                 )
-
-
-def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Pairs (name written, the tool's own) where a result stands under another call's name."""
-    given = [node["name"] for node in nodes if isinstance(node.get("name"), Hole)]
-    names = {hole.number: hole for hole in given}
-    own = {hole.message: index for index, hole in names.items()}
-    found: list[tuple[int, int]] = []
-    heading: Hole | None = None
-    for piece in pieces:
-        if not isinstance(piece, Place):
-            continue
-        hole = piece.hole
-        heading = names.get(hole.number, heading)
-        if hole.is_content and heading and hole.message in own and heading.message != hole.message:
-            found.append((heading.number, own[hole.message]))
-    return found
-
-
-def _overlap(last_ids: Sequence[int], end_ids: Sequence[int]) -> int:
-    """How much of the end of turn was sampled already."""
-    if end_ids and last_ids and last_ids[-1] == end_ids[-1]:
-        return len(end_ids)
-    tail = list(last_ids[-len(end_ids) :]) if end_ids else []
-    return next(k for k in range(len(tail), -1, -1) if tail[len(tail) - k :] == end_ids[:k])
 
 
 def _roles(nodes: Sequence[Node]) -> str:
