@@ -46,7 +46,7 @@ class Board:
     place: str = START
     """What this rank does."""
     shared: Exception | None = None
-    """The last error that every rank knows of and raised at the same place, each in its own words."""
+    """The last error that all ranks raised at the same place, each in words of its own."""
 
     def note(self, place: str) -> None:
         """Say what this rank does from now on."""

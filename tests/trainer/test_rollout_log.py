@@ -50,8 +50,9 @@ def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
     saved = [one.request for one in read_trajectories(path)]
     assert [one.batch_data_id for one in saved] == [0, 0, 1, 1]
     assert "lock object" in saved[2].reward_extra_info["lock"]
-    row = BrokenRow(first.request_id, {"log_probs": (1,)})
-    files.save_skipped(3, [first], [SkippedStep(mini_batch=0, rows=(row,))])
+    rows = (BrokenRow(first.request_id, {"log_probs": (1,)}),)
+    skip = SkippedStep(update=2, mini_batch=0, loss=math.nan, grad_norm=1.0, rows=rows)
+    files.save_skipped(3, [first], [skip])
     skipped = list(read_trajectories(rollout_path(tmp_path / "skipped", 3)))
     assert [one.skipped.not_finite for one in skipped if one.skipped] == 2 * [{"log_probs": [1]}]
 

@@ -287,7 +287,7 @@ def test_quick_start_learns_on_two_ranks_as_on_one(tmp_path: Path):
     # One rank takes a quarter of the time that two take on two cores.
     finish(spawn_agentrl("sft", file, *changes), timeout_s=600)
     out = finish(spawn_torchrun("train", file, *changes), timeout_s=850)
-    assert "warmed-up policy: there already" in out
+    assert f"warmed-up policy: {tmp_path}/warmed_up, made before" in out
     success = [
         line["val/arithmetic/success"]
         for line in read_lines(tmp_path / "metrics.jsonl")

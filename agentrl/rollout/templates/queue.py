@@ -36,7 +36,7 @@ class EncodingQueue:
         """Encode texts, in their order.
 
         Raises:
-            Exception: what the tokenizer raises, for all whose texts were to be encoded with them.
+            Exception: what the tokenizer raises for these texts; those of others are not touched.
         """
         loop = asyncio.get_running_loop()
         # A batch of another loop is nobody's any more: that loop ended before its turn.
@@ -49,8 +49,8 @@ class EncodingQueue:
         self._open = None
         try:
             encoded = self._encode(batch.texts)
-        except Exception as error:  # noqa: BLE001 - whoever waits is to hear of it
-            batch.fail(error)
+        except Exception:  # noqa: BLE001 - told below to the one whose text it is
+            batch.answer_each(self._encode)
         else:
             batch.answer(encoded)
 
@@ -73,7 +73,12 @@ class _Batch:
             if not future.done():
                 future.set_result(encoded[own])
 
-    def fail(self, error: Exception) -> None:
-        for future, _ in self.waiting:
-            if not future.done():
+    def answer_each(self, encode: Encode) -> None:
+        """Encode for each who waits apart, so that a text that cannot be costs its own request."""
+        for future, own in self.waiting:
+            if future.done():
+                continue
+            try:
+                future.set_result(encode(self.texts[own]))
+            except Exception as error:  # noqa: BLE001 - whoever waits is to hear of it
                 future.set_exception(error)
