@@ -1,0 +1,51 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from agentrl.rollout.templates.queue import EncodingQueue
+
+
+class Lengths:
+    """Encodes a text as its length, refuses a `!`, and remembers what it was given at once."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        self.batches.append(list(texts))
+        if any("!" in text for text in texts):
+            raise ValueError("!")
+        return [[len(text)] for text in texts]
+
+
+async def test_texts_of_one_turn_of_the_loop_are_encoded_together():
+    encode = Lengths()
+    queue = EncodingQueue(encode)
+    found = await asyncio.gather(queue.encode(["a"]), queue.encode(["bb", "ccc"]), queue.encode([]))
+    assert found == [[[1]], [[2], [3]], []]
+    assert encode.batches == [["a", "bb", "ccc"]]
+
+
+async def test_law_5_a_text_that_cannot_be_encoded_costs_its_own_request():
+    queue = EncodingQueue(Lengths())
+    asked = (queue.encode(["a"]), queue.encode(["b!"]), queue.encode(["cc"]))
+    first, broken, last = await asyncio.gather(*asked, return_exceptions=True)
+    assert (first, last) == ([[1]], [[2]])
+    assert isinstance(broken, ValueError)
+
+
+async def test_whoever_is_cancelled_while_it_waits_disturbs_nobody():
+    queue = EncodingQueue(Lengths())
+    gone, stays = asyncio.create_task(queue.encode(["a"])), asyncio.create_task(queue.encode(["b"]))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await stays == [[1]]
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+
+
+def test_queue_serves_one_event_loop_after_another():
+    queue = EncodingQueue(Lengths())
+    assert asyncio.run(queue.encode(["a"])) == [[1]]
+    assert asyncio.run(queue.encode(["bb"])) == [[2]]
