@@ -1,376 +1,49 @@
 """What the rollout itself costs: CPU time a turn, and wall time over the critical path.
 
 512 requests (64 prompts, groups of 8) of 4 turns. The policy is scripted: three turns of about 100
-tokens that each call one tool, then an answer. An observation has 200 tokens. The tokenizer is that
-of Qwen2.5; template, parser, budgets, time-outs, watchdog and the check of each finished ledger are
-those of a run that configures nothing but `rollout.max_concurrent_requests: 512`.
+tokens that call a tool, then an answer. An observation has 200 tokens. The tokenizer is that of
+Qwen2.5; template, parser, budgets, time-outs, watchdog and token check are those of a run that
+configures nothing but `rollout.max_concurrent_requests: 512`.
 
-1. **CPU a turn.** Engine and tool answer at once. What counts is the CPU time of the whole process,
-   all threads and garbage collection in it, from the making of the requests to the end of the last,
-   divided by the turns. The tokenizer's own time is that of a bare loop in the same process, which
-   calls the tokenizers library once for each text: it encodes the words of every prompt (once for a
-   group) and of every observation, and decodes every completion. The rest is the overhead. Both are
-   measured in turn, and the fastest of each counts, as other load slows both.
-2. **Wall time.** The engine takes 1 s a turn, the tool a lognormal time (median 0.5 s, sigma 1).
-   What counts is the wall time over the larger of the critical path (the longest of the requests'
+1. CPU a turn. Engine and tool answer at once. What counts is the CPU time of the whole process, all
+   threads and the collector's in it, from the making of the requests to the end of the last one,
+   over the number of turns. The tokenizer's own time is that of a bare loop in the same process
+   which calls the tokenizers library once for each text: it encodes the words of every prompt (once
+   for a group) and of every observation, and decodes every completion. What is above it is the
+   rollout's overhead. The rollout encodes texts that come up together in one call, which takes the
+   library less time; a second bare loop does as much, and is printed beside the first. All are
+   measured in turn, and the fastest counts, as other load slows all of them.
+2. Wall time. The engine takes 1 s a turn, the tool a lognormal time (median 0.5 s, sigma 1). What
+   counts is the wall time over the larger of the critical path (the longest sum of one request's
    own waits) and the tokenizer's own time.
-3. **Parts.** What the overhead is made of: each part alone, in a loop over the same work.
+3. Parts. Where the overhead comes from: each part alone, in a loop over the same work, without what
+   the tokenizer does in it. In such a loop the processor's caches hold all that a part needs; in a
+   rollout they do not, which is much of what is left over.
 
-Expectation: at most 150 us a turn over the tokenizer's own time, and a ratio of at most 1.10.
+Expectation: an overhead of at most 150 us a turn and a ratio of at most 1.10 on an idle machine.
+%(measured)s
 
 Run: python benchmarks/rollout_overhead.py [--tokenizer FOLDER_OR_HUB_NAME] [--requests N]
     [--turns N] [--observation-tokens N] [--seed N] [--repeats N]
 """
 
+import argparse
 import asyncio
 import gc
-import json
-import random
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
-from agentrl.config import RewardConfig, parse_config
-from agentrl.data.prompt import Prompt
-from agentrl.engines import ScriptedEngine
-from agentrl.engines.scripted import ScriptedAnswer
-from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rewards import make_reward_manager
-from agentrl.rollout import AsyncRolloutRequest, RolloutManager, StopReason
-from agentrl.rollout.templates import ChatTemplate
-from agentrl.tools import BaseTool, ToolResult
-from agentrl.trainer.rollout_setup import (
-    Plugins,
-    make_manager,
-    make_rollout_setup,
-    probe_model,
-)
+from rollout_work import SCHEMA, Bench, Sizes, check_outcome
 
-T = TypeVar("T")
+from agentrl.rollout import AsyncRolloutRequest
+from agentrl.rollout.collector import rare_collection
+from agentrl.rollout.draws import turn_seed
+from agentrl.rollout.tool_calls import check_calls
+from agentrl.tools.life import ToolSession
 
 OVERHEAD_BOUND_US, RATIO_BOUND = 150.0, 1.10
-TURN_S, TOOL_MEDIAN_S, TOOL_SIGMA = 1.0, 0.5, 1.0
-NUM_THOUGHT_TOKENS = 75
-
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "a",
-    "is",
-    "that",
-    "for",
-    "it",
-    "was",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "from",
-    "have",
-    "or",
-    "by",
-    "one",
-    "had",
-    "not",
-    "but",
-    "what",
-    "all",
-    "were",
-    "when",
-    "we",
-    "there",
-    "can",
-    "an",
-    "your",
-    "which",
-    "their",
-    "said",
-    "if",
-    "do",
-    "will",
-    "each",
-    "about",
-    "how",
-    "up",
-    "out",
-    "them",
-    "then",
-    "she",
-    "many",
-    "some",
-    "so",
-    "these",
-    "would",
-    "other",
-    "into",
-    "has",
-    "more",
-    "her",
-    "two",
-    "like",
-    "him",
-    "see",
-    "time",
-    "could",
-    "no",
-    "make",
-    "than",
-    "first",
-    "been",
-    "its",
-    "who",
-    "now",
-    "people",
-    "my",
-    "made",
-    "over",
-    "did",
-    "down",
-    "only",
-    "way",
-    "find",
-    "use",
-    "may",
-    "water",
-    "long",
-    "little",
-    "very",
-    "after",
-    "words",
-    "called",
-    "just",
-    "where",
-    "most",
-    "know",
-    "station",
-    "river",
-    "record",
-    "found",
-    "report",
-    "city",
-    "built",
-    "year",
-    "data",
-]
-
-SCHEMA = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Search the records, and return the passage that fits best.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query": {"type": "string", "description": "What to look for."},
-                    "top_k": {"type": "integer", "minimum": 1, "maximum": 10},
-                },
-                "required": ["query"],
-            },
-        },
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How much work."""
-
-    requests: int = 512
-    turns: int = 4
-    observation_tokens: int = 200
-    group: int = 8
-    seed: int = 0
-
-    @property
-    def num_turns(self) -> int:
-        """Turns of all requests together."""
-        return self.requests * self.turns
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """One call of the tool: its question, its answer, and how long the answer takes."""
-
-    query: str
-    observation: str
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """What happens in one request."""
-
-    lookups: list[Lookup]
-    """Of each turn but the last."""
-    completions: list[list[int]]
-    """Token ids of each turn, the stop token included."""
-
-    @property
-    def wait_s(self) -> float:
-        """What the request waits for engine and tool."""
-        return len(self.completions) * TURN_S + sum(lookup.delay_s for lookup in self.lookups)
-
-
-class Writer:
-    """Writes texts of a wanted length in tokens, from a seed."""
-
-    def __init__(self, template: ChatTemplate, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._count = lru_cache(lambda word: len(template.encode_text(f" {word}")))
-
-    def words(self, num_tokens: int) -> str:
-        """Words, and now and then a number, of that many tokens."""
-        words: list[str] = []
-        while num_tokens > 0:
-            is_number = self._random.random() < 0.05 and num_tokens > 4
-            word = f"{self._random.randrange(1000)}" if is_number else self._random.choice(WORDS)
-            words.append(word)
-            num_tokens -= self._count(word)
-        return " ".join(words)
-
-    def delay_s(self) -> float:
-        """How long a call of the tool takes."""
-        return TOOL_MEDIAN_S * self._random.lognormvariate(0, TOOL_SIGMA)
-
-
-def make_prompts(writer: Writer, sizes: Sizes) -> list[Prompt]:
-    number = -(-sizes.requests // sizes.group)
-    texts = (writer.words(100) for _ in range(number))
-    return [
-        Prompt(index=index, messages=[Message(role="user", content=text)])
-        for index, text in enumerate(texts)
-    ]
-
-
-def make_episode(writer: Writer, template: ChatTemplate, sizes: Sizes, number: int) -> Episode:
-    lookups = [
-        Lookup(
-            query=f"{writer.words(6)} {number} {turn}",
-            observation=writer.words(sizes.observation_tokens),
-            delay_s=writer.delay_s(),
-        )
-        for turn in range(sizes.turns - 1)
-    ]
-    calls = [{"name": "search", "arguments": {"query": look.query, "top_k": 3}} for look in lookups]
-    texts = [
-        *(
-            f"{writer.words(NUM_THOUGHT_TOKENS)}\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
-            for call in calls
-        ),
-        writer.words(NUM_THOUGHT_TOKENS),
-    ]
-    stop = template.anatomy.encoder.encode_literal(template.anatomy.end_of_turn.text)
-    return Episode(lookups, [[*template.encode_policy_text(text), *stop] for text in texts])
-
-
-class SearchTool(BaseTool):
-    """Knows the answer to every question, and takes its time where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__({}, SCHEMA)
-        self.lookups: dict[str, Lookup] = {}
-        self.waits = False
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> ToolResult:
-        """Look the query up."""
-        lookup = self.lookups[parameters["query"]]
-        if self.waits:
-            await asyncio.sleep(lookup.delay_s)
-        return ToolResult.of(lookup.observation, tool=self.name)
-
-
-class Bench:
-    """The work, and all that a rollout of it needs.
-
-    Args:
-        tokenizer: Folder or hub name of a tokenizer with a chat template.
-        sizes: How much work.
-    """
-
-    def __init__(self, tokenizer: str, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.tool = SearchTool()
-        self.config = parse_config(
-            {
-                "data": {"train_files": ["none.parquet"]},
-                "model": {"path": tokenizer},
-                "rollout": {"n": sizes.group, "max_concurrent_requests": sizes.requests},
-            }
-        )
-        plugins = Plugins([self.tool], {}, make_reward_manager(RewardConfig()))
-        probed = probe_model(self.config, plugins)
-        self.setup = make_rollout_setup(self.config, plugins, probed)
-        writer = Writer(self.template, sizes.seed)
-        self.prompts = make_prompts(writer, sizes)
-        self.episodes = [
-            make_episode(writer, self.template, sizes, n) for n in range(sizes.requests)
-        ]
-        self.tool.lookups = {look.query: look for e in self.episodes for look in e.lookups}
-
-    @property
-    def template(self) -> ChatTemplate:
-        """The tokenizer's chat template."""
-        return self.setup.template
-
-    def make_manager(self, *, waits: bool) -> RolloutManager:
-        """Make a manager and its engine, as a run would."""
-        self.tool.waits = waits
-        delay_s = TURN_S if waits else 0.0
-
-        def answer(_ids: Any, _sampling: Any, request_id: str, turn: int) -> ScriptedAnswer:
-            completion = self.episodes[self._place(request_id)].completions[turn]
-            return ScriptedAnswer(completion, delay_s=delay_s)
-
-        return make_manager(self.config, self.setup, ScriptedEngine(answer))
-
-    def make_requests(self, manager: RolloutManager) -> list[AsyncRolloutRequest]:
-        """Make the requests of the work."""
-        requests = manager.make_requests(self.prompts, manager.train_plan())
-        return requests[: self.sizes.requests]
-
-    def roll_out(self, *, waits: bool) -> list[AsyncRolloutRequest]:
-        """Roll everything out, and see that it went as it was written."""
-        manager = self.make_manager(waits=waits)
-        return asyncio.run(manager.rollout(self.make_requests(manager)))
-
-    def use_tokenizer(self) -> None:
-        """Encode and decode what the rollout must, each text once, and nothing else."""
-        backend: Any = self.setup.tokenizer.backend_tokenizer
-        texts = [prompt.messages[0].text for prompt in self.prompts]
-        texts += [look.observation for episode in self.episodes for look in episode.lookups]
-        for text in texts:
-            backend.encode(text, add_special_tokens=False).ids
-        for episode in self.episodes:
-            for ids in episode.completions:
-                backend.decode(ids, skip_special_tokens=False)
-
-    def _place(self, request_id: str) -> int:
-        """Place of a request: its id ends in row, place of the row, and place in its group."""
-        _, place, offset = request_id.rsplit("-", 2)
-        return int(place) * self.sizes.group + int(offset)
-
-
-def check_outcome(requests: Sequence[AsyncRolloutRequest], sizes: Sizes) -> None:
-    """Refuse a run that was not the one that is to be measured."""
-    for request in requests:
-        observed = [turn.num_tokens for turn in request.turns if turn.role == "tool"]
-        assert request.stop_reason is StopReason.ANSWERED, request.error
-        assert request.num_assistant_turns == sizes.turns
-        assert not request.differences, request.differences
-        assert all(0 <= n - sizes.observation_tokens <= 30 for n in observed), observed
 
 
 class CollectorClock:
@@ -386,7 +59,7 @@ class CollectorClock:
     def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._note)
 
-    def _note(self, phase: str, info: dict[str, int]) -> None:
+    def _note(self, phase: str, _: dict[str, int]) -> None:
         self.seconds += time.process_time() * (1 if phase == "stop" else -1)
 
 
@@ -397,25 +70,182 @@ def cpu_s(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-# The parts, each alone.
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured, in seconds of all turns together."""
+
+    rollout_s: float
+    collector_s: float
+    """Of `rollout_s`."""
+    tokenizer_s: float
+    together_s: float
+    """The tokenizer's, where texts are encoded together."""
 
 
-def part_making(bench: Bench, finished: Sequence[AsyncRolloutRequest]) -> Callable[[], object]:
-    manager = bench.make_manager(waits=False)
-    return lambda: bench.make_requests(manager)
+def measure_cpu(bench: Bench, repeats: int) -> Figures:
+    """Measure the rollout and the bare loops in turn; the fastest of each."""
+    found: list[Figures] = []
+    for _ in range(repeats):
+        manager = bench.make_manager(waits=False)
+        with CollectorClock() as collector:
+            rollout_s = cpu_s(lambda m=manager: bench.roll_out(m))
+        bare_s = cpu_s(bench.use_tokenizer), cpu_s(bench.use_tokenizer_together)
+        found.append(Figures(rollout_s, collector.seconds, *bare_s))
+    fastest = min(found, key=lambda figures: figures.rollout_s)
+    return replace(
+        fastest,
+        tokenizer_s=min(figures.tokenizer_s for figures in found),
+        together_s=min(figures.together_s for figures in found),
+    )
+
+
+def measure_wall(bench: Bench) -> float:
+    """Wall time of a rollout in which engine and tool take their time."""
+    manager = bench.make_manager(waits=True)
+    started = time.perf_counter()
+    finished = bench.roll_out(manager)
+    seconds = time.perf_counter() - started
+    check_outcome(finished, bench.sizes)
+    return seconds
+
+
+class Parts:
+    """What a rollout consists of: for each part, a function that does it for every turn.
+
+    What the tokenizer does is left out of them.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._wording: dict[str, Sequence[str]] = {}
+        self._manager = bench.make_manager(waits=False)
+        self._house = self._manager.house
+        self._manager.house = replace(self._house, check_tokens=self._keep_wording)
+        self._finished = bench.roll_out(self._manager)
+        decode = bench.template.decode
+        self._texts = [decode(ids[:-1]) for e in bench.episodes for ids in e.completions]
+        self._shown = bench.template.encode_texts([look.observation for look in bench.lookups])
+
+    def _keep_wording(self, request: AsyncRolloutRequest, wording: Sequence[str]) -> None:
+        self._wording[request.request_id] = wording
+
+    def seconds(self, repeats: int) -> dict[str, float]:
+        """CPU time of each part, the fastest of some."""
+        parts: dict[str, Callable[[], object]] = {
+            "requests": self._requests,
+            "seeds": self._seeds,
+            "scripted engine": lambda: asyncio.run(self._engine()),
+            "ledger": self._ledger,
+            "parsing, schemas": self._parsing,
+            "tool calls": lambda: asyncio.run(self._calls()),
+            "tools' lives": lambda: asyncio.run(self._lives()),
+            "observations": self._observations,
+            "token check": self._check,
+        }
+        return {name: min(cpu_s(part) for _ in range(repeats)) for name, part in parts.items()}
+
+    def _requests(self) -> None:
+        self._bench.make_requests(self._manager)
+
+    def _seeds(self) -> None:
+        for request in self._finished:
+            for _ in range(request.num_assistant_turns):
+                turn_seed(request)
+
+    async def _engine(self) -> None:
+        for request in self._finished:
+            for _ in range(request.num_assistant_turns):
+                await self._house.engine.generate(
+                    request.input_ids, request.sampling, request_id=request.request_id
+                )
+
+    def _ledger(self) -> None:
+        for done in self._finished:
+            ids, log_probs = done.response_ids, done.rollout_log_probs
+            request = AsyncRolloutRequest(messages=[], budgets=done.budgets)
+            request.begin(done.prompt_ids)
+            for turn in done.turns:
+                own = slice(turn.start, turn.end)
+                if turn.role == "assistant":
+                    versions = turn.weight_versions
+                    request.append_sampled(ids[own], log_probs[own], weight_versions=versions)
+                else:
+                    request.append_observed(ids[own], role=turn.role)
+
+    def _parsing(self) -> None:
+        for text in self._texts:
+            check_calls(self._house.parser.parse(text, tools=[SCHEMA]), [SCHEMA])
+
+    async def _calls(self) -> None:
+        for request in self._finished:
+            session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
+            for message in request.messages:
+                for call in message.tool_calls or ():
+                    await session.execute([call])
+
+    async def _lives(self) -> None:
+        for request in self._finished:
+            session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
+            await session.create()
+            await session.calc_rewards()
+            await session.release()
+
+    def _observations(self) -> None:
+        encoded = iter(self._shown)
+        for request in self._finished:
+            said = [turn for turn in request.turns if turn.role == "assistant"]
+            answers = [message for message in request.messages if message.role == "tool"]
+            for turn, message in zip(said, answers, strict=False):
+                last_ids = request.response_ids[turn.end - 1 : turn.end]
+                planned = self._bench.template.plan_delta([message], tools=request.tool_schemas)
+                assert len(planned.outside) == 1
+                planned.encode(last_ids, [next(encoded)])
+
+    def _check(self) -> None:
+        for request in self._finished:
+            self._house.check_tokens(request, self._wording[request.request_id])
+
+
+def report(bench: Bench, figures: Figures, wall_s: float, parts: dict[str, float]) -> None:
+    def us(seconds: float) -> float:
+        return seconds / bench.sizes.num_turns * 1e6
+
+    overhead_s = figures.rollout_s - figures.tokenizer_s
+    print(f"{us(figures.rollout_s):7.0f} us a turn: CPU time of the rollout")
+    print(f"{us(figures.tokenizer_s):7.0f} us: the tokenizer alone, text by text")
+    print(f"{us(figures.together_s):7.0f} us: the tokenizer alone, texts of one moment together")
+    print(
+        f"{us(overhead_s):7.0f} us: overhead (at most {OVERHEAD_BOUND_US:.0f} is expected), of it"
+    )
+    for name, seconds in parts.items():
+        print(f"{us(seconds):15.1f} us  {name}")
+    print(f"{us(figures.collector_s):15.1f} us  garbage collection")
+    rest_s = figures.rollout_s - figures.together_s - figures.collector_s - sum(parts.values())
+    print(f"{us(rest_s):15.1f} us  the rest: runner, event loop, cold caches")
+    print(f"{us(figures.together_s - figures.tokenizer_s):15.1f} us  texts encoded together")
+    critical_s = max(episode.wait_s for episode in bench.episodes)
+    ratio = wall_s / max(critical_s, figures.tokenizer_s)
+    print(f"{wall_s:7.2f} s of wall time, {critical_s:.2f} s on the critical path")
+    print(f"{ratio:7.3f} ratio (at most {RATIO_BOUND:.2f} is expected)")
+    print(f"   load: {os.getloadavg()}, {os.cpu_count()} cores")
 
 
 def main() -> None:
-    bench = Bench("../shared/data/tokenizers/qwen2_5", Sizes())
-    for i in range(5):
-        with CollectorClock() as clock:
-            c = cpu_s(lambda: bench.roll_out(waits=False))
-        t = cpu_s(bench.use_tokenizer)
-        n = bench.sizes.num_turns
-        print(
-            f"{c / n * 1e6:.0f} {t / n * 1e6:.0f} over {(c - t) / n * 1e6:.0f} gc {clock.seconds / n * 1e6:.0f}"
-        )
-    check_outcome(bench.roll_out(waits=False), bench.sizes)
+    parser = argparse.ArgumentParser(description="What the rollout itself costs.")
+    parser.add_argument("--tokenizer", default="../shared/data/tokenizers/qwen2_5")
+    parser.add_argument("--requests", type=int, default=Sizes.requests)
+    parser.add_argument("--turns", type=int, default=Sizes.turns)
+    parser.add_argument("--observation-tokens", type=int, default=Sizes.observation_tokens)
+    parser.add_argument("--seed", type=int, default=Sizes.seed)
+    parser.add_argument("--repeats", type=int, default=7)
+    asked = parser.parse_args()
+    sizes = Sizes(asked.requests, asked.turns, asked.observation_tokens, seed=asked.seed)
+    bench = Bench(asked.tokenizer, sizes)
+    check_outcome(bench.roll_out(bench.make_manager(waits=False)), sizes)
+    with rare_collection():  # as round a training run
+        figures = measure_cpu(bench, asked.repeats)
+    parts = Parts(bench).seconds(asked.repeats)
+    report(bench, figures, measure_wall(bench), parts)
 
 
 if __name__ == "__main__":

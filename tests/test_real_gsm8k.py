@@ -120,6 +120,7 @@ def make_config(home: Path, name: str, **multi_turn: Any) -> RunConfig:
                 "multi_turn": {
                     "tool_config_path": home / "tools.yaml",
                     "interaction_config_path": interaction,
+                    "tokenization_sanity_check_frac": 1.0,
                     **multi_turn,
                 },
             },

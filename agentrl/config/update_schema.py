@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.config.section import Section
+from agentrl.config.section import FolderOrHubName, Section
 
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
@@ -83,7 +83,7 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The frozen reference of the KL term."""
 
-    path: str | None = None
+    path: FolderOrHubName | None = None
     """A model folder; null: the policy as it was at the start of the run."""
 
 

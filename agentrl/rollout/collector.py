@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ALLOCATIONS = 100_000
-"""Objects that may come into being between two searches: those of some thousand requests."""
+ALLOCATIONS = 500_000
+"""Objects that may come into being between two searches: those of some 4,500 requests."""
 
 
 class _Guests:

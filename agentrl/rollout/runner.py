@@ -358,7 +358,8 @@ class _Run:
     def _record_calls(self, turn: Turn, found: Sequence[Observation]) -> None:
         turn.calls = [observation.record for observation in found]
         rewards = [call.reward for call in turn.calls if call.reward is not None]
-        turn.reward = sum(rewards) if rewards else None
+        if rewards:
+            turn.reward = sum(rewards)
 
     def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
         """The model made calls that its template cannot answer, such as two tools in one turn."""

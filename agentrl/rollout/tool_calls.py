@@ -6,7 +6,7 @@ of the calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import jsonschema
@@ -98,7 +98,8 @@ class ToolCaller:
         return ShownText(message, fitted.num_cut)
 
     def _observe(self, outcome: ToolOutcome) -> Observation:
-        call = outcome.call
+        call, response = outcome.call, outcome.response
+        shown = self.show(response.text or "", tool=call.function.name, call_id=call.id)
         record = CallRecord(
             call_id=call.id,
             name=call.function.name,
@@ -107,21 +108,22 @@ class ToolCaller:
             message=outcome.message,
             seconds=outcome.seconds,
             reward=outcome.reward,
+            num_cut_tokens=shown.num_cut,
             metrics=outcome.metrics,
-            image=outcome.response.image,
-            video=outcome.response.video,
+            image=response.image,
+            video=response.video,
         )
-        return replace(
-            self._observation(record, outcome.response),
+        return Observation(
+            message=shown.message,
+            response=response,
+            record=record,
             should_stop=outcome.should_stop,
             is_infrastructure_failure=outcome.is_infrastructure_failure,
         )
 
     def _complain(self, call: MalformedCall) -> Observation:
         response = ToolResponse(text=describe_malformed(call))
-        return self._observation(_record_of(call, "malformed"), response)
-
-    def _observation(self, record: CallRecord, response: ToolResponse) -> Observation:
+        record = _record_of(call, "malformed")
         shown = self.show(response.text or "", tool=record.name or None, call_id=record.call_id)
         record.num_cut_tokens = shown.num_cut
         return Observation(shown.message, response, record)

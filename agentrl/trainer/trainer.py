@@ -85,10 +85,9 @@ class Trainer:
         """Train to the last step, validate, save; returns what came of it.
 
         Ctrl-C and SIGTERM end it: tools are released, and the last finished step is saved. So it
-        is where an error ends it, on several ranks where all of them know of the error: too much
-        of a batch failed, one could not roll out or score, the main one could not write. Of what
-        one rank meets on its own elsewhere (memory that runs out in an update, a killed process)
-        the others learn too late to save together: the last checkpoint stands.
+        is where an error ends it that all ranks know of: too much of a batch failed, one could not
+        roll out or score, the main one could not export. Of what one of several meets elsewhere
+        (an update without memory, a kill) the others learn too late: the last checkpoint stands.
 
         Raises:
             KeyboardInterrupt: where it was asked to stop, be it while the end was written.
@@ -332,9 +331,8 @@ class Trainer:
         path = on_main(self.world, lambda: find_checkpoint(self.config))
         if path is not None:
             self._go_on_from(path)
-        for moved in on_main(
-            self.world, lambda: set_aside_superseded(self.config, path, self.step)
-        ):
+        moves = on_main(self.world, lambda: set_aside_superseded(self.config, path, self.step))
+        for moved in moves:
             self.parts.journal.say(f"a checkpoint of another course of the run: now {moved}")
 
     def _go_on_from(self, path: Path) -> None:
@@ -371,8 +369,8 @@ class Trainer:
     def _rescue(self, error: Exception) -> None:
         """Save the last finished step before an error ends the run.
 
-        Several ranks save together or not at all, so where other ranks do not know of the error
-        nothing is saved. Where it is saving that failed, it would fail again.
+        Ranks save together, so not where others do not know of the error. Where it is saving that
+        failed, it would fail again.
         """
         is_shared = self.world.is_alone or error is self.world.board.shared
         if not is_shared or isinstance(error, CheckpointError):
@@ -383,8 +381,8 @@ class Trainer:
             self.parts.journal.say(f"the last finished step could not be saved: {second}")
 
     def _config_digest(self) -> str:
-        device = self.world.device.type
-        return config_digest(self.config, total_steps=self.parts.total_steps, device=device)
+        steps, device = self.parts.total_steps, self.world.device.type
+        return config_digest(self.config, total_steps=steps, device=device)
 
     def _tell_place(self, station: str) -> None:
         self.world.board.note(f"{station} of step {self.step}")

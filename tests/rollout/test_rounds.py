@@ -278,7 +278,7 @@ async def test_cancelling_ends_and_releases_everything_and_leaves_no_round_behin
 # The same batch, bit for bit.
 
 SMALL_CACHE = TransformersEngineSettings(
-    max_model_len=512, page_size=16, num_pages=48, max_batch_tokens=256
+    max_model_len=512, page_size=16, num_pages=38, max_batch_tokens=256
 )
 
 

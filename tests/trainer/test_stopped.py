@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: what a run that is stopped releases, saves, and goes on from."""
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl.training.checkpoint
+from agentrl import Trainer
 from agentrl.training.optim import PolicyOptimizer
 from tests.fakes_faults import SCORER, Train, assert_same_course, make_run, saved_steps
 from tests.fakes_runs import (
@@ -67,6 +69,24 @@ def test_stopped_run_saves_its_last_step_and_goes_on_as_if_never_stopped(
     assert told.code == 0, told
     assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in told.out
     assert_same_course(tmp_path / "run", whole)
+
+
+def test_signal_while_the_end_is_written_ends_a_whole_run_as_a_stopped_one(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = Trainer.export
+
+    def signalled(self: Trainer) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(self)
+
+    monkeypatch.setattr(Trainer, "export", signalled)
+    told = train(trainer__total_training_steps=1, data__val_files=None)
+    assert told.code == 130, told
+    assert told.out.endswith("interrupted\n")
+    assert saved_steps(tmp_path / "run") == ["global_step_1"]
+    assert (tmp_path / "run/trained/config.json").is_file()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["exported"]
 
 
 def test_run_stopped_before_its_first_step_is_over_leaves_no_checkpoint(

@@ -135,10 +135,9 @@ class ToolParser(ABC):
                 position = _behind_thought(text, match.end())
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
-                turn.add(match.start(), piece._replace(found=tuple(map(_in_depth, piece.found))))
+                turn.add(match.start(), piece.end, [_in_depth(found) for found in piece.found])
                 position = max(piece.end, match.end(), match.start() + 1)
         return turn.parsed()
-
 
     @cached_property
     def _scan(self) -> re.Pattern[str]:
@@ -156,17 +155,17 @@ class _Turn:
         self._calls: list[ParsedCall] = []
         self._malformed: list[MalformedCall] = []
 
-    def add(self, start: int, piece: Piece) -> None:
-        for found in piece.found:
+    def add(self, start: int, end: int, pieces: Sequence[Call | Problem]) -> None:
+        for found in pieces:
             index = len(self._calls) + len(self._malformed)
             if isinstance(found, Call):
                 self._calls.append(ParsedCall(found.name, found.arguments, index))
             else:
-                sampled = self._text[start : piece.end]
+                sampled = self._text[start:end]
                 self._malformed.append(MalformedCall(sampled, found.reason, found.name, index))
-        if piece.found and all(isinstance(found, Call) for found in piece.found):
+        if pieces and all(isinstance(found, Call) for found in pieces):
             self._kept.append(self._text[self._position : start])
-            self._position = piece.end
+            self._position = end
 
     def parsed(self) -> ParsedTurn:
         rest = self._text[self._position :]
