@@ -142,7 +142,7 @@ def compare(
 
 
 def main() -> None:
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    repeats = max(2, int(sys.argv[1]) if len(sys.argv) > 1 else 3)  # one has no bits to compare
     engine, episodes = TransformersEngine.from_model(make_model()), make_episodes()
     slowest = [max(e.tools_s[turn] for e in episodes if turn < len(e.tools_s)) for turn in range(3)]
     paths = [sum(episode.tools_s) for episode in episodes]

@@ -21,7 +21,6 @@ configures nothing but `rollout.max_concurrent_requests: 512`.
    rollout they do not, which is much of what is left over.
 
 Expectation: an overhead of at most 150 us a turn and a ratio of at most 1.10 on an idle machine.
-%(measured)s
 
 Run: python benchmarks/rollout_overhead.py [--tokenizer FOLDER_OR_HUB_NAME] [--requests N]
     [--turns N] [--observation-tokens N] [--seed N] [--repeats N]
@@ -32,8 +31,9 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rollout_work import SCHEMA, Bench, Sizes, check_outcome
 
@@ -117,7 +117,7 @@ class Parts:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._wording: dict[str, Sequence[str]] = {}
+        self._wording: dict[str, Callable[[], Sequence[str]]] = {}
         self._manager = bench.make_manager(waits=False)
         self._house = self._manager.house
         self._manager.house = replace(self._house, check_tokens=self._keep_wording)
@@ -126,7 +126,9 @@ class Parts:
         self._texts = [decode(ids[:-1]) for e in bench.episodes for ids in e.completions]
         self._shown = bench.template.encode_texts([look.observation for look in bench.lookups])
 
-    def _keep_wording(self, request: AsyncRolloutRequest, wording: Sequence[str]) -> None:
+    def _keep_wording(
+        self, request: AsyncRolloutRequest, wording: Callable[[], Sequence[str]]
+    ) -> None:
         self._wording[request.request_id] = wording
 
     def seconds(self, repeats: int) -> dict[str, float]:
@@ -134,11 +136,11 @@ class Parts:
         parts: dict[str, Callable[[], object]] = {
             "requests": self._requests,
             "seeds": self._seeds,
-            "scripted engine": lambda: asyncio.run(self._engine()),
+            "scripted engine": lambda: self._all_at_once(self._engine),
             "ledger": self._ledger,
             "parsing, schemas": self._parsing,
-            "tool calls": lambda: asyncio.run(self._calls()),
-            "tools' lives": lambda: asyncio.run(self._lives()),
+            "tool calls": lambda: self._all_at_once(self._calls),
+            "tools' lives": lambda: self._all_at_once(self._lives),
             "observations": self._observations,
             "token check": self._check,
         }
@@ -152,12 +154,11 @@ class Parts:
             for _ in range(request.num_assistant_turns):
                 turn_seed(request)
 
-    async def _engine(self) -> None:
-        for request in self._finished:
-            for _ in range(request.num_assistant_turns):
-                await self._house.engine.generate(
-                    request.input_ids, request.sampling, request_id=request.request_id
-                )
+    async def _engine(self, request: AsyncRolloutRequest) -> None:
+        for _ in range(request.num_assistant_turns):
+            await self._house.engine.generate(
+                request.input_ids, request.sampling, request_id=request.request_id
+            )
 
     def _ledger(self) -> None:
         for done in self._finished:
@@ -176,19 +177,25 @@ class Parts:
         for text in self._texts:
             check_calls(self._house.parser.parse(text, tools=[SCHEMA]), [SCHEMA])
 
-    async def _calls(self) -> None:
-        for request in self._finished:
-            session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
-            for message in request.messages:
-                for call in message.tool_calls or ():
-                    await session.execute([call])
+    async def _calls(self, request: AsyncRolloutRequest) -> None:
+        session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
+        for message in request.messages:
+            for call in message.tool_calls or ():
+                await session.execute([call])
 
-    async def _lives(self) -> None:
-        for request in self._finished:
-            session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
-            await session.create()
-            await session.calc_rewards()
-            await session.release()
+    async def _lives(self, request: AsyncRolloutRequest) -> None:
+        session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
+        await session.create()
+        await session.calc_rewards()
+        await session.release()
+
+    def _all_at_once(
+        self, part: Callable[[AsyncRolloutRequest], Coroutine[Any, Any, None]]
+    ) -> None:
+        async def run() -> None:
+            await asyncio.gather(*map(part, self._finished))
+
+        asyncio.run(run())
 
     def _observations(self) -> None:
         encoded = iter(self._shown)

@@ -269,9 +269,9 @@ def make_house(
         side=settings.tool_response_truncate_side,
     )
 
-    def check(request: AsyncRolloutRequest, wording: Sequence[str]) -> None:
+    def check(request: AsyncRolloutRequest, wording: Callable[[], Sequence[str]]) -> None:
         mode = settings.tokenization_sanity_check_mode
-        request.differences = check_request(template, request, mode, wording=wording)
+        request.differences = check_request(template, request, mode, wording=wording())
 
     format_ = get_tool_parser(parser)
     return House(

@@ -185,6 +185,8 @@ class ScriptedEngine:
 
     async def _answer(self, call: ScriptedCall) -> ScriptedAnswer:
         answer = self._script(call.input_ids, call.sampling, call.request_id, call.turn)
+        if isinstance(answer, ScriptedAnswer):
+            return answer
         if inspect.isawaitable(answer):
             answer = await answer
         if isinstance(answer, BaseException):

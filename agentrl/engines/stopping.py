@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress, count
 from typing import Self
 
 from agentrl.engines.protocol import SamplingParams
@@ -43,5 +44,5 @@ class StopCheck:
     def first_end(self, token_ids: Sequence[int]) -> int | None:
         """How many of `token_ids` there are up to the first that ends them; None: none does."""
         if not self.strings:
-            return next((n for n, id in enumerate(token_ids, 1) if id in self.token_ids), None)
+            return next(compress(count(1), map(self.token_ids.__contains__, token_ids)), None)
         return next((n for n in range(1, len(token_ids) + 1) if self.is_met(token_ids[:n])), None)

@@ -5,8 +5,8 @@ tokens cost, so that a long conversation is not validated again at every turn.
 """
 
 import math
+from array import array
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 from pydantic import ValidationError
@@ -133,12 +133,11 @@ def _check_each(log_probs: Sequence[float]) -> None:
 
 def _as_ids(ids: Sequence[int]) -> list[int]:
     try:
-        new = list(map(index, ids))
-    except TypeError as error:
+        checked = array("Q", ids)
+    except (TypeError, OverflowError) as error:
         raise LedgerError(f"not a token id: {error}", expected="an integer >= 0") from None
-    if new and min(new) < 0:
-        raise LedgerError(f"{min(new)} is no token id", expected="an integer >= 0")
-    return new
+    # A sum of plain integers is plain; one of numpy's or torch's is theirs.
+    return list(ids) if type(sum(ids)) is int else checked.tolist()
 
 
 def _as_numbers(log_probs: Sequence[float]) -> list[float]:

@@ -66,9 +66,9 @@ class House:
     settings: MultiTurnConfig
     encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
     """Renders a request's prompt within its budget."""
-    check_tokens: Callable[[AsyncRolloutRequest, Sequence[str]], None]
-    """Holds a finished ledger, and its wording part by part, against its conversation, and records
-    what differs."""
+    check_tokens: Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]
+    """Holds a finished ledger against its conversation, and records what differs; the function
+    gives the ledger's wording, part by part."""
 
 
 class EngineAbortError(EngineError):
@@ -102,7 +102,7 @@ async def run_request(
     except Exception as error:  # noqa: BLE001 - the boundary: a failure becomes data (law 5)
         run.fail(StopReason.FAILED, error)
     finally:
-        await finish_despite_cancellation(run.release())
+        await run.release()
         request.metrics["seconds"] = time.monotonic() - started
     return request
 
@@ -117,7 +117,7 @@ class _Run:
         self.house = house
         self.source = source
         self.last_ids: Sequence[int] = ()
-        self.wording: list[str] = []
+        self.wording: list[Callable[[], str]] = []
         self.calls = CheckedCalls()
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
@@ -172,7 +172,12 @@ class _Run:
             request.finish(reason, failure)
 
     async def release(self) -> None:
-        """Release the tools and finalise the interaction; what goes wrong is counted."""
+        """Release the tools and finalise the interaction, also where this is cancelled."""
+        self.request.metrics["release_failures"] = 0.0
+        if self.interaction or self.tools.needs_release:
+            await finish_despite_cancellation(self._release())
+
+    async def _release(self) -> None:
         releasing = self.tools.release()
         if self.interaction is None:
             failures = await releasing
@@ -187,7 +192,7 @@ class _Run:
     def _check_tokens(self) -> None:
         request = self.request
         try:
-            self.house.check_tokens(request, self.wording)
+            self.house.check_tokens(request, lambda: [write() for write in self.wording])
         except Exception as error:  # noqa: BLE001 - a check that breaks loses no good request
             what = f"{type(error).__name__}: {error}"
             broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
@@ -235,7 +240,7 @@ class _Run:
         request = self.request
         prompt = self.house.encode_prompt(request)
         request.begin(prompt.ids)
-        self.wording.append(prompt.text)
+        self.wording.append(lambda: prompt.text)
         request.num_cut_prompt_tokens += prompt.num_cut
         if request.num_tokens_left <= 0:
             raise DataError(
@@ -298,7 +303,7 @@ class _Run:
         request, template = self.request, self.house.template
         stop = template.stop_texts.get(ids[-1], "") if ids else ""
         text = template.decode(ids[:-1] if stop else ids)
-        self.wording.append(text + stop)
+        self.wording.append(lambda: text + stop)
         parsed = self._parse(text)
         self.calls = check_calls(parsed, request.tool_schemas)
         calls = [call.tool_call for call in parsed.calls]
@@ -405,7 +410,7 @@ class _Run:
         delta = planned.encode(self.last_ids, outside)
         if len(delta.ids) >= request.num_tokens_left:
             return None
-        self.wording.append(delta.text)
+        self.wording.append(delta.write)
         request.messages.extend(messages)
         calls = request.turns[-1].calls
         for index, start, end in delta.message_spans:

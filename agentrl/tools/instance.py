@@ -207,6 +207,11 @@ class ToolInstance:
             await self._lane.close()
         return None
 
+    @property
+    def needs_release(self) -> bool:
+        """Whether there is anything to give back, by the tool or by what it runs in."""
+        return not (_is_inherited(self.tool, "release") and isinstance(self._lane, LoopLane))
+
     async def _create(self) -> ToolResponse:
         value = await self._run("create", self._instance_id, **self._kwargs.create_kwargs)
         instance_id, response = _created(value, self.tool.name)

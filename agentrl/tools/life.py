@@ -122,9 +122,16 @@ class ToolSession:
         Returns:
             What went wrong, for the record.
         """
+        if not self.needs_release:
+            return []
         if self._releasing is None:
             self._releasing = asyncio.create_task(self._release(), name="release tools")
         return await asyncio.shield(self._releasing)
+
+    @property
+    def needs_release(self) -> bool:
+        """Whether any tool has something to give back."""
+        return any(instance.needs_release for instance in self._instances.values())
 
     async def _execute(self, call: ToolCall) -> ToolOutcome:
         async with self._slots:

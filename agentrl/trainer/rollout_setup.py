@@ -167,14 +167,14 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
 
 def make_token_check(
     template: ChatTemplate, settings: MultiTurnConfig
-) -> Callable[[AsyncRolloutRequest, Sequence[str]], None]:
+) -> Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]:
     """Make the check that holds finished ledgers against the renderings of their conversations."""
     mode = settings.tokenization_sanity_check_mode
     share = settings.tokenization_sanity_check_frac
 
-    def check(request: AsyncRolloutRequest, wording: Sequence[str]) -> None:
+    def check(request: AsyncRolloutRequest, wording: Callable[[], Sequence[str]]) -> None:
         if mode != "disable" and draws_check(request, share):
-            request.differences = check_request(template, request, mode, wording=wording)
+            request.differences = check_request(template, request, mode, wording=wording())
             request.is_checked = True
 
     return check

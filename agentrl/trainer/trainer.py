@@ -26,6 +26,7 @@ from agentrl.data.prompt import Prompt
 from agentrl.errors import CheckpointError
 from agentrl.protocol import DataProto
 from agentrl.rollout.census import Census
+from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.build import Parts, start_parts
@@ -92,7 +93,7 @@ class Trainer:
         Raises:
             KeyboardInterrupt: where it was asked to stop, be it while the end was written.
         """
-        with self._interruption.listening(), self.world.board.explaining():
+        with rare_collection(), self._interruption.listening(), self.world.board.explaining():
             try:
                 self.begin()
                 while self.step < self.parts.total_steps:

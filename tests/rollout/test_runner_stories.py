@@ -1,7 +1,6 @@
 """One whole conversation for each way in which a request can end."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -643,7 +642,7 @@ async def test_what_a_tool_says_itself_is_no_failure_of_the_tool():
 
 
 async def test_a_token_check_that_breaks_loses_no_request():
-    def broken(_: AsyncRolloutRequest, wording: Sequence[str]) -> None:
+    def broken(_: AsyncRolloutRequest, wording: Any) -> None:
         raise RuntimeError("no idea")
 
     engine = make_engine("Bern.")

@@ -126,3 +126,16 @@ def test_importing_templates_loads_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.text(max_size=20)
+        | st.sampled_from(["<|im_end|>", "<tool_call>", "a\ud800b", "", "e\u0301", "  \n"]),
+        max_size=6,
+    )
+)
+def test_texts_encoded_together_are_those_encoded_alone(texts: list[str]) -> None:
+    template = load_template("qwen2_5")
+    assert template.encode_texts(texts) == [template.encode_text(text) for text in texts]

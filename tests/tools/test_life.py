@@ -282,6 +282,40 @@ async def test_a_broken_life_names_tool_and_method(method: str):
     assert tool.counts["release"] == 1
 
 
+async def test_a_method_that_a_tool_leaves_as_it_is_costs_no_task():
+    class Stateless(BaseTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> str:
+            return instance_id
+
+    session = session_of(Stateless({}, schema("stateless")))
+    tasks: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(
+        lambda loop, work, **kwargs: (tasks.append(str(kwargs)), asyncio.Task(work, **kwargs))[1]
+    )
+    assert await session.create() == []
+    assert await session.calc_rewards() == {"stateless": 0.0}
+    assert await session.release() == []
+    assert not tasks
+    [outcome] = await session.execute([call("stateless")])
+    assert outcome.response.text == "r"
+    assert len(tasks) == 1
+
+
+async def test_a_method_that_is_replaced_on_the_object_is_the_tools_own():
+    released: list[str] = []
+
+    async def release(instance_id: str, **_: Any) -> None:
+        released.append(instance_id)
+
+    tool = AnyTool("x")
+    tool.release = release  # type: ignore[method-assign]
+    session = session_of(tool)
+    await session.create()
+    assert await session.release() == []
+    assert released == ["r"]
+
+
 async def test_a_release_that_fails_disturbs_no_other():
     tools = [FlakyTool("a", release="raise"), FlakyTool("b", release="hang"), FlakyTool("c")]
     session = session_of(*tools, timeout_s=0.05)

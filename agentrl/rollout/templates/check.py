@@ -5,6 +5,11 @@ gives for its messages, turn by turn. And the whole, as text, must be what the t
 the conversation at once: between the first words of one message from outside and those of the next
 lies one sampled turn, and a difference there is that turn's. Sampled spans are compared as text,
 since other tokens may spell the same. The cost is linear in the conversation's length.
+
+All that costs as much as the tokenizer did in the rollout. So a run keeps the wording of a ledger,
+each part as it went through the tokenizer: the text that was encoded, or what was decoded. Where
+that is what the template writes for the whole conversation, there is nothing to look for: whether
+encoding and decoding give a text back is known of the tokenizer since its probe.
 """
 
 from bisect import bisect_right

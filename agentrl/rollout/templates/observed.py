@@ -17,8 +17,8 @@ class EncodedDelta:
     """All of it: missing end of turn, separator, new messages, generation prompt."""
     message_spans: list[tuple[int, int, int]]
     """For each content: index of its message among the new ones, start and end in `ids`."""
-    text: str = ""
-    """What was encoded."""
+    write: Callable[[], str] = str
+    """Gives what was encoded, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,19 @@ class PlannedDelta:
         prepared, texts = self.prepared, self.read.texts
         ids, spans = prepared.splice.encode(texts, outside)
         sampled = _overlap(last_ids, prepared.end_ids)
-        is_whole = sampled == len(prepared.end_ids)
-        said = prepared.end if is_whole else self.decode(prepared.end_ids[:sampled])
         return EncodedDelta(
             end_of_turn_ids=prepared.end_ids[sampled:],
             ids=ids[sampled:],
             message_spans=[(index, start - sampled, end - sampled) for index, start, end in spans],
-            text=prepared.splice.write(texts).removeprefix(said),
+            write=lambda: self._write(sampled),
         )
+
+    def _write(self, sampled: int) -> str:
+        """The delta as text, without the part of the end of turn that was sampled."""
+        prepared = self.prepared
+        is_whole = sampled == len(prepared.end_ids)
+        said = prepared.end if is_whole else self.decode(prepared.end_ids[:sampled])
+        return prepared.splice.write(self.read.texts).removeprefix(said)
 
 
 def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:

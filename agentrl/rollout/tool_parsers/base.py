@@ -16,7 +16,7 @@ from agentrl.messages import FunctionCall, OpenAIFunctionToolSchema, Role, ToolC
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 
-_THOUGHT_END = "</think>"
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 MAX_DEPTH = 64
 """Levels of a call's arguments: enough for any tool, and few enough for every JSON library."""
 
@@ -101,7 +101,7 @@ class ToolParser(ABC):
     """Find the calls in a turn. Subclass it and `register_tool_parser` the subclass."""
 
     opener: ClassVar[str]
-    """Regular expression, without named groups, of what may begin a call."""
+    """Regular expression of what may begin a call."""
     result_role: Role = "tool"
     """Role of the message that answers a call."""
 
@@ -131,7 +131,7 @@ class ToolParser(ABC):
         turn = _Turn(text)
         position = _behind_thought(text, 0) if starts_in_thought else 0
         while match := self._scan.search(text, position):
-            if match["thought"]:
+            if match[0] == _THOUGHT:
                 position = _behind_thought(text, match.end())
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
@@ -142,7 +142,7 @@ class ToolParser(ABC):
     @cached_property
     def _scan(self) -> re.Pattern[str]:
         """Matches what begins a thought or a call."""
-        return re.compile(f"(?P<thought><think>)|(?:{self.opener})")
+        return re.compile(f"{_THOUGHT}|(?:{self.opener})")
 
 
 class _Turn:

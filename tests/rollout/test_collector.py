@@ -1,0 +1,62 @@
+"""Rare searches of the garbage collector while requests are in flight."""
+
+import gc
+
+import pytest
+
+from agentrl.rollout.collector import ALLOCATIONS, rare_collection
+from tests.fakes import FakeTool, calling, make_engine, make_house, make_manager, make_prompts
+
+USUAL = (700, 10, 10)
+
+
+@pytest.fixture(autouse=True)
+def usual_thresholds():
+    before = gc.get_threshold()
+    gc.set_threshold(*USUAL)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_searches_are_rare_within_the_block_and_as_before_behind_it():
+    with rare_collection():
+        assert gc.get_threshold() == (ALLOCATIONS, 10, 10)
+    assert gc.get_threshold() == USUAL
+
+
+def test_of_blocks_that_overlap_the_last_one_restores():
+    first, second = rare_collection(), rare_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == (ALLOCATIONS, 10, 10)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == USUAL
+
+
+@pytest.mark.parametrize("own", [(0, 10, 10), (ALLOCATIONS * 2, 5, 5)])
+def test_a_program_that_searches_more_rarely_yet_is_left_alone(own: tuple[int, int, int]):
+    gc.set_threshold(*own)
+    with rare_collection():
+        assert gc.get_threshold() == own
+    assert gc.get_threshold() == own
+
+
+def test_thresholds_that_the_program_sets_meanwhile_stay():
+    with rare_collection():
+        gc.set_threshold(1000, 7, 7)
+    assert gc.get_threshold() == (1000, 7, 7)
+
+
+async def test_a_rollout_is_such_a_block():
+    seen: list[int] = []
+
+    def note(_: object) -> str:
+        seen.append(gc.get_threshold()[0])
+        return "found"
+
+    house = make_house(make_engine(calling("lookup", q="a"), "b"), tools=[FakeTool(reply=note)])
+    manager = make_manager(house, n=1)
+    await manager.rollout(manager.make_requests(make_prompts(1), manager.train_plan()))
+    assert seen == [ALLOCATIONS]
+    assert gc.get_threshold() == USUAL
