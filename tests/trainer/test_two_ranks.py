@@ -212,13 +212,13 @@ def test_error_that_all_ranks_know_of_saves_the_last_step(tiny_home: Path, tmp_p
 
 @pytest.mark.slow
 def test_ranks_with_unlike_work_wait_for_each_other(tiny_home: Path, tmp_path: Path):
-    file = run_file(tiny_home, tmp_path, deed="time.sleep(4)")
+    file = run_file(tiny_home, tmp_path, deed="time.sleep(20)")
     (tmp_path / "armed").touch()
     assert [rank.code for rank in train_on_two_ranks(file, ONE_STEP)] == [0, 0]
-    short = ["trainer.collective_timeout_s=2", "trainer.resume_mode=disable"]
+    short = ["trainer.collective_timeout_s=8", "trainer.resume_mode=disable"]
     main, other = train_on_two_ranks(file, *short)
     assert (main.code, other.code) == (2, 2)
-    assert "waited longer than 2 s for the others in the wait behind reward" in main.err
+    assert "waited longer than 8 s for the others in the wait behind reward" in main.err
     assert "key: trainer.collective_timeout_s" in main.err
 
 
