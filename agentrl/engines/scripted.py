@@ -195,6 +195,9 @@ class ScriptedEngine:
 
     async def _wait(self, delay_s: float, request_id: str) -> bool:
         """Let the delay pass; False: the call was aborted."""
+        if delay_s <= 0:
+            await asyncio.sleep(0)
+            return True
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[bool] = loop.create_future()
         self._waiting[waiting] = request_id

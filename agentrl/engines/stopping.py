@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count
 from typing import Self
 
 from agentrl.engines.protocol import SamplingParams
@@ -44,5 +43,6 @@ class StopCheck:
     def first_end(self, token_ids: Sequence[int]) -> int | None:
         """How many of `token_ids` there are up to the first that ends them; None: none does."""
         if not self.strings:
-            return next(compress(count(1), map(self.token_ids.__contains__, token_ids)), None)
+            met = self.token_ids.intersection(token_ids)
+            return min((token_ids.index(token_id) + 1 for token_id in met), default=None)
         return next((n for n in range(1, len(token_ids) + 1) if self.is_met(token_ids[:n])), None)
