@@ -107,7 +107,7 @@ class Engine(CompletionSource, Protocol):
     ) -> "list[Completion | BaseException]":
         """Run calls that begin at once, in their order; return when all have ended.
 
-        While nothing else runs, the work of an engine that computes on this machine is a function
+        While nothing else runs, the work of an engine that computes in this process is a function
         of these calls, of the weights and of the cached prefixes, step by step: so are the results,
         to the last bit. Cancelling takes every call out.
 

@@ -2,7 +2,7 @@
 
 A test file of an engine defines a fixture `engine_case` (an `EngineCase`, made anew for each test)
 and subclasses `ProtocolConformance`, or `ModelConformance` where a model's weights are behind the
-engine.
+engine; and `SeededConformance` or `SeededModelConformance` where the engine keeps a call's seed.
 """
 
 import asyncio
@@ -93,6 +93,11 @@ def calls_of(number: int, **sampling: Any) -> list[EngineCall]:
     ]
 
 
+def ids_of(answer: Completion | BaseException) -> list[int]:
+    assert isinstance(answer, Completion), answer
+    return answer.token_ids
+
+
 async def some_steps(engine: Engine) -> None:
     """Wait until every running call has sampled more: calls run together."""
     await engine.generate(PROMPT, greedy(6), request_id="clock")
@@ -167,26 +172,8 @@ class ProtocolConformance:
         await engine_case.engine.abort("nobody")
         assert (await engine_case.engine.generate(PROMPT, greedy(), request_id="a")).token_ids
 
-    async def test_seeded_tokens_depend_on_no_other_call_and_on_no_order(
-        self, engine_case: EngineCase
-    ):
-        prompts = [random_ids(8 + 5 * i, seed=i) for i in range(6)]
-        names = iter(range(1000))
-
-        async def answer(place: int) -> list[int]:
-            sampling = SamplingParams(max_new_tokens=10, temperature=1.5, seed=place)
-            completion = await engine_case.engine.generate(
-                prompts[place], sampling, request_id=f"{next(names)}"
-            )
-            return completion.token_ids
-
-        alone = [await answer(place) for place in range(6)]
-        for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3], [3, 1]):
-            together = await asyncio.gather(*map(answer, order))
-            assert together == [alone[place] for place in order]
-
     async def test_calls_together_are_answered_each_in_its_place(self, engine_case: EngineCase):
-        engine, calls = engine_case.engine, calls_of(7)
+        engine, calls = engine_case.engine, calls_of(7, temperature=0)
         together = await engine.generate_together(calls)
         await engine.flush_cache()
         for call, answer in zip(calls, together, strict=True):
@@ -201,13 +188,14 @@ class ProtocolConformance:
     async def test_a_call_that_cannot_be_taken_fails_alone_among_calls_together(
         self, engine_case: EngineCase
     ):
-        engine, calls = engine_case.engine, calls_of(3)
+        engine, calls = engine_case.engine, calls_of(3, temperature=0)
         calls[1] = replace(calls[1], input_ids=random_ids(engine.max_model_len, seed=1))
         first, second, third = await engine.generate_together(calls)
         assert isinstance(second, EngineError)
         assert str(engine.max_model_len) in str(second)
         await engine.flush_cache()
-        assert [first, third] == await engine.generate_together([calls[0], calls[2]])
+        again = await engine.generate_together([calls[0], calls[2]])
+        assert [ids_of(first), ids_of(third)] == [ids_of(answer) for answer in again]
 
     async def test_a_closed_engine_takes_no_calls_together(self, engine_case: EngineCase):
         await engine_case.engine.close()
@@ -234,7 +222,9 @@ class ProtocolConformance:
         await engine.sleep()
         await engine.wake()
         await engine.wake()
-        assert (await engine.generate(PROMPT, greedy(), request_id="b")) == before
+        after = await engine.generate(PROMPT, greedy(), request_id="b")
+        assert (after.token_ids, after.finish_reason) == (before.token_ids, before.finish_reason)
+        assert after.log_probs == pytest.approx(before.log_probs, abs=TOLERANCE)
 
     async def test_close_may_be_called_twice_and_ends_everything(self, engine_case: EngineCase):
         engine = engine_case.engine
@@ -333,8 +323,8 @@ class ModelConformance(ProtocolConformance):
         logits = plain_logits(engine_case.model, PROMPT, validation.token_ids)
         assert validation.token_ids == logits.argmax(-1).tolist()
 
-    async def test_64_concurrent_requests_do_not_mix(self, engine_case: ModelCase):
-        prompts = [random_ids(5 + 2 * i, seed=100 + i) for i in range(64)]
+    async def test_128_concurrent_requests_do_not_mix(self, engine_case: ModelCase):
+        prompts = [random_ids(5 + 2 * i, seed=100 + i) for i in range(128)]
         completions = await asyncio.gather(
             *(
                 engine_case.engine.generate(
@@ -361,20 +351,6 @@ class ModelConformance(ProtocolConformance):
             for i in range(12):
                 group.create_task(episode(i))
 
-    async def test_group_of_one_prompt_differs_by_seed(self, engine_case: ModelCase):
-        samplings = [
-            SamplingParams(max_new_tokens=10, temperature=1.5, seed=seed) for seed in (4, 9, 4)
-        ]
-        completions = await asyncio.gather(
-            *(
-                engine_case.engine.generate(PROMPT, sampling, request_id=f"{i}")
-                for i, sampling in enumerate(samplings)
-            )
-        )
-        first, other, again = [completion.token_ids for completion in completions]
-        assert first == again
-        assert first != other
-
     async def test_one_group_shares_a_prompt_and_differs(self, engine_case: ModelCase):
         prompt = random_ids(70, seed=3)
         completions = await asyncio.gather(
@@ -388,18 +364,6 @@ class ModelConformance(ProtocolConformance):
         assert len({tuple(completion.token_ids) for completion in completions}) > 1
         for completion in completions:
             self.check_log_probs(engine_case, prompt, completion, 2.0)
-
-    async def test_calls_together_give_the_same_bits_from_an_empty_cache(
-        self, engine_case: ModelCase
-    ):
-        engine, calls = engine_case.engine, calls_of(12)
-        runs: list[list[Completion | BaseException]] = []
-        for _ in range(3):
-            # What ran before leaves prefixes and another order of free pages.
-            await asyncio.gather(*(some_steps(engine) for _ in range(3)))
-            await engine.flush_cache()
-            runs.append(await engine.generate_together(calls))
-        assert runs[0] == runs[1] == runs[2]
 
     async def test_one_of_several_calls_together_may_be_aborted(self, engine_case: ModelCase):
         engine, calls = engine_case.engine, calls_of(4, max_new_tokens=40)
@@ -534,3 +498,55 @@ class ModelConformance(ProtocolConformance):
         generator = torch.Generator().manual_seed(1)
         for parameter in engine_case.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+class SeededConformance:
+    """What holds, besides, for an engine that keeps seeds: the embedded and the scripted one."""
+
+    async def test_seeded_tokens_depend_on_no_other_call_and_on_no_order(
+        self, engine_case: EngineCase
+    ):
+        prompts = [random_ids(8 + 5 * i, seed=i) for i in range(6)]
+        names = iter(range(1000))
+
+        async def answer(place: int) -> list[int]:
+            sampling = SamplingParams(max_new_tokens=10, temperature=1.5, seed=place)
+            completion = await engine_case.engine.generate(
+                prompts[place], sampling, request_id=f"{next(names)}"
+            )
+            return completion.token_ids
+
+        alone = [await answer(place) for place in range(6)]
+        for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3], [3, 1]):
+            together = await asyncio.gather(*map(answer, order))
+            assert together == [alone[place] for place in order]
+
+
+class SeededModelConformance(SeededConformance):
+    """What holds, besides, where such an engine samples from a model, in this process."""
+
+    async def test_group_of_one_prompt_differs_by_seed(self, engine_case: ModelCase):
+        samplings = [
+            SamplingParams(max_new_tokens=10, temperature=1.5, seed=seed) for seed in (4, 9, 4)
+        ]
+        completions = await asyncio.gather(
+            *(
+                engine_case.engine.generate(PROMPT, sampling, request_id=f"{i}")
+                for i, sampling in enumerate(samplings)
+            )
+        )
+        first, other, again = [completion.token_ids for completion in completions]
+        assert first == again
+        assert first != other
+
+    async def test_calls_together_give_the_same_bits_from_an_empty_cache(
+        self, engine_case: ModelCase
+    ):
+        engine, calls = engine_case.engine, calls_of(12)
+        runs: list[list[Completion | BaseException]] = []
+        for _ in range(3):
+            # What ran before leaves prefixes and another order of free pages.
+            await asyncio.gather(*(some_steps(engine) for _ in range(3)))
+            await engine.flush_cache()
+            runs.append(await engine.generate_together(calls))
+        assert runs[0] == runs[1] == runs[2]

@@ -13,7 +13,7 @@ from agentrl.engines import (
     VersionSpan,
 )
 from agentrl.errors import EngineError
-from tests.engines.conformance import EngineCase, ProtocolConformance
+from tests.engines.conformance import EngineCase, ProtocolConformance, SeededConformance
 from tests.fakes_engines import LetterTokenizer
 
 LETTERS = LetterTokenizer()
@@ -27,7 +27,7 @@ def engine_case() -> EngineCase:
     return EngineCase(engine=engine, decode=LETTERS.decode)
 
 
-class TestScriptedEngine(ProtocolConformance):
+class TestScriptedEngine(ProtocolConformance, SeededConformance):
     pass
 
 

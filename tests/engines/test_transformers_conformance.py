@@ -5,7 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentrl.engines.transformers_engine import TransformersEngine, TransformersEngineSettings
-from tests.engines.conformance import ModelCase, ModelConformance
+from tests.engines.conformance import (
+    ModelCase,
+    ModelConformance,
+    SeededModelConformance,
+)
 from tests.fakes_engines import LetterTokenizer, tiny_model
 
 SETTINGS = {
@@ -31,5 +35,5 @@ async def engine_case(request: pytest.FixtureRequest) -> AsyncIterator[ModelCase
     await engine.close()
 
 
-class TestTransformersEngine(ModelConformance):
+class TestTransformersEngine(ModelConformance, SeededModelConformance):
     pass

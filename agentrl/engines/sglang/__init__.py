@@ -1,0 +1,12 @@
+"""SGLang behind the engine's protocol: in this process's keep, or servers behind addresses.
+
+    calls      what one call asks for and what came back, in SGLang's words
+    backend    what every running SGLang is asked: generate, and control requests by name
+    arguments  the configuration -> server arguments, checked against the installed version
+    platform   the plug-in by which SGLang runs on a machine without an accelerator
+    host       `sglang.Engine` on a thread of its own, and its processes
+    engine     `SGLangEngine`: one host
+    weights    new weights in buckets of bounded size
+
+Only modules of this folder and `engines/sglang_parsers.py` import sglang, and those on first use.
+"""
