@@ -11,6 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from agentrl.config.engine_schema import (
+    EngineConfig,
+    EngineName,
+    ScriptedEngineConfig,
+    SGLangConfig,
+    SGLangServerConfig,
+    TransformersEngineConfig,
+    WeightSyncConfig,
+)
 from agentrl.config.prepare_schema import (
     ArithmeticConfig,
     Gsm8kConfig,
@@ -54,6 +63,8 @@ __all__ = [
     "RewardWeightsConfig",
     "RolloutConfig",
     "RunConfig",
+    "SGLangConfig",
+    "SGLangServerConfig",
     "ScriptedEngineConfig",
     "Section",
     "Seed",
@@ -62,9 +73,8 @@ __all__ = [
     "TrainerConfig",
     "TransformersEngineConfig",
     "ValKwargsConfig",
+    "WeightSyncConfig",
 ]
-
-EngineName = Literal["auto", "transformers", "scripted"]
 
 
 class CustomClassConfig(Section):
@@ -139,33 +149,6 @@ class ModelConfig(Section):
     """Run code that comes with the model."""
     override_config: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keys of the Hugging Face configuration to replace."""
-
-
-class TransformersEngineConfig(Section):
-    """The embedded engine: continuous batching on the trainer's own weights."""
-
-    page_size: int | None = Field(default=None, ge=1)
-    """Tokens of one cache page; null: by device."""
-    num_pages: int | None = Field(default=None, ge=1)
-    """Pages of the cache; null: what the configured budgets need, or what memory allows."""
-    max_batch_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward pass at most; null: by device."""
-
-
-class ScriptedEngineConfig(Section):
-    """An engine that reads its answers from a list, to debug tools without a model."""
-
-    answers: list[str] = Field(default_factory=list[str])
-    """The answers of each request's turns, in order; the last is repeated."""
-
-
-class EngineConfig(Section):
-    """Who generates."""
-
-    name: EngineName = "auto"
-    """auto: the best engine that is installed and has its hardware; the choice is printed."""
-    transformers: TransformersEngineConfig = TransformersEngineConfig()
-    scripted: ScriptedEngineConfig = ScriptedEngineConfig()
 
 
 class MultiTurnConfig(Section):
@@ -363,5 +346,6 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
     prepare: PrepareConfig = PrepareConfig()

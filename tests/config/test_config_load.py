@@ -180,9 +180,11 @@ def is_section(key: str) -> bool:
 
 
 LEAVES = [key for key in known_keys() if not is_section(key)]
+# Which further server arguments there are, the installed SGLang says, where it is started.
+CLOSED = [key for key in LEAVES if not key.startswith("rollout.engine.sglang.")]
 
 
-@given(st.sampled_from(LEAVES), st.data())
+@given(st.sampled_from(CLOSED), st.data())
 def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key, data):
     leaf = key.rpartition(".")[2]
     place = data.draw(st.integers(0, len(leaf)))

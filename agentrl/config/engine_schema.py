@@ -1,0 +1,89 @@
+"""Keys of who generates, and of how new weights come to it."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from agentrl.config.section import Section, UserPath
+
+EngineName = Literal["auto", "transformers", "sglang", "sglang_server", "scripted"]
+WeightTransport = Literal["auto", "tensor", "distributed", "disk"]
+
+
+class TransformersEngineConfig(Section):
+    """The embedded engine: continuous batching on the trainer's own weights."""
+
+    page_size: int | None = Field(default=None, ge=1)
+    """Tokens of one cache page; null: by device."""
+    num_pages: int | None = Field(default=None, ge=1)
+    """Pages of the cache; null: what the configured budgets need, or what memory allows."""
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one forward pass at most; null: by device."""
+
+
+class ScriptedEngineConfig(Section):
+    """An engine that reads its answers from a list, to debug tools without a model."""
+
+    answers: list[str] = Field(default_factory=list[str])
+    """The answers of each request's turns, in order; the last is repeated."""
+
+
+class SGLangConfig(Section):
+    """SGLang in this process's keep; every further key is a server argument of the installed
+    version, passed on as it stands.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    tp_size: int = Field(default=1, ge=1)
+    """Devices that hold one copy of the model between them."""
+    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a device's memory for weights and KV cache; null: SGLang's choice."""
+    attention_backend: str | None = None
+    """null: by device; `torch_native` without an accelerator."""
+
+    @property
+    def server_arguments(self) -> dict[str, Any]:
+        """What the user has set, under SGLang's names."""
+        return self.model_dump(exclude_unset=True)
+
+
+class SGLangServerConfig(Section):
+    """SGLang servers behind addresses; `agentrl serve` starts them by the keys of `sglang`."""
+
+    addresses: list[str] = Field(default_factory=list[str])
+    """Of running servers, such as `http://127.0.0.1:30000`."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds of one completion; then the server counts as failing."""
+    health_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds between two looks at each server."""
+    health_timeout_s: float = Field(default=20.0, gt=0)
+    """Seconds that a server may take to say that it is well."""
+    max_retries: int = Field(default=3, ge=0)
+    """How often one completion is asked anew, of another server where there is one."""
+
+
+class EngineConfig(Section):
+    """Who generates."""
+
+    name: EngineName = "auto"
+    """auto: the best engine that is installed and has its hardware; the choice is printed."""
+    transformers: TransformersEngineConfig = TransformersEngineConfig()
+    sglang: SGLangConfig = SGLangConfig()
+    sglang_server: SGLangServerConfig = SGLangServerConfig()
+    scripted: ScriptedEngineConfig = ScriptedEngineConfig()
+
+
+class WeightSyncConfig(Section):
+    """New weights to an engine that keeps its own copy: the SGLang ones."""
+
+    bucket_bytes: int = Field(default=512 * 1024**2, ge=1)
+    """Most bytes that are on their way at one time; a larger tensor goes alone."""
+    transport: WeightTransport = "auto"
+    """tensor: handed over in memory, on one machine; distributed: a process group between the main
+    rank and the servers; disk: a folder that both can read. auto: tensor where every server is on
+    this machine, else distributed on accelerators, else disk."""
+    folder: UserPath | None = None
+    """Where `disk` writes; null: `weights` in the run's folder."""
+    max_attempts: int = Field(default=2, ge=1)
+    """How often one sync is tried, whole, before it counts as failed."""
