@@ -132,6 +132,12 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
     engine = config.rollout.engine
     if engine.name == "scripted" and not engine.scripted.answers:
         yield Problem("rollout.engine.scripted.answers", "is empty", "at least one answer")
+    if engine.name.startswith("sglang") and config.rollout.deterministic:
+        told = f"is true, and the engine {engine.name} decides itself what runs beside what"
+        yield Problem("rollout.deterministic", told, "rollout.engine.name=transformers")
+    if engine.name == "sglang_server" and not engine.sglang_server.addresses:
+        expected = "what `agentrl serve` prints"
+        yield Problem("rollout.engine.sglang_server.addresses", "is empty", expected)
     for key, top_k in (
         ("", config.rollout.top_k),
         ("val_kwargs.", config.rollout.val_kwargs.top_k),

@@ -199,6 +199,16 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         "rollout.engine.name names another engine",
     ),
     DeadKeyRule(
+        ("rollout.engine.sglang.*",),
+        lambda c: c.rollout.engine.name in ("transformers", "scripted"),
+        "rollout.engine.name names another engine",
+    ),
+    DeadKeyRule(
+        ("rollout.engine.sglang_server.*",),
+        lambda c: c.rollout.engine.name != "sglang_server",
+        "rollout.engine.name names another engine",
+    ),
+    DeadKeyRule(
         ("rollout.engine.scripted.*",),
         lambda c: c.rollout.engine.name != "scripted",
         "rollout.engine.name names another engine",

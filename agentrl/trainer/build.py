@@ -11,7 +11,7 @@ from agentrl.engines import Engine
 from agentrl.rollout.manager import RolloutManager
 from agentrl.trainer.data_record import DataRecord, check_rows
 from agentrl.trainer.datasets import RunData, load_run_data, prompt_encoder
-from agentrl.trainer.engine_choice import build_engine, choose_engine
+from agentrl.trainer.engine_choice import build_engine, choose_engine, describe_engine
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preflight import check_room, check_run, claim_folders
 from agentrl.trainer.preparation import prepare_run
@@ -117,7 +117,7 @@ def build_parts(
         journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
     journal.say(
         f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
-        f"on {world.device.type} x {world.size}; engine: {choose_engine(config)}; "
+        f"on {world.device.type} x {world.size}; engine: {describe_engine(config)}; "
         f"{len(data.train)} training rows, {total_steps} steps"
     )
     return Parts(

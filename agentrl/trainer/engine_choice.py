@@ -1,23 +1,35 @@
 """Choose and build the engine that a configuration names."""
 
+from importlib.util import find_spec
+
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.contradictions import longest_sequence
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import EngineName, RunConfig
 from agentrl.engines import (
     Engine,
     ScriptedEngine,
     TransformersEngine,
     TransformersEngineSettings,
 )
+from agentrl.engines.sglang.arguments import SGLangNeeds, describe_platform, has_accelerator
+from agentrl.engines.sglang.engine import SGLangEngine
 
 
-def choose_engine(config: RunConfig) -> str:
+def choose_engine(config: RunConfig) -> EngineName:
     """Resolve `rollout.engine.name: auto` to the engine that this machine runs best."""
     name = config.rollout.engine.name
-    return "transformers" if name == "auto" else name
+    if name != "auto":
+        return name
+    return "sglang" if has_accelerator() and find_spec("sglang") else "transformers"
+
+
+def describe_engine(config: RunConfig) -> str:
+    """Say which engine it is, and what of it the machine decides."""
+    name = choose_engine(config)
+    return f"{name}, {describe_platform()}" if name == "sglang" else name
 
 
 def build_engine(
@@ -33,26 +45,21 @@ def build_engine(
         config: Its name, settings, and the budgets that its cache must hold.
         model: The trainer's module, whose weights an embedded engine shares.
         tokenizer: For stop strings and scripted answers.
-        dtype: What the trainer computes in.
+        dtype: What the trainer computes in; None: the module's own.
 
     Raises:
+        ConfigError: for settings that the engine does not know.
         EngineError: where it cannot be built.
     """
-    engine = config.rollout.engine
-    if choose_engine(config) == "scripted":
-        return build_scripted_engine(config, tokenizer)
-    own = engine.transformers
-    max_model_len = config.rollout.max_model_len or longest_sequence(config)
-    settings = TransformersEngineSettings(
-        page_size=own.page_size,
-        num_pages=own.num_pages,
-        max_batch_tokens=own.max_batch_tokens,
-        max_batch_size=config.rollout.max_concurrent_requests,
-        max_model_len=max_model_len,
-        seed=config.rollout.seed,
-        fit_memory=not config.rollout.deterministic,
-    )
-    return TransformersEngine.from_model(model, tokenizer=tokenizer, dtype=dtype, settings=settings)
+    match choose_engine(config):
+        case "scripted":
+            return build_scripted_engine(config, tokenizer)
+        case "sglang":
+            needs = sglang_needs(config, dtype or next(model.parameters()).dtype)
+            bucket_bytes = config.weight_sync.bucket_bytes
+            return SGLangEngine.start(needs, tokenizer, bucket_bytes=bucket_bytes)
+        case _:
+            return _build_transformers_engine(config, model, tokenizer, dtype=dtype)
 
 
 def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
@@ -62,3 +69,43 @@ def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase)
         EngineError: where it has no answers.
     """
     return ScriptedEngine(config.rollout.engine.scripted.answers, tokenizer=tokenizer)
+
+
+def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
+    """Say what a run needs of SGLang, in its own keeping or as servers."""
+    model = config.model
+    return SGLangNeeds(
+        model_path=model.path,
+        tokenizer_path=model.tokenizer_path,
+        max_model_len=_max_model_len(config),
+        max_requests=config.rollout.max_concurrent_requests,
+        dtype=str(dtype).removeprefix("torch."),
+        seed=config.rollout.seed,
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
+        given=config.rollout.engine.sglang.server_arguments,
+    )
+
+
+def _build_transformers_engine(
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype | None,
+) -> TransformersEngine:
+    own = config.rollout.engine.transformers
+    settings = TransformersEngineSettings(
+        page_size=own.page_size,
+        num_pages=own.num_pages,
+        max_batch_tokens=own.max_batch_tokens,
+        max_batch_size=config.rollout.max_concurrent_requests,
+        max_model_len=_max_model_len(config),
+        seed=config.rollout.seed,
+        fit_memory=not config.rollout.deterministic,
+    )
+    return TransformersEngine.from_model(model, tokenizer=tokenizer, dtype=dtype, settings=settings)
+
+
+def _max_model_len(config: RunConfig) -> int:
+    return config.rollout.max_model_len or longest_sequence(config)

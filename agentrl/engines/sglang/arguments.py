@@ -138,6 +138,13 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def describe_platform() -> str:
+    """Say in words what SGLang runs on here."""
+    if has_accelerator():
+        return f"{torch.accelerator.current_accelerator()}"
+    return "no accelerator: plain PyTorch on the CPU, by the platform plug-in agentrl_cpu"
+
+
 def cpu_pool_tokens(needs: SGLangNeeds) -> int:
     """Tokens of the KV cache without an accelerator: what the run needs, or what memory allows.
 

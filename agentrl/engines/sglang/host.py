@@ -143,6 +143,8 @@ class SGLangHost:
         started: concurrent.futures.Future[None],
     ) -> None:
         asyncio.set_event_loop(self._loop)
+        # Its processes inherit this: a Ctrl-C in the terminal is for the trainer alone to answer.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         others = set(psutil.Process().children(recursive=True))
         try:
             with _undisturbed(environment):
