@@ -45,9 +45,12 @@ class AgentRLError(Exception):
             raise AttributeError(name) from None
 
     def __str__(self) -> str:
-        lines = [super().__str__()]
-        lines += [f"  {name}: {value}" for name, value in self.details.items()]
-        return "\n".join(lines)
+        told = super().__str__()
+        # A message that begins with the key need not be followed by it.
+        shown = {
+            n: v for n, v in self.details.items() if n != "key" or not told.startswith(f"{v}: ")
+        }
+        return "\n".join([told, *(f"  {name}: {value}" for name, value in shown.items())])
 
 
 class ConfigError(AgentRLError, ValueError):

@@ -89,6 +89,19 @@ def test_override_that_is_none(tiny_home: Path, tmp_path: Path, capsys: Any):
     assert_refused(run_agentrl(capsys, "train", file, "n8"), "'n8' is no override")
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["actor.ppo_mini_batch_size=3", "data.train_files=none.parquet", "reward.manager=naiv"],
+)
+def test_what_the_command_line_is_to_blame_for_is_not_laid_on_the_file(
+    tiny_home: Path, tmp_path: Path, capsys: Any, override: str
+):
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
+    told = run_agentrl(capsys, "train", file, override)
+    assert_refused(told, "(given on the command line)")
+    assert "run.yaml" not in told.err
+
+
 def test_batch_arithmetic_that_does_not_divide(train: Train):
     told = train(actor__ppo_mini_batch_size=3)
     assert_refused(told, "3 prompts do not divide data.train_batch_size, 4", "divisor of 4")
@@ -374,6 +387,11 @@ def test_bad_tool_costs_its_call_and_the_run_goes_on(
 def test_folder_that_cannot_be_written(train: Train, tmp_path: Path):
     (tmp_path / "file").write_text("")
     told = train(trainer__default_local_dir=str(tmp_path / "file/run"))
-    assert_refused(told, "cannot write", f"{tmp_path}/file/run", "trainer.default_local_dir")
+    assert_refused(
+        told, f"cannot write to {tmp_path}/file/run: {tmp_path}/file is a file",
+        "trainer.default_local_dir", "expected: a folder that can be written",
+    )  # fmt: skip
+    told = train(trainer__default_local_dir=str(tmp_path / "file"))
+    assert_refused(told, f"{tmp_path}/file is a file", "trainer.default_local_dir")
     told = train(trainer__rollout_data_dir="/proc/rollouts")
     assert_refused(told, "cannot write", "/proc/rollouts", "trainer.rollout_data_dir")

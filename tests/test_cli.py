@@ -272,11 +272,13 @@ def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Pa
     lines = out.splitlines()
     assert "engine: transformers" in lines[2]
     assert lines[3].split()[:3] == ["step", "reward", "val"]
-    assert [line.split()[0] for line in lines[4:7]] == ["0", "1", "2"]
-    assert lines[7].startswith(f"checkpoint: {tmp_path}/run/checkpoints/global_step_2")
-    assert lines[8].startswith("2 steps in ")
-    assert lines[9].startswith("success on 4 held-out problems: ")
-    assert len(lines) == 10
+    # A policy that knows nothing solves nothing: no step has anything to learn from.
+    assert [line.split()[0] for line in lines[4:8]] == ["0", "1", "no", "2"]
+    assert lines[8].startswith(f"checkpoint: {tmp_path}/run/checkpoints/global_step_2")
+    assert lines[9].startswith("2 steps in ")
+    assert lines[10] == "2 of 2 steps had no learning signal: every advantage was 0"
+    assert lines[11].startswith("success on 4 held-out problems: ")
+    assert len(lines) == 12
 
 
 HANGING = """
@@ -323,7 +325,7 @@ def test_interrupted_run_releases_its_tools_and_ends_without_a_traceback(
         process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err, err
-    assert out.endswith("interrupted\n")
+    assert out.endswith("interrupted: no step was finished\n")
     assert len(list(tmp_path.glob("released-*"))) == 8
 
 

@@ -46,7 +46,7 @@ def test_first_two_commands_install_and_train_and_test() -> None:
     assert "pip install" in train
     assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in train
     assert "pip install" in test
-    assert "&& pytest" in test
+    assert "&& pytest && pytest -m slow" in test
 
 
 def test_readme_has_no_gap() -> None:

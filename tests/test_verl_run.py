@@ -160,6 +160,18 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
     assert len(read_lines(tmp_path / "run/rollouts/step_000001.jsonl")) == 8
 
 
+def test_the_classes_that_stand_for_verls_are_named(capsys: Capture, verl_run: list[Any]):
+    told = run_agentrl(capsys, "config", "check", *verl_run)
+    assert (told.code, told.err) == (0, "")
+    ours = "agentrl.tools.gsm8k_tool.Gsm8kTool"
+    assert f"verl.tools.gsm8k_tool.Gsm8kTool -> {ours}\n" in told.out
+    ours = "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction"
+    settings = '{"method": "strict", "max_hints": null}'
+    assert f"verl.interactions.gsm8k_interaction.Gsm8kInteraction -> {ours} with {settings}\n" in (
+        told.out
+    )
+
+
 def test_tool_and_user_of_verls_take_their_part(
     capsys: Capture, verl_run: list[Any], tmp_path: Path
 ):

@@ -12,7 +12,13 @@ from agentrl.config.checks import (
 from agentrl.config.contradictions import Purpose, find_contradictions
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys
 from agentrl.config.explain import comment, describe, to_short_yaml, to_yaml
-from agentrl.config.load import ReadConfig, load_config, parse_config, read_config
+from agentrl.config.load import (
+    ReadConfig,
+    load_config,
+    parse_config,
+    read_config,
+    telling_where,
+)
 from agentrl.config.problems import Problem
 from agentrl.config.schema import (
     ActorConfig,
@@ -42,7 +48,7 @@ from agentrl.config.schema import (
     TransformersEngineConfig,
     ValKwargsConfig,
 )
-from agentrl.config.verl import VerlReport, naming_their_keys
+from agentrl.config.verl import VerlReport
 
 __all__ = [
     "ActorConfig",
@@ -89,9 +95,9 @@ __all__ = [
     "find_idle_ranks",
     "find_idle_tools",
     "load_config",
-    "naming_their_keys",
     "parse_config",
     "read_config",
+    "telling_where",
     "to_short_yaml",
     "to_yaml",
 ]

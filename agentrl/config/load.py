@@ -7,7 +7,8 @@ and read into ours (`agentrl.config.verl`).
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,10 +18,17 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from agentrl.config.overrides import apply_overrides, key_of
-from agentrl.config.problems import Problem, problems_of, raise_problems
+from agentrl.config.problems import (
+    ON_COMMAND_LINE,
+    Problem,
+    is_under,
+    naming_file,
+    problems_of,
+    raise_problems,
+)
 from agentrl.config.schema import RunConfig
-from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
-from agentrl.errors import ConfigError
+from agentrl.config.verl import VerlReport, is_verl_tree, naming_their_keys, read_verl_tree
+from agentrl.errors import AgentRLError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +69,34 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
     """
     file = Path(path)
     overridden = [key_of(override) for override in overrides]
-    given = apply_overrides(_read_yaml(file), overrides, file)
-    try:
-        if is_verl_tree(given):
+    given = apply_overrides(_read_yaml(file), overrides)
+    with telling_where(overrides):
+        with naming_file(file):
+            is_verls = is_verl_tree(given)
+        if is_verls:
             return ReadConfig(*read_verl_tree(given, file=file, overridden=overridden))
-    except ConfigError as error:
-        error.details.setdefault("file", file)
+        resolved = _resolve(given, file)
+    return ReadConfig(_validate(resolved, file, overridden), None)
+
+
+@contextmanager
+def telling_where(overrides: Sequence[str], report: VerlReport | None = None) -> Generator[None]:
+    """Let an error of the `with` block name its key and its place as the user gave them.
+
+    Args:
+        overrides: Of the command line: what they set does not stand in the file.
+        report: Of a file in verl's key tree: its keys have verl's names.
+    """
+    try:
+        with naming_their_keys(report):
+            yield
+    except AgentRLError as error:
+        key = str(error.details.get("key", "")).partition("[")[0]
+        given = key if report is None else report.origins.get(key, key)
+        if "file" in error.details and is_under(given, map(key_of, overrides)):
+            del error.details["file"]
+            error.args = (f"{error.args[0]} {ON_COMMAND_LINE}",)
         raise
-    return ReadConfig(_validate(_resolve(given, file), file, overridden), None)
 
 
 def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> RunConfig:

@@ -1,7 +1,11 @@
-"""Overrides of the command line: `key=value`, and Hydra's `+key=value`, `++key=value`, `~key`."""
+"""Overrides of the command line: `key=value`, and Hydra's `+key=value`, `++key=value`, `~key`.
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+As with Hydra, a mapping is merged over the one that is there, key by key; anything else, lists too,
+takes the place of what is there (`~key 'key={a: 1}'` does so with a mapping).
+"""
+
+import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import yaml
@@ -10,21 +14,25 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agentrl.errors import ConfigError
 
+_TOKEN = re.compile(
+    r"""(?<![^\s{\[,:])(?:"(?:\\.|[^"\\])*"|'[^']*')|[{}\[\],:]|[^{}\[\],:\s]+|\s+"""
+)
+"""A quoted text, a sign of a flow mapping or list, what stands between them, blanks."""
 
-def apply_overrides(base: DictConfig, overrides: Sequence[str], file: Path | None) -> DictConfig:
+
+def apply_overrides(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Lay overrides over a file, in their order.
 
     Args:
         base: The file's content.
-        overrides: The value is YAML. `+` and `++`, by which Hydra adds a key, set it as well; `~`
-            takes a key of the file away.
-        file: Named in errors.
+        overrides: The value is YAML; in `{a:1}` it may do without the blank, as with Hydra. `+` and
+            `++`, by which Hydra adds a key, set it as well; `~` takes a key of the file away.
 
     Raises:
         ConfigError: for one that cannot be read.
     """
     for override in overrides:
-        base = _apply(base, override, file)
+        base = _apply(base, override)
     return base
 
 
@@ -33,7 +41,7 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _apply(base: DictConfig, override: str, file: Path | None) -> DictConfig:
+def _apply(base: DictConfig, override: str) -> DictConfig:
     key = key_of(override)
     if "@" in key or "/" in key:
         told = f"{override!r} chooses a file of Hydra's, and agentrl composes none"
@@ -43,14 +51,12 @@ def _apply(base: DictConfig, override: str, file: Path | None) -> DictConfig:
     if "=" not in override or not key:
         raise ConfigError(f"{override!r} is no override", expected="section.key=value")
     try:
-        given = OmegaConf.from_dotlist([override.lstrip("+")])
-        _refuse_narrow_colons(given, override)
+        given = OmegaConf.from_dotlist([f"{key}={_with_blanks(override.partition('=')[2])}"])
         return cast("DictConfig", OmegaConf.merge(base, given))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"cannot read the override {override!r}: {told}",
-            file=file,
             key=key,
             expected="a YAML value",
         ) from None
@@ -64,18 +70,19 @@ def _without(base: DictConfig, key: str) -> DictConfig:
     return base
 
 
-def _refuse_narrow_colons(given: DictConfig, override: str) -> None:
-    """Refuse `{a:1}`, a mapping for Hydra, which YAML reads as the key "a:1" with no value."""
-    for key, value in _entries(OmegaConf.to_container(given, resolve=False)):
-        if ":" in key and value is None:
-            raise ConfigError(
-                f"{override!r} has no blank behind a colon, so YAML reads no value there",
-                expected=f"{key.replace(':', ': ', 1)}",
-            )
-
-
-def _entries(node: Any) -> list[tuple[str, Any]]:
-    if not isinstance(node, Mapping):
-        return []
-    entries = cast("Mapping[Any, Any]", node).items()
-    return [(str(k), v) for k, v in entries] + [e for _, v in entries for e in _entries(v)]
+def _with_blanks(value: str) -> str:
+    """Write `{a:1}`, a mapping for Hydra and the key "a:1" with no value for YAML, as `{a: 1}`."""
+    if not value.lstrip().startswith(("{", "[")):
+        return value
+    written, inside, is_key = "", [""], False
+    for token in _TOKEN.findall(value):
+        written += ": " if token == ":" and is_key else token
+        if token in ("{", "["):
+            inside.append(token)
+        elif token in ("}", "]"):
+            inside = inside[:-1] or [""]
+        if token in ("{", ","):
+            is_key = inside[-1] == "{"
+        elif token in ("[", ":"):
+            is_key = False
+    return written

@@ -1,7 +1,8 @@
 """What is wrong with a run file, in words: one record and one line for each problem."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,9 @@ _BOUNDS = {
 }
 
 
+ON_COMMAND_LINE = "(given on the command line)"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that keeps a configuration from meaning anything."""
@@ -45,24 +49,42 @@ class Problem:
     """What is wrong, with the offending value."""
     expected: str | None = None
     """What would have been right."""
+    is_overridden: bool = False
+    """Whether the key was given on the command line."""
+
+    @property
+    def told(self) -> str:
+        """The key and the message, and the place where it is not the file."""
+        told = f"{self.key}: {self.message}" if self.key else self.message
+        return f"{told} {ON_COMMAND_LINE}" if self.is_overridden else told
 
     def __str__(self) -> str:
-        told = f"{self.key}: {self.message}" if self.key else self.message
-        return f"{told} (expected {self.expected})" if self.expected else told
+        return f"{self.told} (expected {self.expected})" if self.expected else self.told
 
 
 def raise_problems(problems: Sequence[Problem], file: str | Path | None) -> Never:
     """Raise all problems as one error, a line for each.
 
     Raises:
-        ConfigError: always.
+        ConfigError: always; it names the file unless all of them are the command line's.
     """
+    place = None if all(problem.is_overridden for problem in problems) else file
     if len(problems) == 1:
         only = problems[0]
-        told = only.message if only.key in only.message else f"{only.key}: {only.message}"
-        raise ConfigError(told, file=file, key=only.key or None, expected=only.expected)
+        raise ConfigError(only.told, file=place, key=only.key or None, expected=only.expected)
     lines = [f"{len(problems)} problems in the configuration", *(f"- {p}" for p in problems)]
-    raise ConfigError("\n".join(lines), file=file)
+    raise ConfigError("\n".join(lines), file=place)
+
+
+@contextmanager
+def naming_file(file: str | Path | None) -> Generator[None]:
+    """Add the file to an error of the `with` block that names none."""
+    try:
+        yield
+    except ConfigError as error:
+        if file is not None:
+            error.details.setdefault("file", file)
+        raise
 
 
 def problems_of(error: ValidationError, overridden: Iterable[str] = ()) -> list[Problem]:
@@ -122,7 +144,7 @@ def _problem(details: ErrorDetails) -> Problem:
     if kind == "extra_forbidden":
         nearest = nearest_key(key)
         meant = f"; did you mean {nearest!r}?" if nearest else ""
-        return Problem(key, f"unknown key {key!r}{meant}")
+        return Problem(key, f"unknown key{meant}")
     if kind == "missing":
         return Problem(key, "is missing, and there is no default", "a value")
     return Problem(key, f"{_shown(value)} is not allowed here", _expected(kind, context, details))
@@ -141,11 +163,12 @@ def _expected(kind: str, context: Mapping[str, Any], details: ErrorDetails) -> s
 
 def told_where(problem: Problem, overridden: Sequence[str]) -> Problem:
     """Say of a problem that its key was given on the command line, where it was."""
-    if any(
-        problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) for key in overridden
-    ):
-        return replace(problem, message=f"{problem.message} (given on the command line)")
-    return problem
+    return replace(problem, is_overridden=is_under(problem.key, overridden))
+
+
+def is_under(key: str, others: Iterable[str]) -> bool:
+    """Whether a dotted key is one of others, or below one."""
+    return any(key == other or key.startswith((f"{other}.", f"{other}[")) for other in others)
 
 
 def _dotted(loc: Sequence[int | str]) -> str:

@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
 from agentrl.plugins.file import read_entries
-from agentrl.plugins.from_verl import OwnClass, explain_import, translate
+from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated, translate
 
 OWN_CLASSES = {
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": OwnClass(
@@ -65,6 +65,12 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
         name: _build(classes[place], name, _config(entries[place]), f"interaction[{place}]", path)
         for place, name in enumerate(names)
     }
+
+
+def classes_of_verl(path: str | Path) -> list[str]:
+    """Name the classes of verl's in such a YAML, each with ours that stands for it."""
+    entries = read_entries(path, "interaction", InteractionEntry)
+    return name_translated((entry.class_name for entry in entries), OWN_CLASSES)
 
 
 def select_interaction(

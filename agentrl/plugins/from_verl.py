@@ -1,6 +1,7 @@
 """Class paths that were written for verl: those of bundled classes, and users' own subclasses."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,11 @@ class OwnClass:
     path: str
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What makes it behave as the other one does, where the YAML says nothing else."""
+
+    def in_words(self) -> str:
+        """Name it, with its settings."""
+        settings = f" with {json.dumps(dict(self.config))}" if self.config else ""
+        return self.path + settings
 
 
 def translate(path: str, own: Mapping[str, OwnClass], *, base: str) -> OwnClass:
@@ -37,6 +43,11 @@ def translate(path: str, own: Mapping[str, OwnClass], *, base: str) -> OwnClass:
             expected=f"one of {', '.join(own)}, or a class of your own that derives from {base}",
         )
     return OwnClass(path)
+
+
+def name_translated(paths: Iterable[str], own: Mapping[str, OwnClass]) -> list[str]:
+    """Say which class of ours stands for each class path that is verl's."""
+    return [f"{path} -> {own[path].in_words()}" for path in dict.fromkeys(paths) if path in own]
 
 
 def explain_import(error: PluginError, *, base: str) -> PluginError:

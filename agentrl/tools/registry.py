@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError, DataError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import read_entries
-from agentrl.plugins.from_verl import OwnClass, explain_import, translate
+from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated, translate
 from agentrl.tools.base import BaseTool
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.instance import ToolSettings
@@ -57,6 +57,12 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     ]
     refuse_duplicates(tools, file=path)
     return tools
+
+
+def classes_of_verl(path: str | Path) -> list[str]:
+    """Name the classes of verl's in such a YAML, each with ours that stands for it."""
+    entries = read_entries(path, "tools", ToolEntry)
+    return name_translated((entry.class_name for entry in entries), OWN_CLASSES)
 
 
 def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:

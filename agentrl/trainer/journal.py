@@ -48,10 +48,10 @@ class Journal:
                 remove_drafts(folder)
         self._tracker = open_tracker(config, resumed_step=resumed_step, console=self.console)
 
-    def say(self, text: str) -> None:
-        """Print one line."""
-        if self._is_main:
-            self.console.print(text, markup=False, soft_wrap=True)
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        for line in lines if self._is_main else ():
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the figures of one step."""

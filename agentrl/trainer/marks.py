@@ -42,6 +42,11 @@ class LastStep:
         self.mark: Mark | None = None
 
     @property
+    def step(self) -> int:
+        """The step that was finished last; 0: none."""
+        return 0 if self.mark is None else self.mark.step
+
+    @property
     def unlogged(self) -> dict[str, float] | None:
         """Figures that are still to be logged."""
         return None if self.mark is None else self.mark.unlogged

@@ -35,6 +35,7 @@ from agentrl.trainer.figures import (
     tail,
     tensor_spread,
 )
+from agentrl.trainer.tracking import NO_SIGNAL
 
 OUTCOMES: tuple[str, ...] = get_args(CallRecord.model_fields["outcome"].annotation)
 """Every way in which a tool call can come out."""
@@ -287,7 +288,7 @@ def _signal_figures(groups: Iterable[str], has_signal: Iterable[bool]) -> Figure
     signal_of: dict[str, bool] = {}
     for group, signal in zip(groups, has_signal, strict=True):
         signal_of[group] = signal_of.get(group, False) or signal
-    return {"algorithm/zero_signal_groups_frac": Share(signal_of)}
+    return {NO_SIGNAL: Share(signal_of)}
 
 
 # The clock.

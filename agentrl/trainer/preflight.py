@@ -11,7 +11,7 @@ from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.rollout_setup import Plugins, load_plugins
+from agentrl.trainer.rollout_setup import Plugins, find_classes_of_verl, load_plugins
 
 _SLASHES_OF_HUB_NAME = 1
 
@@ -40,12 +40,14 @@ def check_run(
     try:
         check_names(config)
         check_inputs(config)
-        return load_plugins(config)
+        plugins = load_plugins(config)
     except AgentRLError as error:
         # What a plug-in's own YAML is to blame for names that file already.
         if file is not None:
             error.details.setdefault("file", file)
         raise
+    journal.say(*(f"note: {classes}" for classes in find_classes_of_verl(config)))
+    return plugins
 
 
 def check_names(config: RunConfig) -> None:
@@ -170,8 +172,10 @@ def claim_folder(folder: Path, *, key: str) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
+        blocking = next((p for p in (folder, *folder.parents) if p.is_file()), None)
+        reason = f"{blocking} is a file" if blocking else error.strerror
         raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}",
+            f"cannot write to {folder}: {reason}",
             key=key,
             expected="a folder that can be written",
         ) from error

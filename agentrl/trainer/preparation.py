@@ -1,13 +1,13 @@
 """Make what a run file's `prepare` names and is not there yet: data, policy, warm-up."""
 
-import hashlib
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from agentrl.config.schema import PrepareConfig, RunConfig, SftConfig
 from agentrl.data.prepare import prepare_arithmetic, prepare_gsm8k
-from agentrl.data.prepare.manifest import make_once
+from agentrl.data.prepare.manifest import content_of, is_made, make_once
 from agentrl.tools import BaseTool
 from agentrl.trainer.journal import Journal
 from agentrl.training.distributed import World
@@ -43,20 +43,24 @@ def prepare_run(
 
 
 def _prepare_files(config: PrepareConfig, journal: Journal, tools: list[BaseTool]) -> None:
-    if config.arithmetic is not None:
-        made = prepare_arithmetic(config.arithmetic).made
-        _tell(journal, "problems", config.arithmetic.out_dir, made=made)
-    if config.gsm8k is not None:
-        made = prepare_gsm8k(config.gsm8k).made
-        _tell(journal, "GSM8K", config.gsm8k.out_dir, made=made)
-    if config.tiny_policy is not None:
+    if (problems := config.arithmetic) is not None:
+        _make(journal, "problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
+    if (gsm8k := config.gsm8k) is not None:
+        _make(journal, "GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
+    if (policy := config.tiny_policy) is not None:
         schemas = [tool.tool_schema for tool in tools]
-        made = make_tiny_policy(config.tiny_policy, tools=schemas)
-        _tell(journal, "policy", config.tiny_policy.out_dir, made=made)
+        _make(journal, "policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
 
 
-def _tell(journal: Journal, what: str, folder: Path, *, made: bool) -> None:
-    journal.say(f"{what}: {folder}{'' if made else ', made before'}")
+def _make(journal: Journal, what: str, folder: Path, make: Callable[[], bool]) -> None:
+    """Make what is missing in a folder, and tell whether anything was."""
+    was_there = is_made(folder)
+    if not make():
+        journal.say(f"{what}: {folder}, made before")
+    elif was_there:
+        journal.say(f"{what}: {folder}, made anew: its settings or inputs have changed")
+    else:
+        journal.say(f"{what}: {folder}")
 
 
 def warm_up(
@@ -81,14 +85,17 @@ def warm_up(
             _train(run, config, world, journal, now=now)
         return
     files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
-    arguments = config.model_dump(mode="json", exclude={"out_dir"})
+    arguments = config.model_dump(
+        mode="json", exclude={"out_dir", "model_path", "train_file", "tool_config_path"}
+    )
     # The warm-up shares the run's model settings and template: with others it is another one.
     arguments["model"] = run.model.model_dump(mode="json", exclude={"path"})
     arguments["template_kwargs"] = run.data.apply_chat_template_kwargs
-    arguments["of"] = [_digest(config.train_file), _digest(Path(config.model_path))]
+    inputs = (config.train_file, config.model_path, config.tool_config_path)
+    arguments["of"] = [content_of(path) for path in inputs if path is not None]
     if not make_once(config.out_dir, "sft/1", arguments, files, train):
         world.broadcast(False)
-        _tell(journal, "warmed-up policy", config.out_dir, made=False)
+        journal.say(f"warmed-up policy: {config.out_dir}, made before")
 
 
 def _train(
@@ -114,9 +121,3 @@ def _train(
         f"warmed-up policy: {config.out_dir}, {result.num_conversations} conversations, "
         f"{time.monotonic() - started:.0f} s"
     )
-
-
-def _digest(path: Path) -> str:
-    """Hash of a file, or of a model folder's weights; a hub's name stands for itself."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(path)

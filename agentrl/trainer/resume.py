@@ -2,12 +2,19 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import CheckpointError
-from agentrl.training.checkpoint import find_latest, set_aside_later
+from agentrl.training.checkpoint import find_latest
 
 CHECKPOINTS = "checkpoints"
+_HASHED_ELSEWHERE: Any = {
+    "trainer": True,
+    "prepare": True,
+    "model": {"path"},
+    "data": {"train_files", "val_files"},
+}
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
@@ -41,30 +48,6 @@ def find_checkpoint(config: RunConfig) -> Path | None:
             return path
 
 
-def set_aside_superseded(config: RunConfig, path: Path | None, step: int) -> list[Path]:
-    """Move aside the checkpoints that a later `auto` would take for this run's own.
-
-    The main rank alone calls it, once the run has read the checkpoint that it goes on from. A run
-    that only validates writes no checkpoint, and moves none.
-
-    Args:
-        config: Of the run.
-        path: The checkpoint that it goes on from; None: it begins anew.
-        step: The step that it goes on from.
-
-    Returns:
-        Where they lie now.
-
-    Raises:
-        CheckpointError: where they cannot be moved.
-    """
-    if config.trainer.val_only:
-        return []
-    root = checkpoint_folder(config)
-    is_own = path is not None and path.resolve().parent == root.resolve()
-    return set_aside_later(root, step if is_own else 0)
-
-
 def policy_origin(config: RunConfig) -> str:
     """Say which policy a run begins from: what made it, or the sizes of its weights.
 
@@ -96,16 +79,16 @@ def check_origin(origin: str, config: RunConfig, path: Path) -> None:
 def config_digest(config: RunConfig, *, total_steps: int, device: str) -> str:
     """Hash what of a configuration decides what is sampled and trained, step by step.
 
-    That is every section but `prepare`, whose files are hashed elsewhere, and `trainer`, of which
-    the seed counts: what a run writes and where changes no step, and how long it goes on none
-    either, unless the learning rate falls towards the last one.
+    That is every section but `prepare` and the paths of policy and data, whose files are hashed
+    elsewhere, and `trainer`, of which the seed counts: what a run writes and where changes no step,
+    and how long it goes on none either, unless the learning rate falls towards the last one.
 
     Args:
         config: Of the run.
         total_steps: Training steps of the whole run.
         device: The kind that it runs on, `cpu` or `cuda`.
     """
-    kept = config.model_dump(mode="json", exclude={"trainer", "prepare"})
+    kept = config.model_dump(mode="json", exclude=_HASHED_ELSEWHERE)
     falls = config.actor.optim.lr_scheduler != "constant"
     kept["trainer"] = {
         "seed": config.trainer.seed,

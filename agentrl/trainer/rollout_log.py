@@ -13,6 +13,7 @@ arrays as lists, bytes as base64, other objects as their `str`.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
@@ -23,6 +24,8 @@ from agentrl.errors import AgentRLError, DataError
 from agentrl.files import written_whole
 from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
+
+_FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.jsonl")
 
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""
@@ -113,6 +116,12 @@ def rollout_path(folder: Path, step: int, kind: str = "step") -> Path:
         'rollouts/val_000010.jsonl'
     """
     return folder / f"{kind}_{step:06d}.jsonl"
+
+
+def find_rollouts(folder: Path, *, after: int) -> list[Path]:
+    """Find the files of later steps than `after`, by name; none where there is no such folder."""
+    found = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*.jsonl")))
+    return [path for path, match in found if match and int(match.group(1)) > after]
 
 
 def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: int) -> int:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config.schema import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
+from agentrl.interactions import registry as interaction_registry
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.draws import draws_check
 from agentrl.rollout.formats import choose_parser
@@ -29,6 +30,7 @@ from agentrl.rollout.templates import (
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
 from agentrl.tools import BaseTool
+from agentrl.tools import registry as tool_registry
 from agentrl.tools.registry import load_all_tools
 from agentrl.training.tokenizer import load_tokenizer
 
@@ -74,6 +76,16 @@ def load_plugins(config: RunConfig) -> Plugins:
     if turns.interaction_config_path is not None:
         interactions = initialize_interactions_from_config(turns.interaction_config_path)
     return Plugins(tools, interactions, make_reward_manager(config.reward))
+
+
+def find_classes_of_verl(config: RunConfig) -> list[str]:
+    """Name the classes of verl's among a run's plug-ins, each with ours that stands for it."""
+    turns = config.rollout.multi_turn
+    tools, users = turns.tool_config_path, turns.interaction_config_path
+    return [
+        *(tool_registry.classes_of_verl(tools) if tools is not None else []),
+        *(interaction_registry.classes_of_verl(users) if users is not None else []),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

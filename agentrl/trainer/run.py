@@ -19,8 +19,8 @@ from agentrl.config import (
     check_model_length,
     comment,
     describe,
-    naming_their_keys,
     read_config,
+    telling_where,
 )
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
@@ -80,13 +80,13 @@ def opened(
         if report is not None:
             journal.say(f"{run_file}: {report.in_short()}")
         with world.board.explaining():
-            with naming_their_keys(report):
+            with telling_where(overrides, report):
                 plugins = check_run(
                     config, journal, world_size=world.size, file=run_file, purpose=purpose
                 )
             yield Opened(config=config, world=world, journal=journal, plugins=plugins)
-    except KeyboardInterrupt:
-        journal.say("interrupted")
+    except KeyboardInterrupt as stop:
+        journal.say(": ".join(["interrupted", *map(str, stop.args)]))
         raise
     finally:
         journal.close()
@@ -237,7 +237,7 @@ def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -
     config, report = read_config(run_file, overrides)
     if report is not None:
         _say(console, comment(report))
-    with naming_their_keys(report):
+    with telling_where(overrides, report):
         check_config(config, file=run_file)
         _say(console, describe(config))
         plugins = check_run(config, Journal(config.trainer, console=console), file=run_file)

@@ -1,11 +1,14 @@
 """What came of a run, in one small file."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from agentrl.errors import TrainingError
 from agentrl.files import written_whole
+from agentrl.trainer.tracking import has_no_signal
 from agentrl.training.actor import UpdateResult
 
 
@@ -16,6 +19,8 @@ class Summary:
     seed: int
     steps: int = 0
     """Training steps done."""
+    steps_without_signal: int = 0
+    """Those of them in which no group had a learning signal: every advantage was 0."""
     num_val: int = 0
     """Problems of the first validation set."""
     val_success_before: float | None = None
@@ -64,6 +69,10 @@ class Summary:
         elif result.skipped:
             self.skipped_updates += 1
 
+    def note_signal(self, metrics: Mapping[str, float]) -> None:
+        """Count a step in which there was nothing to learn."""
+        self.steps_without_signal += has_no_signal(metrics)
+
     def refuse_to_idle(self, most: int | None) -> None:
         """End a run that trains no more.
 
@@ -81,6 +90,10 @@ class Summary:
                 "actor.optim.lr or actor.grad_clip, or model.dtype=float32, may help",
             )
 
+    def back_at(self, finished: Self) -> Self:
+        """Go back to what a finished step left; time goes on, and what was saved stays."""
+        return replace(finished, seconds_total=self.seconds_total, checkpoint=self.checkpoint)
+
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
         with written_whole(path) as draft:
@@ -88,7 +101,12 @@ class Summary:
 
     def in_words(self, folder: Path) -> str:
         """Say what came of the run, for its last lines."""
-        lines = [f"{self.steps} steps in {self.seconds_total:.0f} s; all of it in {folder}"]
+        lines = [f"{self.steps} steps in {self._times_in_words()}; all of it in {folder}"]
+        if self.steps_without_signal:
+            lines.append(
+                f"{self.steps_without_signal} of {self.steps} steps had no learning signal: "
+                "every advantage was 0"
+            )
         if self.val_success_before is not None and self.val_success_after is not None:
             lines.append(
                 f"success on {self.num_val} held-out problems: "
@@ -99,3 +117,19 @@ class Summary:
             first = f"{before:.3f} -> " if before is not None else ""
             lines.append(f"success on {name}: {first}{after:.3f}")
         return "\n".join(lines)
+
+    def at_stop(self, step: int) -> str:
+        """Say where a run stands that was stopped.
+
+        Args:
+            step: The one that was finished last; 0: none.
+        """
+        if step == 0:
+            return "no step was finished"
+        goes_on = f"the run goes on from {self.checkpoint}" if self.checkpoint else "no checkpoint"
+        return f"step {step} was finished last; {goes_on}"
+
+    def _times_in_words(self) -> str:
+        steps = f"{self.seconds_total - self.seconds_prepare:.0f} s"
+        before = f"{self.seconds_prepare:.0f} s"
+        return steps if before == "0 s" else f"{steps}, after {before} of preparation"

@@ -6,7 +6,6 @@ A `Tracker` hands each step's flat metrics to its sinks. `read_metrics` reads th
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from agentrl.files import naming, written_whole
 
 logger = logging.getLogger(__name__)
 
+NO_SIGNAL = "algorithm/zero_signal_groups_frac"
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run's folder."""
 
@@ -122,7 +122,7 @@ class JsonlSink:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if resumed_step is None:
-            _move_aside(path)
+            move_metrics_aside(path)
         elif path.exists():
             _drop_lines_after(path, resumed_step)
         self._file: IO[str] = path.open("a", encoding="utf-8")
@@ -183,14 +183,18 @@ def _drop_lines_after(path: Path, step: int) -> None:
         draft.write_text("".join(kept), encoding="utf-8")
 
 
-def _move_aside(path: Path) -> None:
-    """Keep the metrics of an earlier run in the same folder as `metrics.1.jsonl`, `.2`, ..."""
+def move_metrics_aside(path: Path) -> Path | None:
+    """Keep the metrics of an earlier run in the same folder as `metrics.1.jsonl`, `.2`, ...
+
+    Returns:
+        Where they lie now; None where there were none.
+    """
     if not path.exists():
-        return
+        return None
     number = 1
     while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
-    os.replace(path, aside)
+    return path.rename(aside)
 
 
 def _finite(value: float) -> float | None:
@@ -287,15 +291,22 @@ class ConsoleSink:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._num_lines = 0
+        self._is_without_signal = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line, below a heading where one is due, and all validation sets."""
+        """Print the step's line, below a heading where one is due, and what goes with it.
+
+        That is all validation sets, and once in a row of steps that there is nothing to learn.
+        """
         if self._num_lines % _LINES_PER_HEADER == 0:
             self._print(_header())
         self._print(_step_line(step, metrics))
         self._num_lines += 1
         if len(_match(metrics, "val/*/success")) > 1:
             self._print(_validation_line(metrics))
+        if has_no_signal(metrics) and not self._is_without_signal:
+            self._print(_no_signal_line())
+        self._is_without_signal = has_no_signal(metrics)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -325,6 +336,16 @@ def _validation_line(metrics: Mapping[str, float]) -> Text:
         for name, value in _match(metrics, "val/*/success")
     ]
     return Text(f"{'':>{_STEP_WIDTH}}  validation: {', '.join(sets)}", style="dim")
+
+
+def _no_signal_line() -> Text:
+    told = "no group had a learning signal from this step on: every advantage is 0"
+    return Text(f"{'':>{_STEP_WIDTH}}  {told}", style="yellow")
+
+
+def has_no_signal(metrics: Mapping[str, float]) -> bool:
+    """Whether a step had no group that trains on anything."""
+    return metrics.get(NO_SIGNAL) == 1
 
 
 def _first(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:

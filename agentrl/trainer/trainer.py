@@ -42,9 +42,9 @@ from agentrl.trainer.resume import (
     config_digest,
     find_checkpoint,
     policy_origin,
-    set_aside_superseded,
 )
 from agentrl.trainer.summary import Summary
+from agentrl.trainer.superseded import set_aside_superseded
 from agentrl.trainer.validation import Outcome, read_outcome, validation_metrics
 from agentrl.training.actor import UpdateResult
 from agentrl.training.batches import deal_samples
@@ -103,7 +103,7 @@ class Trainer:
                 return self.summary
             except Interrupted:
                 self.save_last_step()
-                raise
+                raise Interrupted(self.summary.at_stop(self._last.step)) from None
             except Exception as error:
                 self._rescue(error)
                 raise
@@ -271,7 +271,9 @@ class Trainer:
     ) -> dict[str, float]:
         """Describe a training step, merged over the ranks."""
         mine = step_figures(requests, batch, self._timer.pop_metrics())
-        return to_metrics(merge_figures(self.world.gather(mine))) | {
+        metrics = to_metrics(merge_figures(self.world.gather(mine)))
+        self.summary.note_signal(metrics)
+        return metrics | {
             "training/global_step": float(self.step),
             "training/epoch": float(self.parts.order.epoch),
             "training/policy_version": float(self.policy_version),
@@ -289,7 +291,7 @@ class Trainer:
             )
         elif self.parts.total_steps and (mark := self._last.go_back()):
             self.step = mark.step
-            self.summary = replace(mark.summary, seconds_total=self.summary.seconds_total)
+            self.summary = self.summary.back_at(mark.summary)
             place = checkpoint_folder(self.config) / f"global_step_{mark.step}"
             if not on_main(self.world, place.is_dir):
                 self.save_checkpoint()
@@ -332,9 +334,8 @@ class Trainer:
         path = on_main(self.world, lambda: find_checkpoint(self.config))
         if path is not None:
             self._go_on_from(path)
-        moves = on_main(self.world, lambda: set_aside_superseded(self.config, path, self.step))
-        for moved in moves:
-            self.parts.journal.say(f"a checkpoint of another course of the run: now {moved}")
+        moved = on_main(self.world, lambda: set_aside_superseded(self.config, path, self.step))
+        self.parts.journal.say(*moved.in_words())
 
     def _go_on_from(self, path: Path) -> None:
         state = load_run(path, self.parts.actor)
@@ -342,8 +343,7 @@ class Trainer:
             check_origin(state.origin, self.config, path)
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
-        self.summary = Summary(**state.trainer)
-        self.summary.checkpoint = str(path)
+        self.summary = replace(Summary(**state.trainer), checkpoint=str(path))
         self._last.note(self.step, self.summary, unlogged=state.unlogged)
         self.parts.journal.say(f"resumed from {path} at step {self.step}")
         if state.config_digest != self._config_digest():

@@ -17,7 +17,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from agentrl.training.folders import (
     put_back_all_replaced,
     remove_folder,
     remove_leftovers,
+    set_aside,
 )
 from agentrl.training.rng import RandomState
 
@@ -144,7 +144,7 @@ def set_aside_later(root: Path, step: int) -> list[Path]:
     """
     later = [path for number, path in newest_first(root) if number > step]
     try:
-        return [_move(path, root / SUPERSEDED) for path in later]
+        return set_aside(later, root / SUPERSEDED)
     except OSError as error:
         raise CheckpointError(f"cannot set an earlier checkpoint aside: {error}",
                               path=root) from error  # fmt: skip
@@ -290,16 +290,6 @@ def _drop(checkpoints: Iterable[Path]) -> None:
             remove_folder(path)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", path.name, error)
-
-
-def _move(path: Path, folder: Path) -> Path:
-    """Move a checkpoint into a folder, under the first of `name`, `name.1`, ... that is free."""
-    make_folder(folder)
-    names = (f"{path.name}.{number}" if number else path.name for number in count())
-    moved = path.rename(next(folder / name for name in names if not (folder / name).exists()))
-    flush(folder)
-    flush(path.parent)
-    return moved
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

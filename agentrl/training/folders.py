@@ -3,8 +3,9 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,24 @@ def put_back_replaced(place: Path) -> None:
         gone.rename(place)
 
 
+def set_aside(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """Move files or folders into a folder, each under the first free one of `name`, `name.1`, ...
+
+    Returns:
+        Where each lies now.
+
+    Raises:
+        OSError: where one cannot be moved.
+    """
+    if not paths:
+        return []
+    make_folder(folder)
+    moved = [path.rename(_free_place(folder, path.name)) for path in paths]
+    for changed in {folder, *(path.parent for path in paths)}:
+        flush(changed)
+    return moved
+
+
 def make_folder(place: Path) -> None:
     """Make a folder and those above it, and bring their names to the disk."""
     missing = [path for path in (place, *place.parents) if not path.exists()]
@@ -88,6 +107,11 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _free_place(folder: Path, name: str) -> Path:
+    places = (folder / (f"{name}.{number}" if number else name) for number in count())
+    return next(place for place in places if not place.exists())
 
 
 def _flush_tree(folder: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from agentrl.config.schema import TinyPolicyConfig
 from agentrl.data.conversations import Conversation, load_conversations
-from agentrl.data.prepare.manifest import make_once
+from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.files import naming
 from agentrl.messages import OpenAIFunctionToolSchema
 
@@ -78,7 +78,8 @@ def make_tiny_policy(
         DataError: for a corpus that cannot be read, or a folder that holds another's files.
     """
     folder = config.out_dir
-    arguments = config.model_dump(mode="json", exclude={"out_dir"})
+    arguments = config.model_dump(mode="json", exclude={"out_dir", "corpus"})
+    arguments["of"] = content_of(config.corpus)
     arguments["tools"] = [tool.to_template() for tool in tools]
     files = [folder / "model.safetensors", folder / "config.json", folder / "tokenizer.json"]
     return make_once(folder, "tiny_policy/1", arguments, files, lambda: _write(config, tools))

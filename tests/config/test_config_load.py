@@ -115,7 +115,19 @@ def test_an_unknown_override_is_told_as_such(run_file):
     error = refusal(load_config, path, ["trainer.total_trainings_steps=3"])
     assert error.key == "trainer.total_trainings_steps"
     assert "command line" in str(error)
+    assert str(error).count(error.key) == 1
+    assert "run.yaml" not in str(error)
     assert "trainer.total_training_steps" in str(error)
+
+
+@pytest.mark.parametrize("override", ["trainer.seed=${nowhere}", "trainer.seed=many", "data.x=1"])
+def test_a_problem_of_the_command_line_is_not_laid_on_the_file(run_file, override):
+    path = run_file("data: {train_files: [a]}\nmodel: {path: p}\n")
+    told = str(refusal(load_config, path, [override]))
+    assert told.count("(given on the command line)") == 1
+    assert str(path) not in told
+    path.write_text("data: {train_files: [a]}\nmodel: {path: p}\nrollout: {m: 2}\n")
+    assert f"file: {path}" in str(refusal(load_config, path, ["data.x=1"]))
 
 
 def test_an_interpolation_that_leads_nowhere_names_its_key(run_file):
@@ -192,7 +204,7 @@ def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key, data):
     wrong = f"{key.removesuffix(leaf)}{leaf[:place]}{letter}{leaf[place:]}"
     with pytest.raises(ConfigError) as caught:
         parse_config(nested(wrong, 1))
-    told = [line for line in str(caught.value).splitlines() if repr(wrong) in line]
+    told = [line for line in str(caught.value).splitlines() if f"{wrong}: unknown key" in line]
     assert len(told) == 1
     assert "did you mean" in told[0]
 

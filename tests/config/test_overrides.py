@@ -9,7 +9,7 @@ from agentrl.errors import ConfigError
 
 def overridden(*overrides: str):
     base = OmegaConf.create({"a": {"b": 1, "c": [1]}, "d": "${a.b}"})
-    return OmegaConf.to_container(apply_overrides(base, overrides, None), resolve=True)
+    return OmegaConf.to_container(apply_overrides(base, overrides), resolve=True)
 
 
 @pytest.mark.parametrize("mark", ["", "+", "++"])
@@ -39,11 +39,26 @@ def test_files_of_hydras_are_not_chosen(override: str):
         overridden(override)
 
 
-def test_a_mapping_without_blanks_is_not_read_as_something_else():
-    with pytest.raises(ConfigError, match="no blank") as caught:
-        overridden("a.b={attention:eager,n:1}")
-    assert caught.value.expected == "attention: eager"
-    assert overridden("a.b={attention: eager}")["a"]["b"] == {"attention": "eager"}
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("{attention:eager,n:1}", {"attention": "eager", "n": 1}),
+        ("{attention: eager, n: 1}", {"attention": "eager", "n": 1}),
+        ("{x:{y:1},z:[{w:2},u:v]}", {"x": {"y": 1}, "z": [{"w": 2}, "u:v"]}),
+        ("{x:'y:1,z:2',w:it's}", {"x": "y:1,z:2", "w": "it's"}),
+        ("{url:http://x}", {"url": "http://x"}),
+        ("[x:1,y:2]", ["x:1", "y:2"]),
+        ("'{x:1}'", "{x:1}"),
+    ],
+)
+def test_a_mapping_needs_no_blanks_behind_its_colons(value: str, read: object):
+    assert overridden(f"a.b={value}")["a"]["b"] == read
+
+
+def test_a_mapping_is_merged_and_all_else_takes_the_place_of_what_was_there():
+    assert overridden("a={new:2}")["a"] == {"b": 1, "c": [1], "new": 2}
+    assert overridden("a.c=[2]", "~d", "d={x: 1}") == {"a": {"b": 1, "c": [2]}, "d": {"x": 1}}
+    assert overridden("~a", "a={b: 5}")["a"] == {"b": 5}
 
 
 @pytest.mark.parametrize("override", ["a.b", "=1", "~", "+=1"])

@@ -296,7 +296,7 @@ def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, d
         return
     with pytest.raises(ConfigError) as caught:
         read_verl_tree(tree({wrong: 1}))
-    told = [line for line in str(caught.value).splitlines() if repr(wrong) in line]
+    told = [line for line in str(caught.value).splitlines() if f"{wrong}: unknown key" in line]
     assert len(told) == 1
     if len(leaf) > 2:
         assert "did you mean" in told[0]
@@ -309,8 +309,19 @@ def test_problems_are_told_together_and_in_verls_names(tmp_path: Path):
     told = str(caught.value)
     assert "3 problems" in told
     assert all(key.partition("=")[0] in told for key in line)
-    assert "(given on the command line)" in told
-    assert str(tmp_path / "verl.yaml") in told
+    assert told.count("(given on the command line)") == 3
+    assert "verl.yaml" not in told
+
+
+def test_a_problem_of_the_command_line_is_not_laid_on_the_file(tmp_path: Path):
+    for line in (f"{R}.nn=4", f"{R}.n=many", f"{R}.n=${{nowhere}}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(written(tmp_path, FILE), [*LINE, line])
+        assert "(given on the command line)" in str(caught.value)
+        assert "verl.yaml" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, f"{FILE}\ndta: 1\n"), [*LINE, f"{R}.nn=4"])
+    assert f"file: {tmp_path}/verl.yaml" in str(caught.value)
 
 
 def test_a_wrong_value_is_told_under_verls_name():
@@ -594,6 +605,10 @@ def test_the_report_in_short_groups_by_reason_and_leaves_defaults_out():
     assert "enable_activation_offload" not in told
     assert any("wandb: not here" in line for line in lines)
     assert any("data.train_batch_size=1024" in line for line in lines)
+
+
+def test_a_single_key_is_one_key():
+    assert ", 1 key without counterpart, " in report_of({f"{M}.use_liger": True}).in_short()
 
 
 def test_the_whole_report_has_three_lists():

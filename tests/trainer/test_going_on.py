@@ -209,10 +209,26 @@ def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
     told = " ".join(capsys.readouterr().out.split())
     assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in told
     aside = run / "checkpoints/superseded/global_step_2"
-    assert f"now {aside}" in told
+    assert f"a damaged checkpoint was passed over, and is now {aside}" in told
     shutil.rmtree(aside.parent)
     assert differences(finished, run) == []
     assert {path.suffix for path in run.rglob("global_step_*/*")} == {".json", ".safetensors"}
+
+
+def test_run_that_begins_anew_leaves_nothing_of_the_earlier_one_beside_its_own(
+    train: Train, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    train(run, trainer__resume_mode="disable", trainer__total_training_steps=1)
+    assert (
+        "set aside, of the run that was here before: "
+        f"2 checkpoints -> {run}/checkpoints/superseded, "
+        f"2 rollout files -> {run}/rollouts/superseded, "
+        f"metrics.jsonl -> {run}/metrics.1.jsonl\n"
+    ) in capsys.readouterr().out
+    assert {path.name for path in (run / "rollouts").glob("*.jsonl")} == {"step_000001.jsonl"}
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [0, 1]
 
 
 def test_run_with_damaged_checkpoints_alone_is_refused_and_leaves_all_as_it_was(

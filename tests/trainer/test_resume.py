@@ -9,10 +9,8 @@ from agentrl.errors import CheckpointError
 from agentrl.trainer import preparation
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.resume import (
-    checkpoint_folder,
     config_digest,
     find_checkpoint,
-    set_aside_superseded,
 )
 from agentrl.training.distributed import start_world, stop_world
 
@@ -30,50 +28,8 @@ def make_trainer(folder: Path, **settings: Any) -> RunConfig:
     return make_config(folder, trainer={"default_local_dir": folder, **settings})
 
 
-def put_checkpoints(config: RunConfig, *steps: int) -> Path:
-    root = checkpoint_folder(config)
-    for step in steps:
-        (root / f"global_step_{step}").mkdir(parents=True)
-    return root
-
-
 def digest(config: RunConfig, *, total_steps: int = 4, device: str = "cpu") -> str:
     return config_digest(config, total_steps=total_steps, device=device)
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
-def test_run_that_begins_anew_sets_every_checkpoint_aside(tmp_path: Path):
-    config = make_trainer(tmp_path, resume_mode="disable")
-    root = put_checkpoints(config, 20, 40)
-    moved = set_aside_superseded(config, None, 0)
-    assert [path.name for path in moved] == ["global_step_40", "global_step_20"]
-    assert names(root) == ["superseded"]
-
-
-def test_run_from_an_earlier_checkpoint_sets_the_later_ones_aside(tmp_path: Path):
-    config = make_trainer(tmp_path, resume_mode="resume_path")
-    root = put_checkpoints(config, 20, 40, 60)
-    set_aside_superseded(config, root / "global_step_40", 40)
-    assert names(root) == ["global_step_20", "global_step_40", "superseded"]
-
-
-def test_run_from_another_runs_checkpoint_sets_all_of_its_own_folder_aside(tmp_path: Path):
-    config = make_trainer(tmp_path / "here", resume_mode="resume_path")
-    root = put_checkpoints(config, 20, 60)
-    other = put_checkpoints(make_trainer(tmp_path / "there"), 40)
-    set_aside_superseded(config, other / "global_step_40", 40)
-    assert names(root) == ["superseded"]
-    assert names(other) == ["global_step_40"]
-
-
-def test_run_that_only_validates_moves_nothing(tmp_path: Path):
-    config = make_trainer(tmp_path, resume_mode="disable", val_only=True)
-    root = put_checkpoints(config, 20)
-    assert set_aside_superseded(config, None, 0) == []
-    assert names(root) == ["global_step_20"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +37,7 @@ def test_run_that_only_validates_moves_nothing(tmp_path: Path):
     [
         {"trainer": {"seed": 1}},
         {"rollout": {"temperature": 0.5}},
-        {"model": ModelConfig(path="other")},
+        {"model": ModelConfig(path="policy", tokenizer_path="other")},
     ],
 )
 def test_digest_changes_with_what_decides_a_step(tmp_path: Path, changes: dict[str, Any]):

@@ -172,6 +172,16 @@ def test_console_names_every_validation_set_where_there_are_several():
     assert lines[2].strip() == "validation: [a] 0.500, b/c 0.250"
 
 
+def test_console_says_once_in_a_row_of_steps_that_there_is_nothing_to_learn():
+    frac = "algorithm/zero_signal_groups_frac"
+    shares = (1.0, 1.0, 0.5, 1.0)
+    lines = log_console([(i, STEP | {frac: share}) for i, share in enumerate(shares, start=1)])
+    told = "no group had a learning signal from this step on: every advantage is 0"
+    assert [line.split()[0] for line in lines] == ["step", "1", "no", "2", "3", "4", "no"]
+    assert lines[2].strip() == lines[6].strip() == told
+    assert all(len(line) <= 80 for line in lines)
+
+
 def test_console_repeats_its_heading_and_shows_nan():
     lines = log_console([(step, STEP | {"actor/grad_norm": math.nan}) for step in range(26)])
     assert sum(line.split()[0] == "step" for line in lines) == 2

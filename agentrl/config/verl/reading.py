@@ -18,6 +18,7 @@ from agentrl.config.dead_keys import find_dead_keys
 from agentrl.config.problems import (
     Problem,
     known_keys,
+    naming_file,
     nearest_key,
     problems_of,
     raise_problems,
@@ -55,18 +56,19 @@ def read_verl_tree(
         ConfigError: with every key that is unknown, cannot be meant here, or holds a wrong value.
     """
     tree, problems = GivenTree(given), list[Problem]()
-    items = list(_read_given(tree, problems))
+    with naming_file(file):
+        items = list(_read_given(tree, problems))
     taken = [item for item in items if isinstance(item, TakenKey)]
     problems += _conflicts(taken)
     defaults = list(_read_defaults(tree, {key for i in taken for key in i.settings}, problems))
     if problems:
         raise_problems([told_where(problem, overridden) for problem in problems], file)
     # A default of verl's without effect would be reported as a key that the user chose.
-    config = _validate([*taken, *defaults], file)
+    config = _validate([*taken, *defaults], file, overridden)
     idle = {dead.key for dead in find_dead_keys(config)}
     taken = [item if tree.is_changed(item.key) else _without(item, idle) for item in taken]
     defaults = [item for item in (_without(i, idle) for i in defaults) if item.settings]
-    config = _validate([*taken, *defaults], file)
+    config = _validate([*taken, *defaults], file, overridden)
     left = [item for item in items if isinstance(item, LeftKey)]
     return VerlRun(config, VerlReport((*taken, *defaults), tuple(left)))
 
@@ -145,7 +147,7 @@ def _read_ours(key: str, tree: GivenTree) -> TakenKey:
         raise ConfigError(held, expected="a mapping of keys to values")
     near = nearest_key(key, known=(*single_keys(), *known_keys()))
     raise ConfigError(
-        f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""),
+        "unknown key" + (f"; did you mean {near!r}?" if near else ""),
         expected="a key of verl 0.6.1, or one of agentrl's",
     )
 
@@ -166,7 +168,9 @@ def _problem(key: str, error: ConfigError) -> Problem:
     return Problem(key, str(error.args[0]), None if expected is None else str(expected))
 
 
-def _validate(taken: Sequence[TakenKey], file: str | Path | None) -> RunConfig:
+def _validate(
+    taken: Sequence[TakenKey], file: str | Path | None, overridden: Sequence[str]
+) -> RunConfig:
     raw: dict[str, Any] = {}
     for item in taken:
         for key, value in item.settings.items():
@@ -175,7 +179,8 @@ def _validate(taken: Sequence[TakenKey], file: str | Path | None) -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         origins = VerlReport(tuple(taken), ()).origins
-        raise_problems([_in_their_names(p, origins) for p in problems_of(error)], file)
+        problems = [_in_their_names(problem, origins) for problem in problems_of(error)]
+        raise_problems([told_where(problem, overridden) for problem in problems], file)
 
 
 def _in_their_names(problem: Problem, origins: dict[str, str]) -> Problem:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +98,8 @@ class VerlReport:
         given = [item for item in self.taken if not item.is_default]
         defaults = [item for item in self.taken if item.is_default and item.settings]
         counts = (
-            f"{len(given)} keys of verl's tree taken, {len(defaults)} of its defaults that are not "
-            f"ours, {len(self.without)} keys without counterpart, {len(self.dead)} dead there too "
+            f"{_keys(given)} of verl's tree taken, {len(defaults)} of its defaults that are not "
+            f"ours, {_keys(self.without)} without counterpart, {len(self.dead)} dead there too "
             "(each of them: agentrl config check)"
         )
         differing = [str(item) for item in (*given, *defaults) if item.note]
@@ -141,6 +141,10 @@ def shown(value: Any) -> str:
     """Write a value as YAML reads it, in one line."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _keys(items: Sequence[object]) -> str:
+    return f"{len(items)} key{'' if len(items) == 1 else 's'}"
 
 
 def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:

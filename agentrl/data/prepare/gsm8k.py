@@ -8,7 +8,7 @@ from typing import NamedTuple
 from agentrl.answers import extract_gsm8k_answer
 from agentrl.config.schema import Gsm8kConfig
 from agentrl.data.files import Row, read_rows, untyped_datasets, write_parquet
-from agentrl.data.prepare.manifest import make_once
+from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
@@ -37,7 +37,9 @@ def prepare_gsm8k(config: Gsm8kConfig) -> Gsm8kFiles:
     """
     out_dir = config.out_dir
     train, test = files = [out_dir / f"{split}.parquet" for split in _SPLITS]
-    arguments = config.model_dump(mode="json", exclude={"out_dir"})
+    arguments = config.model_dump(mode="json", exclude={"out_dir", "source_dir"})
+    if config.source_dir is not None:
+        arguments["of"] = [content_of(config.source_dir / f"{split}.jsonl") for split in _SPLITS]
     made = make_once(out_dir, _MAKER, arguments, files, lambda: _write(config, files))
     return Gsm8kFiles(train, test, made)
 

@@ -2,9 +2,11 @@
 
 `manifest.json` in the folder says what made its files. It is written before the first of them as
 incomplete and after the last as complete, so a run that was killed is noticed, and files that
-somebody else put there are never overwritten.
+somebody else put there are never overwritten. Inputs stand in it by their content, so a folder that
+was moved, or is written another way, is still the same.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from agentrl.errors import DataError
 from agentrl.files import remove_drafts, written_whole
 
 Arguments = dict[str, Any]
+_NAME = "manifest.json"
+_MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 class Manifest(BaseModel):
@@ -46,7 +50,7 @@ def make_once(
         DataError: where the folder has such files and no manifest: they are somebody else's.
     """
     wanted = Manifest(maker=maker, arguments=dict(arguments), complete=True)
-    path = out_dir / "manifest.json"
+    path = out_dir / _NAME
     found = _read(path)
     present = [file for file in files if file.exists()]
     if found == wanted and len(present) == len(files):
@@ -64,9 +68,25 @@ def make_once(
     return True
 
 
+def content_of(path: Path | str) -> str:
+    """Name an input by its content: the hash of a file, or of the files in a model's folder.
+
+    What is no path here, such as a name of the hub, stands for itself.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in _MODEL_FILES and p.name != _NAME)
+        lines = "\n".join(f"{file.name} {content_of(file)}" for file in files)
+        return hashlib.sha256(lines.encode()).hexdigest()
+    if not path.is_file():
+        return str(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def is_made(out_dir: Path) -> bool:
     """Whether a folder's files were made whole, by whatever arguments."""
-    found = _read(out_dir / "manifest.json")
+    found = _read(out_dir / _NAME)
     return found is not None and found.complete
 
 

@@ -1,0 +1,32 @@
+"""What a run's last lines say."""
+
+from pathlib import Path
+
+from agentrl.trainer.summary import Summary
+
+
+def told(summary: Summary) -> list[str]:
+    return summary.in_words(Path("runs/x")).splitlines()
+
+
+def test_preparation_is_not_counted_among_the_seconds_of_the_steps():
+    summary = Summary(seed=0, steps=12, seconds_total=29.0)
+    assert told(summary) == ["12 steps in 29 s; all of it in runs/x"]
+    summary.count_preparation(20.0)
+    assert told(summary) == ["12 steps in 29 s, after 20 s of preparation; all of it in runs/x"]
+
+
+def test_steps_without_a_learning_signal_are_counted_at_the_end():
+    summary = Summary(seed=0, steps=4)
+    for share in (1.0, 0.75, 1.0):
+        summary.note_signal({"algorithm/zero_signal_groups_frac": share})
+    summary.note_signal({})
+    assert told(summary)[1] == "2 of 4 steps had no learning signal: every advantage was 0"
+
+
+def test_run_that_is_stopped_goes_on_from_what_was_saved_last():
+    now = Summary(seed=0, seconds_total=9.0, skipped_updates=1, checkpoint="global_step_3")
+    back = now.back_at(Summary(seed=0, seconds_total=5.0, checkpoint="global_step_2"))
+    assert back == Summary(seed=0, seconds_total=9.0, checkpoint="global_step_3")
+    assert back.at_stop(3) == "step 3 was finished last; the run goes on from global_step_3"
+    assert back.at_stop(0) == "no step was finished"
