@@ -1,4 +1,4 @@
-"""The command line: `agentrl train`, `sft`, `prepare`, `rollout`, `config`.
+"""The command line: `agentrl train`, `sft`, `prepare`, `rollout`, `serve`, `config`.
 
 Nothing heavy is imported before a command runs, so that `--help` answers at once. A fault that a
 user can mend is told in its own words, on standard error, and ends with exit code 2; Ctrl-C and
@@ -32,6 +32,20 @@ _ROLLOUT_HELP = (
     "Show whole conversations token by token, with mask and rewards, without training.\n\n"
     "What the run file prepares is made first. To try tools out without a model's whims: "
     "rollout.engine.name=scripted 'rollout.engine.scripted.answers=[first turn, second turn]'"
+)
+_DOCTOR_HELP = (
+    "Look at everything that a run stands on, before it is paid for.\n\n"
+    "Versions, devices, the run file, tools, tokenizer, chat template, data; then the engine: a "
+    "rollout of some rows, its log-probabilities against the trainer's, a weight sync. Leaves no "
+    "file but what the run file prepares, and exits with 1 where it finds a fault."
+)
+
+_SERVE_HELP = (
+    "Start SGLang servers for a run file's model, and keep them running until Ctrl-C.\n\n"
+    "They are started by the keys of rollout.engine.sglang, each with devices of its own. Training "
+    "reaches them by the addresses that are printed: "
+    "agentrl train FILE rollout.engine.name=sglang_server "
+    "'rollout.engine.sglang_server.addresses=[http://127.0.0.1:30000]'"
 )
 
 app = typer.Typer(
@@ -227,6 +241,48 @@ def rollout(
         num=num, samples=samples, split=split, greedy=greedy, tokens=tokens, out=out
     )
     rollout_from_file(run_file, overrides or [], options, Console())
+
+
+@app.command(help=_DOCTOR_HELP)
+def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
+    """Look at everything that a run stands on, before it is paid for."""
+    from agentrl.trainer.doctor.command import examine
+    from agentrl.trainer.doctor.records import Verdict
+
+    rows = examine(run_file, overrides or [], Console())
+    raise typer.Exit(int(any(row.verdict is Verdict.FAIL for row in rows)))
+
+
+@app.command(help=_SERVE_HELP)
+def serve(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    num: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
+    host: Annotated[str, typer.Option(help="Address that they listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of the first; the others follow. Without it free ones are chosen.",
+            min=1,
+            max=65535,
+            show_default=False,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often a server that dies is started again.", min=0)
+    ] = 3,
+) -> None:
+    """Start SGLang servers."""
+    from agentrl.engines.sglang.launch import ServeOptions
+    from agentrl.trainer.serve import serve_from_file
+
+    options = ServeOptions(num=num, host=host, port=port, max_restarts=max_restarts)
+    serve_from_file(run_file, overrides or [], options, say=_say)
+
+
+def _say(text: str) -> None:
+    typer.echo(text)
+    sys.stdout.flush()
 
 
 @config_app.command("check")

@@ -49,5 +49,12 @@ def test_first_two_commands_install_and_train_and_test() -> None:
     assert "&& pytest && pytest -m slow" in test
 
 
+def test_third_command_installs_sglang_and_ci_runs_it() -> None:
+    command = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)[2]
+    assert ".[sglang,dev]" in command
+    assert "pytest -m sglang" in command
+    assert "blocks[1] + blocks[2]" in (ROOT / ".ci/run").read_text()
+
+
 def test_readme_has_no_gap() -> None:
     assert "@@" not in README

@@ -48,7 +48,7 @@ RUN = {
     "data": {"max_prompt_length": 700, "max_response_length": 300, "return_raw_chat": True},
     "actor_rollout_ref": {
         "hybrid_engine": True,
-        "rollout": {"name": "sglang", "multi_turn": {"enable": True, "max_assistant_turns": 4}},
+        "rollout": {"name": "vllm", "multi_turn": {"enable": True, "max_assistant_turns": 4}},
     },
 }
 CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "41"}}\n</tool_call>'

@@ -209,6 +209,28 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         "rollout.engine.name names another engine",
     ),
     DeadKeyRule(
+        ("rollout.free_cache_engine",),
+        lambda c: (
+            c.trainer.device == "cpu" or c.rollout.engine.name in ("sglang_server", "scripted")
+        ),
+        "engine and training have no accelerator between them",
+    ),
+    DeadKeyRule(
+        ("weight_sync.bucket_bytes",),
+        lambda c: c.rollout.engine.name in ("transformers", "scripted"),
+        "rollout.engine.name names an engine that computes on the trainer's own weights",
+    ),
+    DeadKeyRule(
+        ("weight_sync.transport", "weight_sync.folder"),
+        lambda c: c.rollout.engine.name != "sglang_server",
+        "rollout.engine.name is not sglang_server, whose weights alone may go several ways",
+    ),
+    DeadKeyRule(
+        ("weight_sync.folder",),
+        lambda c: c.weight_sync.transport in ("tensor", "distributed"),
+        "weight_sync.transport does not go by a disk",
+    ),
+    DeadKeyRule(
         ("rollout.engine.scripted.*",),
         lambda c: c.rollout.engine.name != "scripted",
         "rollout.engine.name names another engine",

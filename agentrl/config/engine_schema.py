@@ -1,8 +1,9 @@
 """Keys of who generates, and of how new weights come to it."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from agentrl.config.section import Section, UserPath
 
@@ -48,19 +49,44 @@ class SGLangConfig(Section):
         return self.model_dump(exclude_unset=True)
 
 
+def _read_address(address: str) -> str:
+    parts = urlsplit(address if "//" in address else f"http://{address}")
+    try:
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:  # a port that is no number
+        is_whole = False
+    if not is_whole or parts.query or parts.fragment:
+        raise ValueError(f"{address!r} is no address such as http://127.0.0.1:30000")
+    return parts.geturl().rstrip("/")
+
+
+def _each_once(addresses: list[str]) -> list[str]:
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("an address stands there twice")
+    return addresses
+
+
+Address = Annotated[str, AfterValidator(_read_address)]
+"""Scheme, host and port of a server."""
+
+
 class SGLangServerConfig(Section):
     """SGLang servers behind addresses; `agentrl serve` starts them by the keys of `sglang`."""
 
-    addresses: list[str] = Field(default_factory=list[str])
+    addresses: Annotated[list[Address], AfterValidator(_each_once)] = Field(
+        default_factory=list[str]
+    )
     """Of running servers, such as `http://127.0.0.1:30000`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds of one completion; then the server counts as failing."""
+    """Seconds of one completion, or of one step of a weight update. A completion that is late is
+    asked of another server; and its own counts as failing where it has answered no other since."""
     health_interval_s: float = Field(default=5.0, gt=0)
-    """Seconds between two looks at each server."""
+    """Seconds between two looks at each server; at one that fails they become fewer."""
     health_timeout_s: float = Field(default=20.0, gt=0)
-    """Seconds that a server may take to say that it is well."""
+    """Seconds that a server may take to say that it is well; SGLang itself takes one or two."""
     max_retries: int = Field(default=3, ge=0)
-    """How often one completion is asked anew, of another server where there is one."""
+    """How often one completion is asked anew, of another server where there is one; and how often
+    all servers are looked at again, with growing waits, where none is well."""
 
 
 class EngineConfig(Section):

@@ -248,6 +248,9 @@ class RolloutConfig(Section):
     rounds, each of which waits for the slowest tool; what that costs in speed is printed by
     `benchmarks/determinism.py`. The promise ends where `request_timeout_s` fires, and where a
     tool, user or scorer answers otherwise than before (or only sometimes in time)."""
+    free_cache_engine: bool = True
+    """Where engine and training share an accelerator, the engine gives its memory back while the
+    policy is trained: its cache, and its own copy of the weights."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     failure: FailureConfig = FailureConfig()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         VersionSpan,
     )
     from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
+    from agentrl.engines.sglang.engine import SGLangEngine
+    from agentrl.engines.sglang.server_engine import SGLangServerEngine
     from agentrl.engines.transformers_engine import (
         TransformersEngine,
         TransformersEngineSettings,
@@ -26,6 +28,8 @@ __all__ = [
     "Engine",
     "EngineCall",
     "FinishReason",
+    "SGLangEngine",
+    "SGLangServerEngine",
     "SamplingParams",
     "ScriptedAnswer",
     "ScriptedEngine",
@@ -39,6 +43,8 @@ _HOMES = {
     "Engine": "agentrl.engines.protocol",
     "EngineCall": "agentrl.engines.protocol",
     "FinishReason": "agentrl.engines.protocol",
+    "SGLangEngine": "agentrl.engines.sglang.engine",
+    "SGLangServerEngine": "agentrl.engines.sglang.server_engine",
     "SamplingParams": "agentrl.engines.protocol",
     "ScriptedAnswer": "agentrl.engines.scripted",
     "ScriptedEngine": "agentrl.engines.scripted",

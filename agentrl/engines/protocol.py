@@ -91,6 +91,33 @@ class CompletionSource(Protocol):
         ...
 
 
+class MemoryTag(StrEnum):
+    """What of an engine's memory can be given back."""
+
+    WEIGHTS = "weights"
+    """The engine's own copy of the weights; their values are lost."""
+    KV_CACHE = "kv_cache"
+    """The cache of keys and values; what it holds is lost."""
+
+
+ALL_MEMORY = tuple(MemoryTag)
+
+
+@dataclass(slots=True)
+class SyncFigures:
+    """What an update of weights moved."""
+
+    num_bytes: int = 0
+    """Bytes written or sent; 0 where the engine computes on the tensors themselves."""
+    num_buckets: int = 0
+    """Parts in which they were sent."""
+
+    def add(self, num_bytes: int) -> None:
+        """Count a bucket."""
+        self.num_buckets += 1
+        self.num_bytes += num_bytes
+
+
 @runtime_checkable
 class Engine(CompletionSource, Protocol):
     """An inference engine. All methods run on one event loop.
@@ -101,6 +128,8 @@ class Engine(CompletionSource, Protocol):
 
     max_model_len: int
     """Most tokens, input and output together, of one sequence."""
+    is_shared: bool
+    """Whether the engines of all ranks are one (servers): then one rank alone updates it."""
 
     async def generate_together(
         self, calls: Sequence[EngineCall]
@@ -125,20 +154,27 @@ class Engine(CompletionSource, Protocol):
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
-    ) -> None:
-        """Take new weights (full tensors by parameter name); caches of the old ones are dropped."""
+    ) -> SyncFigures:
+        """Take new weights (full tensors by parameter name); caches of the old ones are dropped.
+
+        An engine that fails here takes no calls until an update has gone through whole.
+        """
         ...
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix."""
         ...
 
-    async def sleep(self) -> None:
-        """Give memory (and cores) back until `wake`; a no-op where there is nothing to give."""
+    async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Give memory (and cores) back until `wake`; a no-op where there is nothing to give.
+
+        Calls wait meanwhile. What is asleep already stays so. Weights that slept must be updated
+        before calls go on.
+        """
         ...
 
-    async def wake(self) -> None:
-        """Take up work again after `sleep`."""
+    async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Take memory again; when all is awake, calls go on."""
         ...
 
     async def close(self) -> None:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.engines.protocol import (
+    ALL_MEMORY,
     Completion,
     EngineCall,
     FinishReason,
+    MemoryTag,
     SamplingParams,
+    SyncFigures,
     VersionSpan,
 )
 from agentrl.engines.stopping import StopCheck
@@ -83,6 +86,8 @@ class ScriptedEngine:
         max_model_len: Most tokens of a sequence.
     """
 
+    is_shared = False
+
     def __init__(
         self,
         answers: Sequence[Answer] | Script,
@@ -103,6 +108,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[bool], str] = {}
+        self._asleep: set[MemoryTag] = set()
         self._awake = asyncio.Event()
         self._awake.set()
         self._is_closed = False
@@ -148,24 +154,28 @@ class ScriptedEngine:
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
-    ) -> None:
+    ) -> SyncFigures:
         """Take note of the version; the tensors are drawn from the iterable and dropped."""
         for _ in named_tensors:
             pass
         self.version = version
         await self.flush_cache()
+        return SyncFigures()
 
     async def flush_cache(self) -> None:
         """Count it: there is nothing to drop."""
         self.num_flushes += 1
 
-    async def sleep(self) -> None:
-        """Hold answers back until `wake`."""
+    async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Hold answers back until all is awake."""
+        self._asleep.update(tags)
         self._awake.clear()
 
-    async def wake(self) -> None:
-        """Answer again."""
-        self._awake.set()
+    async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Answer again, when nothing sleeps any more."""
+        self._asleep.difference_update(tags)
+        if not self._asleep:
+            self._awake.set()
 
     async def close(self) -> None:
         """Answer no more; calls that wait end with `EngineError`."""

@@ -62,13 +62,16 @@ class SharedWeights:
         shared.is_complete = all(is_shared)
         return shared
 
-    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Take values by parameter name. What already is the same memory costs nothing.
 
         Args:
             named_tensors: Whole tensors of the module's shapes, of any type; a tied weight may
                 come under each of its names or under one. Buffers of the state dict may be among
                 them.
+
+        Returns:
+            Bytes that were copied.
 
         Raises:
             EngineError: A name is unknown, a shape differs, or weights are missing. The module
@@ -77,14 +80,15 @@ class SharedWeights:
         self.is_complete = False
         unknown: list[str] = []
         missing = dict.fromkeys(self._groups)
+        num_bytes = 0
         for raw_name, tensor in named_tensors:
             name = _plain_name(raw_name)
             if name in self._groups:
-                self._take(name, _whole(name, tensor))
+                num_bytes += self._take(name, _whole(name, tensor))
                 for tied in self._groups[name]:
                     missing.pop(tied, None)
             elif name in self._buffers:
-                self.module.get_buffer(name).copy_(_whole(name, tensor))
+                num_bytes += self.module.get_buffer(name).copy_(_whole(name, tensor)).nbytes
             else:
                 unknown.append(name)
         if unknown or missing:
@@ -94,6 +98,7 @@ class SharedWeights:
                 missing=", ".join(missing) or None,
             )
         self.is_complete = True
+        return num_bytes
 
     def _share(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """Bind one of the trainer's parameters; False: it is a shard, and memory was set aside."""
@@ -107,7 +112,8 @@ class SharedWeights:
         self._bind(name, whole.to(dtype))
         return True
 
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
+    def _take(self, name: str, tensor: torch.Tensor) -> int:
+        """Give a weight its values; returns the bytes copied."""
         current = self.module.get_parameter(name).data
         if tensor.shape != current.shape:
             raise EngineError(
@@ -115,12 +121,12 @@ class SharedWeights:
                 expected=tuple(current.shape),
             )
         if tensor.data_ptr() == current.data_ptr() and tensor.dtype == current.dtype:
-            return
+            return 0
         if self._groups[name][0] in self._owned:
-            current.copy_(tensor)
-            return
+            return current.copy_(tensor).nbytes
         self._bind(name, tensor.to(current, copy=True))
         self._owned.add(self._groups[name][0])
+        return current.nbytes
 
     def _bind(self, name: str, tensor: torch.Tensor) -> None:
         parameter = nn.Parameter(tensor, requires_grad=False)

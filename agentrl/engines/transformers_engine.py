@@ -17,7 +17,14 @@ from agentrl.engines.batch_worker import BatchWorker
 from agentrl.engines.calls import Call
 from agentrl.engines.continuous_batching import BatchLimits
 from agentrl.engines.paged_attention import ATTENTION_NAME, register_paged_attention
-from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
+from agentrl.engines.protocol import (
+    ALL_MEMORY,
+    Completion,
+    EngineCall,
+    MemoryTag,
+    SamplingParams,
+    SyncFigures,
+)
 from agentrl.engines.shared_weights import SharedWeights
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
@@ -76,6 +83,7 @@ class TransformersEngine:
     """
 
     max_model_len: int
+    is_shared = False
 
     def __init__(
         self,
@@ -180,7 +188,7 @@ class TransformersEngine:
 
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int
-    ) -> None:
+    ) -> SyncFigures:
         """Take new weights; calls that run go on with them.
 
         A tensor that is the trainer's own, shared, is only looked at. Cached prefixes are dropped,
@@ -191,7 +199,7 @@ class TransformersEngine:
         """
         with self._worker.paused():
             try:
-                self._weights.update(named_tensors)
+                num_bytes = self._weights.update(named_tensors)
             except BaseException as error:
                 self._worker.give_up(EngineError(f"the engine's weights are incomplete: {error}"))
                 raise
@@ -200,22 +208,26 @@ class TransformersEngine:
             self._version = version
             self._worker.note_version(version)
             self._worker.forget_prefixes()
+        return SyncFigures(num_bytes=num_bytes)
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix."""
         with self._worker.paused():
             self._worker.forget_prefixes()
 
-    async def sleep(self) -> None:
-        """Free the cache's memory. Running calls wait for `wake` and compute it anew."""
-        if not self._is_asleep:
+    async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Free the cache's memory. Running calls wait for `wake` and compute it anew.
+
+        The weights stay: they are the trainer's own, or the copy that the next update fills.
+        """
+        if MemoryTag.KV_CACHE in tags and not self._is_asleep:
             self._worker.pause()
             self._is_asleep = True
             self._worker.release_cache()
 
-    async def wake(self) -> None:
+    async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Go on after `sleep`."""
-        if self._is_asleep:
+        if MemoryTag.KV_CACHE in tags and self._is_asleep:
             self._is_asleep = False
             self._worker.resume()
 

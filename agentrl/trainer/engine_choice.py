@@ -1,5 +1,6 @@
 """Choose and build the engine that a configuration names."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -15,6 +16,7 @@ from agentrl.engines import (
     TransformersEngineSettings,
 )
 from agentrl.engines.sglang.arguments import SGLangNeeds, describe_platform, has_accelerator
+from agentrl.engines.sglang.connecting import SyncSource, connect
 from agentrl.engines.sglang.engine import SGLangEngine
 
 
@@ -55,9 +57,20 @@ def build_engine(
         case "scripted":
             return build_scripted_engine(config, tokenizer)
         case "sglang":
-            needs = sglang_needs(config, dtype or next(model.parameters()).dtype)
+            first = next(model.parameters())
+            needs = sglang_needs(config, dtype or first.dtype, first_device=first.device.index or 0)
+            needs = replace(needs, gives_memory=config.rollout.free_cache_engine)
             bucket_bytes = config.weight_sync.bucket_bytes
             return SGLangEngine.start(needs, tokenizer, bucket_bytes=bucket_bytes)
+        case "sglang_server":
+            first = next(model.parameters())
+            source = SyncSource(
+                settings=config.weight_sync,
+                device=first.device,
+                folder=config.trainer.default_local_dir / "weights",
+            )
+            needs = sglang_needs(config, dtype or first.dtype)
+            return connect(config.rollout.engine.sglang_server, needs, tokenizer, source)
         case _:
             return _build_transformers_engine(config, model, tokenizer, dtype=dtype)
 
@@ -71,7 +84,7 @@ def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase)
     return ScriptedEngine(config.rollout.engine.scripted.answers, tokenizer=tokenizer)
 
 
-def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
+def sglang_needs(config: RunConfig, dtype: torch.dtype, *, first_device: int = 0) -> SGLangNeeds:
     """Say what a run needs of SGLang, in its own keeping or as servers."""
     model = config.model
     return SGLangNeeds(
@@ -80,6 +93,7 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         max_model_len=_max_model_len(config),
         max_requests=config.rollout.max_concurrent_requests,
         dtype=str(dtype).removeprefix("torch."),
+        first_device=first_device,
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,

@@ -73,6 +73,15 @@ def check_inputs(config: RunConfig) -> None:
     for key, path in _data_files(config):
         if config.data.custom_cls is None and not path.exists() and not is_made_later(config, path):
             raise DataError(f"no file {path}", key=key, expected="an existing data file")
+    check_model_folders(config)
+
+
+def check_model_folders(config: RunConfig) -> None:
+    """Look for the folders of models and tokenizers.
+
+    Raises:
+        ConfigError: naming one that is not there.
+    """
     for key, name in (
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),

@@ -127,27 +127,37 @@ def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel)
         ConfigError: where no known tool-call format fits the template.
         TemplateError: where the template cannot carry what the run needs.
     """
-    # Where there are no tools nothing is read as a call, and the template need not know how.
-    has_tools = bool(plugins.tools)
-    name = config.rollout.multi_turn.format or (None if has_tools else _UNUSED_PARSER)
-    # Every format that a template's own calls can lead to answers by the role `tool`.
-    by_role = name is None or get_tool_parser(name).result_role == "tool"
-    require(
-        probed.report,
-        TemplateNeeds(
-            tools=has_tools and by_role,
-            interaction=bool(plugins.interactions) or (has_tools and not by_role),
-            on_rewritten_history=config.model.on_rewritten_history,
-            sanity_check=config.rollout.multi_turn.tokenization_sanity_check_mode,
-        ),
-    )
+    require(probed.report, template_needs(config, plugins))
     return RolloutSetup(
         tokenizer=probed.tokenizer,
         template=probed.template,
         report=probed.report,
-        parser=choose_parser(name, probed.report),
+        parser=choose_parser(_format(config, plugins), probed.report),
         plugins=plugins,
     )
+
+
+def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
+    """Say what a run asks of its chat template.
+
+    Raises:
+        ConfigError: for an unknown tool-call format.
+    """
+    name, has_tools = _format(config, plugins), bool(plugins.tools)
+    # Every format that a template's own calls can lead to answers by the role `tool`.
+    by_role = name is None or get_tool_parser(name).result_role == "tool"
+    return TemplateNeeds(
+        tools=has_tools and by_role,
+        interaction=bool(plugins.interactions) or (has_tools and not by_role),
+        on_rewritten_history=config.model.on_rewritten_history,
+        sanity_check=config.rollout.multi_turn.tokenization_sanity_check_mode,
+    )
+
+
+def _format(config: RunConfig, plugins: Plugins) -> str | None:
+    """Name the tool-call format; None: the one that fits the template."""
+    # Where there are no tools nothing is read as a call, and the template need not know how.
+    return config.rollout.multi_turn.format or (None if plugins.tools else _UNUSED_PARSER)
 
 
 def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> RolloutManager:

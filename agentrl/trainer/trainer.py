@@ -33,6 +33,7 @@ from agentrl.trainer.build import Parts, start_parts
 from agentrl.trainer.credit import compute_batch_advantage
 from agentrl.trainer.data_record import RECORD
 from agentrl.trainer.figures import merge_figures, to_metrics
+from agentrl.trainer.hand_over import HandOver
 from agentrl.trainer.interruption import Interrupted, Interruption
 from agentrl.trainer.marks import LastStep
 from agentrl.trainer.metrics import Timer, step_figures
@@ -50,7 +51,6 @@ from agentrl.training.actor import UpdateResult
 from agentrl.training.batches import deal_samples
 from agentrl.training.checkpoint import RunState
 from agentrl.training.snapshot import export_hf, identify, load_run, on_main, save_run
-from agentrl.training.weight_sync import sync_weights
 
 
 class Trainer:
@@ -73,6 +73,7 @@ class Trainer:
         self.step = 0
         self.policy_version = 0
         self.summary = Summary(seed=config.trainer.seed)
+        self.hand_over = HandOver.of(config, self.parts.engine, self.parts.actor.policy)
         self._timer = Timer(on_enter=self._tell_place)
         self._interruption = Interruption(self.world)
         self._last = LastStep(self.parts.order, self.parts.actor)
@@ -129,6 +130,7 @@ class Trainer:
         self.step += 1
         with self._timer("step"):
             requests = self.roll_out(self.load_prompts(), self.parts.manager.train_plan())
+            self.hand_over.sleep(self._runner)
             batch = self.collate(requests)
             self.compute_log_probs(batch)
             compute_batch_advantage(batch, self.config.algorithm, self.world)
@@ -234,11 +236,7 @@ class Trainer:
         """Bring the engine to the policy's weights and raise the policy's version."""
         self.policy_version = self.step
         with self._timer("sync_weights"):
-            self._runner.run(
-                sync_weights(
-                    self.parts.actor.policy, self.parts.engine, version=self.policy_version
-                )
-            )
+            self.hand_over.sync(self._runner, version=self.policy_version)
 
     def validate(self) -> dict[str, float]:
         """Roll out and score every validation set; returns its figures, over all ranks."""
@@ -271,6 +269,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Describe a training step, merged over the ranks."""
         mine = step_figures(requests, batch, self._timer.pop_metrics())
+        mine |= self.hand_over.figures()
         metrics = to_metrics(merge_figures(self.world.gather(mine)))
         self.summary.note_signal(metrics)
         return metrics | {

@@ -116,7 +116,7 @@ def test_a_run_of_verls_is_read_from_its_file_and_its_command_line(tmp_path: Pat
         "data.max_response_length": 1024,
         "model.path": "Qwen/Qwen2.5-3B-Instruct",
         "rollout.n": 16,
-        "rollout.engine.name": "auto",
+        "rollout.engine.name": "sglang",
         "rollout.multi_turn.max_assistant_turns": 5,
         "rollout.multi_turn.tool_config_path": Path("tools/gsm8k.yaml"),
         "actor.optim.lr": 2e-6,

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from agentrl.config.schema import FsdpConfig, ModelConfig
-from agentrl.engines.protocol import Engine
+from agentrl.engines.protocol import Engine, SyncFigures
 from agentrl.errors import ConfigError
 from agentrl.training.distributed import World, resolve_device
 from agentrl.training.model import PolicyModel, load_causal_lm, load_policy, resolve_dtype
@@ -120,17 +120,20 @@ def test_exported_folder_is_a_plain_model_with_the_trained_weights(
 class WeightTaker:
     """An engine that only takes weights."""
 
+    is_shared = False
+
     def __init__(self, error: Exception | None = None) -> None:
         self.taken: dict[str, torch.Tensor] = {}
         self.version = -1
         self.error = error
 
-    async def update_weights(self, named_tensors, *, version: int) -> None:
+    async def update_weights(self, named_tensors, *, version: int) -> SyncFigures:
         for name, tensor in named_tensors:
             self.taken[name] = tensor
             if self.error:
                 raise self.error
         self.version = version
+        return SyncFigures()
 
 
 async def test_synced_weights_are_the_trainers_own_memory_each_once(world: World):

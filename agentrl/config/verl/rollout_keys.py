@@ -36,11 +36,17 @@ ENGINE = under("actor_rollout_ref.rollout", [
     *left("rollout.max_concurrent_requests bounds the requests in flight", {"max_num_seqs": 1024}),
     *left("rollout.engine.transformers.max_batch_tokens bounds a forward pass",
           {"max_num_batched_tokens": 8192}),
-    *left("the embedded engine shares the trainer's weights and sizes its cache itself", {
-        "gpu_memory_utilization": 0.5, "free_cache_engine": True, "multi_stage_wake_up": False,
-        "update_weights_bucket_megabytes": 512, "layered_summon": False, "load_format": "dummy",
+    same("free_cache_engine", True, "rollout.free_cache_engine"),
+    taken("update_weights_bucket_megabytes", 512, values.bucket_megabytes,
+          "weight_sync.bucket_bytes"),
+    taken("checkpoint_engine.update_weights_bucket_megabytes", UNSET, values.bucket_megabytes,
+          "weight_sync.bucket_bytes"),
+    *left("the engine wakes in steps, and takes its weights name by name, without being told", {
+        "multi_stage_wake_up": False, "layered_summon": False, "load_format": "dummy",
         "checkpoint_engine.*": UNSET, "layer_name_map.*": UNSET,
     }),
+    *left("the embedded engine sizes its cache itself; of SGLang's it is "
+          "rollout.engine.sglang.mem_fraction_static", {"gpu_memory_utilization": 0.5}),
     *left("each rank generates for itself", {
         "tensor_model_parallel_size": 2, "data_parallel_size": 1, "expert_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "sglang_engine_mode": UNSET,

@@ -15,8 +15,8 @@ TURNS = f"{ROLLOUT}.multi_turn"
 OURS_TURNS = "rollout.multi_turn"
 
 ENGINES = {
-    "sglang": "auto",
-    "sglang_async": "auto",
+    "sglang": "sglang",
+    "sglang_async": "sglang",
     "vllm": "auto",
     "hf": "transformers",
 }
@@ -39,6 +39,11 @@ def engine(value: Any, tree: Tree) -> Reading:
     if chosen == "auto":
         return Reading(note=f"the best engine that is installed here, not {value}")
     return Reading({"rollout.engine.name": chosen})
+
+
+def bucket_megabytes(value: Any, tree: Tree) -> Reading:
+    """Take the size of a bucket of weights."""
+    return Reading({"weight_sync.bucket_bytes": integer(value) * 1024**2})
 
 
 def rollout_mode(value: Any, tree: Tree) -> Reading:

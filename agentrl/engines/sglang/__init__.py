@@ -6,6 +6,11 @@
     platform   the plug-in by which SGLang runs on a machine without an accelerator
     host       `sglang.Engine` on a thread of its own, and its processes
     engine     `SGLangEngine`: one host
+    server     one server behind an address, asked over HTTP
+    pool       several servers: who is well (`member`), and who gets which call (`server_calls`)
+    server_engine  `SGLangServerEngine`: a pool
+    connecting     the configuration -> a pool, and the way that new weights take to it
+    launch     local servers, started and kept running (`serving` is the process of one)
     weights    new weights in buckets of bounded size
 
 Only modules of this folder and `engines/sglang_parsers.py` import sglang, and those on first use.

@@ -1,6 +1,7 @@
 """The configuration -> server arguments of SGLang, checked against the installed version."""
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,6 +27,14 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
     "disable_cuda_graph": True,
 }
 """What works where there is no accelerator."""
+CPU_ENVIRONMENT: Mapping[str, str] = {"SGLANG_PLATFORM": "agentrl_cpu"}
+ENVIRONMENT: Mapping[str, str] = {
+    # Our context length, and a few tokens that no sequence reaches.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TQDM_DISABLE": "1",
+}
+"""Variables that SGLang and its processes see."""
 OURS = ("model_path", "tokenizer_path", "context_length", "weight_version", "skip_server_warmup")
 """Arguments that agentrl sets from other keys."""
 
@@ -43,6 +52,10 @@ class SGLangNeeds:
     """None: beside the model."""
     dtype: str = "auto"
     """What is computed in, as torch names it."""
+    first_device: int = 0
+    """Index of the accelerator that it is on, or of the first of several."""
+    gives_memory: bool = False
+    """Whether it is to give an accelerator's memory back while the policy is trained."""
     seed: int = 0
     """Of the random stream that calls without a seed are sampled from."""
     trust_remote_code: bool = False
@@ -74,10 +87,14 @@ def server_arguments(needs: SGLangNeeds, *, on_cpu: bool) -> dict[str, Any]:
         "skip_server_warmup": True,
     }
     if needs.override_config:
-        chosen["json_model_override_args"] = dict(needs.override_config)
+        chosen["json_model_override_args"] = json.dumps(dict(needs.override_config))
+    if needs.first_device:
+        chosen["base_gpu_id"] = needs.first_device
     if on_cpu:
         chosen |= CPU_ARGUMENTS
         chosen["max_total_tokens"] = cpu_pool_tokens(needs)
+    elif needs.gives_memory:
+        chosen["enable_memory_saver"] = True
     return chosen | dict(needs.given)
 
 

@@ -7,11 +7,8 @@ JsonFields = Mapping[str, Any]
 """Fields of a request or an answer, under SGLang's names."""
 
 
-class Backend(Protocol):
-    """One running SGLang: in this process's keep, or a server behind an address."""
-
-    name: str
-    """What an error calls it: `the SGLang engine`, or the server's address."""
+class Sampler(Protocol):
+    """Who samples one completion: one running SGLang, or the next that can, of several."""
 
     async def generate(self, fields: JsonFields) -> JsonFields:
         """Ask for one completion; cancelling it aborts it inside SGLang.
@@ -26,6 +23,13 @@ class Backend(Protocol):
             EngineError: where SGLang refuses it, fails, or is gone.
         """
         ...
+
+
+class Backend(Sampler, Protocol):
+    """One running SGLang: in this process's keep, or a server behind an address."""
+
+    name: str
+    """What an error calls it: `the SGLang engine`, or the server's address."""
 
     async def control(self, request: str, fields: JsonFields | None = None) -> None:
         """Ask for anything else, and wait until it is done.

@@ -12,7 +12,7 @@ from agentrl.engines.protocol import (
     SamplingParams,
     VersionSpan,
 )
-from agentrl.engines.sglang.backend import Backend, JsonFields
+from agentrl.engines.sglang.backend import JsonFields, Sampler
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
 
@@ -61,7 +61,7 @@ class Answer:
 
 
 async def complete(
-    backend: Backend, call: EngineCall, *, key: str, max_model_len: int, decode: Decode
+    backend: Sampler, call: EngineCall, *, key: str, max_model_len: int, decode: Decode
 ) -> Completion:
     """Sample until something ends the call that the call asked for.
 

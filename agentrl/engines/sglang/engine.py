@@ -2,27 +2,37 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
-from agentrl.engines.sglang.arguments import SGLangNeeds, has_accelerator, server_arguments
+from agentrl.engines.protocol import (
+    ALL_MEMORY,
+    Completion,
+    EngineCall,
+    MemoryTag,
+    SamplingParams,
+    SyncFigures,
+)
+from agentrl.engines.sglang.arguments import (
+    CPU_ENVIRONMENT,
+    ENVIRONMENT,
+    SGLangNeeds,
+    has_accelerator,
+    server_arguments,
+)
 from agentrl.engines.sglang.calls import complete
+from agentrl.engines.sglang.gate import CallGate
 from agentrl.engines.sglang.host import SGLangHost
-from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, SyncFigures, send_tensors
+from agentrl.engines.sglang.names import ModelWeights
+from agentrl.engines.sglang.sleeping import SleepingBackend
+from agentrl.engines.sglang.transports import TensorTransport
+from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Target, update_weights
 from agentrl.engines.stopping import Decode
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
-
-CPU_ENVIRONMENT: Mapping[str, str] = {"SGLANG_PLATFORM": "agentrl_cpu"}
-ENVIRONMENT: Mapping[str, str] = {
-    # Our context length, and a few tokens that no sequence reaches.
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 class SGLangEngine:
@@ -37,7 +47,11 @@ class SGLangEngine:
         max_model_len: Most tokens of a sequence.
         tp_size: Its tensor-parallel ranks.
         bucket_bytes: Most bytes of weights that are on their way at one time.
+        weights: What it was started with; None: new weights are neither checked nor renamed.
+        can_sleep: Whether it can give memory back.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -47,16 +61,19 @@ class SGLangEngine:
         max_model_len: int,
         tp_size: int = 1,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        weights: ModelWeights | None = None,
+        can_sleep: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
-        self.last_sync = SyncFigures()
         self._host = host
         self._decode = decode
-        self._tp_size = tp_size
-        self._bucket_bytes = bucket_bytes
+        self._backend = SleepingBackend(host, can_sleep=can_sleep)
+        self._target = Target(self._backend, tp_size)
+        self._transport = TensorTransport.to_children(bucket_bytes)
+        self._weights = weights
+        self._gate = CallGate()
         self._keys = itertools.count()
-        self._running: set[str] = set()
-        self._mixed: str | None = None
+        self._running: dict[str, str] = {}
 
     @classmethod
     def start(
@@ -85,6 +102,12 @@ class SGLangEngine:
             max_model_len=needs.max_model_len,
             tp_size=arguments.get("tp_size", 1),
             bucket_bytes=bucket_bytes,
+            weights=ModelWeights.of(
+                needs.model_path,
+                trust_remote_code=needs.trust_remote_code,
+                overrides=needs.override_config,
+            ),
+            can_sleep=not on_cpu and bool(arguments.get("enable_memory_saver")),
         )
 
     async def generate(
@@ -92,17 +115,20 @@ class SGLangEngine:
     ) -> Completion:
         """Continue `input_ids` (see `Engine.generate`)."""
         call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
-        if self._mixed is not None:
-            raise EngineError(self._mixed, expected="update_weights, whole")
-        # SGLang aborts whatever begins with the name that it is given.
-        key = f"{request_id}/{next(self._keys)}/"
-        self._running.add(key)
+        # SGLang aborts whatever begins with the name that it is given: no name begins another.
+        key = f"{next(self._keys)}-{request_id}"
+        self._running[key] = request_id
         try:
-            return await complete(
-                self._host, call, key=key, max_model_len=self.max_model_len, decode=self._decode
-            )
+            async with self._gate.passing():
+                return await complete(
+                    self._backend,
+                    call,
+                    key=key,
+                    max_model_len=self.max_model_len,
+                    decode=self._decode,
+                )
         finally:
-            self._running.discard(key)
+            del self._running[key]
 
     async def generate_together(
         self, calls: Sequence[EngineCall]
@@ -116,44 +142,49 @@ class SGLangEngine:
 
     async def abort(self, request_id: str) -> None:
         """End the running calls of a request; they return what they have sampled."""
-        for key in [key for key in self._running if key.startswith(f"{request_id}/")]:
-            await self._host.control("abort_request", {"rid": key})
+        for key in [key for key, owner in self._running.items() if owner == request_id]:
+            await self._backend.control("abort_request", {"rid": key})
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
-    ) -> None:
+    ) -> SyncFigures:
         """Take new weights while calls wait; those that run go on with them from their tokens.
 
         Raises:
-            EngineError: where it fails; until an update succeeds, the engine then takes no calls.
+            EngineError: where it fails; until an update succeeds, the engine then takes no calls,
+                and those that ran have ended with an error.
         """
-        await self._host.control("pause_generation", {"mode": "retract"})
-        self._mixed = "an update of its weights has failed: the engine would serve a mixture"
-        await self._host.control("begin_weight_update")
-        self.last_sync = await send_tensors(
-            self._host, named_tensors, bucket_bytes=self._bucket_bytes, copies=self._tp_size
+        if self._weights is not None:
+            named_tensors = self._weights.for_files(named_tensors)
+        report = await update_weights(
+            [self._target],
+            named_tensors,
+            version=version,
+            transport=self._transport,
+            on_failure=self._refuse_calls,
         )
-        await self._host.control("end_weight_update")
-        await self._host.control("flush_cache")
-        await self._host.control(
-            "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
-        )
-        self._mixed = None
-        await self._host.control("continue_generation")
+        self._gate.open()
+        return report.figures
+
+    async def _refuse_calls(self, _target: Target, error: EngineError) -> None:
+        reason = f"an update of the engine's weights failed, it may hold a mixture: {error}"
+        await self._gate.close(EngineError(reason, expected="an update that goes through whole"))
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix; running calls compute theirs anew."""
-        await self._host.control("pause_generation", {"mode": "retract"})
+        await self._backend.control("pause_generation", {"mode": "retract"})
         try:
-            await self._host.control("flush_cache")
+            await self._backend.control("flush_cache")
         finally:
-            await self._host.control("continue_generation")
+            await self._backend.control("continue_generation")
 
-    async def sleep(self) -> None:
-        """Give memory back until `wake`."""
+    async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Give memory back until `wake`; running calls wait. Without an accelerator: nothing."""
+        await self._backend.sleep(tags)
 
-    async def wake(self) -> None:
-        """Take memory again."""
+    async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
+        """Take memory again; when all is awake, calls go on."""
+        await self._backend.wake(tags)
 
     async def close(self) -> None:
         """End SGLang and its processes; running calls end with `EngineError`."""

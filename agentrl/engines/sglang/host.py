@@ -14,6 +14,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import warnings
@@ -225,9 +226,9 @@ class SGLangHost:
 
 
 def _start(arguments: dict[str, Any]) -> Any:
-    import sglang
+    from sglang.srt.entrypoints.engine import Engine
 
-    return sglang.Engine(**arguments)
+    return Engine(**arguments)
 
 
 def _own_processes(engine: Any) -> list[psutil.Process]:
@@ -250,7 +251,7 @@ def _end_processes(processes: list[psutil.Process]) -> None:
 @contextlib.contextmanager
 def _undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
     """Let SGLang start in an environment, and put back what it changes in this process."""
-    policy = asyncio.get_event_loop_policy()
+    policy, random_state = asyncio.get_event_loop_policy(), random.getstate()
     variables = dict(os.environ)
     start_method = multiprocessing.get_start_method(allow_none=True)
     root = logging.getLogger()
@@ -264,6 +265,7 @@ def _undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(variables)
         asyncio.set_event_loop_policy(policy)
+        random.setstate(random_state)
         multiprocessing.set_start_method(start_method, force=True)
         root.handlers[:], root.level = handlers, level
 

@@ -1,78 +1,209 @@
-"""New weights -> SGLang, in buckets of bounded size."""
-# pyright: reportMissingImports=false
+"""New weights -> running SGLangs, whole or not at all.
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+One call takes one pass over the weights to any number of SGLangs at once (gathering a sharded
+weight is a collective, so there is one pass only):
 
-from agentrl.engines.sglang.backend import Backend
+    report = await update_weights(
+        [Target(server, tp_size=2), ...], named_tensors,
+        version=7, transport=transport, on_failure=take_out,
+    )
+
+    1. generation is paused, running calls are retracted: they keep their tokens, and go on later
+    2. the transport brings the weights, bucket by bucket; the next one when all have taken the last.
+       Each drops the cached prefixes: a request of its own would also collect SGLang's garbage
+    3. the version is set, generation goes on
+
+A target that fails takes no further part; the others go on without it. It may hold a mixture of old
+and new weights: `on_failure` is awaited for it, and must end its running calls and keep new ones
+from it until a later update, which it is part of, has gone through. Then its generation is let go
+on, so that nothing inside it waits for ever. Where none is left, where the weights themselves fail
+(their iterator raises), or where the call is cancelled, this happens to every target, and the error
+is raised. Nothing is repeated here: whoever has the weights calls again, with a new iterator.
+
+The transports (`agentrl.engines.sglang.transports`), each made once and closed at the end:
+
+    TensorTransport       in memory, to processes of this machine: `to_children`, `to_servers`
+    DistributedTransport  broadcast in a process group of this rank and all targets
+    DiskTransport         safetensors in a folder that all can read
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl.engines.protocol import SyncFigures
+from agentrl.engines.sglang.backend import Backend, JsonFields
+from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NamedTensor = tuple[str, "Tensor"]
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
+RELEASE_TIMEOUT_S = 20.0
+"""Seconds that a target which failed may take over each request that lets its generation go on."""
 
 
-@dataclass(slots=True)
-class SyncFigures:
-    """What the last sync moved."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One SGLang that takes the weights."""
 
-    num_bytes: int = 0
-    num_buckets: int = 0
-
-
-def iter_buckets(
-    named_tensors: Iterable[NamedTensor], bucket_bytes: int
-) -> Iterator[list[NamedTensor]]:
-    """Collect tensors into buckets of at most `bucket_bytes`; a larger tensor is one of its own.
-
-    A tensor that comes under two names (tied weights) is sent under the first.
-    """
-    bucket: list[NamedTensor] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    backend: Backend
+    tp_size: int = 1
+    """Its tensor-parallel ranks."""
 
 
-async def send_tensors(
-    backend: Backend, named_tensors: Iterable[NamedTensor], *, bucket_bytes: int, copies: int
-) -> SyncFigures:
-    """Hand weights over in memory: CUDA IPC on a GPU, shared memory on a CPU.
+FailureHook = Callable[[Target, EngineError], Awaitable[None]]
+"""Ends a target's running calls and keeps new ones from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What came of an update that at least one target took whole."""
+
+    figures: SyncFigures
+    failures: Mapping[Target, EngineError] = field(default_factory=dict[Target, EngineError])
+    """Who did not, and why."""
+
+
+class Roster:
+    """The targets that still take part in an update."""
+
+    def __init__(self, targets: Sequence[Target], on_failure: FailureHook) -> None:
+        self.targets = list(targets)
+        self.failures: dict[Target, EngineError] = {}
+        self._on_failure = on_failure
+
+    async def ask(
+        self, request: str, fields: Callable[[Target], JsonFields] | JsonFields | None = None
+    ) -> None:
+        """Ask all of them at once, and leave out who fails.
+
+        A cancellation waits for the answers: a target may still be reading what it was handed.
+
+        Args:
+            request: As in `Backend.control`.
+            fields: The same for all, or made for each.
+
+        Raises:
+            EngineError: where none is left.
+        """
+        asked = [
+            asyncio.ensure_future(
+                target.backend.control(request, fields(target) if callable(fields) else fields)
+            )
+            for target in self.targets
+        ]
+        await settled(asked)
+        errors = [answer.exception() for answer in asked]
+        for target, error in zip(list(self.targets), errors, strict=True):
+            if isinstance(error, EngineError):
+                await self.drop(target, error)
+            elif error is not None:
+                raise error
+
+    async def drop(self, target: Target, error: EngineError) -> None:
+        """Leave a target out from here on.
+
+        Raises:
+            EngineError: the same, where it was the last.
+        """
+        self.targets.remove(target)
+        self.failures[target] = error
+        await self._let_go(target, error)
+        if not self.targets:
+            raise error
+
+    async def drop_all(self, reason: BaseException) -> None:
+        """End the update for every target: it failed as a whole."""
+        told = str(reason) or type(reason).__name__
+        for target in self.targets:
+            error = EngineError(f"the update of its weights was broken off: {told}")
+            self.failures[target] = error
+            await self._let_go(target, error)
+        self.targets.clear()
+
+    async def _let_go(self, target: Target, error: EngineError) -> None:
+        await self._on_failure(target, error)
+        for request, fields in _RELEASE:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    await target.backend.control(request, fields)
+
+
+class Transport(Protocol):
+    """A way by which weights come to SGLang."""
+
+    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
+        """Bring the weights to everyone on the roster; its cached prefixes go with the old ones.
+
+        Args:
+            roster: Paused; who fails is dropped from it.
+            named_tensors: Whole weights under the names of the model's files.
+
+        Raises:
+            EngineError: where none is left, or the way itself does not work.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back what is held between two updates. May be called twice."""
+        ...
+
+
+async def update_weights(
+    targets: Sequence[Target],
+    named_tensors: Iterable[NamedTensor],
+    *,
+    version: int,
+    transport: Transport,
+    on_failure: FailureHook,
+) -> SyncReport:
+    """Bring new weights to all targets (see the module).
 
     Args:
-        backend: On this machine, its update begun.
-        named_tensors: Whole weights by Hugging Face name.
-        bucket_bytes: Most bytes that exist beside the weights at one time.
-        copies: One serialized form for each of SGLang's tensor-parallel ranks.
+        targets: At least one.
+        named_tensors: Whole weights under the names of the model's files; read once.
+        version: What the weights are from here on, as each sampled token tells it.
+        transport: The way that they take.
+        on_failure: Takes out a target that may hold a mixture of weights.
+
+    Raises:
+        EngineError: where no target has taken the weights whole.
     """
-    figures = SyncFigures()
-    for bucket in iter_buckets(named_tensors, bucket_bytes):
-        payload = _serialize(bucket, copies)
-        await backend.control(
-            "update_weights_from_tensor",
-            {
-                "serialized_named_tensors": payload,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            },
-        )
-        figures.num_buckets += 1
-        figures.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-    return figures
+    roster = Roster(targets, on_failure)
+    try:
+        await roster.ask("pause_generation", {"mode": "retract"})
+        figures = await transport.send(roster, named_tensors)
+        await roster.ask("update_weight_version", _version_fields(version))
+        await roster.ask("continue_generation")
+    except BaseException as error:
+        await settled([asyncio.ensure_future(roster.drop_all(error))])
+        raise
+    return SyncReport(figures=figures, failures=roster.failures)
 
 
-def _serialize(bucket: list[NamedTensor], copies: int) -> list[bytes]:
-    """Flatten a bucket into one tensor, so that the trainer's own never enter shared memory."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+def _version_fields(version: int) -> dict[str, Any]:
+    return {"new_version": str(version), "abort_all_requests": False}
 
-    flat = FlattenedTensorBucket(named_tensors=bucket)
-    parts = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-    return [MultiprocessingSerializer.serialize(parts) for _ in range(copies)]
+
+_RELEASE: Sequence[tuple[str, JsonFields]] = (
+    ("end_weight_update", {}),
+    ("abort_request", {"rid": "", "abort_all": True}),
+    ("continue_generation", {}),
+)
+"""What puts a SGLang whose update failed back into a state from which a new one can begin."""
+
+
+async def settled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until all have ended, whatever came of them, also where this is cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,7 +1,8 @@
 """Formats of tool calls: which calls stand in the text of a turn.
 
 `hermes`, `qwen3_coder`, `llama3_json` and `pythonic` are what today's models are taught; `json`,
-`python_block` and `search_r1` are those of earlier systems.
+`python_block` and `search_r1` are those of earlier systems. `sglang:NAME` is any parser of the
+installed SGLang.
 """
 
 from agentrl.rollout.tool_parsers.base import (
@@ -20,11 +21,14 @@ from agentrl.rollout.tool_parsers.qwen3_coder import Qwen3CoderParser
 from agentrl.rollout.tool_parsers.registry import (
     get_tool_parser,
     register_tool_parser,
+    register_tool_parser_family,
     tool_parser_names,
 )
+from agentrl.rollout.tool_parsers.sglang_format import DetectorParser
 
 __all__ = [
     "Call",
+    "DetectorParser",
     "HermesParser",
     "JsonParser",
     "Llama3JsonParser",
@@ -40,5 +44,6 @@ __all__ = [
     "ToolParser",
     "get_tool_parser",
     "register_tool_parser",
+    "register_tool_parser_family",
     "tool_parser_names",
 ]

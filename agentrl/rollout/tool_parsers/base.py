@@ -16,7 +16,7 @@ from agentrl.messages import FunctionCall, OpenAIFunctionToolSchema, Role, ToolC
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 
-_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 MAX_DEPTH = 64
 """Levels of a call's arguments: enough for any tool, and few enough for every JSON library."""
 
@@ -95,6 +95,8 @@ class Piece(NamedTuple):
     end: int
     """Behind the last character."""
     found: tuple[Call | Problem, ...]
+    rest: str = ""
+    """What it says beside its calls, where all of them can be read."""
 
 
 class ToolParser(ABC):
@@ -131,18 +133,19 @@ class ToolParser(ABC):
         turn = _Turn(text)
         position = _behind_thought(text, 0) if starts_in_thought else 0
         while match := self._scan.search(text, position):
-            if match[0] == _THOUGHT:
+            if match[0] == THOUGHT:
                 position = _behind_thought(text, match.end())
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
-                turn.add(match.start(), piece.end, [_in_depth(found) for found in piece.found])
+                found = [_in_depth(item) for item in piece.found]
+                turn.add(match.start(), piece.end, found, rest=piece.rest)
                 position = max(piece.end, match.end(), match.start() + 1)
         return turn.parsed()
 
     @cached_property
     def _scan(self) -> re.Pattern[str]:
         """Matches what begins a thought or a call."""
-        return re.compile(f"{_THOUGHT}|(?:{self.opener})")
+        return re.compile(f"{THOUGHT}|(?:{self.opener})")
 
 
 class _Turn:
@@ -155,7 +158,9 @@ class _Turn:
         self._calls: list[ParsedCall] = []
         self._malformed: list[MalformedCall] = []
 
-    def add(self, start: int, end: int, pieces: Sequence[Call | Problem]) -> None:
+    def add(
+        self, start: int, end: int, pieces: Sequence[Call | Problem], *, rest: str = ""
+    ) -> None:
         for found in pieces:
             index = len(self._calls) + len(self._malformed)
             if isinstance(found, Call):
@@ -164,7 +169,7 @@ class _Turn:
                 sampled = self._text[start:end]
                 self._malformed.append(MalformedCall(sampled, found.reason, found.name, index))
         if pieces and all(isinstance(found, Call) for found in pieces):
-            self._kept.append(self._text[self._position : start])
+            self._kept += [self._text[self._position : start], rest]
             self._position = end
 
     def parsed(self) -> ParsedTurn:
@@ -190,5 +195,5 @@ def _inner(outer: Any) -> Collection[Any]:
 
 
 def _behind_thought(text: str, position: int) -> int:
-    end = text.find(_THOUGHT_END, position)
-    return len(text) if end < 0 else end + len(_THOUGHT_END)
+    end = text.find(THOUGHT_END, position)
+    return len(text) if end < 0 else end + len(THOUGHT_END)

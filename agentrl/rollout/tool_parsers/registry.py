@@ -10,6 +10,7 @@ from agentrl.rollout.tool_parsers.base import ToolParser
 P = TypeVar("P", bound=type[ToolParser])
 
 _PARSERS: dict[str, type[ToolParser]] = {}
+_FAMILIES: dict[str, Callable[[str], ToolParser]] = {}
 
 
 def register_tool_parser(name: str) -> Callable[[P], P]:
@@ -27,23 +28,46 @@ def register_tool_parser(name: str) -> Callable[[P], P]:
     return register
 
 
+def register_tool_parser_family(
+    prefix: str,
+) -> Callable[[Callable[[str], ToolParser]], Callable[[str], ToolParser]]:
+    """Let the decorated function make the parsers whose names begin with a prefix.
+
+    It is called with what stands behind the prefix.
+    """
+
+    def register(make: Callable[[str], ToolParser]) -> Callable[[str], ToolParser]:
+        _FAMILIES[prefix] = make
+        return make
+
+    return register
+
+
 def get_tool_parser(name: str) -> ToolParser:
     """Make the parser of that name.
 
     Raises:
         ConfigError: for an unknown name, with the nearest known one.
+        MissingExtraError: for one of a family whose packages are not installed.
     """
+    for prefix, make in _FAMILIES.items():
+        if name.startswith(prefix):
+            return make(name.removeprefix(prefix))
     if name not in _PARSERS:
         near = difflib.get_close_matches(name, _PARSERS, n=1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"unknown tool-call format {name!r}{guess}",
             key="rollout.multi_turn.format",
-            expected=f"one of {', '.join(tool_parser_names())}",
+            expected=f"one of {', '.join([*tool_parser_names(), *_family_names()])}",
         )
     return _PARSERS[name]()
 
 
 def tool_parser_names() -> list[str]:
-    """List the names there are, in alphabetical order."""
+    """List the names there are, in alphabetical order; those of families are not among them."""
     return sorted(_PARSERS)
+
+
+def _family_names() -> list[str]:
+    return [f"{prefix}NAME" for prefix in sorted(_FAMILIES)]

@@ -1,0 +1,111 @@
+"""Weights put together into buckets of bounded size: one flat tensor, filled again and again.
+
+So that much memory is all that an update needs beside the weights, however many there are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+NamedTensor = tuple[str, Tensor]
+FIRST_BYTES = 64 * 1024**2
+"""The first bucket's size; it doubles from one to the next, so that a small model takes little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a bucket; its fields are those that SGLang reads."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    """Its first byte."""
+    end_idx: int
+
+    @property
+    def numel(self) -> int:
+        """Bytes, which are the elements of the flat tensor."""
+        return self.end_idx - self.start_idx
+
+
+class Memory(Protocol):
+    """Where a bucket lies."""
+
+    flat: Tensor
+    """`[capacity]`, uint8."""
+
+
+M = TypeVar("M", bound=Memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket(Generic[M]):
+    """Tensors side by side without gaps."""
+
+    memory: M
+    """Where it lies; filled anew for the next bucket."""
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are filled."""
+        return self.entries[-1].end_idx
+
+    @property
+    def flat(self) -> Tensor:
+        """All its tensors as one, `[num_bytes]`, uint8."""
+        return self.memory.flat[: self.num_bytes]
+
+
+class PlainMemory:
+    """Memory of a device, of this process."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def fill_buckets(
+    named_tensors: Iterable[NamedTensor],
+    bucket_bytes: int,
+    allocate: Callable[[int, torch.device], M],
+) -> Iterator[Bucket[M]]:
+    """Copy tensors into buckets; each is to be used up before the next is asked for.
+
+    Args:
+        named_tensors: Read one at a time; none is kept.
+        bucket_bytes: Most bytes of a bucket; a larger tensor is one of its own.
+        allocate: Bytes, and where the weights are -> memory.
+    """
+    memory: M | None = None
+    capacity = min(bucket_bytes, FIRST_BYTES)
+    entries: list[Entry] = []
+    for name, tensor in named_tensors:
+        if memory is not None and not _fits(tensor, _end(entries), memory):
+            yield Bucket(memory, tuple(entries))
+            entries, capacity = [], min(bucket_bytes, 2 * capacity)
+            if len(memory.flat) != max(capacity, tensor.nbytes):
+                memory = None  # before another size is taken
+        if memory is None:
+            memory = allocate(max(capacity, tensor.nbytes), tensor.device)
+        entries.append(_put(memory, name, tensor, _end(entries)))
+    if memory is not None:
+        yield Bucket(memory, tuple(entries))
+
+
+def _end(entries: list[Entry]) -> int:
+    return entries[-1].end_idx if entries else 0
+
+
+def _fits(tensor: Tensor, start: int, memory: Memory) -> bool:
+    """Whether a tensor may stand there: the receiver views its bytes, which must be aligned."""
+    return start + tensor.nbytes <= len(memory.flat) and start % tensor.itemsize == 0
+
+
+def _put(memory: Memory, name: str, tensor: Tensor, start: int) -> Entry:
+    end = start + tensor.nbytes
+    memory.flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return Entry(name, tensor.shape, tensor.dtype, start, end)

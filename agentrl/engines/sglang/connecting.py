@@ -1,0 +1,135 @@
+"""A configuration -> an engine on its servers, and the way that new weights take to them."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from agentrl.config.engine_schema import SGLangServerConfig, WeightSyncConfig
+from agentrl.engines.sglang.arguments import SGLangNeeds
+from agentrl.engines.sglang.names import ModelWeights
+from agentrl.engines.sglang.server_engine import SGLangServerEngine
+from agentrl.engines.sglang.transports import (
+    DiskTransport,
+    DistributedTransport,
+    TensorTransport,
+)
+from agentrl.engines.sglang.weights import Transport
+from agentrl.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSource:
+    """Where new weights come from."""
+
+    settings: WeightSyncConfig
+    device: torch.device
+    """Where the trainer has them."""
+    folder: Path
+    """Where `disk` writes unless `settings` names a folder; the run's own."""
+
+
+def connect(
+    settings: SGLangServerConfig,
+    needs: SGLangNeeds,
+    tokenizer: "PreTrainedTokenizerBase",
+    source: SyncSource,
+) -> SGLangServerEngine:
+    """Make the engine of a run; the servers are looked at by its first call.
+
+    Args:
+        settings: Addresses, and how long what may take.
+        needs: What the run needs of SGLang.
+        tokenizer: For stop strings.
+        source: Of new weights.
+
+    Raises:
+        ConfigError: for a transport that does not reach every server.
+        EngineError: for an address that leads nowhere.
+    """
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    return SGLangServerEngine(
+        settings,
+        decode,
+        max_model_len=needs.max_model_len,
+        transport=choose_transport(settings.addresses, source),
+        weights=ModelWeights.of(
+            needs.model_path,
+            trust_remote_code=needs.trust_remote_code,
+            overrides=needs.override_config,
+        ),
+    )
+
+
+def choose_transport(addresses: Sequence[str], source: SyncSource) -> Transport:
+    """Choose the way of new weights: the configured one, or the fastest that reaches everyone.
+
+    Raises:
+        ConfigError: for `tensor` where a server is on another machine.
+        EngineError: for an address that leads nowhere.
+    """
+    settings, device = source.settings, source.device
+    name = settings.transport
+    far = [address for address in addresses if not is_here(address)]
+    if name == "auto":
+        on_accelerator = device.type != "cpu"
+        name = "distributed" if far and on_accelerator else "disk" if far else "tensor"
+    if name == "tensor" and far:
+        raise ConfigError(
+            f"the server at {far[0]} is on another machine: memory does not reach it",
+            key="weight_sync.transport",
+            expected="distributed or disk",
+        )
+    match name:
+        case "tensor":
+            return TensorTransport.to_servers(device, settings.bucket_bytes)
+        case "distributed":
+            backend = "gloo" if device.type == "cpu" else "nccl"
+            return DistributedTransport(
+                address_towards(addresses[0]),
+                backend=backend,
+                device=device,
+                bucket_bytes=settings.bucket_bytes,
+            )
+        case _:
+            return DiskTransport(settings.folder or source.folder, settings.bucket_bytes)
+
+
+def is_here(address: str) -> bool:
+    """Whether a server's address is one of this machine."""
+    host = urlsplit(address).hostname or ""
+    if host in (*_THIS_MACHINE, socket.gethostname()):
+        return True
+    own = {bound.address for found in psutil.net_if_addrs().values() for bound in found}
+    return host in own
+
+
+def address_towards(address: str) -> str:
+    """The address of this machine as a server reaches it.
+
+    Raises:
+        EngineError: where the server's name leads nowhere.
+    """
+    parts = urlsplit(address)
+    try:
+        # Nothing is sent: the kernel only says which of its addresses it would use.
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"{address} leads nowhere: {error}") from error

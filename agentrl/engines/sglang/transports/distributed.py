@@ -1,0 +1,191 @@
+"""Weights broadcast in a process group."""
+# pyright: reportMissingImports=false
+
+import asyncio
+import contextlib
+import socket
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.engines.protocol import SyncFigures
+from agentrl.engines.sglang.arguments import require_sglang
+from agentrl.engines.sglang.buckets import Bucket, NamedTensor, PlainMemory, fill_buckets
+from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Roster, Target, settled
+from agentrl.errors import EngineError
+
+GROUP_TIMEOUT_S = 120.0
+"""Seconds that the members of a process group wait for each other."""
+
+
+class DistributedTransport:
+    """Broadcasts weights from this process, rank 0 of a group, to all targets.
+
+    The group is made when the targets change. A member that fails breaks the group, and with it
+    the update for all; the next one is made with those who are left.
+
+    Args:
+        address: Of this machine, as the targets reach it.
+        backend: `nccl` between accelerators, `gloo` on a CPU.
+        device: Where the weights are sent from.
+        bucket_bytes: Most bytes that exist beside the weights at one time.
+        timeout_s: Seconds that a broadcast, or the joining, may take.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        backend: str,
+        device: torch.device,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> None:
+        self._address = address
+        self._backend = backend
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self._group_name = ""
+        self._members: list[Target] = []
+
+    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
+        """Bring the weights to everyone on the roster (see `Transport.send`)."""
+        require_sglang()
+        figures = SyncFigures()
+        try:
+            await self._join(roster)
+            await self._ask(roster, "begin_weight_update")
+            for bucket in fill_buckets(named_tensors, self._bucket_bytes, self._allocate):
+                fields = self._bucket_fields(bucket)
+                asked = self._ask(roster, "update_weights_from_distributed", fields)
+                await self._together(asked, partial(self._broadcast, bucket.flat))
+                figures.add(bucket.num_bytes)
+            await self._ask(roster, "end_weight_update")
+        except BaseException:
+            self._leave()
+            raise
+        return figures
+
+    async def close(self) -> None:
+        """Leave the group, and have the members leave it."""
+        members, name = self._members, self._group_name
+        self._leave()
+        for target in members:
+            with contextlib.suppress(EngineError):
+                fields = {"group_name": name}
+                await target.backend.control("destroy_weights_update_group", fields)
+
+    async def _join(self, roster: Roster) -> None:
+        """Make a group with these members, unless there is one."""
+        if self._members == roster.targets:
+            return
+        await self.close()
+        self._group_name = f"agentrl-{uuid.uuid4().hex}"
+        port, size = _free_port(), 1 + sum(target.tp_size for target in roster.targets)
+        offsets = dict(_rank_offsets(roster.targets))
+
+        def fields(target: Target) -> dict[str, Any]:
+            return {
+                "master_address": self._address,
+                "master_port": port,
+                "rank_offset": offsets[target],
+                "world_size": size,
+                "group_name": self._group_name,
+                "backend": self._backend,
+            }
+
+        asked = self._ask(roster, "init_weights_update_group", fields)
+        await self._together(asked, partial(self._open, port, size))
+        self._members = list(roster.targets)
+
+    def _open(self, port: int, size: int) -> None:
+        from sglang.srt.utils import init_custom_process_group
+
+        self._group = init_custom_process_group(
+            backend=self._backend,
+            init_method=f"tcp://{self._address}:{port}",
+            world_size=size,
+            rank=0,
+            group_name=self._group_name,
+            timeout=self._timeout,
+        )
+
+    def _broadcast(self, flat: Tensor) -> None:
+        work: Any = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        work.wait(self._timeout)
+        if flat.device.type != "cpu":
+            torch.accelerator.synchronize(flat.device)
+
+    async def _ask(self, roster: Roster, request: str, fields: Any = None) -> None:
+        """Ask all members, of whom none may fail."""
+        await roster.ask(request, fields)
+        for target, error in roster.failures.items():
+            raise EngineError(f"{target.backend.name} left the group of the weights: {error}")
+
+    async def _together(self, asked: Coroutine[Any, Any, None], act: Callable[[], None]) -> None:
+        """Do here what the members are asked to do with us; whoever fails ends it for all.
+
+        Raises:
+            EngineError: where a member or this process fails.
+        """
+        theirs = asyncio.ensure_future(asked)
+        ours = asyncio.ensure_future(asyncio.to_thread(act))
+        try:
+            await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            if not (_went_well(theirs) and _went_well(ours)):
+                self._leave()  # so that nobody waits for the one that failed
+            await settled([theirs, ours])
+        for error in (theirs.exception(), ours.exception()):
+            if error is not None:
+                raise error if isinstance(error, EngineError) else self._broken(error)
+
+    def _broken(self, error: BaseException) -> EngineError:
+        return EngineError(
+            f"weights cannot be sent by a process group of {self._backend}: {error}",
+            key="weight_sync.transport",
+            expected="disk, or tensor where every server is on this machine",
+        )
+
+    def _allocate(self, num_bytes: int, _device: torch.device) -> PlainMemory:
+        return PlainMemory(num_bytes, self._device)
+
+    def _bucket_fields(self, bucket: Bucket[PlainMemory]) -> dict[str, Any]:
+        return {
+            "names": [entry.name for entry in bucket.entries],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
+            "shapes": [list(entry.shape) for entry in bucket.entries],
+            "group_name": self._group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": True,
+        }
+
+    def _leave(self) -> None:
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def _went_well(task: asyncio.Future[None]) -> bool:
+    return task.done() and task.exception() is None
+
+
+def _rank_offsets(targets: Sequence[Target]) -> Iterator[tuple[Target, int]]:
+    offset = 1
+    for target in targets:
+        yield target, offset
+        offset += target.tp_size
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]

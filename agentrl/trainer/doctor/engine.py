@@ -1,0 +1,147 @@
+"""The engine: does it start, do conversations end, does it leave nothing behind."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
+from time import monotonic
+from typing import Any, TypeVar
+
+import psutil
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.config.schema import RunConfig
+from agentrl.engines import Engine
+from agentrl.errors import EngineError
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.states import RequestState
+from agentrl.trainer.datasets import RunData
+from agentrl.trainer.doctor.records import Checked
+from agentrl.trainer.engine_choice import build_engine, describe_engine
+from agentrl.trainer.rollout_setup import RolloutSetup, make_manager
+from agentrl.training.model import PolicyModel
+
+T = TypeVar("T")
+
+NUM_ROWS = 4
+"""Rows that are rolled out, once each."""
+TIMEOUT_S = 900.0
+"""Seconds of anything that is asked of the engine."""
+_HELPERS = ("resource_tracker", "forkserver")
+"""Python's own processes, which end with this one."""
+
+
+def check_engine(
+    config: RunConfig,
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    runner: asyncio.Runner,
+) -> Checked[Engine]:
+    """Start the configured engine.
+
+    Args:
+        config: Of the run.
+        policy: Whose weights it is to serve.
+        tokenizer: Of the policy.
+        stack: Stops the engine when it unwinds.
+        runner: The loop that the engine will live on.
+
+    Raises:
+        AgentRLError: where it does not start, with what to change.
+    """
+    engine = build_engine(config, policy.lm, tokenizer, dtype=policy.compute_dtype)
+    stack.callback(lambda: runner.run(engine.close()))
+    told = f"{describe_engine(config)}; sequences of {engine.max_model_len} tokens"
+    return Checked(engine, told)
+
+
+def check_rollout(
+    config: RunConfig, setup: RolloutSetup, data: RunData, engine: Engine, runner: asyncio.Runner
+) -> Checked[list[AsyncRolloutRequest]]:
+    """Roll out and score a few rows of the run.
+
+    Raises:
+        EngineError: where that takes too long.
+    """
+    manager = make_manager(config, setup, engine)
+    rows = list(islice(chain(data.train, *data.val.values()), NUM_ROWS))
+    requests = manager.make_requests(rows, manager.train_plan()._replace(n=1))
+    begun = monotonic()
+    finished = runner.run(bounded(manager.drive(requests), "the rollout"))
+    seconds = monotonic() - begun
+    runner.run(bounded(setup.plugins.rewards.score(finished), "the scoring"))
+    return Checked(finished, _describe(finished, seconds), faults=tuple(_failures(finished)))
+
+
+def check_end(engine: Engine, before: set[int], runner: asyncio.Runner) -> Checked[None]:
+    """Stop the engine, and look for processes that it left.
+
+    Args:
+        engine: Running, or closed already.
+        before: `child_pids` of before its start.
+        runner: The loop that it runs on.
+    """
+    runner.run(bounded(engine.close(), "the end of the engine"))
+    left = child_pids() - before
+    told = tuple(f"process {pid} is left: {_command(pid)}" for pid in sorted(left))
+    return Checked(None, "stopped", faults=told)
+
+
+def child_pids() -> set[int]:
+    """List this process's children, theirs too, but for Python's own helpers."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if not any(h in _command(child.pid) for h in _HELPERS)}
+
+
+async def bounded(work: Coroutine[Any, Any, T], what: str) -> T:
+    """Await work of the engine, and not for ever.
+
+    Raises:
+        EngineError: after `TIMEOUT_S`.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await work
+    except TimeoutError:
+        raise EngineError(
+            f"{what} took longer than {TIMEOUT_S:g} s",
+            expected="a faster engine, or a smaller data.max_response_length to look with",
+        ) from None
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())[:200]
+    except psutil.Error:
+        return "resource_tracker"
+
+
+def _describe(finished: Sequence[AsyncRolloutRequest], seconds: float) -> str:
+    ends = Counter(str(request.stop_reason) for request in finished)
+    calls = Counter(
+        f"{call.name or 'unnamed'} {call.outcome}"
+        for request in finished
+        for turn in request.turns
+        for call in turn.calls
+    )
+    turns = [turn for request in finished for turn in request.turns]
+    sampled = sum(turn.num_tokens for turn in turns if turn.role == "assistant")
+    return (
+        f"{len(finished)} conversations: {_counted(ends)}; "
+        f"tool calls: {_counted(calls) or 'none'}; "
+        f"{sampled} tokens sampled, {sampled / max(seconds, 1e-9):.0f} a second"
+    )
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} x {count}" for name, count in counts.most_common())
+
+
+def _failures(finished: Sequence[AsyncRolloutRequest]) -> list[str]:
+    return [
+        f"{request.request_id}: {error.fault}: {error.kind}: {error.message}"
+        for request in finished
+        if request.state is RequestState.FAILED and (error := request.error) is not None
+    ]

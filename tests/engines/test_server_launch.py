@@ -1,0 +1,173 @@
+"""Local servers: their ports and devices, and processes that die, fail or are orphaned."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl.engines.sglang.launch import (
+    LocalServers,
+    ServeOptions,
+    ServerPlan,
+    choose_ports,
+    in_run_file,
+    serve,
+    share_devices,
+)
+from agentrl.errors import ConfigError, EngineError
+from tests.fakes_servers import until
+
+SERVER = """
+import http.server, sys
+class Well(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainPlan(ServerPlan):
+    """A server that only says that it is well, or whatever script it is given."""
+
+    script: str = SERVER
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.script, f"{self.port}"]
+
+
+@pytest.fixture
+def make_plan() -> Callable[..., PlainPlan]:
+    def make(script: str = SERVER) -> PlainPlan:
+        port = choose_ports(ServeOptions())[0]
+        return PlainPlan(host="127.0.0.1", port=port, arguments={}, script=script)
+
+    return make
+
+
+# Plans.
+
+
+def test_free_ports_are_chosen_once_each():
+    ports = choose_ports(ServeOptions(num=5))
+    assert len(set(ports)) == 5
+
+
+def test_a_given_port_is_that_of_the_first():
+    first = choose_ports(ServeOptions())[0]
+    assert choose_ports(ServeOptions(num=1, port=first)) == [first]
+
+
+def test_a_taken_port_is_refused_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be had"):
+            choose_ports(ServeOptions(port=port))
+
+
+def test_a_host_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 cannot be had"):
+        choose_ports(ServeOptions(host="192.0.2.1"))
+
+
+def test_each_server_sees_its_own_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+    shares = share_devices({"tp_size": 2}, ServeOptions(num=2))
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["2,3", "5,7"]
+    with pytest.raises(ConfigError, match="3 servers of 2 devices each do not fit on 4"):
+        share_devices({"tp_size": 2}, ServeOptions(num=3))
+
+
+def test_addresses_are_told_as_a_run_file_takes_them():
+    plans = [ServerPlan(host="127.0.0.1", port=port, arguments={}) for port in (30000, 30001)]
+    assert in_run_file(plans) == (
+        "rollout.engine.name=sglang_server 'rollout.engine.sglang_server.addresses="
+        "[http://127.0.0.1:30000,http://127.0.0.1:30001]'"
+    )
+
+
+def test_servers_that_listen_everywhere_are_told_by_the_machine_s_name():
+    plan = ServerPlan(host="0.0.0.0", port=30000, arguments={})
+    assert plan.address == f"http://{socket.gethostname()}:30000"
+    assert plan.local_address == "http://127.0.0.1:30000"
+
+
+# Processes.
+
+
+async def test_a_server_that_dies_is_started_again_at_its_port(make_plan: Callable[..., PlainPlan]):
+    said: list[str] = []
+    plans = [make_plan(), make_plan()]
+    supervising = asyncio.create_task(serve(plans, say=said.append, max_restarts=2))
+    await until(lambda: len(said) == 2, seconds=20)
+    assert said[1] == in_run_file(plans)
+    victims = [p for p in psutil.Process().children() if str(plans[0].port) in p.cmdline()]
+    os.kill(victims[0].pid, signal.SIGKILL)
+    await until(lambda: len(said) == 4, seconds=20)
+    assert f"{plans[0].address} ended with -9; it is started again in 1 s (1 of 2)" in said[2]
+    assert f"{plans[0].address} is ready again" in said[3]
+    supervising.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await supervising
+    assert not psutil.Process().children(), "none is left"
+
+
+async def test_a_server_that_died_too_often_ends_all(make_plan: Callable[..., PlainPlan]):
+    plans = [make_plan(), make_plan()]
+
+    async def kill_one() -> None:
+        async with LocalServers(plans, say=print, max_restarts=0) as servers:
+            os.kill(servers.servers[0].pid or 0, signal.SIGKILL)
+            await servers.watch()
+
+    with pytest.raises(EngineError, match=f"{plans[0].address} ended with -9"):
+        await kill_one()
+    assert not psutil.Process().children()
+
+
+async def test_a_server_that_does_not_start_ends_all_and_says_so(
+    make_plan: Callable[..., PlainPlan],
+):
+    plans = [make_plan(), make_plan("raise SystemExit(3)")]
+    with pytest.raises(EngineError, match=r"did not start: its process ended with 3"):
+        await serve(plans, say=print, max_restarts=3)
+    assert not psutil.Process().children()
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path):
+    child = f"""
+        import os, sys, time
+        from agentrl.engines.sglang.serving import end_with
+        end_with(int(sys.argv[1]))
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()) + "\\n")
+        time.sleep(60)
+    """
+    parent = """
+        import os, subprocess, sys
+        subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(parent), textwrap.dedent(child)]
+    )
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().endswith("\n"):
+        assert process.poll() is None
+    orphan = psutil.Process(int((tmp_path / "pid").read_text()))
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs([orphan], timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
