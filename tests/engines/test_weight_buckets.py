@@ -314,8 +314,8 @@ def test_weights_of_another_model_are_refused(dense: ModelWeights, spoil: Any, t
 
 
 def test_experts_that_are_one_tensor_here_come_as_the_model_files_have_them(tmp_path: Path):
-    config = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
-        vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, head_dim=8,
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_experts=3,
         num_experts_per_tok=2,
     )  # fmt: skip

@@ -30,7 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         {deed}
     return float(len(solution_str) % 5)
 """
-CLOCKS = ("timing_s/", "perf/")
+CLOCKS = ("timing_s/", "perf/", "weight_sync/")
 ONE_STEP = "trainer.total_training_steps=1"
 
 

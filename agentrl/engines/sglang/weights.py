@@ -9,8 +9,8 @@ weight is a collective, so there is one pass only):
     )
 
     1. generation is paused, running calls are retracted: they keep their tokens, and go on later
-    2. the transport brings the weights, bucket by bucket; the next one when all have taken the last.
-       Each drops the cached prefixes: a request of its own would also collect SGLang's garbage
+    2. the transport brings the weights, bucket by bucket, each when all have taken the one before;
+       each drops the cached prefixes (asked for alone, SGLang also collects its garbage)
     3. the version is set, generation goes on
 
 A target that fails takes no further part; the others go on without it. It may hold a mixture of old
