@@ -1,4 +1,4 @@
-"""The command line: `agentrl train`, `sft`, `prepare`, `rollout`, `serve`, `config`.
+"""The command line: `agentrl train`, `sft`, `prepare`, `rollout`, `serve`, `doctor`, `config`.
 
 Nothing heavy is imported before a command runs, so that `--help` answers at once. A fault that a
 user can mend is told in its own words, on standard error, and ends with exit code 2; Ctrl-C and

@@ -1,6 +1,6 @@
 """What can be told of a run before any model loads: contradictions, dead keys, biases."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from agentrl.config.contradictions import Purpose, find_contradictions, longest_sequence
@@ -38,7 +38,8 @@ def check_config(
     Raises:
         ConfigError: with every contradiction, a line for each.
     """
-    if problems := find_contradictions(config, purpose=purpose):
+    problems = find_contradictions(config, purpose=purpose)
+    if problems := [*problems, *find_overlaps(config, world_size)]:
         raise_problems(problems, file)
     return [
         *find_dead_keys(config),
@@ -86,6 +87,15 @@ def find_ends_of_determinism(config: RunConfig) -> list[KeyNote]:
         ("trainer.device", cuda, config.trainer.device == "cuda"),
     )
     return [KeyNote(key, reason) for key, reason, is_so in found if is_so]
+
+
+def find_overlaps(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Find engines of several ranks that would take each other's devices."""
+    engine = config.rollout.engine
+    if world_size > 1 and engine.name in ("auto", "sglang") and engine.sglang.tp_size > 1:
+        told = f"is {engine.sglang.tp_size}, and each of {world_size} ranks has its own engine"
+        expected = "1, or servers: rollout.engine.name=sglang_server"
+        yield Problem("rollout.engine.sglang.tp_size", told, expected)
 
 
 def find_idle_ranks(config: RunConfig, world_size: int) -> list[KeyNote]:

@@ -39,7 +39,8 @@ class SGLangConfig(Section):
     tp_size: int = Field(default=1, ge=1)
     """Devices that hold one copy of the model between them."""
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
-    """Share of a device's memory for weights and KV cache; null: SGLang's choice."""
+    """Share of the memory that is free at its start for weights and KV cache; null: 0.5 where
+    the trainer has the same device, else SGLang's choice."""
     attention_backend: str | None = None
     """null: by device; `torch_native` without an accelerator."""
 

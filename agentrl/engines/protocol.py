@@ -180,3 +180,19 @@ class Engine(CompletionSource, Protocol):
     async def close(self) -> None:
         """Stop for good; running calls end with `EngineError`. May be called twice."""
         ...
+
+
+@runtime_checkable
+class FollowsUpdates(Protocol):
+    """An engine that is shared by all ranks, each of which has a view of its own of it."""
+
+    async def follow_update(self, *, version: int) -> None:
+        """Hear what came of an update that another rank has just made.
+
+        Args:
+            version: Of the weights that are there now.
+
+        Raises:
+            EngineError: where they are nowhere.
+        """
+        ...

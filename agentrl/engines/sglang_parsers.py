@@ -13,12 +13,13 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.messages import OpenAIFunctionToolSchema
@@ -28,6 +29,8 @@ Tools = Sequence[OpenAIFunctionToolSchema]
 INSTALL = "pip install 'agentrl[sglang]'"
 MAX_SECONDS = 2.0
 """CPU time of one text: some detectors take cubic time for a text that repeats itself."""
+LOOKS = 10
+"""How often the clock is looked at in so much time, once it may have passed."""
 LONGEST_COMPLAINT = 200
 _LOGGER = "sglang.srt.function_call"
 _LET_THROUGH = "SGLANG_FORWARD_UNKNOWN_TOOLS"
@@ -112,12 +115,12 @@ class SGLangDetector:
         """Read a text (see `Detector.detect`)."""
         complaints: list[str] = []
         try:
-            with _listening(complaints), _unknown_tools_let_through(), _limited(MAX_SECONDS):
+            with _listening(complaints), _unknown_tools_let_through(), limited(MAX_SECONDS):
                 parser = self._make([_tool(schema) for schema in tools])
                 is_meant = parser.has_tool_call(text)
                 rest, found = parser.parse_non_stream(text)
                 calls = tuple(DetectedCall(call.name or "", call.parameters) for call in found)
-        except _OutOfTimeError:
+        except OutOfTimeError:
             why = f"it takes longer than {MAX_SECONDS:g} s to read"
             return Detection((), text, is_meant=True, complaint=why)
         except Exception as error:  # noqa: BLE001 - the boundary round a detector
@@ -211,13 +214,13 @@ def _unknown_tools_let_through() -> Iterator[None]:
             os.environ[_LET_THROUGH] = before
 
 
-class _OutOfTimeError(BaseException):
+class OutOfTimeError(BaseException):
     """A detector took too long; no `except Exception` of its keeps this."""
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTimeError` in the block after so much CPU time of this process.
+def limited(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTimeError` in the block after so much CPU time of its own thread.
 
     Python's regular expressions listen to signals while they search. Signals reach the main thread
     alone; elsewhere there is no limit.
@@ -225,18 +228,21 @@ def _limited(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
-    # Again and again, should a detector have caught the first.
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    deadline = time.thread_time() + seconds
+
+    def look_at_clock(number: int, frame: FrameType | None) -> None:
+        if time.thread_time() >= deadline:
+            raise OutOfTimeError
+
+    before = signal.signal(signal.SIGVTALRM, look_at_clock)
+    # Again and again: the timer runs by the CPU time of all threads, an engine's among them, and a
+    # detector may have caught the first.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / LOOKS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-def _raise_out_of_time(number: int, frame: FrameType | None) -> NoReturn:
-    raise _OutOfTimeError
 
 
 def texts_in(arguments: str) -> list[str]:

@@ -112,7 +112,9 @@ def build_parts(
     budget = config.actor.ppo_max_token_len_per_gpu
     if doubt := find_implausible(policy, prompt[:_PROMPT_TOKENS], budget):
         journal.say(f"note: {doubt}")
-    engine = build_engine(config, policy.lm, setup.tokenizer, dtype=policy.compute_dtype)
+    engine = build_engine(
+        config, policy.lm, setup.tokenizer, device=world.device, dtype=policy.compute_dtype
+    )
     if choose_engine(config) == "scripted":
         journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
     journal.say(

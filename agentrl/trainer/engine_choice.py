@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config.contradictions import longest_sequence
 from agentrl.config.schema import EngineName, RunConfig
@@ -25,7 +25,9 @@ def choose_engine(config: RunConfig) -> EngineName:
     name = config.rollout.engine.name
     if name != "auto":
         return name
-    return "sglang" if has_accelerator() and find_spec("sglang") else "transformers"
+    is_alone = config.rollout.deterministic or config.trainer.device == "cpu"
+    has_sglang = not is_alone and has_accelerator() and find_spec("sglang") is not None
+    return "sglang" if has_sglang else "transformers"
 
 
 def describe_engine(config: RunConfig) -> str:
@@ -36,9 +38,10 @@ def describe_engine(config: RunConfig) -> str:
 
 def build_engine(
     config: RunConfig,
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Engine:
     """Build the configured engine.
@@ -47,6 +50,7 @@ def build_engine(
         config: Its name, settings, and the budgets that its cache must hold.
         model: The trainer's module, whose weights an embedded engine shares.
         tokenizer: For stop strings and scripted answers.
+        device: Of this rank; its parameters may lie elsewhere.
         dtype: What the trainer computes in; None: the module's own.
 
     Raises:
@@ -57,19 +61,16 @@ def build_engine(
         case "scripted":
             return build_scripted_engine(config, tokenizer)
         case "sglang":
-            first = next(model.parameters())
-            needs = sglang_needs(config, dtype or first.dtype, first_device=first.device.index or 0)
-            needs = replace(needs, gives_memory=config.rollout.free_cache_engine)
+            needs = _needs_in_keep(config, dtype or model.dtype, device)
             bucket_bytes = config.weight_sync.bucket_bytes
             return SGLangEngine.start(needs, tokenizer, bucket_bytes=bucket_bytes)
         case "sglang_server":
-            first = next(model.parameters())
             source = SyncSource(
                 settings=config.weight_sync,
-                device=first.device,
+                device=device,
                 folder=config.trainer.default_local_dir / "weights",
             )
-            needs = sglang_needs(config, dtype or first.dtype)
+            needs = sglang_needs(config, dtype or model.dtype)
             return connect(config.rollout.engine.sglang_server, needs, tokenizer, source)
         case _:
             return _build_transformers_engine(config, model, tokenizer, dtype=dtype)
@@ -84,7 +85,7 @@ def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase)
     return ScriptedEngine(config.rollout.engine.scripted.answers, tokenizer=tokenizer)
 
 
-def sglang_needs(config: RunConfig, dtype: torch.dtype, *, first_device: int = 0) -> SGLangNeeds:
+def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
     """Say what a run needs of SGLang, in its own keeping or as servers."""
     model = config.model
     return SGLangNeeds(
@@ -93,11 +94,19 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype, *, first_device: int = 0
         max_model_len=_max_model_len(config),
         max_requests=config.rollout.max_concurrent_requests,
         dtype=str(dtype).removeprefix("torch."),
-        first_device=first_device,
         seed=config.rollout.seed,
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
         given=config.rollout.engine.sglang.server_arguments,
+    )
+
+
+def _needs_in_keep(config: RunConfig, dtype: torch.dtype, device: torch.device) -> SGLangNeeds:
+    """Say what a run needs of a SGLang that is on the trainer's own device."""
+    return replace(
+        sglang_needs(config, dtype),
+        first_device=device.index or 0,
+        gives_memory=config.rollout.free_cache_engine,
     )
 
 

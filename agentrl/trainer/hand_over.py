@@ -7,6 +7,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.engines import Engine
 from agentrl.engines.protocol import MemoryTag
 from agentrl.trainer.figures import Figures, Largest, Total
+from agentrl.training.memory import give_back_cached
 from agentrl.training.model import PolicyModel
 from agentrl.training.weight_sync import SyncResult, sync_weights
 
@@ -42,7 +43,8 @@ class HandOver:
     def sleep(self, runner: asyncio.Runner) -> None:
         """Have the engine give its memory to the update."""
         if self.gives_memory:
-            runner.run(self.engine.sleep())
+            with self.policy.world.agreeing():
+                runner.run(self.engine.sleep())
 
     def sync(self, runner: asyncio.Runner, *, version: int) -> None:
         """Bring the engine to the policy's weights, and wake it. A collective.
@@ -73,4 +75,6 @@ class HandOver:
 
     async def _wake(self, tag: MemoryTag) -> None:
         if self.gives_memory:
-            await self.engine.wake((tag,))
+            with self.policy.world.agreeing():
+                give_back_cached(self.policy.world.device)
+                await self.engine.wake((tag,))

@@ -195,7 +195,7 @@ def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
     check_tokenizer(setup.tokenizer, model.config)
     check_model_length(config, model.config.max_position_embeddings)
     nn.Module.to(model, device=world.device, dtype=resolve_dtype(config.model, world.device))
-    return build_engine(config, model, setup.tokenizer)
+    return build_engine(config, model, setup.tokenizer, device=world.device)
 
 
 async def roll_out(

@@ -136,6 +136,8 @@ class Trainer:
             compute_batch_advantage(batch, self.config.algorithm, self.world)
             self._interruption.check()
             update = self.update_actor(batch)
+            # An engine that fails now fails behind a finished step, which can be saved.
+            self._last.note(self.step, self.summary, unlogged=update.metrics)
             self.sync_weights()
         self.parts.files.save_step(self.step, requests)
         self.parts.files.save_skipped(self.step, requests, update.skipped)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from agentrl.errors import OutOfMemoryError, is_out_of_memory
 from agentrl.training.packing import PackedBatch
 
@@ -49,6 +51,13 @@ def telling_out_of_memory_in_step() -> Iterator[None]:
         "rollout.engine.transformers.num_pages",
     ):
         yield
+
+
+def give_back_cached(device: torch.device) -> None:
+    """Give what the allocator keeps for later back to the device, for another process to take."""
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

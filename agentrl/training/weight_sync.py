@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agentrl.engines.protocol import SyncFigures
+from agentrl.engines.protocol import FollowsUpdates, SyncFigures
 from agentrl.training.model import PolicyModel, full_tensor
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ async def sync_weights(
         try:
             with policy.world.agreeing():
                 figures = await _try_sync(policy, engine, version)
+            if engine.is_shared:
+                with policy.world.agreeing():
+                    await _follow(policy, engine, version)
         except Exception as error:
             # Only what all ranks know of is met by all of them with another attempt.
             if attempt == max_attempts or error is not policy.world.board.shared:
@@ -91,3 +94,9 @@ async def _try_sync(policy: PolicyModel, engine: "Engine", version: int) -> Sync
         # The others wait in the gathering of what this engine did not read.
         for _ in weights:
             pass
+
+
+async def _follow(policy: PolicyModel, engine: "Engine", version: int) -> None:
+    """Have an engine that did not send hear who has the weights."""
+    if isinstance(engine, FollowsUpdates) and not policy.world.is_main:
+        await engine.follow_update(version=version)

@@ -534,7 +534,7 @@ def test_an_interpolation_that_leads_nowhere_is_told_with_its_key():
 
 
 def test_an_interpolation_that_nothing_reads_may_lead_nowhere():
-    report = report_of({f"{R}.gpu_memory_utilization": "${nowhere}"})
+    report = report_of({f"{R}.enforce_eager": "${nowhere}"})
     assert report.without[0].value == "${nowhere}"
 
 

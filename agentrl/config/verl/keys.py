@@ -40,19 +40,6 @@ class Unused:
     """A clause, such as "`use_dynamic_bsz` is false"."""
 
 
-Reader = Callable[[Any, Tree], Reading | Unused]
-"""Reads a value; raises `ConfigError` for one that cannot be meant here."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Read into keys of ours."""
-
-    ours: tuple[str, ...]
-    """Those that it may set."""
-    read: Reader
-
-
 @dataclass(frozen=True)
 class Refused:
     """What it asks for is not here, and would change what is trained."""
@@ -69,6 +56,19 @@ class Left:
 
     why: str
     """What is done here, or what to use in its place."""
+
+
+Reader = Callable[[Any, Tree], Reading | Unused | Left]
+"""Reads a value; raises `ConfigError` for one that cannot be meant here."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Read into keys of ours."""
+
+    ours: tuple[str, ...]
+    """Those that it may set."""
+    read: Reader
 
 
 @dataclass(frozen=True)

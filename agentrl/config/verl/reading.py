@@ -109,7 +109,7 @@ def _read_defaults(
 def _read_row(row: VerlKey, key: str, tree: GivenTree) -> Item:
     fate = row.fate
     if isinstance(fate, Left | Dead):
-        return _left(row, key, fate.why, tree)
+        return _left(row, key, fate, tree)
     value = tree.value(key)
     if isinstance(fate, Refused):
         if value in fate.harmless:
@@ -117,17 +117,17 @@ def _read_row(row: VerlKey, key: str, tree: GivenTree) -> Item:
         told = f"{shown(value)} asks for what is not here: {fate.why}"
         raise ConfigError(told, expected=" or ".join(map(shown, fate.harmless)))
     reading = fate.read(value, tree)
-    if isinstance(reading, Unused):
-        return _left(row, key, reading.why, tree)
+    if isinstance(reading, Unused | Left):
+        return _left(row, key, reading, tree)
     return TakenKey(key, value, reading.settings, reading.note, part_of=reading.part_of)
 
 
-def _left(row: VerlKey, key: str, why: str, tree: GivenTree) -> LeftKey:
+def _left(row: VerlKey, key: str, fate: Left | Dead | Unused, tree: GivenTree) -> LeftKey:
     return LeftKey(
         key,
         tree.shown(key),
-        why,
-        is_dead=not isinstance(row.fate, Left),
+        fate.why,
+        is_dead=not isinstance(fate, Left),
         row=row.name if row.name != key else "",
         is_default=not tree.is_changed(key),
     )

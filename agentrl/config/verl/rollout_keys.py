@@ -7,6 +7,7 @@ from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, part, refused, 
 _ENGINE = "a setting of the engine that verl runs; ours are rollout.engine.*"
 _SAME_BATCHES = "log-probabilities are computed in the packed micro-batches of the update"
 _RAY = "ranks are torchrun's: there are no separate rollout workers"
+_EACH_RANK = "each rank generates for itself"
 _OURS_TURNS = "rollout.multi_turn"
 
 ENGINE = under("actor_rollout_ref.rollout", [
@@ -45,10 +46,15 @@ ENGINE = under("actor_rollout_ref.rollout", [
         "multi_stage_wake_up": False, "layered_summon": False, "load_format": "dummy",
         "checkpoint_engine.*": UNSET, "layer_name_map.*": UNSET,
     }),
-    *left("the embedded engine sizes its cache itself; of SGLang's it is "
-          "rollout.engine.sglang.mem_fraction_static", {"gpu_memory_utilization": 0.5}),
-    *left("each rank generates for itself", {
-        "tensor_model_parallel_size": 2, "data_parallel_size": 1, "expert_parallel_size": 1,
+    taken("gpu_memory_utilization", 0.5,
+          values.of_sglang("gpu_memory_utilization", "mem_fraction_static",
+                           "the embedded engine sizes its cache itself"),
+          "rollout.engine.sglang.mem_fraction_static"),
+    taken("tensor_model_parallel_size", 2,
+          values.of_sglang("tensor_model_parallel_size", "tp_size", _EACH_RANK),
+          "rollout.engine.sglang.tp_size"),
+    *left(_EACH_RANK, {
+        "data_parallel_size": 1, "expert_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "sglang_engine_mode": UNSET,
     }),
     *left(_ENGINE, {

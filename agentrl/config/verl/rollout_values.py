@@ -6,7 +6,7 @@ verl 0.6.1 has two rollouts. `rollout.mode: sync` is the request state machine t
 
 from typing import Any
 
-from agentrl.config.verl.keys import Reading, Tree, Unused
+from agentrl.config.verl.keys import Left, Reader, Reading, Tree, Unused
 from agentrl.config.verl.readers import count, integer
 from agentrl.errors import ConfigError
 
@@ -39,6 +39,34 @@ def engine(value: Any, tree: Tree) -> Reading:
     if chosen == "auto":
         return Reading(note=f"the best engine that is installed here, not {value}")
     return Reading({"rollout.engine.name": chosen})
+
+
+def of_sglang(theirs: str, ours: str, elsewhere: str) -> Reader:
+    """Take a server argument of SGLang, where that is the engine and somebody chose the value.
+
+    verl's default is not taken: it holds for other machines than those that agentrl starts on.
+
+    Args:
+        theirs: verl's key, below its `rollout`.
+        ours: The key below `rollout.engine.sglang`.
+        elsewhere: What is done with any other engine.
+    """
+
+    def read(value: Any, tree: Tree) -> Reading | Left:
+        if not _is_sglang(tree):
+            return Left(elsewhere)
+        if not tree.is_changed(f"{ROLLOUT}.{theirs}"):
+            return Left(f"verl's default is not taken; see rollout.engine.sglang.{ours}")
+        return Reading({f"rollout.engine.sglang.{ours}": value})
+
+    return read
+
+
+def _is_sglang(tree: Tree) -> bool:
+    beside = "rollout.engine.name", f"{ROLLOUT}.engine.name"
+    given = next(filter(None, map(tree.value, beside)), None)
+    chosen = given or ENGINES.get(str(tree.value(f"{ROLLOUT}.name")), "")
+    return chosen.startswith("sglang")
 
 
 def bucket_megabytes(value: Any, tree: Tree) -> Reading:

@@ -11,10 +11,10 @@ import psutil
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from agentrl.errors import ConfigError, EngineError
+from agentrl.engines.sglang_parsers import INSTALL
+from agentrl.errors import ConfigError, EngineError, MissingExtraError
 
 TESTED_VERSION = "0.5.23"
-INSTALL = "pip install 'agentrl[sglang]'"
 SPARE_TOKENS = 8
 """SGLang ends a sequence a few tokens before its context length; so much is added to ours."""
 CPU_MEMORY_FRAC = 0.25
@@ -35,6 +35,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "TQDM_DISABLE": "1",
 }
 """Variables that SGLang and its processes see."""
+SHARED_MEMORY_FRAC = 0.5
+"""Share of the memory that is free at its start which an engine takes beside the trainer."""
+UNSYNCED = ("dp_size", "pp_size", "nnodes")
+"""Arguments under which SGLang takes no new weights."""
 OURS = ("model_path", "tokenizer_path", "context_length", "weight_version", "skip_server_warmup")
 """Arguments that agentrl sets from other keys."""
 
@@ -71,7 +75,7 @@ def server_arguments(needs: SGLangNeeds, *, on_cpu: bool) -> dict[str, Any]:
     Raises:
         ConfigError: for a given argument that the installed SGLang does not know, or that other
             keys decide.
-        EngineError: where SGLang is not installed.
+        MissingExtraError: where SGLang is not installed.
     """
     check_given(needs.given)
     chosen: dict[str, Any] = {
@@ -94,7 +98,7 @@ def server_arguments(needs: SGLangNeeds, *, on_cpu: bool) -> dict[str, Any]:
         chosen |= CPU_ARGUMENTS
         chosen["max_total_tokens"] = cpu_pool_tokens(needs)
     elif needs.gives_memory:
-        chosen["enable_memory_saver"] = True
+        chosen |= {"enable_memory_saver": True, "mem_fraction_static": SHARED_MEMORY_FRAC}
     return chosen | dict(needs.given)
 
 
@@ -103,9 +107,16 @@ def check_given(given: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: naming the key and what is near it.
-        EngineError: where SGLang is not installed.
+        MissingExtraError: where SGLang is not installed.
     """
     known = known_arguments()
+    for name in UNSYNCED:
+        if given.get(name, 1) != 1:
+            raise ConfigError(
+                f"an SGLang of rollout.engine.sglang.{name} {given[name]} takes no new weights",
+                key=f"rollout.engine.sglang.{name}",
+                expected="tp_size, or several servers (`agentrl serve --num`)",
+            )
     for name in given:
         if name in OURS:
             raise ConfigError(
@@ -126,7 +137,7 @@ def known_arguments() -> frozenset[str]:
     """Names of the installed SGLang's server arguments.
 
     Raises:
-        EngineError: where it is not installed.
+        MissingExtraError: where it is not installed.
     """
     require_sglang()
     from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingImports]
@@ -142,12 +153,10 @@ def require_sglang() -> None:
     """Refuse to go on where SGLang is not installed.
 
     Raises:
-        EngineError: saying how to install it.
+        MissingExtraError: saying how to install it.
     """
     if find_spec("sglang") is None:
-        raise EngineError(
-            "SGLang is not installed", expected=f"{INSTALL}, version {TESTED_VERSION}"
-        )
+        raise MissingExtraError("SGLang is not installed", install=INSTALL)
 
 
 def has_accelerator() -> bool:

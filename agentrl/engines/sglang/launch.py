@@ -32,6 +32,8 @@ STEADY_S = 600.0
 LONGEST_BACKOFF_S = 60.0
 END_TIMEOUT_S = 20.0
 _POLL_S = 0.5
+_LOOK_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+"""A server that has not said within this that it is well is asked again."""
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _EVERYWHERE = "0.0.0.0"
 
@@ -87,7 +89,7 @@ def plan_servers(needs: SGLangNeeds, options: ServeOptions) -> list[ServerPlan]:
 
     Raises:
         ConfigError: where there are too few devices or a port is taken.
-        EngineError: where SGLang is not installed.
+        MissingExtraError: where SGLang is not installed.
     """
     on_cpu = not has_accelerator()
     arguments = server_arguments(needs, on_cpu=on_cpu)
@@ -213,9 +215,11 @@ class LocalServer:
 
     async def _is_well(self, session: aiohttp.ClientSession) -> bool:
         try:
-            async with session.get(f"{self.plan.local_address}/health") as response:
+            async with session.get(
+                f"{self.plan.local_address}/health", timeout=_LOOK_TIMEOUT
+            ) as response:
                 return response.status == 200
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):
             return False
 
     def _raise_if_ended(self) -> None:

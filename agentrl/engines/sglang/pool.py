@@ -19,6 +19,7 @@ from dataclasses import replace
 import aiohttp
 
 from agentrl.config.engine_schema import SGLangServerConfig
+from agentrl.engines.protocol import ALL_MEMORY
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.member import NOT_LOOKED_AT, Member
 from agentrl.engines.sglang.server import (
@@ -27,11 +28,13 @@ from agentrl.engines.sglang.server import (
     ServerState,
     SGLangServer,
 )
+from agentrl.engines.sglang.weights import UNFIT_VERSION
 from agentrl.errors import EngineError
 
 MAX_HOMES = 1 << 16
 """Conversations whose server is remembered; those not heard of for longest are forgotten."""
 FIRST_BACKOFF_S = 0.25
+HALF_UPDATED = "an update of its weights has not gone through whole: the next one mends it"
 IDLE_S = 0.5
 """After so many seconds without a call the servers are asked for their state before the next."""
 MAX_STRIKES = 4
@@ -225,7 +228,7 @@ class ServerPool:
         epoch = self._epoch
         if self._num_holds:
             return
-        state = await _heard(member.server.look())
+        state = await _heard(_roused(member))
         if epoch != self._epoch or self._is_closed:
             return  # the pool was held meanwhile: what the server said is of before, or of a pause
         if isinstance(state, EngineError):
@@ -252,6 +255,8 @@ class ServerPool:
             )
         if member.broken_weights is not None:
             return member.broken_weights
+        if state.weight_version == UNFIT_VERSION:
+            return HALF_UPDATED
         newest = max((m.version for m in self.members if m.version is not None), default=None)
         if self._version is None:
             if member.version == newest:
@@ -323,7 +328,16 @@ class ServerPool:
         Raises:
             EngineError: where none is left.
         """
-        await asyncio.gather(*(self._with(m, do) for m in self.members if m.is_in))
+        await self._with_each([member for member in self.members if member.is_in], do)
+
+    async def with_everyone(self, do: Callable[[Member], Awaitable[None]]) -> None:
+        """Do something also with those who are out (see `with_all`)."""
+        await self._with_each(self.members, do)
+
+    async def _with_each(
+        self, members: Sequence[Member], do: Callable[[Member], Awaitable[None]]
+    ) -> None:
+        await asyncio.gather(*(self._with(member, do) for member in members))
         if not any(member.is_in for member in self.members):
             raise self._none_left()
 
@@ -346,6 +360,21 @@ class ServerPool:
             member.synced_birth, member.broken_weights = member.state.birth, None
             self._judge(member)
 
+    async def follow_update(self, version: int) -> None:
+        """Take in who has the weights that another rank has just sent, and nobody else.
+
+        Raises:
+            EngineError: where nobody has them.
+        """
+        taken = [
+            member
+            for member in await self.reachable()
+            if member.state is not None and member.state.weight_version == f"{version}"
+        ]
+        self.end_update(taken, version)
+        if not taken:
+            raise self._none_left()
+
     def break_weights(self, member: Member, why: str) -> None:
         """Keep calls from a member until an update has gone through on it."""
         member.synced_birth = None
@@ -358,6 +387,12 @@ class ServerPool:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise EngineError("the engine was closed")
+
+
+async def _roused(member: Member) -> ServerState:
+    """Look at a member, of whose memory nothing is to sleep: it may have failed to wake."""
+    await member.backend.wake(ALL_MEMORY)
+    return await member.server.look()
 
 
 async def _heard(asked: Awaitable[ServerState]) -> ServerState | EngineError:

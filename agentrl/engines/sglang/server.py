@@ -16,6 +16,8 @@ from agentrl.errors import EngineError
 
 _SAID_CHARS = 300
 """So much of what a server says of a failure is shown."""
+_STILL_OPEN = "already open"
+"""Said by a server that is asked to begin an update in the middle of another."""
 
 
 class ServerFailedError(EngineError):
@@ -82,6 +84,15 @@ class SGLangServer:
 
     async def control(self, request: str, fields: JsonFields | None = None) -> None:
         """Ask for anything else (see `Backend.control`)."""
+        try:
+            await self._control(request, fields)
+        except EngineError as error:
+            if request != "begin_weight_update" or _STILL_OPEN not in str(error):
+                raise
+            await self._control("end_weight_update", {})  # of somebody who was killed in it
+            await self._control(request, fields)
+
+    async def _control(self, request: str, fields: JsonFields | None) -> None:
         answer = await self._post(request, fields or {})
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{self.name} could not {request}: {_short(answer.get('message'))}")

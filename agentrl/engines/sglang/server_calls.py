@@ -5,8 +5,9 @@ from typing import Any
 
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.member import Member
-from agentrl.engines.sglang.pool import FIRST_BACKOFF_S, ServerPool
+from agentrl.engines.sglang.pool import FIRST_BACKOFF_S, HALF_UPDATED, ServerPool
 from agentrl.engines.sglang.server import ServerFailedError
+from agentrl.engines.sglang.weights import UNFIT_VERSION
 from agentrl.errors import EngineError
 
 ABORT_AGAIN_S = 0.5
@@ -94,7 +95,11 @@ class PooledCall:
         self._asked = (member, fields["rid"])
         self._ended.clear()
         try:
-            return await self._pool.ask(member, fields)
+            answer = await self._pool.ask(member, fields)
         finally:
             self._asked = None
             self._ended.set()
+        if answer["meta_info"].get("weight_version") == UNFIT_VERSION and not self._is_aborted:
+            self._pool.take_out(member, HALF_UPDATED)
+            raise ServerFailedError(f"{member.name} has answered by half of an update")
+        return answer

@@ -1,6 +1,7 @@
 """`SGLangServerEngine`: SGLang servers behind addresses."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
@@ -140,6 +141,16 @@ class SGLangServerEngine:
             self.pool.end_update(taken, version)
         return report.figures
 
+    async def follow_update(self, *, version: int) -> None:
+        """Hear which servers have the weights that another rank has sent (see `FollowsUpdates`).
+
+        Raises:
+            EngineError: where none has them.
+        """
+        self.pool.open()
+        with self.pool.held():
+            await self.pool.follow_update(version)
+
     async def flush_cache(self) -> None:
         """Drop every cached prefix; running calls compute theirs anew."""
         self.pool.open()
@@ -147,21 +158,37 @@ class SGLangServerEngine:
             await self.pool.with_all(_flush)
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Have the servers give memory back until `wake`, where they can; calls wait."""
+        """Have the servers give memory back until `wake`, where they can; calls wait.
+
+        Raises:
+            EngineError: where it fails on all; then none is left asleep, and no call waits.
+        """
         self.pool.open()
         if not self._asleep:
             self.pool.hold()
         self._asleep.update(tags)
-        await self.pool.with_all(lambda member: member.backend.sleep(tags))
+        try:
+            await self.pool.with_all(lambda member: member.backend.sleep(tags))
+        except BaseException:
+            with contextlib.suppress(EngineError):
+                await self.wake()
+            raise
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Have the servers take memory again; when all is awake, calls go on."""
+        """Have the servers take memory again; when all is awake, calls go on.
+
+        Raises:
+            EngineError: where none is left.
+        """
         if not self._asleep:
             return
-        await self.pool.with_all(lambda member: member.backend.wake(tags))
-        self._asleep.difference_update(tags)
-        if not self._asleep:
-            self.pool.release()
+        try:
+            await self.pool.with_everyone(lambda member: member.backend.wake(tags))
+        finally:
+            # Who failed is out, and is woken again before it is let in.
+            self._asleep.difference_update(tags)
+            if not self._asleep:
+                self.pool.release()
 
     async def close(self) -> None:
         """Ask the servers nothing more; running calls end with `EngineError`."""
@@ -172,6 +199,8 @@ class SGLangServerEngine:
 
 
 async def _flush(member: Member) -> None:
-    await member.backend.control("pause_generation", {"mode": "retract"})
-    await member.backend.control("flush_cache")
-    await member.backend.control("continue_generation")
+    try:
+        await member.backend.control("pause_generation", {"mode": "retract"})
+        await member.backend.control("flush_cache")
+    finally:
+        await member.backend.control("continue_generation")

@@ -8,7 +8,8 @@ weight is a collective, so there is one pass only):
         version=7, transport=transport, on_failure=take_out,
     )
 
-    1. generation is paused, running calls are retracted: they keep their tokens, and go on later
+    1. generation is paused, running calls are retracted: they keep their tokens, and go on later;
+       the weights are called unfit, so that nobody else takes a mixture for what was there before
     2. the transport brings the weights, bucket by bucket, each when all have taken the one before;
        each drops the cached prefixes (asked for alone, SGLang also collects its garbage)
     3. the version is set, generation goes on
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 NamedTensor = tuple[str, "Tensor"]
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
+UNFIT_VERSION = "-1"
+"""What weights are called from the beginning of an update until it has gone through whole: whoever
+else asks the target, or comes after this process, knows by it that they may be a mixture."""
 RELEASE_TIMEOUT_S = 20.0
 """Seconds that a target which failed may take over each request that lets its generation go on."""
 
@@ -176,8 +180,9 @@ async def update_weights(
     roster = Roster(targets, on_failure)
     try:
         await roster.ask("pause_generation", {"mode": "retract"})
+        await roster.ask("update_weight_version", _version_fields(UNFIT_VERSION))
         figures = await transport.send(roster, named_tensors)
-        await roster.ask("update_weight_version", _version_fields(version))
+        await roster.ask("update_weight_version", _version_fields(f"{version}"))
         await roster.ask("continue_generation")
     except BaseException as error:
         await settled([asyncio.ensure_future(roster.drop_all(error))])
@@ -185,11 +190,12 @@ async def update_weights(
     return SyncReport(figures=figures, failures=roster.failures)
 
 
-def _version_fields(version: int) -> dict[str, Any]:
-    return {"new_version": str(version), "abort_all_requests": False}
+def _version_fields(version: str) -> dict[str, Any]:
+    return {"new_version": version, "abort_all_requests": False}
 
 
 _RELEASE: Sequence[tuple[str, JsonFields]] = (
+    ("update_weight_version", _version_fields(UNFIT_VERSION)),
     ("end_weight_update", {}),
     ("abort_request", {"rid": "", "abort_all": True}),
     ("continue_generation", {}),

@@ -51,7 +51,9 @@ def check_engine(
     Raises:
         AgentRLError: where it does not start, with what to change.
     """
-    engine = build_engine(config, policy.lm, tokenizer, dtype=policy.compute_dtype)
+    engine = build_engine(
+        config, policy.lm, tokenizer, device=policy.world.device, dtype=policy.compute_dtype
+    )
     stack.callback(lambda: runner.run(engine.close()))
     told = f"{describe_engine(config)}; sequences of {engine.max_model_len} tokens"
     return Checked(engine, told)

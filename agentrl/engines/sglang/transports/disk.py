@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class DiskTransport:
     def __init__(self, folder: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
+        self._has_written = False
 
     async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
         """Bring the weights to everyone on the roster (see `Transport.send`)."""
@@ -45,7 +47,11 @@ class DiskTransport:
         return figures
 
     async def close(self) -> None:
-        """Remove what is on disk."""
+        """Remove what this process has written: other ranks may have been given the same folder."""
+        if self._has_written:
+            self._remove()
+
+    def _remove(self) -> None:
         for path in (self._place, self._aside):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -58,7 +64,8 @@ class DiskTransport:
         return self._folder / "written"
 
     async def _write(self, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
-        await self.close()  # what a run that was killed has left
+        self._has_written = True
+        self._remove()  # what a run that was killed has left
         figures = SyncFigures()
         try:
             self._aside.mkdir(parents=True)
@@ -69,7 +76,7 @@ class DiskTransport:
             _flush(self._aside)
             self._aside.rename(self._place)
             _flush(self._folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise _not_written(self._folder, error) from error
         return figures
 
@@ -104,7 +111,7 @@ def _flush(path: Path) -> None:
         os.close(opened)
 
 
-def _not_written(folder: Path, error: OSError) -> EngineError:
+def _not_written(folder: Path, error: Exception) -> EngineError:
     return EngineError(
         f"the weights cannot be written to {folder}: {error}",
         key="weight_sync.folder",

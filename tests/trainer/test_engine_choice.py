@@ -1,0 +1,49 @@
+"""Which engine a run file means on which machine."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from agentrl.config import RunConfig, parse_config
+from agentrl.config.checks import check_config
+from agentrl.errors import ConfigError
+from agentrl.trainer import engine_choice
+from agentrl.trainer.engine_choice import choose_engine
+
+
+def config_of(**sections: Any) -> RunConfig:
+    data = {"train_files": ["rows.jsonl"]}
+    return parse_config({"data": data, "model": {"path": "policy"}} | sections)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "has_accelerator", lambda: True)
+    monkeypatch.setattr(engine_choice, "find_spec", lambda _: importlib.util.find_spec("json"))
+
+
+def test_auto_is_the_embedded_engine_without_an_accelerator():
+    assert choose_engine(config_of()) == "transformers"
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_auto_is_sglang_where_it_has_an_accelerator():
+    assert choose_engine(config_of()) == "sglang"
+
+
+@pytest.mark.usefixtures("gpu_machine")
+@pytest.mark.parametrize(
+    "sections", [{"rollout": {"deterministic": True}}, {"trainer": {"device": "cpu"}}]
+)
+def test_auto_is_the_embedded_engine_where_sglang_could_not_keep_the_run_s_word(
+    sections: dict[str, Any],
+):
+    assert choose_engine(config_of(**sections)) == "transformers"
+
+
+def test_engines_of_several_ranks_that_would_share_devices_are_refused():
+    config = config_of(rollout={"engine": {"name": "sglang", "sglang": {"tp_size": 2}}})
+    check_config(config)
+    with pytest.raises(ConfigError, match="tp_size is 2, and each of 4 ranks has its own"):
+        check_config(config, world_size=4)
