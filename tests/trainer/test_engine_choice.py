@@ -45,5 +45,5 @@ def test_auto_is_the_embedded_engine_where_sglang_could_not_keep_the_run_s_word(
 def test_engines_of_several_ranks_that_would_share_devices_are_refused():
     config = config_of(rollout={"engine": {"name": "sglang", "sglang": {"tp_size": 2}}})
     check_config(config)
-    with pytest.raises(ConfigError, match="tp_size is 2, and each of 4 ranks has its own"):
+    with pytest.raises(ConfigError, match="tp_size: is 2, and each of 4 ranks has its own"):
         check_config(config, world_size=4)
