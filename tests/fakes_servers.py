@@ -46,6 +46,8 @@ class FakeSGLang:
     version: str = "0"
     num_births: int = 0
     is_paused: bool = False
+    has_open_update: bool = False
+    """Whether it is in the middle of an update, and refuses to begin another."""
     port: int = 0
 
     async def start(self) -> None:
@@ -121,6 +123,11 @@ class FakeSGLang:
                         waiting.set_result("abort")
             case "update_weight_version":
                 self.version = fields["new_version"]
+            case "begin_weight_update" if self.has_open_update:
+                told = {"success": False, "message": "a session is already open"}
+                return web.json_response(told, status=400)
+            case "begin_weight_update" | "end_weight_update":
+                self.has_open_update = route == "begin_weight_update"
             case "pause_generation" | "continue_generation":
                 self.is_paused = route == "pause_generation"
             case _:

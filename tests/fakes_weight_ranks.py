@@ -27,6 +27,9 @@ class Taker:
         self.taken: dict[str, torch.Tensor] = {}
         self._num_failures = num_failures
 
+    async def follow_update(self, *, version: int) -> None:
+        self.version = version
+
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int
     ) -> SyncFigures:

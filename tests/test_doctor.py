@@ -1,7 +1,8 @@
 """`agentrl doctor`: a healthy run passes; each fault has its row, and hides no other."""
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from agentrl.engines import TransformersEngine
+from agentrl.engines import ScriptedEngine, TransformersEngine
 from agentrl.engines.protocol import SyncFigures
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
+from agentrl.trainer.doctor import log_probs
 from agentrl.trainer.doctor.checkup import Checkup, make_table
 from agentrl.trainer.doctor.command import examine
 from agentrl.trainer.doctor.machine import find_broken_pins
 from agentrl.trainer.doctor.records import Checked, Row, Verdict
-from agentrl.training.model import full_tensor, load_causal_lm, load_policy
+from agentrl.trainer.hand_over import HandOver
+from agentrl.training.model import PolicyModel, full_tensor, load_causal_lm, load_policy
 from tests.fakes_runs import CALL, put, run_agentrl, scripted, tiny_run, write_yaml
 
 Capture = pytest.CaptureFixture[str]
@@ -71,44 +74,81 @@ def run_file(run: dict[str, Any], tmp_path: Path) -> Path:
 # A healthy run.
 
 
-def test_a_healthy_run_passes_and_nothing_is_left_of_it(
-    capsys: Capture, run_file: Path, tmp_path: Path
-):
-    told = run_agentrl(capsys, "doctor", run_file)
-    assert (told.code, told.err) == (0, "")
-    for word in ("log-probabilities", "weight sync", "answered", "calculator", "nats"):
-        assert word in told.out, word
-    assert "FAIL" not in told.out
-    assert "skipped" not in told.out
-    assert list(tmp_path.iterdir()) == [run_file]
+@dataclass(frozen=True)
+class Healthy:
+    """An examination that finds nothing."""
+
+    looked: Looked
+    folder: Path
+    file: Path
+    policy: PolicyModel
+    before: list[torch.Tensor]
+    """The policy's weights when it was loaded."""
 
 
-def test_rows_say_what_was_found_and_the_policy_is_left_as_it_was(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch
-):
-    loaded: list[tuple[Any, list[torch.Tensor]]] = []
+@pytest.fixture(scope="module")
+def healthy(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Healthy:
+    folder = tmp_path_factory.mktemp("healthy")
+    changes = {"data__cache_dir": str(folder / "cache")}
+    file = write_yaml(folder / "run.yaml", tiny_run(tiny_home, folder / "run", **changes))
+    loaded: list[tuple[PolicyModel, list[torch.Tensor]]] = []
 
     def loading(*args: Any) -> Any:
         policy = load_policy(*args)
-        loaded.append(
-            (policy, [full_tensor(w).detach().clone() for _, w in policy.named_weights()])
-        )
+        loaded.append((policy, [w.detach().clone() for w in weights_of(policy)]))
         return policy
 
-    monkeypatch.setattr("agentrl.trainer.doctor.model.load_policy", loading)
-    looked = look(run_file)
-    assert looked.faults() == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.trainer.doctor.model.load_policy", loading)
+        looked = look(file)
+    [(policy, before)] = loaded
+    return Healthy(looked, folder, file, policy, before)
+
+
+def weights_of(policy: PolicyModel) -> list[torch.Tensor]:
+    return [full_tensor(weight) for _, weight in policy.named_weights()]
+
+
+def test_a_healthy_run_passes_and_nothing_is_left_of_it(healthy: Healthy):
+    assert {row.verdict for row in healthy.looked.rows.values()} <= {Verdict.OK, Verdict.WARN}
+    assert list(healthy.folder.iterdir()) == [healthy.file]
+
+
+def test_rows_say_what_was_found(healthy: Healthy):
+    looked = healthy.looked
     assert "torch" in looked.text("versions")
     assert "14 of train" in looked.text("data")
     assert "4 conversations" in looked.text("rollout")
+    assert "calculator" in looked.text("tools and users")
+    assert "nats" in looked.text("log-probabilities")
+    assert looked.text("memory hand-over") == "nothing to hand over on this machine"
     assert "by the weights of before" in looked.text("weight sync: every weight changed")
-    [(policy, before)] = loaded
-    after = [full_tensor(weight) for _, weight in policy.named_weights()]
-    assert all(map(torch.equal, before, after))
 
 
-def test_what_prepare_makes_stays(run: dict[str, Any], tmp_path: Path):
-    run["prepare"] = {
+def test_the_policy_is_left_as_it_was(healthy: Healthy):
+    assert all(map(torch.equal, healthy.before, weights_of(healthy.policy)))
+
+
+@pytest.fixture
+def script(run: dict[str, Any]) -> dict[str, Any]:
+    """A run whose engine takes no time."""
+    put(run, "rollout.engine", scripted(CALL, "It is 42."))
+    put(run, "data.max_response_length", 200)
+    put(run, "rollout.multi_turn.max_tokens_per_turn", None)
+    return run
+
+
+def test_the_command_shows_the_table_and_exits_with_0(
+    capsys: Capture, script: dict[str, Any], tmp_path: Path
+):
+    told = run_agentrl(capsys, "doctor", write_yaml(tmp_path / "run.yaml", script))
+    assert (told.code, told.err) == (0, "")
+    assert "weight sync" in told.out
+    assert "FAIL" not in told.out
+
+
+def test_what_prepare_makes_stays(script: dict[str, Any], tmp_path: Path):
+    script["prepare"] = {
         "arithmetic": {
             "out_dir": str(tmp_path / "data"),
             "num_train": 8,
@@ -116,18 +156,17 @@ def test_what_prepare_makes_stays(run: dict[str, Any], tmp_path: Path):
             "num_demos": 8,
         }
     }
-    put(run, "data.train_files", [str(tmp_path / "data/train.parquet")])
-    put(run, "data.max_prompt_length", 400)
-    file = write_yaml(tmp_path / "run.yaml", run)
+    put(script, "data.train_files", [str(tmp_path / "data/train.parquet")])
+    put(script, "data.max_prompt_length", 400)
+    file = write_yaml(tmp_path / "run.yaml", script)
     assert look(file).faults() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "run.yaml"]
 
 
-def test_a_script_is_rolled_out_and_has_no_log_probabilities(run: dict[str, Any], tmp_path: Path):
-    put(run, "rollout.engine", scripted(CALL, "It is 42."))
-    put(run, "data.max_response_length", 200)
-    put(run, "rollout.multi_turn.max_tokens_per_turn", None)
-    looked = look(write_yaml(tmp_path / "run.yaml", run))
+def test_a_script_is_rolled_out_and_has_no_log_probabilities(
+    script: dict[str, Any], tmp_path: Path
+):
+    looked = look(write_yaml(tmp_path / "run.yaml", script))
     assert looked.faults() == []
     assert "calculator ok x 4" in looked.text("rollout")
     assert looked.verdict("log-probabilities") == "skipped"
@@ -158,15 +197,15 @@ def test_a_model_that_is_not_there_takes_no_other_check_with_it(run_file: Path, 
 
 
 @pytest.fixture
-def forgetful(run: dict[str, Any], tiny_home: Path, tmp_path: Path) -> Path:
+def forgetful(script: dict[str, Any], tiny_home: Path, tmp_path: Path) -> Path:
     """A run whose template drops older thoughts."""
     source = (tiny_home / "policy/chat_template.jinja").read_text()
     said = "(message.content or '')"
     assert said in source
     dropping = source.replace(said, f"({said} if loop.last else {said}.split('</think>')[-1])")
     (tmp_path / "dropping.jinja").write_text(dropping)
-    put(run, "model.custom_chat_template", str(tmp_path / "dropping.jinja"))
-    return write_yaml(tmp_path / "run.yaml", run)
+    put(script, "model.custom_chat_template", str(tmp_path / "dropping.jinja"))
+    return write_yaml(tmp_path / "run.yaml", script)
 
 
 def test_law_2_a_template_that_drops_thoughts_is_a_fault(forgetful: Path):
@@ -216,16 +255,16 @@ class Broken(BaseTool):
     ],
 )
 def test_a_tool_that_raises_is_named(
-    run: dict[str, Any], tmp_path: Path, where: str, row: str, why: str
+    script: dict[str, Any], tmp_path: Path, where: str, row: str, why: str
 ):
     (tmp_path / "broken_tool.py").write_text(BROKEN)
     entry = {"class_name": f"{tmp_path}/broken_tool.py:Broken", "config": {"where": where}}
     put(
-        run,
+        script,
         "rollout.multi_turn.tool_config_path",
         str(write_yaml(tmp_path / "tools.yaml", {"tools": [entry]})),
     )
-    looked = look(write_yaml(tmp_path / "run.yaml", run))
+    looked = look(write_yaml(tmp_path / "run.yaml", script))
     assert looked.verdict(row) == "FAIL"
     assert why in looked.text(row)
 
@@ -248,7 +287,7 @@ class DeafEngine(TransformersEngine):
 def give_engine(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let the run have a deaf engine on a copy of the policy, changed."""
 
-    def build(config: Any, model: Any, tokenizer: Any, *, dtype: Any = None) -> TransformersEngine:
+    def build(config: Any, model: Any, tokenizer: Any, **kwargs: Any) -> TransformersEngine:
         own = load_causal_lm(config.model)
         with torch.no_grad():
             change(own)
@@ -279,6 +318,78 @@ def test_an_engine_that_misses_a_sync_is_a_fault(run_file: Path, monkeypatch: py
     looked = look(run_file)
     assert looked.faults() == ["weight sync: every weight changed"]
     assert "still samples by the weights of before" in looked.text("weight sync: every")
+
+
+# Memory that goes to and fro.
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an engine is told that has one accelerator with the trainer, and when is scored."""
+    told: list[str] = []
+
+    def noting(name: str, tell: Callable[..., str], owner: Any = TransformersEngine) -> None:
+        done = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            told.append(tell(*args[1:], **kwargs))
+            return done(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting("sleep", lambda: "sleep")
+    noting("wake", lambda tags: " ".join(("wake", *tags)))
+    noting("update_weights", lambda weights, version: f"weights {version}")
+    noting("generate_together", lambda calls: "generate")
+    noting("score_rows", lambda *args, **kwargs: "score", log_probs)
+    share_accelerator(monkeypatch, given=10**9)
+    return told
+
+
+def share_accelerator(monkeypatch: pytest.MonkeyPatch, *, given: int) -> None:
+    free = iter([0, given])
+
+    def of(config: Any, engine: Any, policy: Any) -> HandOver:
+        return HandOver(engine=engine, policy=policy, max_attempts=3, gives_memory=True)
+
+    monkeypatch.setattr(HandOver, "of", of)
+    monkeypatch.setattr("agentrl.trainer.doctor.memory._free_bytes", lambda device: next(free))
+
+
+def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, told: list[str]):
+    looked = look(run_file)
+    assert looked.faults() == []
+    assert looked.text("memory hand-over").startswith("1.0 GB given back")
+
+    def renewed(version: int) -> list[str]:
+        return ["wake weights", f"weights {version}", "wake kv_cache", "generate", "sleep"]
+
+    first = told.index("sleep")
+    assert told[first:] == [
+        "sleep", *renewed(0), "score", *renewed(1), "score", "score", *renewed(2), "score",
+    ]  # fmt: skip
+
+
+def test_an_engine_that_keeps_its_memory_is_told_of(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    share_accelerator(monkeypatch, given=0)
+    looked = look(write_yaml(tmp_path / "run.yaml", script))
+    assert looked.verdict("memory hand-over") == "warn"
+
+
+def test_an_engine_that_cannot_wake_is_a_fault_and_gets_no_new_weights(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def failing(engine: Any, tags: Any) -> None:
+        raise EngineError("out of memory")
+
+    share_accelerator(monkeypatch, given=10**9)
+    monkeypatch.setattr(ScriptedEngine, "wake", failing)
+    looked = look(write_yaml(tmp_path / "run.yaml", script))
+    assert looked.faults() == ["memory hand-over"]
+    assert "out of memory" in looked.text("memory hand-over")
+    assert looked.text("weight sync: put back") == "because of 'memory hand-over'"
 
 
 def test_an_engine_that_does_not_start_is_a_fault_and_nothing_is_rolled_out(

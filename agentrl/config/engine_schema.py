@@ -109,7 +109,8 @@ class WeightSyncConfig(Section):
     transport: WeightTransport = "auto"
     """tensor: handed over in memory, on one machine; distributed: a process group between the main
     rank and the servers; disk: a folder that both can read. auto: tensor where every server is on
-    this machine, else distributed on accelerators, else disk."""
+    this machine and, on accelerators, is known to see the trainer's device; else distributed on
+    accelerators, else disk."""
     folder: UserPath | None = None
     """Where `disk` writes; null: `weights` in the run's folder."""
     max_attempts: int = Field(default=2, ge=1)

@@ -42,9 +42,7 @@ class HandOver:
 
     def sleep(self, runner: asyncio.Runner) -> None:
         """Have the engine give its memory to the update."""
-        if self.gives_memory:
-            with self.policy.world.agreeing():
-                runner.run(self.engine.sleep())
+        runner.run(self.give_memory())
 
     def sync(self, runner: asyncio.Runner, *, version: int) -> None:
         """Bring the engine to the policy's weights, and wake it. A collective.
@@ -52,7 +50,7 @@ class HandOver:
         Raises:
             EngineError: where its weights cannot be renewed.
         """
-        self.last_sync = runner.run(self._sync(version))
+        runner.run(self.renew(version))
 
     def figures(self) -> Figures:
         """Describe the last sync, on this rank."""
@@ -65,13 +63,19 @@ class HandOver:
             "weight_sync/attempts": Largest(float(self.last_sync.num_attempts)),
         }
 
-    async def _sync(self, version: int) -> SyncResult:
+    async def give_memory(self) -> None:
+        """Do what `sleep` does, in its loop."""
+        if self.gives_memory:
+            with self.policy.world.agreeing():
+                await self.engine.sleep()
+
+    async def renew(self, version: int) -> None:
+        """Do what `sync` does, in its loop."""
         await self._wake(MemoryTag.WEIGHTS)
-        result = await sync_weights(
+        self.last_sync = await sync_weights(
             self.policy, self.engine, version=version, max_attempts=self.max_attempts
         )
         await self._wake(MemoryTag.KV_CACHE)
-        return result
 
     async def _wake(self, tag: MemoryTag) -> None:
         if self.gives_memory:

@@ -538,6 +538,18 @@ def test_an_interpolation_that_nothing_reads_may_lead_nowhere():
     assert report.without[0].value == "${nowhere}"
 
 
+def test_memory_and_devices_of_an_engine_are_sglangs_where_it_is_the_engine():
+    given = {f"{R}.gpu_memory_utilization": 0.7, f"{R}.tensor_model_parallel_size": 4}
+    of_sglang = read({**given, f"{R}.name": "sglang"}).rollout.engine.sglang
+    assert (of_sglang.mem_fraction_static, of_sglang.tp_size) == (0.7, 4)
+    for other in ({f"{R}.name": "hf"}, {f"{R}.name": "vllm", "rollout.engine.name": "scripted"}):
+        assert {item.key for item in report_of({**given, **other}).without} >= set(given)
+
+
+def test_verls_defaults_of_memory_and_devices_are_not_taken():
+    assert read({f"{R}.name": "sglang"}).rollout.engine.sglang.server_arguments == {}
+
+
 def test_a_value_that_must_be_given_is_asked_for():
     assert refusal({f"{A}.optim.lr": "???"}).key == f"{A}.optim.lr"
 

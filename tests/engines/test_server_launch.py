@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 
+from agentrl.engines.sglang import launch
 from agentrl.engines.sglang.launch import (
     LocalServers,
     ServeOptions,
@@ -147,6 +149,22 @@ async def test_a_server_that_does_not_start_ends_all_and_says_so(
     with pytest.raises(EngineError, match=r"did not start: its process ended with 3"):
         await serve(plans, say=print, max_restarts=3)
     assert not psutil.Process().children()
+
+
+async def test_a_server_that_does_not_answer_at_first_is_asked_again(
+    make_plan: Callable[..., PlainPlan], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch, "_LOOK_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+    deaf_at_first = SERVER.replace(
+        "    def do_GET(self):\n",
+        "    told = []\n    def do_GET(self):\n        self.told.append(1)\n"
+        "        if len(self.told) == 1:\n            import time; time.sleep(0.5); return\n",
+    )
+    server = launch.LocalServer(make_plan(deaf_at_first))
+    try:
+        await server.start()
+    finally:
+        await server.end()
 
 
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path):

@@ -383,6 +383,7 @@ async def test_an_update_reaches_every_server_while_new_calls_wait(
     assert [server.routes() for server in pair] == 2 * [
         [
             "pause_generation",
+            "update_weight_version",
             "begin_weight_update",
             "end_weight_update",
             "update_weight_version",
@@ -461,14 +462,131 @@ async def test_another_rank_sees_who_missed_an_update(
     num_calls = len(one.calls())
     assert {c.weight_version for c in await asyncio.gather(*start(other, "a", "b"))} == {1}
     assert len(one.calls()) == num_calls
-    assert "weights of version 0, another has 1" in out(other)[one.address]
+    assert "has not gone through whole" in out(other)[one.address]
     one.failing = {}
     await main.update_weights([], version=2)
     await other.pool.look_at_all()
     assert not out(other)
 
 
+async def test_another_rank_follows_an_update_whatever_the_versions_were_before(
+    pair: tuple[FakeSGLang, FakeSGLang], connect: Opened
+):
+    one, two = pair
+    one.version = two.version = "7"  # of a run that went further
+    main, other = connect(*pair), connect(*pair)
+    await asyncio.gather(*start(other, "a", "b"))
+    one.failing = {"pause_generation": 500}
+    await main.update_weights([], version=7)
+    await other.follow_update(version=7)
+    one.failing, num_calls = {}, len(one.calls())
+    assert all(map(is_exact, await asyncio.gather(*start(other, *"cdef"))))
+    assert len(one.calls()) == num_calls
+    assert list(out(other)) == [one.address]
+
+
+async def test_following_an_update_that_nobody_has_is_an_error(connect: Opened):
+    only = FakeSGLang()
+    async with running(only):
+        with pytest.raises(EngineError, match="no SGLang server is left"):
+            await connect(only).follow_update(version=1)
+
+
+async def test_what_an_update_left_half_done_gets_no_calls_of_anybody_who_comes_later(
+    connect: Opened,
+):
+    only = FakeSGLang()
+    async with running(only):
+        await connect(only).update_weights([], version=0)
+        killed = asyncio.create_task(connect(only).update_weights([], version=0))
+        only.hanging = {"begin_weight_update"}
+        await until(lambda: only.version == "-1")
+        only.hanging, only.failing = set(), {"begin_weight_update": 500}
+        killed.cancel()
+        await asyncio.gather(killed, return_exceptions=True)
+        only.failing = {}
+        later = connect(only, max_retries=0)
+        with pytest.raises(EngineError, match="has not gone through whole"):
+            await ask(later)
+        await later.update_weights([], version=0)
+        assert (await ask(later)).weight_version == 0
+
+
+async def test_what_was_sampled_by_half_of_an_update_is_asked_of_another(
+    pair: tuple[FakeSGLang, FakeSGLang], connect: Opened
+):
+    one, _ = pair
+    engine = connect(*pair)
+    await asyncio.gather(*start(engine, "a", "b"))
+    one.version = "-1"
+    completions = await asyncio.gather(*start(engine, *"ab"))
+    assert {completion.weight_version for completion in completions} == {0}
+    assert "has not gone through whole" in out(engine)[one.address]
+
+
+async def test_an_update_that_somebody_was_killed_in_is_ended_first(connect: Opened):
+    only = FakeSGLang(has_open_update=True)
+    async with running(only):
+        await connect(only).update_weights([], version=1)
+        updates = [route for route in only.routes() if route.endswith("weight_update")]
+        begin, end = "begin_weight_update", "end_weight_update"
+        assert updates == [begin, end, begin, end]
+
+
 # Sleep.
+
+
+async def test_a_sleep_that_fails_everywhere_lets_calls_go_on(connect: Opened):
+    gpu = FakeSGLang(device="cuda", failing={"release_memory_occupation": 500})
+    async with running(gpu):
+        engine = connect(gpu)
+        await ask(engine)
+        with pytest.raises(EngineError, match="no release_memory_occupation today"):
+            await engine.sleep()
+        assert not gpu.is_paused
+        assert is_exact(await ask(engine))
+
+
+async def test_a_server_that_does_not_wake_is_woken_before_it_gets_calls(
+    pair: tuple[FakeSGLang, FakeSGLang], connect: Opened
+):
+    one, _ = pair
+    one.device = "cuda"
+    engine = connect(*pair)
+    await asyncio.gather(*start(engine, "a", "b"))
+    await engine.sleep()
+    one.failing = {"resume_memory_occupation": 500}
+    await engine.wake()
+    assert all(map(is_exact, await asyncio.gather(*start(engine, "a", "b"))))
+    await engine.pool.look_at_all()
+    assert list(out(engine)) == [one.address]
+    one.failing = {}
+    await engine.pool.look_at_all()
+    assert not out(engine)
+    assert not one.is_paused
+
+
+async def test_a_server_that_went_out_in_its_sleep_is_woken_with_the_others(
+    pair: tuple[FakeSGLang, FakeSGLang], connect: Opened
+):
+    one, _ = pair
+    one.device = "cuda"
+    engine = connect(*pair)
+    await ask(engine)
+    await engine.sleep()
+    engine.pool.take_out(engine.pool.members[0], "for a test")
+    await engine.wake()
+    assert one.routes()[-2:] == ["resume_memory_occupation", "continue_generation"]
+
+
+async def test_generation_goes_on_where_a_flush_fails(connect: Opened):
+    only = FakeSGLang(failing={"flush_cache": 500})
+    async with running(only):
+        engine = connect(only)
+        await ask(engine)
+        with pytest.raises(EngineError, match="no flush_cache today"):
+            await engine.flush_cache()
+        assert not only.is_paused
 
 
 async def test_calls_wait_while_the_servers_sleep_and_what_cannot_sleep_is_left_alone(

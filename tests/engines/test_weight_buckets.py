@@ -1,12 +1,11 @@
 """Weights in buckets of bounded size, and what becomes of a target whose update fails."""
 
 import asyncio
-import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,17 +20,23 @@ from agentrl.engines.sglang.buckets import Bucket, NamedTensor, PlainMemory, fil
 from agentrl.engines.sglang.gate import CallGate
 from agentrl.engines.sglang.names import ModelWeights
 from agentrl.engines.sglang.sleeping import SleepingBackend
-from agentrl.engines.sglang.transports import DiskTransport
+from agentrl.engines.sglang.transports import (
+    DiskTransport,
+    DistributedTransport,
+    TensorTransport,
+)
+from agentrl.engines.sglang.transports import distributed as distributed_module
+from agentrl.engines.sglang.transports import tensor as tensor_module
 from agentrl.engines.sglang.transports.tensor import SentMemory
-from agentrl.engines.sglang.weights import Target, update_weights
+from agentrl.engines.sglang.weights import UNFIT_VERSION, Target, update_weights
 from agentrl.errors import EngineError
 from tests.fakes_engines import tiny_model
 from tests.fakes_weights import BUCKET, BucketTransport, RecordingBackend, weights_of
 
 CPU = torch.device("cpu")
-BEFORE = ["pause_generation", "begin_weight_update"]
+BEFORE = ["pause_generation", "update_weight_version", "begin_weight_update"]
 AFTER = ["end_weight_update", "update_weight_version", "continue_generation"]
-LET_GO = ["end_weight_update", "abort_request", "continue_generation"]
+LET_GO = ["update_weight_version", "end_weight_update", "abort_request", "continue_generation"]
 
 
 def read(bucket: Bucket[PlainMemory]) -> list[NamedTensor]:
@@ -66,29 +71,65 @@ def test_buckets_hold_every_tensor_once_in_order_and_within_the_bound(
         assert torch.equal(one, other)
 
 
-def test_one_bucket_of_memory_exists_at_a_time_and_no_tensor_is_kept():
-    alive: weakref.WeakSet[PlainMemory] = weakref.WeakSet()
-    most = 0
+class CountedMemory(PlainMemory):
+    """Memory that is counted while it is alive."""
 
-    def allocate(num_bytes: int, device: torch.device) -> PlainMemory:
-        nonlocal most
-        gc.collect()
-        memory = PlainMemory(num_bytes, device)
-        alive.add(memory)
-        most = max(most, sum(len(one.flat) for one in alive))
-        return memory
+    alive: ClassVar[weakref.WeakSet["CountedMemory"]] = weakref.WeakSet()
+    most: ClassVar[int] = 0
 
-    def weights() -> Iterator[NamedTensor]:
-        given: list[weakref.ref[torch.Tensor]] = []
-        for i in range(50):
-            tensor = torch.full((32,), float(i))
-            assert sum(one() is not None for one in given) <= 1, "only the last is still in use"
-            given.append(weakref.ref(tensor))
-            yield f"w{i}", tensor
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(num_bytes, device)
+        self.alive.add(self)
+        CountedMemory.most = max(self.most, sum(len(one.flat) for one in self.alive))
 
-    num_buckets = sum(1 for _ in fill_buckets(weights(), 1024, allocate))
-    assert num_buckets == 50 * 128 // 1024 + 1
-    assert most <= 1024
+    def dumps(self, parts: dict[str, Any]) -> bytes:
+        return pickle.dumps(list(parts))
+
+
+def fresh_weights(*num_elements: int) -> Iterator[NamedTensor]:
+    """Weights of which only the last may still be in use."""
+    given: list[weakref.ref[torch.Tensor]] = []
+    for i, size in enumerate(num_elements):
+        tensor = torch.full((size,), float(i))
+        assert sum(one() is not None for one in given) <= 1
+        given.append(weakref.ref(tensor))
+        yield f"w{i}", tensor
+
+
+@pytest.mark.parametrize("in_turn", [1, 2])
+async def test_update_takes_no_more_memory_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, in_turn: int
+):
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 128)
+    monkeypatch.setattr(CountedMemory, "most", 0)
+    monkeypatch.setattr(tensor_module, "require_sglang", lambda: None)
+    monkeypatch.setattr(tensor_module, "serialize", lambda bucket: b"")
+    report = await update_weights(
+        [Target(RecordingBackend())], fresh_weights(*[32] * 50, 400, *[32] * 3, 300, 300),
+        version=1, transport=TensorTransport(1024, CountedMemory, in_turn=in_turn),
+        on_failure=Owner().take_out,
+    )  # fmt: skip
+    assert report.figures.num_bytes == 4 * (32 * 53 + 400 + 600)
+    assert CountedMemory.most == 1600, "the largest weight, alone"
+    assert not CountedMemory.alive
+
+
+async def test_growing_buckets_never_take_more_than_the_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 128)
+    for in_turn in (1, 2):
+        monkeypatch.setattr(CountedMemory, "most", 0)
+        for bucket in fill_buckets(fresh_weights(*[32] * 50), 1024, CountedMemory, in_turn=in_turn):
+            del bucket
+        assert CountedMemory.most == 1024
+
+
+def test_memory_of_buckets_in_turn_is_left_alone_until_the_next_one_is_used_up():
+    found = [
+        bucket.memory for bucket in fill_buckets(weights_of(*[8] * 6), 64, PlainMemory, in_turn=2)
+    ]
+    assert len({id(memory) for memory in found}) == 2
+    assert found[0] is found[2] is found[4]
+    assert found[1] is found[3] is found[5]
 
 
 def test_small_model_takes_little_memory_and_a_large_one_soon_whole_buckets(
@@ -141,8 +182,10 @@ async def test_update_asks_in_order_and_tells_the_version():
     report = await update(owner, one)
     assert one.requests == [*BEFORE, BUCKET, BUCKET, *AFTER]
     assert one.fields[one.requests.index("pause_generation")] == {"mode": "retract"}
-    told = one.fields[one.requests.index("update_weight_version")]
-    assert told == {"new_version": "5", "abort_all_requests": False}
+    told = [f for r, f in zip(one.requests, one.fields, strict=True) if r == AFTER[1]]
+    assert told == [
+        {"new_version": version, "abort_all_requests": False} for version in (UNFIT_VERSION, "5")
+    ]
     assert (report.figures.num_bytes, report.figures.num_buckets) == (96, 2)
     assert not owner.taken_out
 
@@ -150,7 +193,7 @@ async def test_update_asks_in_order_and_tells_the_version():
 @pytest.mark.parametrize(
     ("request_name", "after"),
     [("pause_generation", 0), ("begin_weight_update", 0), (BUCKET, 1), ("end_weight_update", 0),
-     ("update_weight_version", 0)],
+     ("update_weight_version", 0), ("update_weight_version", 1)],
 )  # fmt: skip
 async def test_target_that_fails_is_taken_out_let_go_and_the_others_go_on(
     request_name: str, after: int
@@ -164,7 +207,7 @@ async def test_target_that_fails_is_taken_out_let_go_and_the_others_go_on(
     ]
     was_paused = request_name != "pause_generation"
     assert owner.taken_out == [("bad", was_paused)], "before its generation goes on"
-    assert bad.requests[-3:] == LET_GO
+    assert bad.requests[-4:] == LET_GO
     assert not bad.is_paused
     assert not good.is_paused
 
@@ -175,7 +218,7 @@ async def test_where_nobody_is_left_the_update_raises():
     with pytest.raises(EngineError, match=f"refuses {BUCKET}"):
         await update(owner, one, other)
     assert [name for name, _ in owner.taken_out] == ["one", "other"]
-    assert one.requests[-3:] == other.requests[-3:] == LET_GO
+    assert one.requests[-4:] == other.requests[-4:] == LET_GO
 
 
 async def test_weights_that_fail_take_every_target_out_and_leave_none_paused():
@@ -187,7 +230,7 @@ async def test_weights_that_fail_take_every_target_out_and_leave_none_paused():
     with pytest.raises(RuntimeError, match="a rank is gone"):
         await update(owner, one, other, weights=broken())
     assert owner.taken_out == [("one", True), ("other", True)]
-    assert one.requests[-3:] == LET_GO
+    assert one.requests[-4:] == LET_GO
     assert not one.is_paused
     assert not other.is_paused
 
@@ -211,7 +254,7 @@ async def test_cancelled_update_waits_for_the_reader_of_its_bucket_then_lets_eve
 
 async def test_target_that_will_not_be_let_go_does_not_hide_why_it_failed():
     def fails(request: str, count: int) -> bool:
-        return request in (BUCKET, *LET_GO)
+        return request == BUCKET or (count > 0 and request in LET_GO) or request in LET_GO[1:]
 
     owner = Owner()
     with pytest.raises(EngineError, match=f"refuses {BUCKET}"):
@@ -270,6 +313,16 @@ async def test_sleeping_engine_stays_paused_through_an_update_until_all_is_awake
     assert inner.fields[-2] == {"tags": ["kv_cache"]}
     await backend.wake(tuple(MemoryTag))
     assert inner.requests.count("resume_memory_occupation") == 2
+
+
+async def test_engine_that_cannot_give_memory_back_goes_on_generating():
+    inner = RecordingBackend(fails=fails_at("release_memory_occupation"))
+    backend = SleepingBackend(inner, can_sleep=True)
+    with pytest.raises(EngineError, match="refuses release"):
+        await backend.sleep(tuple(MemoryTag))
+    assert not inner.is_paused
+    await backend.sleep((MemoryTag.KV_CACHE,))
+    assert inner.is_paused, "it can be asked again"
 
 
 async def test_engine_without_memory_to_give_says_so_once(caplog: pytest.LogCaptureFixture):
@@ -385,3 +438,34 @@ async def test_disk_that_takes_nothing_is_an_error_that_names_the_key(tmp_path: 
     with pytest.raises(EngineError, match="cannot be written") as caught:
         await by_disk(tmp_path / "file" / "weights", DiskReader(), weights_of(8))
     assert caught.value.key == "weight_sync.folder"
+
+
+class NeverDone:
+    """A broadcast that one member does not take."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+async def test_broken_group_is_left_by_every_member_and_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    left: list[object] = []
+    monkeypatch.setattr(distributed_module, "require_sglang", lambda: None)
+    monkeypatch.setattr(distributed_module.dist, "broadcast", lambda *_, **__: NeverDone())
+    monkeypatch.setattr(distributed_module.dist, "destroy_process_group", left.append)
+    transport = DistributedTransport("127.0.0.1", backend="gloo", device=CPU, timeout_s=0.05)
+    group = object()
+    monkeypatch.setattr(transport, "_open", lambda *_: setattr(transport, "_group", group))
+    one, other = RecordingBackend("one"), RecordingBackend("other")
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineError, match="not taken by every member in time"):
+            await update_weights(
+                [Target(one), Target(other)], weights_of(8), version=1, transport=transport,
+                on_failure=Owner().take_out,
+            )  # fmt: skip
+    assert left == [group]
+    for backend in (one, other):
+        joined = backend.fields[backend.requests.index("init_weights_update_group")]
+        told = backend.fields[backend.requests.index("destroy_weights_update_group")]
+        assert told == {"group_name": joined["group_name"]}

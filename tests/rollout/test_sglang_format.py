@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engines.sglang_parsers import DetectedCall, Detection
+from agentrl.engines.sglang_parsers import DetectedCall, Detection, OutOfTimeError, limited
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.rollout.tool_parsers import DetectorParser, ParsedTurn, get_tool_parser
 from tests.fakes_tools import schema
@@ -171,6 +173,23 @@ def test_without_sglang_the_error_says_how_to_install_it(monkeypatch: pytest.Mon
     monkeypatch.setattr("agentrl.engines.sglang_parsers.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=re.escape("pip install 'agentrl[sglang]'")):
         get_tool_parser("sglang:deepseekv3")
+
+
+def work(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_a_text_that_takes_too_long_is_given_up():
+    with pytest.raises(OutOfTimeError), limited(0.05):
+        work(2.0)
+
+
+def test_what_other_threads_compute_meanwhile_is_not_counted():
+    with limited(60.0):
+        # The timer of the process, run down by the others.
+        signal.raise_signal(signal.SIGVTALRM)
 
 
 def test_an_unknown_format_is_told_of_the_family():

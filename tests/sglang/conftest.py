@@ -1,6 +1,7 @@
 """The real SGLang: one start for each process of tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,17 @@ from tests.fakes_engines import tiny_model
 from tests.fakes_sglang import letter_tokenizer, save_policy
 
 MAX_MODEL_LEN = 1024
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """SGLang closes not all that it opens in this process, and that is not under test."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+            )
 
 
 @pytest.fixture(scope="session")

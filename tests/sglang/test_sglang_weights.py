@@ -75,7 +75,7 @@ async def start_endless(engine: SGLangEngine) -> asyncio.Task[Completion]:
 @pytest.mark.parametrize(
     ("request_name", "after"),
     [("begin_weight_update", 0), (BUCKET, 1), ("end_weight_update", 0),
-     ("update_weight_version", 0)],
+     ("update_weight_version", 0), ("update_weight_version", 1)],
 )  # fmt: skip
 async def test_update_that_fails_ends_running_calls_and_the_next_one_mends_it(
     running: SGLangEngine, request_name: str, after: int

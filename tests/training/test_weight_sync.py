@@ -95,6 +95,7 @@ def test_engine_that_all_ranks_share_is_sent_to_by_the_main_one_alone(
     main, other = (told[rank][case] for rank in (0, 1))
     assert main["error"] is other["error"] is None
     assert (main["updates"], other["updates"]) == (attempts, 0)
+    assert main["version"] == other["version"] == 7, "the other one hears of it"
     assert main["is_whole"], "gathered with the other's shards"
     assert (main["bytes"], other["bytes"]) == (NUM_BYTES, 0)
     assert main["attempts"] == other["attempts"] == attempts

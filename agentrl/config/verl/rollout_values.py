@@ -63,10 +63,9 @@ def of_sglang(theirs: str, ours: str, elsewhere: str) -> Reader:
 
 
 def _is_sglang(tree: Tree) -> bool:
-    beside = "rollout.engine.name", f"{ROLLOUT}.engine.name"
-    given = next(filter(None, map(tree.value, beside)), None)
-    chosen = given or ENGINES.get(str(tree.value(f"{ROLLOUT}.name")), "")
-    return chosen.startswith("sglang")
+    beside = tree.value("rollout.engine.name") or tree.value(f"{ROLLOUT}.engine.name")
+    chosen = beside or ENGINES.get(str(tree.value(f"{ROLLOUT}.name")), "")
+    return str(chosen).startswith("sglang")
 
 
 def bucket_megabytes(value: Any, tree: Tree) -> Reading:

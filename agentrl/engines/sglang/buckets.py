@@ -1,8 +1,9 @@
-"""Weights put together into buckets of bounded size: one flat tensor, filled again and again.
+"""Weights put together into buckets of bounded size: flat tensors, filled again and again.
 
 So that much memory is all that an update needs beside the weights, however many there are.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -47,7 +48,7 @@ class Bucket(Generic[M]):
     """Tensors side by side without gaps."""
 
     memory: M
-    """Where it lies; filled anew for the next bucket."""
+    """Where it lies; filled anew for a later bucket."""
     entries: tuple[Entry, ...]
 
     @property
@@ -72,28 +73,41 @@ def fill_buckets(
     named_tensors: Iterable[NamedTensor],
     bucket_bytes: int,
     allocate: Callable[[int, torch.device], M],
+    *,
+    in_turn: int = 1,
 ) -> Iterator[Bucket[M]]:
-    """Copy tensors into buckets; each is to be used up before the next is asked for.
+    """Copy tensors into buckets; each is to be used up, and let go, before the next is asked for.
 
     Args:
         named_tensors: Read one at a time; none is kept.
-        bucket_bytes: Most bytes of a bucket; a larger tensor is one of its own.
+        bucket_bytes: Most bytes of all memory together; a larger tensor is alone in its own.
         allocate: Bytes, and where the weights are -> memory.
+        in_turn: How many share these bytes and are filled in turn. A reader then has so many
+            buckets' time less one to finish before what it reads is overwritten.
     """
+    most = bucket_bytes // in_turn
     memory: M | None = None
-    capacity = min(bucket_bytes, FIRST_BYTES)
+    resting: deque[M] = deque()
+    capacity = min(most, FIRST_BYTES)
     entries: list[Entry] = []
     for name, tensor in named_tensors:
         if memory is not None and not _fits(tensor, _end(entries), memory):
             yield Bucket(memory, tuple(entries))
-            entries, capacity = [], min(bucket_bytes, 2 * capacity)
-            if len(memory.flat) != max(capacity, tensor.nbytes):
-                memory = None  # before another size is taken
+            resting.append(memory)
+            memory, entries, capacity = None, [], min(most, 2 * capacity)
         if memory is None:
-            memory = allocate(max(capacity, tensor.nbytes), tensor.device)
+            size = max(capacity, tensor.nbytes)
+            memory = _rested(resting, size, in_turn, most) or allocate(size, tensor.device)
         entries.append(_put(memory, name, tensor, _end(entries)))
     if memory is not None:
         yield Bucket(memory, tuple(entries))
+
+
+def _rested(resting: deque[M], size: int, in_turn: int, most: int) -> M | None:
+    """The memory whose turn it is; None: more is to be taken."""
+    if size > most or any(len(memory.flat) != size for memory in resting):
+        resting.clear()  # before another size is taken
+    return resting.popleft() if len(resting) == in_turn else None
 
 
 def _end(entries: list[Entry]) -> int:

@@ -18,6 +18,11 @@ from agentrl.errors import EngineError
 
 FIRST_VERSION = "default"
 """What SGLang calls the weights that it was started with, where nobody names them."""
+NOTHING_SAMPLED: JsonFields = {
+    "output_ids": [],
+    "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []},
+}
+"""The answer to a call that is aborted before SGLang has begun it."""
 _TINY_TOP_P = 1e-6
 
 

@@ -9,9 +9,11 @@ from urllib.parse import urlsplit
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from agentrl.config.engine_schema import SGLangServerConfig, WeightSyncConfig
 from agentrl.engines.sglang.arguments import SGLangNeeds
+from agentrl.engines.sglang.devices import sees_device
 from agentrl.engines.sglang.names import ModelWeights
 from agentrl.engines.sglang.server_engine import SGLangServerEngine
 from agentrl.engines.sglang.transports import (
@@ -78,21 +80,23 @@ def choose_transport(addresses: Sequence[str], source: SyncSource) -> Transport:
     """Choose the way of new weights: the configured one, or the fastest that reaches everyone.
 
     Raises:
-        ConfigError: for `tensor` where a server is on another machine.
+        ConfigError: for `tensor` where a server is on another machine, or is known not to see the
+            trainer's device.
         EngineError: for an address that leads nowhere.
     """
     settings, device = source.settings, source.device
     name = settings.transport
     far = [address for address in addresses if not is_here(address)]
     if name == "auto":
-        on_accelerator = device.type != "cpu"
-        name = "distributed" if far and on_accelerator else "disk" if far else "tensor"
+        name = _fastest(addresses, far, device)
     if name == "tensor" and far:
         raise ConfigError(
             f"the server at {far[0]} is on another machine: memory does not reach it",
             key="weight_sync.transport",
             expected="distributed or disk",
         )
+    if name == "tensor" and _sends():
+        _refuse_blind(addresses, device)
     match name:
         case "tensor":
             return TensorTransport.to_servers(device, settings.bucket_bytes)
@@ -106,6 +110,30 @@ def choose_transport(addresses: Sequence[str], source: SyncSource) -> Transport:
             )
         case _:
             return DiskTransport(settings.folder or source.folder, settings.bucket_bytes)
+
+
+def _fastest(addresses: Sequence[str], far: Sequence[str], device: torch.device) -> str:
+    if device.type == "cpu":
+        return "disk" if far else "tensor"
+    # A server that cannot open the memory of the trainer's device dies of the attempt.
+    is_open = not far and all(sees_device(address, device) for address in addresses)
+    return "tensor" if is_open else "distributed"
+
+
+def _refuse_blind(addresses: Sequence[str], device: torch.device) -> None:
+    for address in addresses:
+        if device.type != "cpu" and sees_device(address, device) is False:
+            raise ConfigError(
+                f"the server at {address} does not see the trainer's {device} (its "
+                "CUDA_VISIBLE_DEVICES): it cannot open the memory there",
+                key="weight_sync.transport",
+                expected="distributed or disk",
+            )
+
+
+def _sends() -> bool:
+    """Whether this is the rank that sends: the others' devices matter to no server."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_here(address: str) -> bool:

@@ -21,9 +21,10 @@ from agentrl.engines.sglang.arguments import (
     server_arguments,
 )
 from agentrl.engines.sglang.calls import complete
-from agentrl.engines.sglang.gate import CallGate
+from agentrl.engines.sglang.gate import CallGate, Turns
 from agentrl.engines.sglang.host import SGLangHost
 from agentrl.engines.sglang.names import ModelWeights
+from agentrl.engines.sglang.own_calls import OwnCall
 from agentrl.engines.sglang.sleeping import SleepingBackend
 from agentrl.engines.sglang.transports import TensorTransport
 from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Target, update_weights
@@ -72,8 +73,9 @@ class SGLangEngine:
         self._transport = TensorTransport.to_children(bucket_bytes)
         self._weights = weights
         self._gate = CallGate()
+        self._turns = Turns()
         self._keys = itertools.count()
-        self._running: dict[str, str] = {}
+        self._running: set[OwnCall] = set()
 
     @classmethod
     def start(
@@ -117,18 +119,19 @@ class SGLangEngine:
         call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
         # SGLang aborts whatever begins with the name that it is given: no name begins another.
         key = f"{next(self._keys)}-{request_id}"
-        self._running[key] = request_id
+        running = OwnCall(self._backend, request_id)
+        self._running.add(running)
         try:
             async with self._gate.passing():
                 return await complete(
-                    self._backend,
+                    running,
                     call,
                     key=key,
                     max_model_len=self.max_model_len,
                     decode=self._decode,
                 )
         finally:
-            del self._running[key]
+            self._running.remove(running)
 
     async def generate_together(
         self, calls: Sequence[EngineCall]
@@ -142,8 +145,8 @@ class SGLangEngine:
 
     async def abort(self, request_id: str) -> None:
         """End the running calls of a request; they return what they have sampled."""
-        for key in [key for key, owner in self._running.items() if owner == request_id]:
-            await self._backend.control("abort_request", {"rid": key})
+        calls = [call for call in self._running if call.request_id == request_id]
+        await asyncio.gather(*(call.abort() for call in calls))
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
@@ -156,14 +159,15 @@ class SGLangEngine:
         """
         if self._weights is not None:
             named_tensors = self._weights.for_files(named_tensors)
-        report = await update_weights(
-            [self._target],
-            named_tensors,
-            version=version,
-            transport=self._transport,
-            on_failure=self._refuse_calls,
-        )
-        self._gate.open()
+        async with self._turns.take():
+            report = await update_weights(
+                [self._target],
+                named_tensors,
+                version=version,
+                transport=self._transport,
+                on_failure=self._refuse_calls,
+            )
+            self._gate.open()
         return report.figures
 
     async def _refuse_calls(self, _target: Target, error: EngineError) -> None:
@@ -172,19 +176,22 @@ class SGLangEngine:
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix; running calls compute theirs anew."""
-        await self._backend.control("pause_generation", {"mode": "retract"})
-        try:
-            await self._backend.control("flush_cache")
-        finally:
-            await self._backend.control("continue_generation")
+        async with self._turns.take():
+            await self._backend.control("pause_generation", {"mode": "retract"})
+            try:
+                await self._backend.control("flush_cache")
+            finally:
+                await self._backend.control("continue_generation")
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Give memory back until `wake`; running calls wait. Without an accelerator: nothing."""
-        await self._backend.sleep(tags)
+        async with self._turns.take():
+            await self._backend.sleep(tags)
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Take memory again; when all is awake, calls go on."""
-        await self._backend.wake(tags)
+        async with self._turns.take():
+            await self._backend.wake(tags)
 
     async def close(self) -> None:
         """End SGLang and its processes; running calls end with `EngineError`."""

@@ -17,8 +17,9 @@ import os
 import random
 import signal
 import threading
+import time
 import warnings
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import psutil
@@ -29,6 +30,7 @@ from agentrl.errors import EngineError
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 20.0
+_POLL_S = 0.2
 _INPUTS = {
     "pause_generation": "PauseGenerationReqInput",
     "continue_generation": "ContinueGenerationReqInput",
@@ -65,8 +67,12 @@ class SGLangHost:
         self._loop = asyncio.new_event_loop()
         self._running: set[asyncio.Task[Any]] = set()
         self._end: EngineError | None = None
+        # Whoever queues a call behind the end would wait for ever. Re-entrant: a signal may come
+        # while this thread holds it.
+        self._ending = threading.RLock()
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
+        self._others = set(multiprocessing.active_children())
         self._before = _take_sigquit(self._on_child_failed)
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
@@ -79,6 +85,7 @@ class SGLangHost:
         try:
             started.result()
         except BaseException:
+            self._break_off()
             _give_back_sigquit(self._before)
             raise
         atexit.register(self.close)
@@ -98,7 +105,7 @@ class SGLangHost:
         if not self._thread.is_alive():
             return
         atexit.unregister(self.close)
-        self._loop.call_soon_threadsafe(self._stop, EngineError("the engine was closed"))
+        self._call_soon(self._stop, EngineError("the engine was closed"))
         self._thread.join(CLOSE_TIMEOUT_S)
         _give_back_sigquit(self._before)
 
@@ -111,14 +118,11 @@ class SGLangHost:
 
     async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Have the engine's loop do something, and wait for it; cancelling cancels it there."""
-        if self._end is not None:
-            work.close()
-            raise self._ended()
-        try:
+        with self._ending:
+            if self._end is not None:
+                work.close()
+                raise self._ended()
             asked = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
-        except RuntimeError:  # the loop was closed just now
-            work.close()
-            raise EngineError("the engine was closed") from None
         return await asyncio.wrap_future(asked)
 
     def _on_child_failed(self, *_: object) -> None:
@@ -128,7 +132,32 @@ class SGLangHost:
             expected="where memory ran out: a smaller rollout.engine.sglang.mem_fraction_static "
             "or max_total_tokens",
         )
-        self._loop.call_soon_threadsafe(self._fail, error)
+        self._refuse(error)
+        self._call_soon(self._fail, error)
+
+    def _refuse(self, error: EngineError) -> None:
+        """Take no more calls."""
+        with self._ending:
+            self._end = self._end or error
+
+    def _call_soon(self, act: Callable[[EngineError], None], error: EngineError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs on it
+            self._loop.call_soon_threadsafe(act, error)
+
+    def _break_off(self) -> None:
+        """End a start that nobody waits for: without its processes SGLang gives it up."""
+        error = EngineError("the start of SGLang was broken off")
+        self._refuse(error)
+        self._call_soon(self._stop, error)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            _kill(self._brought())  # SGLang must find them ended, so nobody waits for them here
+            self._thread.join(_POLL_S)
+
+    def _brought(self) -> list[psutil.Process]:
+        """The processes that a start has brought so far, and what they have started."""
+        mine = set(multiprocessing.active_children()) - self._others
+        return _with_children([process.pid for process in mine if process.pid is not None])
 
     def _ended(self) -> EngineError:
         """An error for each caller: one that is raised twice would collect both tracebacks."""
@@ -146,24 +175,32 @@ class SGLangHost:
         asyncio.set_event_loop(self._loop)
         # Its processes inherit this: a Ctrl-C in the terminal is for the trainer alone to answer.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        others = set(psutil.Process().children(recursive=True))
         try:
             with _undisturbed(environment):
-                self._engine = _start(arguments)
+                self._engine = self._start(arguments)
         except BaseException as error:  # noqa: BLE001 - the thread's boundary: the caller gets it
-            _end_processes(list(set(psutil.Process().children(recursive=True)) - others))
+            _end_processes(self._brought())
             started.set_exception(_explain(error))
             self._loop.close()
             return
-        self._processes = _own_processes(self._engine)
+        self._processes = _with_children(self._engine.get_all_child_pids())
         started.set_result(None)
         try:
             self._loop.run_forever()
         finally:
             self._shut_down()
 
-    async def _tracked(self, work: Awaitable[T]) -> T:
-        """Do something for a caller, unless the engine ends meanwhile."""
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        engine = _engine_class()  # takes seconds
+        if self._end is not None:
+            raise self._ended()
+        return engine(**arguments)
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something for a caller, unless the engine has ended or ends meanwhile."""
+        if self._end is not None:
+            work.close()
+            raise self._ended()
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -191,7 +228,7 @@ class SGLangHost:
         manager = self._engine.tokenizer_manager
         try:
             if request == "abort_request":
-                manager.abort_request(**fields)
+                self._abort(**fields)
                 return
             if request == "flush_cache":
                 answer = await manager.flush_cache(**fields)
@@ -202,9 +239,17 @@ class SGLangHost:
             raise _refusal(error) from error
         _check(request, answer)
 
+    def _abort(self, rid: str, **fields: Any) -> None:
+        manager = self._engine.tokenizer_manager
+        # SGLang passes an abort on once for each call, even where it came before the call itself.
+        state = manager.rid_to_state.get(rid)
+        if state is not None:
+            state.abort_sent = False
+        manager.abort_request(rid=rid, **fields)
+
     def _fail(self, error: EngineError) -> None:
         """End every call with an error; the engine takes no more."""
-        self._end = self._end or error
+        self._refuse(error)
         for task in self._running:
             task.cancel()
 
@@ -222,29 +267,42 @@ class SGLangHost:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        _close_sockets(self._engine)
         self._loop.close()
 
 
-def _start(arguments: dict[str, Any]) -> Any:
+def _close_sockets(engine: Any) -> None:
+    """Close what SGLang leaves open: the interpreter's end would tear it down in any order."""
+    manager = engine.tokenizer_manager
+    sockets = (manager.recv_from_detokenizer, manager.send_to_scheduler, engine.send_to_rpc)
+    for context in {socket.context for socket in sockets if socket is not None}:
+        context.destroy(linger=0)
+
+
+def _engine_class() -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
-    return Engine(**arguments)
+    return Engine
 
 
-def _own_processes(engine: Any) -> list[psutil.Process]:
-    """SGLang's processes and what they have started."""
+def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
+    """Processes and what they have started."""
     found: dict[int, psutil.Process] = {}
-    for pid in engine.get_all_child_pids():
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             found |= {p.pid: p for p in (process, *process.children(recursive=True))}
     return list(found.values())
 
 
-def _end_processes(processes: list[psutil.Process]) -> None:
+def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _end_processes(processes: list[psutil.Process]) -> None:
+    _kill(processes)
     psutil.wait_procs(processes, timeout=CLOSE_TIMEOUT_S)
 
 

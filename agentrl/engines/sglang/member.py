@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from agentrl.engines.protocol import ALL_MEMORY
 from agentrl.engines.sglang.calls import FIRST_VERSION
 from agentrl.engines.sglang.server import ServerState, SGLangServer
 from agentrl.engines.sglang.sleeping import SleepingBackend
@@ -56,6 +57,15 @@ class Member:
         if name == FIRST_VERSION:
             return 0
         return int(name) if name.isdecimal() else None
+
+    async def look(self) -> ServerState:
+        """Look at a server of whose memory nothing is to sleep: it may have failed to wake.
+
+        Raises:
+            EngineError: where it is not well.
+        """
+        await self.backend.wake(ALL_MEMORY)
+        return await self.server.look()
 
     def note(self, state: ServerState) -> None:
         """Take note of what it tells; nothing sleeps of a process that is new."""

@@ -19,7 +19,6 @@ from dataclasses import replace
 import aiohttp
 
 from agentrl.config.engine_schema import SGLangServerConfig
-from agentrl.engines.protocol import ALL_MEMORY
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.member import NOT_LOOKED_AT, Member
 from agentrl.engines.sglang.server import (
@@ -228,7 +227,7 @@ class ServerPool:
         epoch = self._epoch
         if self._num_holds:
             return
-        state = await _heard(_roused(member))
+        state = await _heard(member.look())
         if epoch != self._epoch or self._is_closed:
             return  # the pool was held meanwhile: what the server said is of before, or of a pause
         if isinstance(state, EngineError):
@@ -387,12 +386,6 @@ class ServerPool:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise EngineError("the engine was closed")
-
-
-async def _roused(member: Member) -> ServerState:
-    """Look at a member, of whose memory nothing is to sleep: it may have failed to wake."""
-    await member.backend.wake(ALL_MEMORY)
-    return await member.server.look()
 
 
 async def _heard(asked: Awaitable[ServerState]) -> ServerState | EngineError:

@@ -168,7 +168,7 @@ class SGLangServerEngine:
             self.pool.hold()
         self._asleep.update(tags)
         try:
-            await self.pool.with_all(lambda member: member.backend.sleep(tags))
+            await self.pool.with_all(lambda member: _put_to_sleep(member, tags))
         except BaseException:
             with contextlib.suppress(EngineError):
                 await self.wake()
@@ -196,6 +196,15 @@ class SGLangServerEngine:
             await self._transport.close()
         finally:
             await self.pool.close()
+
+
+async def _put_to_sleep(member: Member, tags: Sequence[MemoryTag]) -> None:
+    try:
+        await member.backend.sleep(tags)
+    except EngineError:
+        with contextlib.suppress(EngineError):
+            await member.backend.control("continue_generation")
+        raise
 
 
 async def _flush(member: Member) -> None:

@@ -1,10 +1,12 @@
 """SGLang's memory, given back and taken again round the trainer's update."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
 from agentrl.engines.protocol import MemoryTag
 from agentrl.engines.sglang.backend import Backend, JsonFields
+from agentrl.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,12 @@ class SleepingBackend:
         now = [tag for tag in tags if tag not in self._asleep]
         if now:
             await self._backend.control("pause_generation", {"mode": "retract"})
-            await self._backend.control("release_memory_occupation", {"tags": _names(now)})
+            try:
+                await self._backend.control("release_memory_occupation", {"tags": _names(now)})
+            except BaseException:
+                with contextlib.suppress(EngineError):
+                    await self.control("continue_generation")
+                raise
             self._asleep.update(now)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:

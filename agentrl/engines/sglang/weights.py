@@ -32,16 +32,13 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.backend import Backend, JsonFields
+from agentrl.engines.sglang.buckets import NamedTensor
 from agentrl.errors import EngineError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-NamedTensor = tuple[str, "Tensor"]
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 UNFIT_VERSION = "-1"
 """What weights are called from the beginning of an update until it has gone through whole: whoever

@@ -7,6 +7,7 @@ machine      versions, devices, disk
 inputs       the run file, tools, data
 model        tokenizer, chat template, policy
 engine       start, a rollout, the end
+memory       given back to the trainer, and taken again
 log_probs    the engine's log-probabilities against the trainer's
 weight_sync  weights that change, in the engine
 """

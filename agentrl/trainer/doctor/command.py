@@ -28,6 +28,7 @@ from agentrl.trainer.doctor.machine import (
     check_machine,
     check_versions,
 )
+from agentrl.trainer.doctor.memory import check_hand_over
 from agentrl.trainer.doctor.model import (
     check_law_2,
     check_law_3,
@@ -148,19 +149,24 @@ def look_at_engine(
         ),
         advice="agentrl rollout FILE shows such conversations token by token",
     )
+    hand_over = look(
+        "memory hand-over",
+        lambda: check_hand_over(
+            config.need(), policy.need(), engine.need(), requests.need(), runner
+        ),
+        advice="rollout.free_cache_engine=false keeps the engine awake, where memory allows",
+    )
     look(
         "log-probabilities: engine and trainer",
         lambda: check_log_probs(config.need(), policy.need(), requests.need()),
     )
     look(
         "weight sync: every weight changed",
-        lambda: check_sync(config.need(), policy.need(), engine.need(), requests.need(), runner),
+        lambda: check_sync(config.need(), hand_over.need(), requests.need(), runner),
     )
     look(
         "weight sync: put back",
-        lambda: check_way_back(
-            config.need(), policy.need(), engine.need(), requests.need(), runner
-        ),
+        lambda: check_way_back(config.need(), hand_over.need(), requests.need(), runner),
     )
     look("engine end", lambda: check_end(engine.need(), before, runner))
 

@@ -12,12 +12,12 @@ import psutil
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.schema import RunConfig
-from agentrl.engines import Engine
+from agentrl.engines import Completion, Engine, EngineCall, SamplingParams
 from agentrl.errors import EngineError
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.trainer.datasets import RunData
-from agentrl.trainer.doctor.records import Checked
+from agentrl.trainer.doctor.records import Checked, SkipCheckError
 from agentrl.trainer.engine_choice import build_engine, describe_engine
 from agentrl.trainer.rollout_setup import RolloutSetup, make_manager
 from agentrl.training.model import PolicyModel
@@ -26,6 +26,10 @@ T = TypeVar("T")
 
 NUM_ROWS = 4
 """Rows that are rolled out, once each."""
+NUM_TOKENS = 32
+"""Tokens of each answer that `sample` asks for."""
+AS_LOADED, CHANGED, AS_BEFORE = range(3)
+"""Versions of the syncs; the weights that an engine starts with are 0 as well."""
 TIMEOUT_S = 900.0
 """Seconds of anything that is asked of the engine."""
 _HELPERS = ("resource_tracker", "forkserver")
@@ -95,6 +99,45 @@ def child_pids() -> set[int]:
     """List this process's children, theirs too, but for Python's own helpers."""
     children = psutil.Process().children(recursive=True)
     return {child.pid for child in children if not any(h in _command(child.pid) for h in _HELPERS)}
+
+
+async def sample(
+    config: RunConfig, engine: Engine, prompts: Sequence[Sequence[int]], version: int
+) -> list[Completion]:
+    """Have each prompt answered once, in a few tokens.
+
+    Args:
+        config: Of the run.
+        engine: Awake.
+        prompts: Token ids.
+        version: Of the weights, for the names of the requests.
+
+    Raises:
+        EngineError: where one cannot be.
+    """
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=config.rollout.temperature)
+    calls = [
+        EngineCall(input_ids=prompt, sampling=sampling, request_id=f"doctor-{version}-{place}")
+        for place, prompt in enumerate(prompts)
+    ]
+    done: list[Completion] = []
+    for outcome in await engine.generate_together(calls):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        done.append(outcome)
+    return done
+
+
+def prompts_of(requests: Sequence[AsyncRolloutRequest]) -> list[list[int]]:
+    """Give the prompts of requests that came so far.
+
+    Raises:
+        SkipCheckError: where none did.
+    """
+    prompts = [request.prompt_ids for request in requests if request.num_prompt_tokens]
+    if not prompts:
+        raise SkipCheckError("because no request has a prompt")
+    return prompts
 
 
 async def bounded(work: Coroutine[Any, Any, T], what: str) -> T:

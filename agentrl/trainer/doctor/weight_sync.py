@@ -9,9 +9,8 @@ from time import monotonic
 import torch
 
 from agentrl.config.schema import RunConfig
-from agentrl.engines import Completion, Engine, EngineCall, SamplingParams
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.doctor.engine import bounded
+from agentrl.trainer.doctor.engine import AS_BEFORE, CHANGED, bounded, prompts_of, sample
 from agentrl.trainer.doctor.log_probs import (
     TOLERANCES,
     Difference,
@@ -20,14 +19,9 @@ from agentrl.trainer.doctor.log_probs import (
     judge,
     refuse_script,
 )
-from agentrl.trainer.doctor.records import Checked, SkipCheckError
+from agentrl.trainer.doctor.records import Checked
+from agentrl.trainer.hand_over import HandOver
 from agentrl.training.model import PolicyModel
-from agentrl.training.weight_sync import sync_weights
-
-NUM_TOKENS = 32
-"""Tokens of each completion by new weights."""
-CHANGED, AS_BEFORE = 1, 2
-"""Versions of the two syncs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +37,7 @@ class Synced:
 
 def check_sync(
     config: RunConfig,
-    policy: PolicyModel,
-    engine: Engine,
+    hand_over: HandOver,
     requests: Sequence[AsyncRolloutRequest],
     runner: asyncio.Runner,
 ) -> Checked[Difference]:
@@ -57,9 +50,9 @@ def check_sync(
         EngineError: where the sync fails.
     """
     refuse_script(config)
-    prompts = _prompts(requests)
+    policy, prompts = hand_over.policy, prompts_of(requests)
     with turned_over(policy):
-        synced = runner.run(_sync(config, policy, engine, prompts, CHANGED))
+        synced = runner.run(_sync(config, hand_over, prompts, CHANGED))
         followed = compare(config, policy, synced.samples)
     stayed = compare(config, policy, synced.samples)
     judged = judge(config, policy, followed)
@@ -78,8 +71,7 @@ def check_sync(
 
 def check_way_back(
     config: RunConfig,
-    policy: PolicyModel,
-    engine: Engine,
+    hand_over: HandOver,
     requests: Sequence[AsyncRolloutRequest],
     runner: asyncio.Runner,
 ) -> Checked[Difference]:
@@ -90,7 +82,8 @@ def check_way_back(
         EngineError: where the sync fails.
     """
     refuse_script(config)
-    synced = runner.run(_sync(config, policy, engine, _prompts(requests), AS_BEFORE))
+    policy = hand_over.policy
+    synced = runner.run(_sync(config, hand_over, prompts_of(requests), AS_BEFORE))
     judged = judge(config, policy, compare(config, policy, synced.samples))
     told = f"{synced.seconds:.2f} s, then {judged.found}"
     return replace(judged, found=told, faults=(*judged.faults, *_wrong_version(synced, AS_BEFORE)))
@@ -116,45 +109,20 @@ def _change_signs(policy: PolicyModel) -> None:
 
 
 async def _sync(
-    config: RunConfig,
-    policy: PolicyModel,
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    version: int,
+    config: RunConfig, hand_over: HandOver, prompts: Sequence[Sequence[int]], version: int
 ) -> Synced:
     begun = monotonic()
-    await bounded(sync_weights(policy, engine, version=version), "the weight sync")
+    await bounded(hand_over.renew(version), "the weight sync")
     seconds = monotonic() - begun
-    completions = await bounded(_sample(config, engine, prompts, version), "sampling")
+    completions = await bounded(sample(config, hand_over.engine, prompts, version), "sampling")
+    # As in a run, nothing is scored beside an engine that is awake.
+    await bounded(hand_over.give_memory(), "giving memory back")
     pairs = zip(prompts, completions, strict=True)
     return Synced(
         tuple(Sample.of_completion(prompt, completion) for prompt, completion in pairs),
         frozenset(span.version for done in completions for span in done.weight_versions),
         seconds,
     )
-
-
-async def _sample(
-    config: RunConfig, engine: Engine, prompts: Sequence[Sequence[int]], version: int
-) -> list[Completion]:
-    sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=config.rollout.temperature)
-    calls = [
-        EngineCall(input_ids=prompt, sampling=sampling, request_id=f"doctor-{version}-{place}")
-        for place, prompt in enumerate(prompts)
-    ]
-    done: list[Completion] = []
-    for outcome in await engine.generate_together(calls):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        done.append(outcome)
-    return done
-
-
-def _prompts(requests: Sequence[AsyncRolloutRequest]) -> list[list[int]]:
-    prompts = [request.prompt_ids for request in requests if request.num_prompt_tokens]
-    if not prompts:
-        raise SkipCheckError("because no request has a prompt")
-    return prompts
 
 
 def _wrong_version(synced: Synced, version: int) -> list[str]:

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import socket
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -16,10 +17,18 @@ from torch import Tensor
 
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.arguments import require_sglang
+from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.buckets import Bucket, NamedTensor, PlainMemory, fill_buckets
-from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Roster, Target, settled
+from agentrl.engines.sglang.weights import (
+    DEFAULT_BUCKET_BYTES,
+    RELEASE_TIMEOUT_S,
+    Roster,
+    Target,
+    settled,
+)
 from agentrl.errors import EngineError
 
+POLL_S = 0.001
 GROUP_TIMEOUT_S = 120.0
 """Seconds that the members of a process group wait for each other."""
 
@@ -68,26 +77,26 @@ class DistributedTransport:
                 asked = self._ask(roster, "update_weights_from_distributed", fields)
                 await self._together(asked, partial(self._broadcast, bucket.flat))
                 figures.add(bucket.num_bytes)
+                del bucket  # its memory may be given back before the next one's is taken
             await self._ask(roster, "end_weight_update")
         except BaseException:
-            self._leave()
+            await settled([asyncio.ensure_future(self.close())])
             raise
         return figures
 
     async def close(self) -> None:
         """Leave the group, and have the members leave it."""
-        members, name = self._members, self._group_name
+        members, self._members = self._members, []
+        fields = {"group_name": self._group_name}
         self._leave()
-        for target in members:
-            with contextlib.suppress(EngineError):
-                fields = {"group_name": name}
-                await target.backend.control("destroy_weights_update_group", fields)
+        await asyncio.gather(*(_have_leave(target, fields) for target in members))
 
     async def _join(self, roster: Roster) -> None:
         """Make a group with these members, unless there is one."""
-        if self._members == roster.targets:
+        if self._group is not None and self._members == roster.targets:
             return
         await self.close()
+        self._members = list(roster.targets)
         self._group_name = f"agentrl-{uuid.uuid4().hex}"
         port, size = _free_port(), 1 + sum(target.tp_size for target in roster.targets)
         offsets = dict(_rank_offsets(roster.targets))
@@ -104,7 +113,6 @@ class DistributedTransport:
 
         asked = self._ask(roster, "init_weights_update_group", fields)
         await self._together(asked, partial(self._open, port, size))
-        self._members = list(roster.targets)
 
     def _open(self, port: int, size: int) -> None:
         from sglang.srt.utils import init_custom_process_group
@@ -119,8 +127,14 @@ class DistributedTransport:
         )
 
     def _broadcast(self, flat: Tensor) -> None:
-        work: Any = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        work.wait(self._timeout)
+        group = self._group
+        work: Any = dist.broadcast(flat, src=0, group=group, async_op=True)
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():  # NCCL's `wait` has a GPU wait, without a limit
+            if self._group is not group or time.monotonic() > deadline:
+                raise EngineError("a broadcast of weights was not taken by every member in time")
+            time.sleep(POLL_S)
+        work.wait()  # raises why it failed
         if flat.device.type != "cpu":
             torch.accelerator.synchronize(flat.device)
 
@@ -169,9 +183,15 @@ class DistributedTransport:
         }
 
     def _leave(self) -> None:
-        group, self._group, self._members = self._group, None, []
+        group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+async def _have_leave(target: Target, fields: JsonFields) -> None:
+    with contextlib.suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            await target.backend.control("destroy_weights_update_group", fields)
 
 
 def _went_well(task: asyncio.Future[None]) -> bool:

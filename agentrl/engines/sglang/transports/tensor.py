@@ -8,7 +8,7 @@ SentMemory     the CPU, to any process: what is sent is the bytes themselves
 
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Protocol, Self
@@ -27,6 +27,11 @@ SHARED_BYTES = 64 * 1024**2
 so one that is used again and again costs less than a large one."""
 SENT_BYTES = 16 * 1024**2
 """Bytes of a bucket at most whose bytes are sent: they are copied several times on their way."""
+
+DEVICE_TURNS = 2
+"""SGLang answers when its GPU has been told to copy, not when it has copied. What it opened by CUDA
+IPC it gives back right after, and torch waits for the copies there; every rank has done so by the
+time that the next bucket is answered, for its ranks meet in each bucket."""
 
 
 class PickledMemory(Memory, Protocol):
@@ -50,18 +55,20 @@ class TensorTransport:
     Args:
         bucket_bytes: Most bytes that exist beside the weights at one time.
         allocate: Gives the bucket's memory.
+        in_turn: How many buckets share these bytes (see `fill_buckets`).
     """
 
-    def __init__(self, bucket_bytes: int, allocate: Allocate) -> None:
+    def __init__(self, bucket_bytes: int, allocate: Allocate, *, in_turn: int = 1) -> None:
         self._bucket_bytes = bucket_bytes
         self._allocate = allocate
+        self._in_turn = in_turn
 
     @classmethod
     def to_children(cls, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Self:
         """To processes that this one has started: by shared memory or CUDA IPC."""
-        if not has_accelerator():
-            bucket_bytes = min(bucket_bytes, SHARED_BYTES)
-        return cls(bucket_bytes, _shared_or_device)
+        if has_accelerator():
+            return cls(bucket_bytes, _shared_or_device, in_turn=DEVICE_TURNS)
+        return cls(min(bucket_bytes, SHARED_BYTES), _shared_or_device)
 
     @classmethod
     def to_servers(cls, device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Self:
@@ -73,19 +80,25 @@ class TensorTransport:
         """
         if device.type == "cpu":
             return cls(min(bucket_bytes, SENT_BYTES), SentMemory)
-        return cls(bucket_bytes, DeviceMemory)
+        return cls(bucket_bytes, DeviceMemory, in_turn=DEVICE_TURNS)
 
     async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
         """Bring the weights to everyone on the roster (see `Transport.send`)."""
         require_sglang()
         figures = SyncFigures()
         await roster.ask("begin_weight_update")
-        for bucket in fill_buckets(named_tensors, self._bucket_bytes, self._allocate):
+        for bucket in self._buckets(named_tensors):
             _finish_copies(bucket)
             await roster.ask("update_weights_from_tensor", partial(_tensor_fields, bucket))
             figures.add(bucket.num_bytes)
+            del bucket  # its memory may be given back before the next one's is taken
         await roster.ask("end_weight_update")
         return figures
+
+    def _buckets(self, named_tensors: Iterable[NamedTensor]) -> Iterator[Bucket[PickledMemory]]:
+        return fill_buckets(
+            named_tensors, self._bucket_bytes, self._allocate, in_turn=self._in_turn
+        )
 
     async def close(self) -> None:
         """Nothing is held between two updates."""
