@@ -13,6 +13,7 @@ from agentrl.errors import ConfigError
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 OURS_TURNS = "rollout.multi_turn"
+OUR_ENGINE = "rollout.engine.name"
 
 ENGINES = {
     "sglang": "sglang",
@@ -36,6 +37,8 @@ def engine(value: Any, tree: Tree) -> Reading:
     if chosen is None:
         known = f"one of {', '.join(ENGINES)}"
         raise ConfigError(f"there is no engine {value!r} here", expected=known)
+    if tree.value(OUR_ENGINE):
+        return Reading(note=f"{OUR_ENGINE} is given, and holds")
     if chosen == "auto":
         return Reading(note=f"the best engine that is installed here, not {value}")
     return Reading({"rollout.engine.name": chosen})
@@ -63,7 +66,7 @@ def of_sglang(theirs: str, ours: str, elsewhere: str) -> Reader:
 
 
 def _is_sglang(tree: Tree) -> bool:
-    beside = tree.value("rollout.engine.name") or tree.value(f"{ROLLOUT}.engine.name")
+    beside = tree.value(OUR_ENGINE) or tree.value(f"{ROLLOUT}.engine.name")
     chosen = beside or ENGINES.get(str(tree.value(f"{ROLLOUT}.name")), "")
     return str(chosen).startswith("sglang")
 
