@@ -108,6 +108,15 @@ class SlowStart(EndlessEngine):
         raise RuntimeError("a process has ended")
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Hear SIGINT, also where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_start_that_is_interrupted_ends_its_processes_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ):
