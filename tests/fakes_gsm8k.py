@@ -18,6 +18,7 @@ from agentrl.engines import Completion, Engine, SamplingParams
 from agentrl.protocol import DataProto
 from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
+from agentrl.trainer.hand_over import HandOver
 from agentrl.trainer.rollout_setup import make_manager
 from agentrl.training.weight_sync import iter_full_weights
 from tests.fakes_runs import ROOT, SHARED, write_yaml
@@ -130,6 +131,7 @@ def with_engine(trainer: Trainer, engine: Engine) -> None:
     """Put another engine into a trainer that has not begun."""
     manager = make_manager(trainer.config, trainer.parts.setup, engine)
     trainer.parts = dataclasses.replace(trainer.parts, engine=engine, manager=manager)
+    trainer.hand_over = HandOver.of(trainer.config, engine, trainer.parts.actor.policy)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
