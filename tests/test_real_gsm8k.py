@@ -150,6 +150,7 @@ def test_checkpoint_is_complete_and_loads_as_written(scripted_run: ScriptedRun):
     assert load_run(path, trainer.parts.actor).step == 1
 
 
+@pytest.mark.slow
 def test_resumed_run_takes_the_step_of_the_uninterrupted_one(scripted_run: ScriptedRun, home: Path):
     trainer, path = scripted_run.trainer, scripted_run.path
     shutil.copytree(path, home / "resumed/checkpoints/global_step_1")

@@ -492,6 +492,7 @@ async def test_following_an_update_that_nobody_has_is_an_error(connect: Opened):
             await connect(only).follow_update(version=1)
 
 
+@pytest.mark.slow
 async def test_what_an_update_left_half_done_gets_no_calls_of_anybody_who_comes_later(
     connect: Opened,
 ):

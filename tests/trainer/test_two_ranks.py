@@ -104,6 +104,7 @@ def runs(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(alone, together, told, file)
 
 
+@pytest.mark.slow
 def test_law_10_two_ranks_log_the_figures_of_one(runs: Runs):
     one, two = (read_lines(folder / "metrics.jsonl") for folder in (runs.alone, runs.together))
     assert [line["step"] for line in two] == [line["step"] for line in one] == [0, 1, 2]
@@ -117,6 +118,7 @@ def test_law_10_two_ranks_log_the_figures_of_one(runs: Runs):
     assert one[1]["rollout/num_requests"] == 15
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_and_save_what_one_does(runs: Runs):
     for name in ("step_000001", "step_000002", "val_arithmetic_000000", "val_arithmetic_000002"):
         one, two = (
@@ -130,6 +132,7 @@ def test_two_ranks_sample_and_save_what_one_does(runs: Runs):
             assert of_one["reward"] == of_two["reward"]
 
 
+@pytest.mark.slow
 def test_two_ranks_end_with_the_weights_of_one(runs: Runs):
     for place in ("trained", "checkpoints/global_step_2"):
         one, two = (
@@ -139,6 +142,7 @@ def test_two_ranks_end_with_the_weights_of_one(runs: Runs):
         assert all(torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-5) for name in one)
 
 
+@pytest.mark.slow
 def test_one_of_two_ranks_speaks_and_writes(runs: Runs):
     def files(folder: Path) -> set[str]:
         return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -150,6 +154,7 @@ def test_one_of_two_ranks_speaks_and_writes(runs: Runs):
     assert not [line for line in other.err.splitlines() if "it/s" not in line]
 
 
+@pytest.mark.slow
 def test_what_two_ranks_saved_goes_on_with_one(runs: Runs, capsys: pytest.CaptureFixture[str]):
     changes = [*changes_for(runs.together), "trainer.total_training_steps=3"]
     train_alone(runs.file, *changes)

@@ -26,6 +26,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_ranks_exchange_rows_of_any_number(outcomes: Outcomes):
     first, second = (own["agrees"]["result"] for own in outcomes)
     assert first["rows"] == second["rows"] == [[1.0, 1.0]] * 3
@@ -35,6 +36,7 @@ def test_ranks_exchange_rows_of_any_number(outcomes: Outcomes):
     assert first["sum"] == [2.0, 1.0]
 
 
+@pytest.mark.slow
 def test_what_one_rank_raises_ends_all(outcomes: Outcomes):
     first, second = (own["one_raises"] for own in outcomes)
     assert (second["error"], second["words"]) == ("ValueError", "no such tool")
@@ -46,6 +48,7 @@ def test_what_one_rank_raises_ends_all(outcomes: Outcomes):
     assert second["is_shared"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_too_long_says_where_and_for_whom(outcomes: Outcomes):
     first, second = (own["one_is_late"] for own in outcomes)
     assert LIMIT_S <= first["seconds"] < 2 * LIMIT_S
@@ -56,6 +59,7 @@ def test_a_rank_that_waits_too_long_says_where_and_for_whom(outcomes: Outcomes):
     assert second["error"] == "RankError", "who comes late finds nobody"
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_elsewhere_leaves_its_reason(outcomes: Outcomes):
     told = outcomes[0]["one_fails_elsewhere"]
     assert told["words"].startswith("rank 0 lost the others in update_actor of step 3")
@@ -64,6 +68,7 @@ def test_a_rank_that_failed_elsewhere_leaves_its_reason(outcomes: Outcomes):
     assert not any(own["one_fails_elsewhere"]["is_shared"] for own in outcomes)
 
 
+@pytest.mark.slow
 def test_what_the_main_rank_alone_does_fails_on_all(outcomes: Outcomes):
     for own in outcomes:
         told = own["main_raises"]
@@ -71,6 +76,7 @@ def test_what_the_main_rank_alone_does_fails_on_all(outcomes: Outcomes):
         assert told["is_shared"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_ends_the_other_at_once(outcomes: Outcomes):
     told = outcomes[0]["one_is_killed"]
     assert told["seconds"] < 10

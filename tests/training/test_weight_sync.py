@@ -73,6 +73,7 @@ async def test_weights_come_in_what_the_layers_compute_in(world: World):
     assert all(weight.dtype == torch.float32 for _, weight in policy.named_weights())
 
 
+@pytest.mark.slow
 def test_sync_that_fails_on_one_rank_is_repeated_on_both(told: Told):
     for rank in (0, 1):
         mended = told[rank]["mended"]
@@ -81,6 +82,7 @@ def test_sync_that_fails_on_one_rank_is_repeated_on_both(told: Told):
         assert mended["is_whole"]
 
 
+@pytest.mark.slow
 def test_sync_that_is_given_up_raises_on_both_ranks_and_neither_waits_for_the_other(told: Told):
     main, other = (told[rank]["given up"] for rank in (0, 1))
     assert main["error"] == "RankError: rank 1 failed: EngineError: full at update 2"
