@@ -4,6 +4,7 @@ The protocol is all that the rest of agentrl knows of an engine. `tests/engines/
 the suite that each implementation passes.
 """
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -196,3 +197,13 @@ class FollowsUpdates(Protocol):
             EngineError: where they are nowhere.
         """
         ...
+
+
+async def generate_each(
+    source: CompletionSource, calls: Sequence[EngineCall]
+) -> "list[Completion | BaseException]":
+    """Run calls side by side, each by a `generate` of its own (see `Engine.generate_together`)."""
+    generating = (
+        source.generate(call.input_ids, call.sampling, request_id=call.request_id) for call in calls
+    )
+    return await asyncio.gather(*generating, return_exceptions=True)

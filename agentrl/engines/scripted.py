@@ -16,6 +16,7 @@ from agentrl.engines.protocol import (
     SamplingParams,
     SyncFigures,
     VersionSpan,
+    generate_each,
 )
 from agentrl.engines.stopping import StopCheck
 from agentrl.errors import EngineError
@@ -140,11 +141,7 @@ class ScriptedEngine:
         self, calls: Sequence[EngineCall]
     ) -> "list[Completion | BaseException]":
         """Ask the script for every call, in their order (see `Engine.generate_together`)."""
-        generating = (
-            self.generate(call.input_ids, call.sampling, request_id=call.request_id)
-            for call in calls
-        )
-        return await asyncio.gather(*generating, return_exceptions=True)
+        return await generate_each(self, calls)
 
     async def abort(self, request_id: str) -> None:
         """End the calls of a request that wait for their answer; they return no token."""

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from agentrl.engines.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens kept."""
@@ -46,3 +49,8 @@ class StopCheck:
             met = self.token_ids.intersection(token_ids)
             return min((token_ids.index(token_id) + 1 for token_id in met), default=None)
         return next((n for n in range(1, len(token_ids) + 1) if self.is_met(token_ids[:n])), None)
+
+
+def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
+    """Read tokens as stop strings are looked for: special tokens kept."""
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

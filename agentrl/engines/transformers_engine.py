@@ -26,7 +26,7 @@ from agentrl.engines.protocol import (
     SyncFigures,
 )
 from agentrl.engines.shared_weights import SharedWeights
-from agentrl.engines.stopping import Decode, StopCheck
+from agentrl.engines.stopping import Decode, StopCheck, decoder_of
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ def _position_limit(config: "PretrainedConfig") -> int:
 def _decoder(tokenizer: "PreTrainedTokenizerBase | None") -> Decode:
     if tokenizer is None:
         return _cannot_decode
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    return decoder_of(tokenizer)
 
 
 def _cannot_decode(_: Sequence[int]) -> str:

@@ -156,6 +156,21 @@ class Forgetful:
             self._end.set()
 
 
+async def test_abort_of_a_call_that_was_gone_on_with_is_told_now_and_then():
+    backend = Forgetful()
+    backend._end.set()
+    call = OwnCall(backend, "conversation")
+    await call.generate({"rid": "a"})  # to an end that nobody asked for
+    backend._end.clear()
+    running = asyncio.ensure_future(call.generate({"rid": "a"}))
+    await asyncio.sleep(0)
+    aborting = asyncio.ensure_future(call.abort())
+    await asyncio.sleep(0.1)
+    assert backend.aborts == 1
+    backend._end.set()
+    await asyncio.gather(running, aborting)
+
+
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_calls, "ABORT_AGAIN_S", 0.01)

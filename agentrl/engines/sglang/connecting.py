@@ -22,6 +22,7 @@ from agentrl.engines.sglang.transports import (
     TensorTransport,
 )
 from agentrl.engines.sglang.weights import Transport
+from agentrl.engines.stopping import decoder_of
 from agentrl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -59,13 +60,9 @@ def connect(
         ConfigError: for a transport that does not reach every server.
         EngineError: for an address that leads nowhere.
     """
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
     return SGLangServerEngine(
         settings,
-        decode,
+        decoder_of(tokenizer),
         max_model_len=needs.max_model_len,
         transport=choose_transport(settings.addresses, source),
         weights=ModelWeights.of(

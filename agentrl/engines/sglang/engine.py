@@ -12,6 +12,7 @@ from agentrl.engines.protocol import (
     MemoryTag,
     SamplingParams,
     SyncFigures,
+    generate_each,
 )
 from agentrl.engines.sglang.arguments import (
     CPU_ENVIRONMENT,
@@ -25,10 +26,10 @@ from agentrl.engines.sglang.gate import CallGate, Turns
 from agentrl.engines.sglang.host import SGLangHost
 from agentrl.engines.sglang.names import ModelWeights
 from agentrl.engines.sglang.own_calls import OwnCall
-from agentrl.engines.sglang.sleeping import SleepingBackend
+from agentrl.engines.sglang.sleeping import SleepingBackend, flush
 from agentrl.engines.sglang.transports import TensorTransport
 from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Target, update_weights
-from agentrl.engines.stopping import Decode
+from agentrl.engines.stopping import Decode, decoder_of
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -94,13 +95,9 @@ class SGLangEngine:
         on_cpu = not has_accelerator()
         arguments = server_arguments(needs, on_cpu=on_cpu)
         environment = dict(ENVIRONMENT) | (dict(CPU_ENVIRONMENT) if on_cpu else {})
-
-        def decode(token_ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
         return cls(
             SGLangHost(arguments, environment=environment),
-            decode,
+            decoder_of(tokenizer),
             max_model_len=needs.max_model_len,
             tp_size=arguments.get("tp_size", 1),
             bucket_bytes=bucket_bytes,
@@ -137,11 +134,7 @@ class SGLangEngine:
         self, calls: Sequence[EngineCall]
     ) -> "list[Completion | BaseException]":
         """Run calls that begin at once (see `Engine.generate_together`)."""
-        generating = (
-            self.generate(call.input_ids, call.sampling, request_id=call.request_id)
-            for call in calls
-        )
-        return await asyncio.gather(*generating, return_exceptions=True)
+        return await generate_each(self, calls)
 
     async def abort(self, request_id: str) -> None:
         """End the running calls of a request; they return what they have sampled."""
@@ -177,11 +170,7 @@ class SGLangEngine:
     async def flush_cache(self) -> None:
         """Drop every cached prefix; running calls compute theirs anew."""
         async with self._turns.take():
-            await self._backend.control("pause_generation", {"mode": "retract"})
-            try:
-                await self._backend.control("flush_cache")
-            finally:
-                await self._backend.control("continue_generation")
+            await flush(self._backend)
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Give memory back until `wake`; running calls wait. Without an accelerator: nothing."""

@@ -33,6 +33,7 @@ class OwnCall:
         if self._is_aborted:
             return NOTHING_SAMPLED
         self._rid = fields["rid"]
+        self._ended.clear()
         self._scope = scope = asyncio.timeout(None)
         try:
             async with scope:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from agentrl.engines.sglang.backend import JsonFields
+from agentrl.engines.sglang.calls import NOTHING_SAMPLED
 from agentrl.engines.sglang.member import Member
 from agentrl.engines.sglang.pool import FIRST_BACKOFF_S, HALF_UPDATED, ServerPool
 from agentrl.engines.sglang.server import ServerFailedError
@@ -12,10 +13,6 @@ from agentrl.errors import EngineError
 
 ABORT_AGAIN_S = 0.5
 """A server forgets an abort that it hears before the call itself: it is told again."""
-_NOTHING_SAMPLED: JsonFields = {
-    "output_ids": [],
-    "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []},
-}
 
 
 class PooledCall:
@@ -40,7 +37,7 @@ class PooledCall:
     async def generate(self, fields: JsonFields) -> JsonFields:
         """Ask for one completion (see `Sampler.generate`); once aborted, nothing is sampled."""
         if self._is_aborted:
-            return _NOTHING_SAMPLED
+            return NOTHING_SAMPLED
         self._scope = scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -48,7 +45,7 @@ class PooledCall:
         except TimeoutError:
             if not scope.expired():
                 raise
-            return _NOTHING_SAMPLED
+            return NOTHING_SAMPLED
         finally:
             self._scope = None
 

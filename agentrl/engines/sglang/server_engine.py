@@ -15,11 +15,12 @@ from agentrl.engines.protocol import (
     MemoryTag,
     SamplingParams,
     SyncFigures,
+    generate_each,
 )
 from agentrl.engines.sglang.calls import complete
-from agentrl.engines.sglang.member import Member
 from agentrl.engines.sglang.pool import ServerPool
 from agentrl.engines.sglang.server_calls import PooledCall
+from agentrl.engines.sglang.sleeping import flush
 from agentrl.engines.sglang.weights import Target, Transport, update_weights
 from agentrl.engines.stopping import Decode
 from agentrl.errors import EngineError
@@ -95,11 +96,7 @@ class SGLangServerEngine:
         self, calls: Sequence[EngineCall]
     ) -> "list[Completion | BaseException]":
         """Run calls that begin at once (see `Engine.generate_together`)."""
-        generating = (
-            self.generate(call.input_ids, call.sampling, request_id=call.request_id)
-            for call in calls
-        )
-        return await asyncio.gather(*generating, return_exceptions=True)
+        return await generate_each(self, calls)
 
     async def abort(self, request_id: str) -> None:
         """End the running calls of a request; they return what they have sampled."""
@@ -155,7 +152,7 @@ class SGLangServerEngine:
         """Drop every cached prefix; running calls compute theirs anew."""
         self.pool.open()
         with self.pool.held():
-            await self.pool.with_all(_flush)
+            await self.pool.with_all(lambda member: flush(member.backend))
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Have the servers give memory back until `wake`, where they can; calls wait.
@@ -168,7 +165,7 @@ class SGLangServerEngine:
             self.pool.hold()
         self._asleep.update(tags)
         try:
-            await self.pool.with_all(lambda member: _put_to_sleep(member, tags))
+            await self.pool.with_all(lambda member: member.backend.sleep(tags))
         except BaseException:
             with contextlib.suppress(EngineError):
                 await self.wake()
@@ -196,20 +193,3 @@ class SGLangServerEngine:
             await self._transport.close()
         finally:
             await self.pool.close()
-
-
-async def _put_to_sleep(member: Member, tags: Sequence[MemoryTag]) -> None:
-    try:
-        await member.backend.sleep(tags)
-    except EngineError:
-        with contextlib.suppress(EngineError):
-            await member.backend.control("continue_generation")
-        raise
-
-
-async def _flush(member: Member) -> None:
-    try:
-        await member.backend.control("pause_generation", {"mode": "retract"})
-        await member.backend.control("flush_cache")
-    finally:
-        await member.backend.control("continue_generation")

@@ -65,5 +65,14 @@ class SleepingBackend:
         self._has_said_so = True
 
 
+async def flush(backend: Backend) -> None:
+    """Drop every cached prefix; calls that run wait, and compute theirs anew."""
+    try:
+        await backend.control("pause_generation", {"mode": "retract"})
+        await backend.control("flush_cache")
+    finally:
+        await backend.control("continue_generation")
+
+
 def _names(tags: Sequence[MemoryTag]) -> list[str]:
     return [tag.value for tag in tags]
