@@ -13,6 +13,8 @@ tensor               shape, dtype   what
 `response_mask`      [B, T] int64   1 on trained tokens
 `rollout_log_probs`  [B, T] float32 at sampling; 0 on observed tokens and padding
 `turn_ids`           [B, T] int64   the turn that a token belongs to; -1 on padding
+`state_ids`          [B, T] int64   the state in which a sampled turn began, see
+                                    `agentrl.rollout.turn_states`; -1 where none was sampled
 `policy_versions`    [B, T] int64   the weights that sampled a token; -1 where none did
 `token_level_scores` [B, T] float32 rewards, on trained tokens (see `agentrl.rewards.placement`)
 `in_baseline`        [B] bool       whether the group's statistics count the row
@@ -47,9 +49,12 @@ from agentrl.rewards.placement import (
 )
 from agentrl.rollout.manager import RolloutManager, SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.turn_states import compute_turn_states
 
 NO_TURN = -1
 """Turn of padding."""
+NO_STATE = -1
+"""State of a token that no policy sampled."""
 NO_VERSION = -1
 """Policy version of a token that no policy sampled."""
 
@@ -63,6 +68,7 @@ class _Row:
     loss_mask: list[int]
     log_probs: list[float]
     turn_ids: list[int]
+    state_ids: list[int]
     versions: list[int]
     placement: RewardPlacement
 
@@ -167,6 +173,7 @@ def _read_request(
         loss_mask=request.loss_mask if request.is_trained else [0] * num_tokens,
         log_probs=request.rollout_log_probs,
         turn_ids=_turn_ids(request),
+        state_ids=_state_ids(request),
         versions=_versions(request),
         placement=place_rewards(request, weights, placement),
     )
@@ -176,6 +183,13 @@ def _turn_ids(request: AsyncRolloutRequest) -> list[int]:
     ids = [NO_TURN] * request.num_response_tokens
     for turn in request.turns:
         ids[turn.start : turn.end] = [turn.index] * turn.num_tokens
+    return ids
+
+
+def _state_ids(request: AsyncRolloutRequest) -> list[int]:
+    ids = [NO_STATE] * request.num_response_tokens
+    for turn, state in compute_turn_states(request):
+        ids[turn.start : turn.end] = [state] * turn.num_tokens
     return ids
 
 
@@ -202,6 +216,7 @@ def _layout(
         "responses": responses([row.response_ids for row in rows], pad_token_id),
         "response_mask": responses([row.loss_mask for row in rows], 0),
         "turn_ids": responses([row.turn_ids for row in rows], NO_TURN),
+        "state_ids": responses([row.state_ids for row in rows], NO_STATE),
         "policy_versions": responses([row.versions for row in rows], NO_VERSION),
     }
     log_probs = [row.log_probs for row in rows]

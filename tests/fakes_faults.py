@@ -91,7 +91,7 @@ def make_run(home: Path, workshop: Path, folder: Path, **changes: Any) -> dict[s
             "max_assistant_turns": 2,
             "tool_timeout_s": 200,
         },
-        "algorithm__adv_estimator": "grpo_verl_singleton",
+        "algorithm__adv_estimator": "grpo_verl",
         "reward__custom_reward_function": {"path": str(workshop / "score.py")},
         "trainer__total_training_steps": 3,
         "trainer__test_freq": 1,

@@ -13,7 +13,7 @@ from agentrl.algorithms import register_adv_est
 from agentrl.cli import leave_rank
 from agentrl.config.schema import AlgorithmConfig, LossAggMode, OptimConfig
 from agentrl.protocol import DataProto
-from agentrl.trainer.credit import compute_batch_advantage
+from agentrl.trainer.credit import Credit
 from agentrl.training.checkpoint import RunState
 from agentrl.training.distributed import World, start_world, stop_world
 from agentrl.training.snapshot import identify, load_run, save_run
@@ -31,7 +31,7 @@ from tests.fakes_training import (
 ROWS = [*random_rows(7, group=3), Row([1, 2], [3, 4, 5], [1, 0, 1], "g0")]
 MODES = get_args(LossAggMode)
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01, "grad_clip": 0.05}
-ESTIMATORS = ("grpo", "grpo_verl_singleton", "whitened_over_all_rows")
+ESTIMATORS = ("grpo", "grpo_verl", "whitened_over_all_rows")
 
 
 @register_adv_est("whitened_over_all_rows")
@@ -82,7 +82,7 @@ def credit_and_terms(world: World, tensors: dict[str, torch.Tensor]) -> dict[str
         rows = places(world, second=second)
         for name in ESTIMATORS:
             batch = rewarded(rows)
-            compute_batch_advantage(batch, AlgorithmConfig(adv_estimator=name), world)
+            Credit(AlgorithmConfig(adv_estimator=name), world).compute(batch)
             for row, values in zip(rows, batch.batch["advantages"], strict=True):
                 tensors[f"credit/{second}/{name}/{row}"] = values.clone()
         actor = make_actor(make_policy(world), Layout(budget=12), ppo_mini_batch_size=1, **TERMS)

@@ -27,6 +27,10 @@ def test_a_conversation_is_laid_out_token_by_token():
     second = build_request(said(1), num_prompt_tokens=3, reward=0.5)
     data = collate([first, second], pad_token_id=PAD)
     rows = {key: tensor.tolist() for key, tensor in data.batch.items()}
+    states = rows.pop("state_ids")
+    assert [[state >= 0 for state in row] for row in states] == [
+        [True, True, False, False, True], [True, False, False, False, False],
+    ]  # fmt: skip
     assert rows == {
         "prompts": [[0, 100, 101], [100, 101, 102]],
         "responses": [[200, 201, 202, 203, 204], [200, 0, 0, 0, 0]],
@@ -197,6 +201,79 @@ def test_positions_count_tokens_and_not_padding():
     assert compute_position_ids(mask).tolist() == [
         [0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0],
     ]  # fmt: skip
+
+
+# The states in which turns began.
+
+
+def states_of(*requests) -> list[list[int]]:
+    """The state of each sampled turn of each request."""
+    batch = collate(list(requests), pad_token_id=PAD).batch
+    found = []
+    for row in batch:
+        seen = dict(zip(row["turn_ids"].tolist(), row["state_ids"].tolist(), strict=True))
+        found.append([state for turn, state in seen.items() if state >= 0])
+    return found
+
+
+def test_turns_that_were_shown_the_same_began_in_the_same_state():
+    first = build_request(said(1), observed(2), said(4))
+    second = build_request(said(1), observed(2), said(1), observed(2))
+    third = build_request(said(2), observed(2), said(1))
+    alike, also, other = states_of(first, second, third)
+    assert alike == also
+    assert other[0] == alike[0]  # the same prompt
+    assert other[1] != alike[1]  # its tool's answer has other tokens
+
+
+def test_another_prompt_is_another_state():
+    (short,), (long,) = states_of(
+        build_request(said(1), num_prompt_tokens=2), build_request(said(1), num_prompt_tokens=3)
+    )
+    assert short != long
+
+
+def test_a_declared_state_stands_for_what_was_shown():
+    def request(state, num_shown, *, by_tool):
+        made = build_request(said(2, call_rewards=(0.0,)), observed(num_shown), said(1))
+        report = made.turns[0].calls[0].metrics if by_tool else made.turns[0].metadata
+        report["state"] = state
+        return made
+
+    (_, one), (_, same), (_, other) = states_of(
+        request({"at": [1, 2], "open": True}, 1, by_tool=True),
+        request({"open": True, "at": [1, 2]}, 3, by_tool=True),
+        request({"at": [1, 3], "open": True}, 1, by_tool=True),
+    )
+    assert one == same != other
+    (_, judged), (_, again) = states_of(
+        request("lobby", 1, by_tool=False), request("lobby", 2, by_tool=False)
+    )
+    assert judged == again
+
+
+def test_a_turn_that_was_shown_nothing_began_in_the_whole_history():
+    (_, first), (_, second) = states_of(
+        build_request(said(1), said(1)), build_request(said(2), said(1))
+    )
+    assert first != second
+
+
+def test_states_have_the_same_numbers_in_every_run():
+    states = states_of(build_request(said(1), observed(1), said(1)))
+    assert states == [[3064079460968330856, 868721170023615147]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches)
+def test_every_sampled_token_has_a_state_and_no_other_one(requests):
+    batch = collate(requests, pad_token_id=PAD).batch
+    for row, request in zip(batch, requests, strict=True):
+        sampled = [
+            turn.role == "assistant" for turn in request.turns for _ in range(turn.num_tokens)
+        ]
+        found = (row["state_ids"] >= 0).tolist()
+        assert found == sampled + [False] * (len(found) - len(sampled))
 
 
 # Prompts in, trajectories out.

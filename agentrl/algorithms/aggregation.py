@@ -15,13 +15,18 @@ mode                         the loss of a mini-batch of S sequences, N trained 
 `seq-mean-token-sum-norm`    sum over all tokens / S / the response budget
 `seq-mean-token-mean`        sum over sequences of each one's token mean / S
 ============================ ==========================================================
+
+A trajectory may stand in several rows (its context was folded, say, and each segment has a prompt
+of its own). Such rows count together as one sequence: each has the *row weight* tokens of the row /
+tokens of the trajectory, so that no mode knows how many rows there are (see `compute_row_weights`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
 
+from agentrl.algorithms.masked import masked_sum
 from agentrl.config.schema import LossAggMode
 from agentrl.errors import ConfigError
 
@@ -41,28 +46,61 @@ class LossScale:
     batch_num_tokens: int
     """Trained tokens of the mini-batch, over all ranks."""
     global_batch_size: int
-    """Sequences of the mini-batch with at least one trained token, over all ranks."""
+    """Sequences (trajectories) of the mini-batch with a trained token, over all ranks."""
     dp_size: int = 1
     """Ranks. FSDP2 averages gradients over them, so each rank's loss is multiplied by it."""
     loss_scale_factor: float | None = None
     """The configured response budget in tokens, for `seq-mean-token-sum-norm`."""
+    row_weights: torch.Tensor | None = None
+    """`[B]`, the share of its trajectory that each row is (see `at`); None: all of it."""
+    summary: object | None = None
+    """What the loss read from the whole mini-batch (see `register_policy_loss`)."""
 
     @classmethod
     def of(
-        cls, mask: torch.Tensor, *, dp_size: int = 1, loss_scale_factor: float | None = None
+        cls,
+        mask: torch.Tensor,
+        *,
+        dp_size: int = 1,
+        loss_scale_factor: float | None = None,
+        row_weights: torch.Tensor | None = None,
     ) -> "LossScale":
-        """Count the whole mini-batch's mask `[B, T]`."""
+        """Count the whole mini-batch's mask `[B, T]`, of rows with the weights `[B]`."""
         return cls(
             batch_num_tokens=int(mask.bool().sum()),
-            global_batch_size=int(mask.bool().any(dim=-1).sum()),
+            global_batch_size=round(float(_count_per_row(mask.bool(), row_weights).sum())),
             dp_size=dp_size,
             loss_scale_factor=loss_scale_factor,
+            row_weights=row_weights,
         )
 
+    def at(self, rows: torch.Tensor | list[int]) -> "LossScale":
+        """The scale of a micro-batch: the same, with the weights of its own rows.
+
+        Args:
+            rows: Which of the rows that `row_weights` is of it holds, in its own order.
+        """
+        if self.row_weights is None:
+            return self
+        return replace(self, row_weights=self.row_weights[rows])
+
     def aggregate(
-        self, loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str
+        self,
+        loss_mat: torch.Tensor,
+        loss_mask: torch.Tensor,
+        loss_agg_mode: str,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One micro-batch's part of the mini-batch's loss (see `agg_loss`)."""
+        """One micro-batch's part of the mini-batch's loss (see `agg_loss`).
+
+        Args:
+            loss_mat: `[b, T]`.
+            loss_mask: `[b, T]`, nonzero where a token is trained.
+            loss_agg_mode: One of the modes of this module's table.
+            weights: `[b, T]`, multiplied to each token's loss; no denominator knows of them.
+        """
+        if weights is not None:
+            loss_mat = loss_mat * torch.where(loss_mask.bool(), weights, 0.0)
         return agg_loss(
             loss_mat,
             loss_mask,
@@ -71,6 +109,7 @@ class LossScale:
             batch_num_tokens=self.batch_num_tokens,
             global_batch_size=self.global_batch_size,
             loss_scale_factor=self.loss_scale_factor,
+            row_weights=self.row_weights,
         )
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -89,12 +128,13 @@ def agg_loss(
     batch_num_tokens: int | None = None,
     global_batch_size: int | None = None,
     loss_scale_factor: float | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Aggregate a loss per token. What stands on masked positions, NaN included, has no effect.
 
     A batch in which nothing is trained has the loss 0 and the gradient 0.
 
-    Seven parameters, because this is the reference's signature; `LossScale.aggregate` takes three.
+    Seven parameters are the reference's signature; `LossScale.aggregate` takes few.
     Without counts, `loss_mat` is the whole mini-batch.
 
     Args:
@@ -105,6 +145,7 @@ def agg_loss(
         batch_num_tokens: Trained tokens of the mini-batch, over all ranks.
         global_batch_size: Sequences of it in which something is trained, over all ranks.
         loss_scale_factor: The response budget in tokens, for the `norm` mode.
+        row_weights: `[B]`, the share of its trajectory that each row is; None: 1 each.
 
     Raises:
         ConfigError: for an unknown mode, for several ranks without the count that the mode needs,
@@ -113,19 +154,20 @@ def agg_loss(
     """
     mask = loss_mask.bool()
     sums = torch.where(mask, loss_mat, 0.0).sum(dim=-1)
+    per_row = _count_per_row(mask, row_weights)
     match loss_agg_mode:
         case "token-mean":
             loss = sums.sum() / _denominator(batch_num_tokens, mask, dp_size)
         case "token-sum":
             loss = sums.sum()
         case "seq-mean-token-sum":
-            loss = sums.sum() / _denominator(global_batch_size, mask.any(dim=-1), dp_size)
+            loss = sums.sum() / _denominator(global_batch_size, per_row, dp_size)
         case "seq-mean-token-sum-norm":
-            num_sequences = _denominator(global_batch_size, mask.any(dim=-1), dp_size)
+            num_sequences = _denominator(global_batch_size, per_row, dp_size)
             loss = sums.sum() / num_sequences / _budget(loss_scale_factor)
         case "seq-mean-token-mean":
-            means = sums / mask.sum(dim=-1).clamp(min=1)
-            loss = means.sum() / _denominator(global_batch_size, mask.any(dim=-1), dp_size)
+            means = sums / mask.sum(dim=-1).clamp(min=1) * per_row.to(sums.dtype)
+            loss = means.sum() / _denominator(global_batch_size, per_row, dp_size)
         case _:
             raise ConfigError(
                 f"unknown loss_agg_mode {loss_agg_mode!r}",
@@ -135,14 +177,35 @@ def agg_loss(
     return loss * dp_size
 
 
-def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum the values at unmasked positions; what stands elsewhere, NaN included, has no effect."""
-    return torch.where(mask.bool(), values, 0.0).sum()
+def compute_row_weights(mask: torch.Tensor, trajectory_ids: torch.Tensor) -> torch.Tensor:
+    """Weigh rows so that the rows of one trajectory count together as one sequence.
+
+    Args:
+        mask: `[B, T]`, nonzero where a token is trained; all rows of each trajectory are among
+            these.
+        trajectory_ids: `[B]`, integers; the same for rows of one trajectory.
+
+    Returns:
+        `[B]`, float64: trained tokens of the row / trained tokens of its trajectory; 0 where the
+        row trains on nothing.
+
+    Example:
+        >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]])
+        >>> compute_row_weights(mask, torch.tensor([7, 7, 8])).tolist()
+        [0.75, 0.25, 1.0]
+    """
+    tokens = mask.bool().sum(dim=-1)
+    trajectory = trajectory_ids.unique(return_inverse=True)[1]
+    totals = torch.zeros_like(tokens).index_add(0, trajectory, tokens)
+    return tokens.double() / totals[trajectory].clamp(min=1)
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Average the values at unmasked positions; 0 where there are none."""
-    return masked_sum(values, mask) / mask.bool().sum().clamp(min=1)
+def _count_per_row(mask: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
+    """How much of a sequence each row is, `[B]`: 0 where it trains on nothing."""
+    counted = mask.any(dim=-1)
+    if row_weights is None:
+        return counted
+    return torch.where(counted, row_weights.to(counted.device), 0.0)
 
 
 def _denominator(count: int | None, local: torch.Tensor, dp_size: int) -> int | torch.Tensor:

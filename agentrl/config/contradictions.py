@@ -8,6 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 from agentrl.config.dead_keys import set_keys
+from agentrl.config.method_contradictions import (
+    find_correction_problems,
+    find_group_of_one,
+    find_missing_inputs,
+    find_wild_kl_weight,
+)
 from agentrl.config.problems import Problem
 from agentrl.config.schema import RunConfig
 
@@ -71,12 +77,6 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
     if mini is not None and batch % mini:
         told = f"{mini} prompts do not divide data.train_batch_size, {batch}"
         yield Problem("actor.ppo_mini_batch_size", told, f"a divisor of {batch}, or null")
-
-
-def _groups(config: RunConfig) -> Iterator[Problem]:
-    if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
-        told = "is 1, and algorithm.adv_estimator grpo trains on nothing in a group of one"
-        yield Problem("rollout.n", told, "at least 2")
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
@@ -174,7 +174,8 @@ VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
 """What must hold under `trainer.val_only`."""
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {
     Purpose.TRAIN: (
-        _train_files, _resume, _intervals, _batches, _groups, _weights, _packing, *_GENERATION,
+        _train_files, _resume, _intervals, _batches, find_group_of_one, find_missing_inputs,
+        find_wild_kl_weight, find_correction_problems, _weights, _packing, *_GENERATION,
     ),
     Purpose.ROLLOUT: _GENERATION,
     Purpose.SFT: (_tiny_policy,),

@@ -3,47 +3,24 @@
 Only keys that the user set are reported: a default that has no effect misleads nobody.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from agentrl.config.schema import ActorConfig, OptimConfig, RunConfig, Section
+from agentrl.config.dead_method_keys import METHOD_RULES
+from agentrl.config.key_notes import DeadKey, DeadKeyRule, KeyNote, set_keys
+from agentrl.config.schema import ActorConfig, OptimConfig, RunConfig
 
-GROUP_ESTIMATORS = ("grpo", "grpo_verl_singleton")
-"""Bundled estimators that compare the samples of a group, and know no time."""
-
-
-@dataclass(frozen=True)
-class KeyNote:
-    """Something a user should know of a key before the run starts."""
-
-    key: str
-    """Dotted."""
-    reason: str
-    """A sentence."""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.reason}"
-
-
-class DeadKey(KeyNote):
-    """A key that was set and has no effect."""
-
-    def __str__(self) -> str:
-        return f"{self.key} has no effect: {self.reason}"
-
-
-@dataclass(frozen=True)
-class DeadKeyRule:
-    """When some keys have no effect, and why."""
-
-    keys: tuple[str, ...]
-    """Dotted; a trailing `.*` stands for every key of a section."""
-    applies: Callable[[RunConfig], bool]
-    reason: str
-
-    def covers(self, key: str) -> bool:
-        """Whether `key` is one of the rule's."""
-        return any(key == k or (k.endswith(".*") and key.startswith(k[:-1])) for k in self.keys)
+__all__ = [
+    "DEAD_KEY_RULES",
+    "DeadKey",
+    "DeadKeyRule",
+    "KeyNote",
+    "find_dead_keys",
+    "has_interaction",
+    "has_tools",
+    "num_mini_batches",
+    "set_keys",
+    "why_no_call",
+]
 
 
 def find_dead_keys(config: RunConfig) -> list[DeadKey]:
@@ -53,18 +30,6 @@ def find_dead_keys(config: RunConfig) -> list[DeadKey]:
         (key, next((r for r in rules if r.covers(key)), None)) for key in set_keys(config)
     )
     return [DeadKey(key, rule.reason) for key, rule in first_rule if rule]
-
-
-def set_keys(section: Section, prefix: str = "") -> Iterator[str]:
-    """List the leaf keys that were given (not defaulted), dotted, in the schema's order."""
-    for name in type(section).model_fields:
-        if name not in section.model_fields_set:
-            continue
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from set_keys(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def has_tools(config: RunConfig) -> bool:
@@ -102,7 +67,7 @@ def _only_training() -> tuple[str, ...]:
     """Keys that nothing but a training step reads; how weights are sharded is no such key."""
     actor = [name for name in ActorConfig.model_fields if name != "fsdp_config"]
     return (
-        *(f"actor.{name}{'.*' if name == 'optim' else ''}" for name in actor),
+        *(f"actor.{name}{'.*' if name in ('optim', 'policy_loss') else ''}" for name in actor),
         *("algorithm.*", "ref.*", "reward.placement", "reward.weights.*"),
         *("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
         *("data.train_files", "data.train_batch_size", "data.train_max_samples"),
@@ -246,19 +211,7 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         "rollout.failure.policy is raise, so the first failure ends the run",
     ),
     # The update.
-    DeadKeyRule(
-        ("actor.kl_loss_coef", "actor.kl_loss_type", "ref.path"),
-        lambda c: not c.actor.use_kl_loss,
-        "actor.use_kl_loss is false, so there is no reference",
-    ),
-    DeadKeyRule(
-        ("actor.clip_ratio",),
-        # What a loss of the user's own reads is not known.
-        lambda c: c.actor.policy_loss == "vanilla"
-        and c.actor.clip_ratio_low is not None
-        and c.actor.clip_ratio_high is not None,
-        "actor.clip_ratio_low and actor.clip_ratio_high are both set",
-    ),
+    *METHOD_RULES,
     DeadKeyRule(
         ("actor.shuffle",),
         lambda c: num_mini_batches(c) == 1,
@@ -266,11 +219,6 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     *_optim_rules("actor.optim", lambda c: c.actor.optim),
     *_optim_rules("prepare.sft.optim", lambda c: c.prepare.sft and c.prepare.sft.optim),
-    DeadKeyRule(
-        ("algorithm.gamma", "algorithm.lam"),
-        lambda c: c.algorithm.adv_estimator in GROUP_ESTIMATORS,
-        "grpo gives every token of a trajectory the same advantage",
-    ),
     # The loop.
     DeadKeyRule(
         ("trainer.total_epochs",),

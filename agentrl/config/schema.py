@@ -1,7 +1,8 @@
 """Every key of a run file: its type, its default, and what it means.
 
 Leaf names are the field's. Models refuse unknown keys and are frozen: what was checked stays true.
-`actor`, `ref`, `critic` and `algorithm` stand in `agentrl.config.update_schema`, `prepare` in
+`actor`, `ref` and `critic` stand in `agentrl.config.update_schema`, `algorithm` in
+`agentrl.config.algorithm_schema`, `prepare` in
 `agentrl.config.prepare_schema`. Checks across keys live in `agentrl.config.checks`; reading files
 in `agentrl.config.load`.
 """
@@ -11,6 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from agentrl.config.algorithm_schema import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KlCtrlConfig,
+    RolloutCorrectionConfig,
+)
 from agentrl.config.engine_schema import (
     EngineConfig,
     EngineName,
@@ -30,12 +37,12 @@ from agentrl.config.prepare_schema import (
 from agentrl.config.section import FolderOrHubName, Section, Seed, UserPath
 from agentrl.config.update_schema import (
     ActorConfig,
-    AlgorithmConfig,
     CriticConfig,
     FsdpConfig,
     KlLossType,
     LossAggMode,
     OptimConfig,
+    PolicyLossConfig,
     RefConfig,
 )
 
@@ -50,18 +57,22 @@ __all__ = [
     "EngineConfig",
     "EngineName",
     "FailureConfig",
+    "FilterGroupsConfig",
     "FsdpConfig",
     "Gsm8kConfig",
+    "KlCtrlConfig",
     "KlLossType",
     "LossAggMode",
     "ModelConfig",
     "MultiTurnConfig",
     "OptimConfig",
+    "PolicyLossConfig",
     "PrepareConfig",
     "RefConfig",
     "RewardConfig",
     "RewardWeightsConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
     "SGLangConfig",
     "SGLangServerConfig",

@@ -1,9 +1,10 @@
-"""Keys of the update: optimizer, actor, reference, critic, credit."""
+"""Keys of the update: optimizer, actor, reference, critic."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from agentrl.config.correction_schema import RolloutCorrectionConfig
 from agentrl.config.section import FolderOrHubName, Section
 
 LossAggMode = Literal[
@@ -42,6 +43,48 @@ class FsdpConfig(Section):
     """Keep shards in host memory between uses."""
 
 
+class PolicyLossConfig(Section):
+    """Which policy loss, and what some of them read. A bare name stands for `loss_mode`."""
+
+    loss_mode: str = "vanilla"
+    """Name of a registered policy loss."""
+    clip_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
+    """`clip_cov`: share of the tokens that is clipped."""
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: least covariance of a token that may be clipped."""
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: largest covariance of a token that may be clipped."""
+    kl_cov_ratio: float = Field(default=2e-4, gt=0, le=1)
+    """`kl_cov`: share of the tokens that get the penalty."""
+    ppo_kl_coef: float = Field(default=0.1, ge=0)
+    """`kl_cov`: weight of the penalty."""
+    dro_beta: float | None = Field(default=None, gt=0)
+    """`dro`: weight of the squared log-ratio; it must be given there."""
+    vespo_k_pos: float = Field(default=2.0, ge=0)
+    """`vespo`: power of the kernel where the advantage is not negative."""
+    vespo_lambda_pos: float = Field(default=3.0, gt=0)
+    """`vespo`: decay of the kernel where the advantage is not negative."""
+    vespo_k_neg: float = Field(default=3.0, ge=0)
+    """`vespo`: power of the kernel where the advantage is negative."""
+    vespo_lambda_neg: float = Field(default=2.0, gt=0)
+    """`vespo`: decay of the kernel where the advantage is negative."""
+
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """`bypass_mode`: how the loss corrects; `algorithm.rollout_correction` is put here under it."""
+
+    @model_validator(mode="after")
+    def _check_required(self) -> Self:
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ValueError("the loss dro needs dro_beta, a positive number")
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError("clip_cov_lb must be less than clip_cov_ub")
+        return self
+
+
+def _named_loss(given: Any) -> Any:
+    return {"loss_mode": given} if isinstance(given, str) else given
+
+
 class ActorConfig(Section):
     """The update of the policy."""
 
@@ -57,8 +100,12 @@ class ActorConfig(Section):
     clip_ratio_high: float | None = Field(default=None, gt=0)
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Lower bound of the loss for negative advantages (dual clip)."""
-    policy_loss: str = "vanilla"
-    """Name of a registered policy loss."""
+    policy_loss: Annotated[PolicyLossConfig, BeforeValidator(_named_loss)] = PolicyLossConfig()
+    """The policy loss: a name, or a section with a name and its settings."""
+    tau_pos: float = Field(default=1.0, gt=0)
+    """`sapo`: temperature of the gate where the advantage is positive."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """`sapo`: temperature of the gate elsewhere."""
     loss_agg_mode: LossAggMode = "token-mean"
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
@@ -89,14 +136,3 @@ class RefConfig(Section):
 
 class CriticConfig(Section):
     """Reserved for PPO with a critic."""
-
-
-class AlgorithmConfig(Section):
-    """Credit."""
-
-    adv_estimator: str = "grpo"
-    """Name of a registered advantage estimator."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    lam: float = Field(default=1.0, ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide a group's centred rewards by their standard deviation; false: Dr.GRPO."""

@@ -27,10 +27,13 @@ class SamplingPlan(NamedTuple):
     """For what, how often and how hot prompts are sampled."""
 
     name: str
-    """Begins the ids of the plan's groups: `train`, or `val-` and the set's name."""
+    """Begins the ids of the plan's groups: `train`, `greedy`, or `val-` and the set's name."""
     n: int
     """Samples of one prompt."""
     sampling: SamplingParams
+    first_place: int = 0
+    """Of the first prompt, among all of its step: one that takes several batches draws for each
+    prompt anew, also for one that comes twice."""
 
 
 class RolloutManager:
@@ -55,6 +58,10 @@ class RolloutManager:
         """How training samples."""
         rollout = self._rollout
         return SamplingPlan("train", rollout.n, self._sampling(rollout))
+
+    def greedy_plan(self) -> SamplingPlan:
+        """How a prompt's greedy rollout is sampled, beside its training samples."""
+        return SamplingPlan("greedy", 1, self._sampling(ValKwargsConfig(temperature=0.0)))
 
     def val_plan(self, name: str) -> SamplingPlan:
         """How validation on the set `name` samples (`val_kwargs`)."""
@@ -93,7 +100,8 @@ class RolloutManager:
         """
         if samples is None:
             samples = [(place, offset) for place in range(len(prompts)) for offset in range(plan.n)]
-        return [self._make_request(prompts[at], plan, at, step, nth) for at, nth in samples]
+        first = plan.first_place
+        return [self._make_request(prompts[at], plan, first + at, step, nth) for at, nth in samples]
 
     def _make_request(
         self, prompt: Prompt, plan: SamplingPlan, place: int, step: int, offset: int

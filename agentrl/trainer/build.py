@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 from agentrl.config.checks import check_model_length
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import ActorConfig, RunConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
 from agentrl.rollout.manager import RolloutManager
+from agentrl.trainer.credit import Credit
 from agentrl.trainer.data_record import DataRecord, check_rows
 from agentrl.trainer.datasets import RunData, load_run_data, prompt_encoder
 from agentrl.trainer.engine_choice import build_engine, choose_engine, describe_engine
@@ -48,6 +49,7 @@ class Parts:
     order: DataOrder
     actor: Actor
     reference: Reference | None
+    credit: Credit
     engine: Engine
     manager: RolloutManager
     files: RolloutFiles
@@ -130,6 +132,7 @@ def build_parts(
         order=order,
         actor=make_actor(config, policy, total_steps),
         reference=make_reference(config, world),
+        credit=Credit(config.algorithm, world),
         engine=engine,
         manager=make_manager(config, setup, engine),
         files=RolloutFiles(config.trainer, world, journal),
@@ -203,16 +206,26 @@ def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Acto
     mini_batches = prompts // (config.actor.ppo_mini_batch_size or prompts)
     return Actor(
         policy,
-        config.actor,
+        choose_actor_config(config),
         total_steps=total_steps * mini_batches * config.actor.ppo_epochs,
         response_budget=config.data.max_response_length,
         seed=config.trainer.seed,
     )
 
 
+def choose_actor_config(config: RunConfig) -> ActorConfig:
+    """Give the actor its section, and under `bypass_mode` the loss that corrects by itself."""
+    correction = config.algorithm.rollout_correction.effective
+    if not correction.bypass_mode:
+        return config.actor
+    chosen = {"loss_mode": "bypass_mode", "rollout_correction": correction}
+    policy_loss = config.actor.policy_loss.model_copy(update=chosen)
+    return config.actor.model_copy(update={"policy_loss": policy_loss})
+
+
 def make_reference(config: RunConfig, world: World) -> Reference | None:
-    """Load the frozen reference, where a KL term asks for one."""
-    if not config.actor.use_kl_loss:
+    """Load the frozen reference, where a KL asks for one: in the loss, or in the reward."""
+    if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         return None
     policy = load_reference_policy(config.ref, config.model, world, config.actor.fsdp_config)
     return Reference(

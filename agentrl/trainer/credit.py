@@ -1,32 +1,183 @@
-"""Advantages of a batch whose rows lie on several ranks."""
+"""What each token of a batch is worth, and which tokens are trained.
 
-from agentrl.algorithms import columns_read, compute_advantage
+    rollout correction    old_log_probs, rollout_log_probs   -> rollout_is_weights, what is rejected
+    KL in the reward      token_level_scores, ref_log_prob   -> token_level_rewards
+    advantages            token_level_rewards, ...           -> advantages, returns
+    rejection             response_mask                      -> response_mask, rejected
+
+Advantages are those of all that was sampled: a sample that is rejected was scored like the others,
+and stays in its group's baseline. What is rejected is then not trained. On several ranks each one
+computes the whole batch, in the order of one rank, and keeps its own rows.
+"""
+
+import inspect
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from agentrl.algorithms import columns_read, compute_advantage, get_adv_estimator_fn
+from agentrl.algorithms.advantages.groups import GroupScores
+from agentrl.algorithms.correction import compute_rollout_correction_and_rejection_mask
+from agentrl.algorithms.kl_control import (
+    MeasuredKL,
+    compute_reward_kl,
+    get_kl_controller,
+    measure_kl,
+    penalize_rewards,
+)
 from agentrl.config.schema import AlgorithmConfig
+from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.training.distributed import World
 from agentrl.training.whole_batch import gather_batch
 
-COMPUTED = ("token_level_rewards", "advantages", "returns")
+CREDIT = "credit"
+"""Under which name a checkpoint keeps the state."""
+CORRECTED = ("old_log_probs", "rollout_log_probs", "turn_ids")
+COMPUTED = (
+    "token_level_rewards", "advantages", "returns", "rollout_is_weights", "response_mask",
+    "rejected",
+)  # fmt: skip
+_REFERENCE_SUFFIX = "_verl"
 
 
-def compute_batch_advantage(batch: DataProto, config: AlgorithmConfig, world: World) -> None:
-    """Add advantages and returns to this rank's rows, by what all rows of the batch are worth.
-
-    A collective. Groups and whatever else an estimator compares may be spread over ranks: each rank
-    computes the whole batch, in the same order as one rank alone, and keeps its own rows.
+class Credit:
+    """Gives credit, batch by batch, and keeps the weight of the KL in the reward.
 
     Args:
-        batch: This rank's rows; it may have none.
-        config: The estimator.
+        config: The estimator, the KL in the reward and the correction.
         world: The ranks.
+    """
+
+    def __init__(self, config: AlgorithmConfig, world: World) -> None:
+        self.config = config
+        self.correction = config.rollout_correction.effective
+        self.kl_ctrl = get_kl_controller(config.kl_ctrl)
+        self._world = world
+        self._measured: MeasuredKL | None = None
+
+    def compute(self, batch: DataProto) -> dict[str, float]:
+        """Add `COMPUTED` to this rank's rows, by what all rows are worth. A collective.
+
+        Args:
+            batch: This rank's rows, scored, with log-probabilities; it may have none.
+
+        Returns:
+            Figures of the whole batch, the same on every rank.
+
+        Raises:
+            ConfigError: see `compute_advantage`.
+        """
+        if self._world.is_alone:
+            return self._compute_whole(batch)
+        whole = gather_batch(batch, *self._columns(batch), self._world)
+        metrics = self._compute_whole(whole.data)
+        mine, computed = tensors_of(batch), tensors_of(whole.data)
+        for name in COMPUTED:
+            if name in computed:
+                mine[name] = computed[name][whole.own]
+        return metrics
+
+    def commit(self) -> None:
+        """Let the weight of the KL move: the batch that was measured last has been trained on.
+
+        A step that ends before its update has moved nothing.
+        """
+        if self._measured is not None:
+            self.kl_ctrl.update(self._measured.current_kl, self._measured.num_sequences)
+            self._measured = None
+
+    def state_dict(self) -> dict[str, float]:
+        """What a run goes on from."""
+        return {"kl_coef": self.kl_ctrl.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from it; a fixed weight is what the configuration says."""
+        if self.config.kl_ctrl.type == "adaptive":
+            self.kl_ctrl.value = state.get("kl_coef", self.kl_ctrl.value)
+
+    def _compute_whole(self, data: DataProto) -> dict[str, float]:
+        kept, metrics = self._correct(data)
+        metrics |= self._penalize(data)
+        compute_advantage(data, self.config)
+        if kept is not None:
+            reject(data, kept)
+        return metrics
+
+    def _correct(self, data: DataProto) -> tuple[Tensor | None, dict[str, float]]:
+        """Add weights; returns what is kept, None where nothing can be rejected."""
+        tensors = tensors_of(data)
+        if self.correction.bypass_mode or not {*CORRECTED[:2]} <= set(tensors.keys()):
+            return None, {}
+        old, rollout, turn_ids = (tensors.get(name, None) for name in CORRECTED)
+        found = compute_rollout_correction_and_rejection_mask(
+            old, rollout, tensors["response_mask"], self.correction, turn_ids
+        )
+        if found.weights is not None:
+            tensors["rollout_is_weights"] = found.weights
+        return None if self.correction.rollout_rs is None else found.kept, found.metrics
+
+    def _penalize(self, data: DataProto) -> dict[str, float]:
+        """Add rewards from which the KL to the reference is taken."""
+        if not self.config.use_kl_in_reward:
+            return {}
+        tensors, coef = tensors_of(data), self.kl_ctrl.value
+        mask = tensors["response_mask"]
+        kl = compute_reward_kl(
+            tensors["old_log_probs"], tensors["ref_log_prob"], mask, self.config.kl_penalty
+        )
+        tensors["token_level_rewards"] = penalize_rewards(
+            tensors["token_level_scores"], kl, coef, find_silent_rows(data, self.config)
+        )
+        self._measured = measure_kl(kl, mask)
+        return {
+            "actor/reward_kl_penalty": self._measured.current_kl,
+            "actor/reward_kl_penalty_coeff": coef,
+        }
+
+    def _columns(self, batch: DataProto) -> tuple[list[str], list[str]]:
+        """What all of this reads."""
+        tensors, objects = columns_read(batch, self.config)
+        read = {*tensors, "token_level_scores", "response_mask"}
+        read |= set() if self.correction.bypass_mode else {*CORRECTED}
+        if self.config.use_kl_in_reward:
+            read |= {"old_log_probs", "ref_log_prob", "in_baseline"}
+        return [name for name in map(str, tensors_of(batch).keys()) if name in read], objects
+
+
+def find_silent_rows(data: DataProto, config: AlgorithmConfig) -> Tensor | None:
+    """Find the rows of groups whose scores are equal, `[B]` bool, before a KL makes them differ.
+
+    None where the estimator compares no groups, and where it is the reference's own, which takes
+    the KL off every row.
+    """
+    name = config.adv_estimator
+    compares = "index" in inspect.signature(get_adv_estimator_fn(name)).parameters
+    if not compares or name.endswith(_REFERENCE_SUFFIX) or "uid" not in data.non_tensor_batch:
+        return None
+    tensors = tensors_of(data)
+    scores, mask = tensors["token_level_scores"], tensors["response_mask"]
+    in_baseline = tensors.get("in_baseline", None)
+    return GroupScores.of(scores, mask, data.non_tensor_batch["uid"], in_baseline).is_silent()
+
+
+def reject(data: DataProto, kept: Tensor) -> None:
+    """Train on what is kept alone: `rejected` `[B, T]` says what was trained else."""
+    tensors = tensors_of(data)
+    mask = tensors["response_mask"]
+    tensors["rejected"] = mask.bool() & ~kept
+    tensors["response_mask"] = torch.where(kept, mask, 0)
+    for name in ("advantages", "returns"):
+        tensors[name] = torch.where(kept, tensors[name], 0.0)
+
+
+def tensors_of(data: DataProto) -> TensorDict:
+    """The tensors of a batch.
 
     Raises:
-        ConfigError: see `compute_advantage`.
+        DataError: where it has none.
     """
-    if world.is_alone:
-        compute_advantage(batch, config)
-        return
-    names = columns_read(batch, config)
-    whole = gather_batch(batch, names.tensors, names.objects, world)
-    computed = compute_advantage(whole.data, config).select(batch_keys=COMPUTED)
-    batch.union(DataProto(computed.select_idxs(whole.own).batch))
+    if data.batch is None:
+        raise DataError("a batch without tensors cannot be credited")
+    return data.batch

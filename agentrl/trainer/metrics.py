@@ -231,11 +231,13 @@ def batch_figures(data: DataProto) -> Figures:
     """Describe a batch's rewards, credit, and how far trainer and engine disagree.
 
     Rows that are not in their group's baseline are out of scores and rewards. Of tokens only those
-    with `response_mask` 1 count. Figures whose tensors are not there are left out.
+    with `response_mask` 1 count, and for the distance of trainer and engine those that it made
+    the correction reject. Figures whose tensors are not there are left out.
 
     Args:
         data: `response_mask` and, where there are, `token_level_scores`, `token_level_rewards`,
             `advantages`, `returns`, `old_log_probs`, `rollout_log_probs`, all `[B, T]`;
+            `rejected` `[B, T]`, tokens that the rollout's correction took out of the mask;
             `in_baseline` `[B]` (without it every row counts); `uid` for each row.
     """
     if data.batch is None or len(data) == 0:
@@ -247,7 +249,8 @@ def batch_figures(data: DataProto) -> Figures:
     for key in ("advantages", "returns", "values"):
         if key in tensors:
             figures |= tensor_spread(f"critic/{key}", tensors[key][trained])
-    figures |= _mismatch_figures(tensors, trained)
+    sampled = trained | tensors["rejected"] if "rejected" in tensors else trained
+    figures |= _mismatch_figures(tensors, sampled)
     if "uid" in data.non_tensor_batch and "advantages" in tensors:
         has_signal = ((tensors["advantages"] != 0) & trained).any(dim=-1)
         figures |= _signal_figures(data.non_tensor_batch["uid"], has_signal.tolist())
@@ -263,15 +266,15 @@ def _reward_figures(tensors: Mapping[str, torch.Tensor], scored: torch.Tensor) -
     return figures
 
 
-def _mismatch_figures(tensors: Mapping[str, torch.Tensor], trained: torch.Tensor) -> Figures:
-    """Distance of the engine's probabilities from the trainer's, over trained tokens.
+def _mismatch_figures(tensors: Mapping[str, torch.Tensor], sampled: torch.Tensor) -> Figures:
+    """Distance of the engine's probabilities from the trainer's, over the tokens of `sampled`.
 
     Source: verl's `training/rollout_probs_diff_*` (differences of probabilities, not of logs).
     """
-    if not {"old_log_probs", "rollout_log_probs"} <= tensors.keys() or not trained.any():
+    if not {"old_log_probs", "rollout_log_probs"} <= tensors.keys() or not sampled.any():
         return {}
-    old = tensors["old_log_probs"][trained].double()
-    rollout = tensors["rollout_log_probs"][trained].double()
+    old = tensors["old_log_probs"][sampled].double()
+    rollout = tensors["rollout_log_probs"][sampled].double()
     of_probs = (old.exp() - rollout.exp()).abs()
     of_logs = (old - rollout).abs()
     return {

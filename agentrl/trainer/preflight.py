@@ -57,7 +57,7 @@ def check_names(config: RunConfig) -> None:
         ConfigError: with the nearest name that there is.
     """
     get_adv_estimator_fn(config.algorithm.adv_estimator)
-    get_policy_loss_fn(config.actor.policy_loss)
+    get_policy_loss_fn(config.actor.policy_loss.loss_mode)
     get_reward_manager(config.reward.manager)
     if config.rollout.multi_turn.format is not None:
         get_tool_parser(config.rollout.multi_turn.format)

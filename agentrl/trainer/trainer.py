@@ -5,7 +5,7 @@
     rewards/      a finished request        -> rewards per turn and per trajectory
     collate.py    finished requests         -> DataProto: the first tensors, [B, T]
     training/     DataProto                 -> log-probabilities of the policy and its reference
-    algorithms/   DataProto                 -> advantages, returns
+    algorithms/   DataProto                 -> corrections, advantages, returns
     training/     DataProto                 -> new weights
     weight_sync   new weights               -> the engine, policy version + 1
     checkpoint    the whole run             -> disk, and back
@@ -30,11 +30,12 @@ from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.build import Parts, start_parts
-from agentrl.trainer.credit import compute_batch_advantage
+from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.data_record import RECORD
 from agentrl.trainer.figures import merge_figures, to_metrics
 from agentrl.trainer.hand_over import HandOver
 from agentrl.trainer.interruption import Interrupted, Interruption
+from agentrl.trainer.log_probs import add_log_probs
 from agentrl.trainer.marks import LastStep
 from agentrl.trainer.metrics import Timer, step_figures
 from agentrl.trainer.resume import (
@@ -133,15 +134,16 @@ class Trainer:
             self.hand_over.sleep(self._runner)
             batch = self.collate(requests)
             self.compute_log_probs(batch)
-            compute_batch_advantage(batch, self.config.algorithm, self.world)
+            credit = self.parts.credit.compute(batch)
             self._interruption.check()
             update = self.update_actor(batch)
+            self.parts.credit.commit()
             # An engine that fails now fails behind a finished step, which can be saved.
-            self._last.note(self.step, self.summary, unlogged=update.metrics)
+            self._last.note(self.step, self.summary, unlogged=credit | update.metrics)
             self.sync_weights()
         self.parts.files.save_step(self.step, requests)
         self.parts.files.save_skipped(self.step, requests, update.skipped)
-        return self.measure(requests, batch) | update.metrics
+        return self.measure(requests, batch) | credit | update.metrics
 
     def end_step(self, metrics: dict[str, float]) -> None:
         """Validate and save where that is due, and log the step."""
@@ -213,17 +215,9 @@ class Trainer:
         )
 
     def compute_log_probs(self, batch: DataProto) -> None:
-        """Add `old_log_probs`, their entropies, and the reference's log-probabilities."""
+        """Add those of the policy before its update, and of the reference."""
         temperature = self.config.rollout.temperature
-        with self._timer("old_log_prob"):
-            scores = self.parts.actor.compute_log_probs(batch, temperature=temperature)
-        found = {"old_log_probs": scores.log_probs, "entropies": scores.entropy}
-        if self.parts.reference is not None:
-            with self._timer("ref"):
-                found["ref_log_prob"] = self.parts.reference.compute_ref_log_prob(
-                    batch, temperature=temperature
-                )
-        batch.union(DataProto.from_dict(found))
+        add_log_probs(batch, self.parts, self._timer, temperature=temperature)
 
     def update_actor(self, batch: DataProto) -> UpdateResult:
         """Train on the batch."""
@@ -305,7 +299,8 @@ class Trainer:
             identity=identify(self.parts.actor.policy),
             config_digest=self._config_digest(),
             origin=policy_origin(self.config),
-            trainer=asdict(replace(self.summary, checkpoint=None)),
+            trainer=asdict(replace(self.summary, checkpoint=None))
+            | {CREDIT: self.parts.credit.state_dict()},
             data=self.parts.order.state_dict() | {RECORD: self.parts.record.to_json()},
             unlogged=self._last.unlogged,
         )
@@ -344,6 +339,7 @@ class Trainer:
             check_origin(state.origin, self.config, path)
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
+        self.parts.credit.load_state_dict(state.trainer.pop(CREDIT, {}))
         self.summary = replace(Summary(**state.trainer), checkpoint=str(path))
         self._last.note(self.step, self.summary, unlogged=state.unlogged)
         self.parts.journal.say(f"resumed from {path} at step {self.step}")

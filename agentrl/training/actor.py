@@ -3,11 +3,10 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from agentrl.algorithms.aggregation import LossScale
+from agentrl.algorithms.losses import TrainedTokens, needs_summary, with_summary
 from agentrl.config.schema import ActorConfig
 from agentrl.protocol import DataProto
 from agentrl.training.batches import (
@@ -129,7 +128,9 @@ class Actor:
         self.seed = seed
         self.num_updates = 0
 
-    def compute_log_probs(self, batch: DataProto, *, temperature: float) -> TokenScores:
+    def compute_log_probs(
+        self, batch: DataProto, *, temperature: float, with_sum_pi_squared: bool = False
+    ) -> TokenScores:
         """Score a batch under the weights as they are: `old_log_probs` and entropy.
 
         A collective.
@@ -137,14 +138,16 @@ class Actor:
         Args:
             batch: Rows as collated.
             temperature: The rollout's.
+            with_sum_pi_squared: Also sum the squared probabilities of the vocabulary.
 
         Returns:
             `[B, T]` each, float32, 0 where nothing is trained.
         """
+        params = replace(self._params(temperature), with_sum_pi_squared=with_sum_pi_squared)
         return score_rows(
             self.policy,
             read_padded_rows(batch),
-            self._params(temperature),
+            params,
             budget=self.config.ppo_max_token_len_per_gpu,
         )
 
@@ -195,7 +198,7 @@ class Actor:
         self, rows: UpdateRows, index: Sequence[int], params: ScoringParams, place: int
     ) -> dict[str, float] | SkippedStep:
         """One mini-batch; no metrics where nothing in it is trained."""
-        scale = self._loss_scale(rows.response_mask[list(index)])
+        scale = self._loss_scale(rows, list(index))
         if not scale.batch_num_tokens:
             return {}
         mini = _MiniBatch(rows, index, params, scale)
@@ -253,13 +256,19 @@ class Actor:
         restore_random_state(random)
         return self.world.gather_flat(suspects) or self.world.gather_flat(everyone)
 
-    def _loss_scale(self, mask: Tensor) -> LossScale:
-        """Denominators of a mini-batch over all ranks."""
-        mine = LossScale.of(mask)
+    def _loss_scale(self, rows: UpdateRows, index: list[int]) -> LossScale:
+        """What a mini-batch is divided by, and what its loss must know of it, over all ranks."""
+        mask, weights = rows.response_mask[index].bool(), rows.row_weights
+        mine = LossScale.of(mask, row_weights=None if weights is None else weights[index])
         tokens, sequences = self.world.sum([mine.batch_num_tokens, mine.global_batch_size])
-        return LossScale(
+        scale = LossScale(
             batch_num_tokens=int(tokens),
             global_batch_size=int(sequences),
             dp_size=self.world.size,
             loss_scale_factor=float(self.response_budget),
+            row_weights=weights,
         )
+        if not needs_summary(self.config):
+            return scale
+        own = TrainedTokens(rows.old_log_probs[index][mask], rows.advantages[index][mask])
+        return with_summary(scale, self.world.gather(own), self.config)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.aggregation import compute_row_weights
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.training.distributed import World
@@ -22,8 +23,8 @@ from agentrl.training.packing import (
     count_tokens,
     dummy_batch,
     pack_rows,
-    split_balanced,
 )
+from agentrl.training.partition import partition_balanced
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class UpdateRows:
     """float32, of the frozen reference; None where no KL term needs it."""
     rollout_is_weights: Tensor | None
     """float32, importance weights of the rollout's correction; None where there is none."""
+    row_weights: Tensor | None
+    """`[B]` float64, the share of its trajectory that each row is; None: each is a whole one."""
     uids: tuple[Hashable, ...]
     """`[B]`: the group of each row."""
     places: tuple[int, ...]
@@ -82,6 +85,7 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
         advantages=_tensor(batch, "advantages"),
         ref_log_prob=_tensor(batch, "ref_log_prob") if with_reference else None,
         rollout_is_weights=_optional(batch, "rollout_is_weights"),
+        row_weights=_row_weights(batch, padded.response_mask),
         uids=uids,
         places=_places(batch, uids),
         request_ids=tuple(str(name) for name in request_ids.tolist()),
@@ -193,8 +197,14 @@ def split_micro_batches(
         pack_rows(rows, [index[place] for place in part], world.device)
         if part
         else dummy_batch(rows.response_mask.shape[1], world.device)
-        for part in split_balanced(mine, count)
+        for part in partition_balanced(mine, count)
     ]
+
+
+def _row_weights(batch: DataProto, mask: Tensor) -> Tensor | None:
+    """Weights by the column `trajectory_ids` `[B]`, where rows are parts of trajectories."""
+    trajectory_ids = _optional(batch, "trajectory_ids")
+    return None if trajectory_ids is None else compute_row_weights(mask, trajectory_ids)
 
 
 def _places(batch: DataProto, uids: Sequence[Hashable]) -> tuple[int, ...]:

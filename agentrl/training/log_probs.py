@@ -43,6 +43,9 @@ class TokenScores(NamedTuple):
     """float32."""
     entropy: Tensor
     """float32, in nats; of the distribution that the token was drawn from."""
+    sum_pi_squared: Tensor | None = None
+    """float32: sum over the vocabulary of the squared probabilities, without gradient; None where
+    nobody asked for it."""
 
 
 def read_head_transform(config: PretrainedConfig) -> HeadTransform:
@@ -61,6 +64,7 @@ def score_tokens(
     temperature: float,
     transform: HeadTransform,
     block_bytes: int | None = None,
+    with_sum_pi_squared: bool = False,
 ) -> TokenScores:
     """Score each target under the distribution that the head makes of its hidden state.
 
@@ -74,13 +78,15 @@ def score_tokens(
         block_bytes: Bytes of one block of logits in float32, of which two exist at once; half a
             block more for 16-bit weights, and one for the backward pass of a soft cap. None: what
             suits the device.
+        with_sum_pi_squared: Also sum the squared probabilities: one more pass over each block.
     """
     if block_bytes is None:
         block_bytes = CPU_BLOCK_BYTES if hidden.device.type == "cpu" else DEVICE_BLOCK_BYTES
-    log_probs, entropy = _BlockedHead.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        hidden, weight, bias, targets, transform, temperature, block_bytes
+    return TokenScores(
+        *_BlockedHead.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            hidden, weight, bias, targets, transform, temperature, block_bytes, with_sum_pi_squared
+        )
     )
-    return TokenScores(log_probs, entropy)
 
 
 class _Head(NamedTuple):
@@ -128,12 +134,15 @@ class _Softmax(NamedTuple):
     """Sum of `exp(logit - largest) * logit`."""
     chosen: Tensor
     """The target's logit; 0 until its column is seen."""
+    squares: Tensor | None
+    """Sum of `exp(logit - largest) ** 2`; None: not asked for."""
 
     @classmethod
-    def empty(cls, like: Tensor) -> "_Softmax":
+    def empty(cls, like: Tensor, *, with_squares: bool) -> "_Softmax":
         """Start before the first column; `like` is `[n]`."""
         zeros = torch.zeros_like(like)
-        return cls(torch.full_like(like, -inf), zeros, zeros, zeros)
+        squares = zeros if with_squares else None
+        return cls(torch.full_like(like, -inf), zeros, zeros, zeros, squares)
 
     def see(self, logits: Tensor, place: Tensor, memory: Tensor) -> "_Softmax":
         """Take in a block `[n, v]`; the target is its column `place` where it has one."""
@@ -142,11 +151,15 @@ class _Softmax(NamedTuple):
         mass = torch.sub(logits, largest[:, None], out=memory).exp_()
         inside, column = _locate(place, logits.shape[1])
         chosen = logits.gather(1, column[:, None]).squeeze(1)
+        squares = self.squares
+        if squares is not None:
+            squares = squares * shrink.square() + torch.linalg.vecdot(mass, mass)
         return _Softmax(
             largest,
             self.total * shrink + mass.sum(dim=1),
             self.weighted * shrink + torch.linalg.vecdot(mass, logits),
             torch.where(inside, chosen, self.chosen),
+            squares,
         )
 
     @property
@@ -243,15 +256,17 @@ class _BlockedHead(torch.autograd.Function):
         transform: HeadTransform,
         temperature: float,
         block_bytes: int,
-    ) -> tuple[Tensor, Tensor]:
+        with_squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         head = _Head(weight, bias, transform, temperature)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         entropy, normalizer = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        squares = torch.empty_like(log_probs) if with_squares else None
         grid = _Grid.of(len(targets), len(weight), block_bytes // dtype.itemsize)
         memory = grid.allocate(log_probs)
         for rows in grid.rows():
-            seen = _Softmax.empty(log_probs[rows])
+            seen = _Softmax.empty(log_probs[rows], with_squares=with_squares)
             for columns in grid.columns():
                 first, second = memory.views(rows, columns)
                 logits = head.logits(hidden[rows], columns, first)
@@ -259,10 +274,14 @@ class _BlockedHead(torch.autograd.Function):
             normalizer[rows] = seen.normalizer
             log_probs[rows] = seen.chosen - normalizer[rows]
             entropy[rows] = normalizer[rows] - seen.weighted / seen.total
+            if squares is not None and seen.squares is not None:
+                squares[rows] = seen.squares / seen.total.square()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.transform, ctx.temperature, ctx.grid = transform, temperature, grid
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
@@ -271,7 +290,7 @@ class _BlockedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         head = _Head(weight, bias, ctx.transform, ctx.temperature)
-        by_log_prob, by_entropy = (None if g is None else g * head.factor for g in grads)
+        by_log_prob, by_entropy = (None if g is None else g * head.factor for g in grads[:2])
         if by_log_prob is None:
             by_log_prob = torch.zeros_like(normalizer)
         slopes = _Slopes(by_log_prob, by_entropy, normalizer, entropy)
@@ -296,7 +315,7 @@ class _BlockedHead(torch.autograd.Function):
             grad_hidden.to(hidden.dtype),
             grad_weight.to(weight.dtype),
             None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ class ScoringParams:
     """The rollout's; the logits are divided by it."""
     logits_block_bytes: int | None = None
     """Bytes of one block of logits; None: what suits the device."""
+    with_sum_pi_squared: bool = False
+    """Whether the squared probabilities of the vocabulary are summed as well."""
 
 
 class PolicyModel(nn.Module):
@@ -76,6 +78,7 @@ class PolicyModel(nn.Module):
             temperature=params.temperature,
             transform=self.transform,
             block_bytes=params.logits_block_bytes,
+            with_sum_pi_squared=params.with_sum_pi_squared,
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:

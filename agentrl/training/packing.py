@@ -9,7 +9,6 @@ Shape key: B rows, L prompt + response, T response positions, S tokens of a pack
 N trained positions of a packed micro-batch.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from agentrl.errors import DataError
 from agentrl.training.attention import AttentionPlan
+from agentrl.training.partition import partition_balanced
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +117,8 @@ def count_micro_batches(lengths: Sequence[int], budget: int) -> int:
     return count
 
 
-def split_balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Deal rows to `count` micro-batches, longest first, each to the one with the least tokens.
-
-    Returns:
-        `count` lists of indices into `lengths`; some are empty where there are fewer rows.
-    """
-    parts: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, part) for part in range(count)]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        load, part = heapq.heappop(heap)
-        parts[part].append(row)
-        heapq.heappush(heap, (load + lengths[row], part))
-    return parts
-
-
 def _fits(lengths: Sequence[int], count: int, budget: int) -> bool:
-    parts = split_balanced(lengths, count)
+    parts = partition_balanced(lengths, count)
     return all(len(part) <= 1 or sum(lengths[row] for row in part) <= budget for part in parts)
 
 

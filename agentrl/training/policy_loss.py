@@ -7,7 +7,7 @@ from torch import Tensor
 
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.kl import kl_penalty
-from agentrl.algorithms.losses import get_policy_loss_fn
+from agentrl.algorithms.losses import effective_loss_agg_mode, get_policy_loss_fn
 from agentrl.config.schema import ActorConfig
 from agentrl.training.batches import UpdateRows
 from agentrl.training.log_probs import TokenScores
@@ -42,7 +42,7 @@ def compute_micro_loss(
         scores: Of the packed targets, `[N]`, with gradient.
         packed: Where they belong.
         rows: The whole batch.
-        scale: The mini-batch's denominators.
+        scale: The mini-batch's denominators; weights of rows, if any, are of the whole batch's.
         config: Loss, coefficients, aggregation.
     """
     if not packed.row_index:
@@ -50,8 +50,9 @@ def compute_micro_loss(
         return MicroLoss((scores.log_probs.sum() + scores.entropy.sum()) * 0.0, {}, {})
     log_probs, entropy = packed.unpack(scores.log_probs), packed.unpack(scores.entropy)
     micro = _pick(rows, packed, log_probs)
-    mask, mode = micro.mask, config.loss_agg_mode
-    loss, metrics = get_policy_loss_fn(config.policy_loss)(
+    mask, mode = micro.mask, effective_loss_agg_mode(config)
+    scale = scale.at(list(packed.row_index))
+    loss, metrics = get_policy_loss_fn(config.policy_loss.loss_mode)(
         micro.old_log_probs, log_probs, micro.advantages, mask, mode, config,
         micro.rollout_is_weights, scale=scale,
     )  # fmt: skip
@@ -70,7 +71,7 @@ def compute_micro_loss(
 
 @dataclass(frozen=True, slots=True)
 class _MicroRows:
-    """The rows of one micro-batch on its device, `[b, T]` each."""
+    """The rows of one micro-batch on its device, `[b, T]` each; 0 where masked."""
 
     mask: Tensor
     old_log_probs: Tensor
@@ -85,14 +86,19 @@ def _pick(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
     def take(tensor: Tensor) -> Tensor:
         return tensor[index.to(tensor.device)].to(like.device)
 
+    mask = take(rows.response_mask).ne(0)
+
+    def take_trained(tensor: Tensor) -> Tensor:
+        # Here once, so that law 8 holds in losses that never think of it.
+        return torch.where(mask, take(tensor), 0.0)
+
+    ref, weights = rows.ref_log_prob, rows.rollout_is_weights
     return _MicroRows(
-        mask=take(rows.response_mask).ne(0),
-        old_log_probs=take(rows.old_log_probs),
-        advantages=take(rows.advantages),
-        ref_log_prob=None if rows.ref_log_prob is None else take(rows.ref_log_prob),
-        rollout_is_weights=None
-        if rows.rollout_is_weights is None
-        else take(rows.rollout_is_weights),
+        mask=mask,
+        old_log_probs=take_trained(rows.old_log_probs),
+        advantages=take_trained(rows.advantages),
+        ref_log_prob=None if ref is None else take_trained(ref),
+        rollout_is_weights=None if weights is None else take_trained(weights),
     )
 
 

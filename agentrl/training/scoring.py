@@ -19,7 +19,7 @@ def score_rows(
     Args:
         policy: Whose log-probabilities; left in the mode in which it was found.
         rows: The padded batch.
-        params: Temperature and size of a block of logits.
+        params: Temperature, size of a block of logits, and whether squares are summed.
         budget: Tokens of one packed micro-batch.
 
     Returns:
@@ -28,6 +28,7 @@ def score_rows(
     shape, device = rows.response_mask.shape, rows.input_ids.device
     log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
     entropy = torch.zeros_like(log_probs)
+    squares = torch.zeros_like(log_probs) if params.with_sum_pi_squared else None
     was_training = policy.training
     policy.eval()
     try:
@@ -36,10 +37,12 @@ def score_rows(
                 scores = policy(packed, params)
             _put(log_probs, packed, scores.log_probs)
             _put(entropy, packed, scores.entropy)
+            if squares is not None and scores.sum_pi_squared is not None:
+                _put(squares, packed, scores.sum_pi_squared)
     finally:
         policy.train(was_training)
         policy.release_gathered()
-    return TokenScores(log_probs, entropy)
+    return TokenScores(log_probs, entropy, squares)
 
 
 def _put(padded: Tensor, packed: PackedBatch, values: Tensor) -> None:

@@ -247,7 +247,7 @@ DEAD = [
     ),
     ("actor.optim.min_lr_ratio", {"actor": {"optim": {"min_lr_ratio": 0.1}}}),
     ("algorithm.lam", {"algorithm": {"lam": 0.9}}),
-    ("algorithm.gamma", {"algorithm": {"adv_estimator": "grpo_verl_singleton", "gamma": 0.9}}),
+    ("algorithm.gamma", {"algorithm": {"adv_estimator": "grpo_verl", "gamma": 0.9}}),
     (
         "trainer.total_epochs",
         {"trainer": {"total_epochs": 2, "total_training_steps": 3}},

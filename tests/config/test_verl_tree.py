@@ -20,6 +20,7 @@ from agentrl.config.verl.table import TABLE, find_key, single_keys
 from agentrl.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+C = "algorithm.rollout_correction"
 LEAST: dict[str, Any] = {
     f"{M}.path": "policy",
     "data.train_files": "train.parquet",
@@ -303,7 +304,7 @@ def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, d
 
 
 def test_problems_are_told_together_and_in_verls_names(tmp_path: Path):
-    line = [f"{R}.nn=4", "algorithm.use_kl_in_reward=True", f"{R}.skip_rollout=True"]
+    line = [f"{R}.nn=4", "algorithm.use_pf_ppo=True", f"{R}.skip_rollout=True"]
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, FILE), [*LINE, *line])
     told = str(caught.value)
@@ -353,7 +354,7 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
 @pytest.mark.parametrize(
     ("changes", "key", "value"),
     [
-        ({f"{R}.n": 1}, "algorithm.adv_estimator", "grpo_verl_singleton"),
+        ({f"{R}.n": 1}, "algorithm.adv_estimator", "grpo_verl"),
         ({"algorithm.adv_estimator": "grpo_vectorized"}, "algorithm.adv_estimator", "grpo"),
         ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, "actor.ppo_max_token_len_per_gpu", 4096),
         (
@@ -381,7 +382,22 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
         ({f"{A}.optim.warmup_style": "cosine"}, "actor.optim.lr_scheduler", "cosine"),
         ({f"{A}.clip_ratio_high": 0.28}, "actor.clip_ratio_high", 0.28),
         ({f"{A}.clip_ratio_high": 0.28}, "actor.clip_ratio_low", 0.2),
-        ({f"{A}.policy_loss.loss_mode": "gspo"}, "actor.policy_loss", "gspo"),
+        ({f"{A}.policy_loss.loss_mode": "gspo"}, "actor.policy_loss.loss_mode", "gspo"),
+        ({f"{A}.policy_loss.loss_mode": "dro", f"{A}.policy_loss.dro_beta": 0.5},
+         "actor.policy_loss.dro_beta", 0.5),
+        ({f"{A}.policy_loss.loss_mode": "clip_cov", f"{A}.policy_loss.clip_cov_ratio": 0.01},
+         "actor.policy_loss.clip_cov_ratio", 0.01),
+        ({f"{A}.policy_loss.loss_mode": "sapo", f"{A}.tau_neg": 2.0}, "actor.tau_neg", 2.0),
+        ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.5},
+         "algorithm.kl_ctrl.kl_coef", 0.5),
+        ({"algorithm.use_kl_in_reward": True}, "algorithm.kl_penalty", "kl"),
+        ({"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["format", "score"]},
+         "algorithm.gdpo_reward_keys", ("format", "score")),
+        ({f"{C}.rollout_is": "token", f"{C}.rollout_is_threshold": "0.5_5.0"},
+         f"{C}.rollout_is_threshold", "0.5_5.0"),
+        ({f"{C}.rollout_rs": "seq_mean_k3", f"{C}.rollout_rs_threshold": 0.01},
+         f"{C}.rollout_rs_threshold", 0.01),
+        ({f"{C}.bypass_mode": True, f"{C}.loss_type": "reinforce"}, f"{C}.loss_type", "reinforce"),
         ({f"{A}.fsdp_config.dtype": "float32"}, "model.dtype", "float32"),
         ({f"{R}.name": "hf"}, "rollout.engine.name", "transformers"),
         ({f"{R}.val_kwargs.temperature": 0.7}, "rollout.val_kwargs.temperature", 0.0),

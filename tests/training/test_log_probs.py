@@ -85,7 +85,7 @@ def test_gradients_are_those_of_finite_differences(transform: HeadTransform, cel
     def scores(*tensors: torch.Tensor):
         return score_tokens(
             *tensors, targets, temperature=0.7, transform=transform, block_bytes=8 * cells
-        )  # fmt: skip
+        )[:2]  # fmt: skip
 
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
@@ -222,3 +222,54 @@ def test_unknown_treatment_of_logits_is_refused(world: World):
 
     with pytest.raises(ConfigError, match="does something to its logits"):
         probe_head(model)
+
+
+@pytest.mark.parametrize("transform", [HeadTransform(), HeadTransform(0.5, 3.0)])
+@pytest.mark.parametrize("cells", [1, 6, 36, 10**4])
+def test_squared_probabilities_sum_to_those_of_a_plain_softmax(
+    transform: HeadTransform, cells: int
+):
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(20, 8) * 3, torch.randn(50, 8), torch.randn(50)
+    targets = torch.randint(0, 50, (20,))
+    found = score_tokens(
+        hidden, weight, bias, targets, temperature=0.7, transform=transform,
+        block_bytes=4 * cells, with_sum_pi_squared=True,
+    )  # fmt: skip
+    logits = torch.nn.functional.linear(hidden, weight, bias).double() * transform.scale
+    if transform.cap is not None:
+        logits = transform.cap * torch.tanh(logits / transform.cap)
+    expected = torch.softmax(logits / 0.7, dim=-1).square().sum(-1)
+    assert torch.allclose(found.sum_pi_squared.double(), expected, rtol=1e-5)
+
+
+def test_squared_probabilities_stand_on_trained_tokens_and_only_where_asked_for(world: World):
+    policy, plain = make_policy(world), tiny_model(initializer_range=0.1)
+    actor, rows = make_actor(policy, Layout(budget=20)), random_rows(9)
+    batch = make_batch(rows, Layout(pad_left=2, pad_right=3))
+    found = actor.compute_log_probs(batch, temperature=0.7, with_sum_pi_squared=True)
+    for place, row in enumerate(rows):
+        ids = torch.tensor([row.prompt + row.response])
+        logits = plain(input_ids=ids, use_cache=False).logits[0, len(row.prompt) - 1 : -1] / 0.7
+        expected = logits.float().softmax(-1).square().sum(-1) * torch.tensor(row.mask)
+        assert torch.allclose(found.sum_pi_squared[place, : len(row.mask)], expected, atol=1e-6)
+        assert not found.sum_pi_squared[place, len(row.mask) :].any()
+    unasked = actor.compute_log_probs(batch, temperature=0.7)
+    assert unasked.sum_pi_squared is None
+    assert torch.equal(unasked.log_probs, found.log_probs)
+    assert torch.equal(unasked.entropy, found.entropy)
+
+
+def test_squared_probabilities_change_no_gradient():
+    torch.manual_seed(0)
+    values = torch.randn(5, 4), torch.randn(6, 4)
+    gradients = []
+    for asked in (False, True):
+        hidden, weight = (value.clone().requires_grad_() for value in values)
+        scores = score_tokens(
+            hidden, weight, None, torch.tensor([0, 5, 2, 2, 1]), temperature=0.7,
+            transform=HeadTransform(), block_bytes=48, with_sum_pi_squared=asked,
+        )  # fmt: skip
+        (scores.log_probs.sum() + scores.entropy.sum()).backward()
+        gradients.append((hidden.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -11,8 +11,8 @@ from agentrl.training.packing import (
     count_tokens,
     dummy_batch,
     pack_rows,
-    split_balanced,
 )
+from agentrl.training.partition import partition_balanced
 from tests.fakes_training import Row, make_batch, rows_and_layouts
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_unpack_puts_values_where_they_belong():
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60))
 def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
     count = count_micro_batches(lengths, budget)
-    parts = split_balanced(lengths, count)
+    parts = partition_balanced(lengths, count)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         assert len(part) == 1 or sum(lengths[row] for row in part) <= budget
@@ -93,9 +93,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
 
 
 def test_row_longer_than_the_budget_is_alone():
-    parts = split_balanced([5, 40, 5], count_micro_batches([5, 40, 5], 10))
+    parts = partition_balanced([5, 40, 5], count_micro_batches([5, 40, 5], 10))
     assert [1] in parts
 
 
 def test_more_micro_batches_than_rows_leave_some_empty():
-    assert sorted(map(len, split_balanced([3, 4], 4))) == [0, 0, 1, 1]
+    assert sorted(map(len, partition_balanced([3, 4], 4))) == [0, 0, 1, 1]

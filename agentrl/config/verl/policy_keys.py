@@ -61,8 +61,6 @@ MODEL = under("actor_rollout_ref.model", [
     *left("models are read from where they lie", {"use_shm": False}),
 ])  # fmt: skip
 
-_LOSS = "read for another policy_loss.loss_mode than vanilla"
-
 _OPTIM = [
     taken("optimizer", "AdamW", values.optimizer, "actor.optim.name"),
     refused("optimizer_impl", "torch.optim", why="only torch's own optimizers are here"),
@@ -99,11 +97,16 @@ ACTOR = under("actor_rollout_ref.actor", [
     taken("clip_ratio_low", 0.2, values.clip_side("low"), "actor.clip_ratio_low"),
     taken("clip_ratio_high", 0.2, values.clip_side("high"), "actor.clip_ratio_high"),
     same("clip_ratio_c", 3.0, "actor.clip_ratio_c"),
-    same("policy_loss.loss_mode", "vanilla", "actor.policy_loss"),
-    *dead(_LOSS, {"policy_loss.clip_cov_ratio": 0.0002, "policy_loss.clip_cov_lb": 1.0,
-                  "policy_loss.clip_cov_ub": 5.0, "policy_loss.kl_cov_ratio": 0.0002,
-                  "policy_loss.ppo_kl_coef": 0.1, "policy_loss.dro_beta": UNSET,
-                  "tau_pos": UNSET, "tau_neg": UNSET}),
+    same("policy_loss.loss_mode", "vanilla", "actor.policy_loss.loss_mode"),
+    same("policy_loss.clip_cov_ratio", 0.0002, "actor.policy_loss.clip_cov_ratio"),
+    same("policy_loss.clip_cov_lb", 1.0, "actor.policy_loss.clip_cov_lb"),
+    same("policy_loss.clip_cov_ub", 5.0, "actor.policy_loss.clip_cov_ub"),
+    same("policy_loss.kl_cov_ratio", 0.0002, "actor.policy_loss.kl_cov_ratio"),
+    same("policy_loss.ppo_kl_coef", 0.1, "actor.policy_loss.ppo_kl_coef"),
+    taken("policy_loss.dro_beta", UNSET, readers.keep("actor.policy_loss.dro_beta"),
+          "actor.policy_loss.dro_beta"),
+    same("tau_pos", UNSET, "actor.tau_pos"),
+    same("tau_neg", UNSET, "actor.tau_neg"),
     same("loss_agg_mode", "token-mean", "actor.loss_agg_mode", note="over the whole mini-batch "
          "and all ranks; verl 0.6.1 averages the averages of micro-batches"),
     refused("loss_scale_factor", UNSET, None, why="seq-mean-token-sum-norm divides by "

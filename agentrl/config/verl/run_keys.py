@@ -88,33 +88,48 @@ REWARD = [
     *dead("sandbox_fusion.url is null", {"sandbox_fusion.*": UNSET}),
 ]  # fmt: skip
 
-_NO_KL = "no KL is subtracted from rewards here yet; actor.use_kl_loss adds it to the loss"
-_NO_CORRECTION = "the update does not correct for the engine's log-probabilities yet"
+_OWN_MASK = "no token vetoes its sequence; rollout_rs seq_max_k2 rejects one by its worst token"
+_REJECTED = "advantages are those of all samples; what is rejected is not trained"
+_OLD_BOUND = "rollout_rs_threshold takes both bounds of a test, as lower_upper"
+
+_OURS = "algorithm.rollout_correction"
+_CORRECTION = [
+    taken("rollout_is", None, readers.keep(f"{_OURS}.rollout_is"), f"{_OURS}.rollout_is"),
+    same("rollout_is_threshold", 2.0, f"{_OURS}.rollout_is_threshold"),
+    same("rollout_is_batch_normalize", False, f"{_OURS}.rollout_is_batch_normalize"),
+    taken("rollout_rs", None, readers.keep(f"{_OURS}.rollout_rs", note=_REJECTED),
+          f"{_OURS}.rollout_rs"),
+    taken("rollout_rs_threshold", None, readers.keep(f"{_OURS}.rollout_rs_threshold"),
+          f"{_OURS}.rollout_rs_threshold"),
+    same("bypass_mode", False, f"{_OURS}.bypass_mode"),
+    same("loss_type", UNSET, f"{_OURS}.loss_type"),
+]  # fmt: skip
 
 ALGORITHM = under("algorithm", [
     taken("adv_estimator", "gae", values.adv_estimator, "algorithm.adv_estimator"),
     same("gamma", 1.0, "algorithm.gamma"),
     same("lam", 1.0, "algorithm.lam"),
     same("norm_adv_by_std_in_grpo", True, "algorithm.norm_adv_by_std_in_grpo"),
-    refused("use_kl_in_reward", False, why=_NO_KL),
-    *dead("algorithm.use_kl_in_reward is false", {
-        "kl_penalty": "kl", "kl_ctrl.type": "fixed", "kl_ctrl.kl_coef": 0.001,
-        "kl_ctrl.horizon": 10000, "kl_ctrl.target_kl": 0.1,
-    }),
+    taken("use_kl_in_reward", False, values.kl_in_reward, "algorithm.use_kl_in_reward"),
+    same("kl_penalty", "kl", "algorithm.kl_penalty"),
+    same("kl_ctrl.type", "fixed", "algorithm.kl_ctrl.type"),
+    same("kl_ctrl.kl_coef", 0.001, "algorithm.kl_ctrl.kl_coef"),
+    same("kl_ctrl.horizon", 10000, "algorithm.kl_ctrl.horizon"),
+    same("kl_ctrl.target_kl", 0.1, "algorithm.kl_ctrl.target_kl"),
     refused("use_pf_ppo", False, why="rows are not drawn by their scores"),
     *dead("algorithm.use_pf_ppo is false", {"pf_ppo.*": UNSET}),
     refused("filter_groups.enable", UNSET, False, why="groups of equal rewards are not drawn "
             "anew; they train on nothing"),
     *dead("algorithm.filter_groups.enable is false", {"filter_groups.*": UNSET}),
-    refused("rollout_correction.rollout_is", None, why=_NO_CORRECTION),
-    refused("rollout_correction.rollout_rs", None, why=_NO_CORRECTION),
-    refused("rollout_correction.rollout_token_veto_threshold", None, why=_NO_CORRECTION),
-    refused("rollout_correction.bypass_mode", False, why=_NO_CORRECTION),
-    refused("rollout_correction.use_policy_gradient", False, why=_NO_CORRECTION),
-    *dead("rollout_is and rollout_rs of algorithm.rollout_correction are null",
-          {"rollout_correction.*": UNSET}),
-    refused("gdpo_reward_keys", UNSET, None, why="there is no gdpo here yet"),
-    refused("gdpo_reward_weights", UNSET, None, why="there is no gdpo here yet"),
+    *under("rollout_correction", _CORRECTION),
+    refused("rollout_correction.rollout_rs_threshold_lower", None, why=_OLD_BOUND),
+    refused("rollout_correction.rollout_token_veto_threshold", None, why=_OWN_MASK),
+    refused("rollout_correction.use_policy_gradient", False, why="under bypass_mode "
+            "rollout_correction.loss_type=reinforce is the loss without a clip"),
+    taken("gdpo_reward_keys", UNSET, readers.keep("algorithm.gdpo_reward_keys"),
+          "algorithm.gdpo_reward_keys"),
+    taken("gdpo_reward_weights", UNSET, readers.keep("algorithm.gdpo_reward_weights"),
+          "algorithm.gdpo_reward_weights"),
 ])  # fmt: skip
 
 _NOT_AT_ALL = "verl writes no checkpoint then; agentrl writes one, at the end"

@@ -96,8 +96,14 @@ def adv_estimator(value: Any, tree: Tree) -> Reading:
     name = str(value).removesuffix("_vectorized")
     if name == "grpo" and tree.value("actor_rollout_ref.rollout.n") == 1:
         note = "rollout.n is 1: in a group of one the reward itself is the advantage, as there"
-        return Reading({"algorithm.adv_estimator": "grpo_verl_singleton"}, note)
+        return Reading({"algorithm.adv_estimator": "grpo_verl"}, note)
     return Reading({"algorithm.adv_estimator": name})
+
+
+def kl_in_reward(value: Any, tree: Tree) -> Reading:
+    """Take the KL off the rewards, but for groups that say nothing."""
+    note = "groups of equal scores train on nothing; verl trains them on the KL" if value else ""
+    return Reading({"algorithm.use_kl_in_reward": value}, note)
 
 
 # The loop.

@@ -50,6 +50,11 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
     return _ESTIMATORS.get(name_or_enum)
 
 
+def adv_estimator_names() -> list[str]:
+    """Name every registered estimator."""
+    return _ESTIMATORS.names
+
+
 class ColumnNames(NamedTuple):
     """Columns of a batch."""
 

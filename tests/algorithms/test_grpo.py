@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from agentrl.algorithms import (
     compute_advantage,
     compute_grpo_outcome_advantage,
-    compute_grpo_verl_singleton_advantage,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -18,22 +17,18 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
 from agentrl.rewards.placement import split_evenly
-from tests.fakes_tensors import Rows, insert_masked, ragged_rows
-
-GROUP_ESTIMATORS = ["grpo", "grpo_verl_singleton"]
-either = pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+from tests.fakes_tensors import Rows, ragged_rows
 
 
-def advantages_of(rows: Rows, name: str = "grpo", **settings) -> torch.Tensor:
-    function = get_adv_estimator_fn(name)
-    advantages, returns = function(
+def advantages_of(rows: Rows, **settings) -> torch.Tensor:
+    advantages, returns = compute_grpo_outcome_advantage(
         rows.rewards, rows.mask, rows.index, in_baseline=rows.in_baseline, **settings
     )
     assert torch.equal(advantages, returns)
     return advantages
 
 
-def naive_grpo(rows: Rows, *, divide: bool = True, singleton_raw: bool = False) -> list[float]:
+def naive_grpo(rows: Rows, *, divide: bool = True) -> list[float]:
     scores, counted = [], []
     for row in range(len(rows.index)):
         trained = [i for i, mask in enumerate(rows.mask[row].tolist()) if mask]
@@ -42,11 +37,7 @@ def naive_grpo(rows: Rows, *, divide: bool = True, singleton_raw: bool = False) 
     found = []
     for row, uid in enumerate(rows.index):
         group = [s for s, u, c in zip(scores, rows.index, counted, strict=True) if c and u == uid]
-        if not counted[row]:
-            found.append(0.0)
-        elif len(group) == 1:
-            found.append(scores[row] if singleton_raw else 0.0)
-        elif max(group) == min(group):
+        if not counted[row] or max(group) == min(group):
             found.append(0.0)
         else:
             centred = scores[row] - statistics.fmean(group)
@@ -55,11 +46,10 @@ def naive_grpo(rows: Rows, *, divide: bool = True, singleton_raw: bool = False) 
 
 
 @settings(deadline=None, max_examples=60)
-@given(ragged_rows(quarters=True), st.booleans(), st.booleans())
-def test_grpo_equals_a_naive_loop(rows, divide, singleton_raw):
-    name = GROUP_ESTIMATORS[singleton_raw]
-    found = advantages_of(rows, name, norm_adv_by_std_in_grpo=divide)
-    expected = torch.tensor(naive_grpo(rows, divide=divide, singleton_raw=singleton_raw))
+@given(ragged_rows(quarters=True), st.booleans())
+def test_grpo_equals_a_naive_loop(rows, divide):
+    found = advantages_of(rows, norm_adv_by_std_in_grpo=divide)
+    expected = torch.tensor(naive_grpo(rows, divide=divide))
     expected = expected[:, None] * rows.mask
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -70,24 +60,6 @@ def test_grpo_by_hand():
     advantages, _ = compute_grpo_outcome_advantage(rewards, mask, np.array(["g"] * 3, object))
     expected = torch.tensor([[0.0, 0.0], [-1.0, -1.0], [1.0, 0.0]])
     torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
-
-
-@either
-@settings(deadline=None, max_examples=60)
-@given(rows=ragged_rows(), data=st.data())
-def test_law_8_masked_tokens_change_no_advantage(name, rows, data):
-    wider, places = insert_masked(data, rows)
-    before, after = advantages_of(rows, name), advantages_of(wider, name)
-    torch.testing.assert_close(after.gather(1, places), before, rtol=1e-6, atol=1e-6)
-    assert not after[wider.mask == 0].any()
-
-
-@either
-@settings(deadline=None, max_examples=60)
-@given(rows=ragged_rows())
-def test_law_8_rewards_on_masked_tokens_are_not_seen(name, rows):
-    spoiled = rows._replace(rewards=torch.where(rows.mask.bool(), rows.rewards, torch.nan))
-    assert torch.equal(advantages_of(spoiled, name), advantages_of(rows, name))
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,36 +105,14 @@ def test_law_9_rewards_that_are_equal_but_for_how_they_were_split():
 def test_law_9_a_group_of_one_trains_on_nothing_and_by_name_on_its_reward():
     rewards, mask, index = torch.tensor([[0.0, 3.0]]), torch.ones(1, 2), np.array(["g"], object)
     assert not compute_grpo_outcome_advantage(rewards, mask, index)[0].any()
-    raw, _ = compute_grpo_verl_singleton_advantage(rewards, mask, index)
+    raw, _ = get_adv_estimator_fn("grpo_verl")(rewards, mask, index)
     torch.testing.assert_close(raw, torch.full((1, 2), 3.0))
 
 
-@either
-@settings(deadline=None, max_examples=60)
-@given(rows=ragged_rows(), random=st.randoms(use_true_random=False))
-def test_law_10_row_order_and_padding_change_no_advantage(name, rows, random):
-    order = list(range(len(rows.index)))
-    random.shuffle(order)
-    padded = Rows(
-        torch.nn.functional.pad(rows.rewards[order], (0, 3), value=9.0),
-        torch.nn.functional.pad(rows.mask[order], (0, 3)),
-        rows.index[order],
-        rows.in_baseline[order],
-    )
-    found = advantages_of(padded, name)[:, :-3]
-    torch.testing.assert_close(found, advantages_of(rows, name)[order], rtol=1e-5, atol=1e-6)
-
-
-@settings(deadline=None, max_examples=60)
-@given(ragged_rows(), st.data())
-def test_law_5_rows_outside_the_baseline_are_as_if_they_were_not_there(rows, data):
-    counted = rows.in_baseline.bool() & rows.mask.bool().any(-1)
-    found = advantages_of(rows)
-    assert not found[~counted].any()
-    kept = Rows(rows.rewards[counted], rows.mask[counted], rows.index[counted.numpy()],
-                rows.in_baseline[counted])  # fmt: skip
-    if len(kept.index):
-        torch.testing.assert_close(advantages_of(kept), found[counted], rtol=1e-6, atol=1e-6)
+def test_by_reference_equal_rewards_train_on_their_rounding():
+    rewards, index = torch.full((17, 1), 7.7), np.array(["g"] * 17, dtype=object)
+    noise, _ = get_adv_estimator_fn("grpo_verl")(rewards, torch.ones(17, 1), index)
+    assert noise.abs().max() > 0.1
 
 
 def test_a_fully_masked_row_is_not_in_its_group_s_mean():

@@ -1,0 +1,125 @@
+"""Settings of credit and update that cannot hold together."""
+
+from collections.abc import Callable, Iterator
+
+from agentrl.config.correction_schema import (
+    PRESETS,
+    SECTION,
+    TUNABLE,
+    RolloutCorrectionConfig,
+    parse_is_threshold,
+    parse_rejections,
+)
+from agentrl.config.method_keys import GROUP_ESTIMATORS, INPUTS_NOT_MADE
+from agentrl.config.problems import Problem
+from agentrl.config.schema import RunConfig
+from agentrl.errors import ConfigError
+
+_MOST_OF_A_STEP = 0.2
+"""How far one batch of as many sequences as the horizon moves an adaptive weight at most."""
+_BYPASS = "bypass_mode"
+
+
+def find_group_of_one(config: RunConfig) -> Iterator[Problem]:
+    """Find an estimator that compares the samples of a group, where there is one."""
+    name = config.algorithm.adv_estimator
+    if name in GROUP_ESTIMATORS and config.rollout.n == 1:
+        told = f"is 1, and algorithm.adv_estimator {name} trains on nothing in a group of one"
+        yield Problem("rollout.n", told, "at least 2")
+
+
+def find_missing_inputs(config: RunConfig) -> Iterator[Problem]:
+    """Find an estimator without what it is computed from."""
+    algorithm = config.algorithm
+    if lacking := INPUTS_NOT_MADE.get(algorithm.adv_estimator):
+        told = f"is {algorithm.adv_estimator}, which needs {lacking}"
+        yield Problem("algorithm.adv_estimator", told, "another estimator, such as grpo")
+    if not algorithm.adv_estimator.startswith("gdpo"):
+        return
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        told = "is empty, and gdpo has nothing to compare"
+        yield Problem("algorithm.gdpo_reward_keys", told, "keys of the scorer's dict")
+    if weights and len(weights) != len(keys):
+        told = f"{len(weights)} weights for {len(keys)} rewards"
+        yield Problem("algorithm.gdpo_reward_weights", told, "one for each of gdpo_reward_keys")
+
+
+def find_wild_kl_weight(config: RunConfig) -> Iterator[Problem]:
+    """Find a horizon so short that one batch could turn the weight of the KL negative."""
+    control = config.algorithm.kl_ctrl
+    if not config.algorithm.use_kl_in_reward or control.type == "fixed":
+        return
+    sequences = config.data.train_batch_size * config.rollout.n
+    if _MOST_OF_A_STEP * sequences >= control.horizon:
+        told = f"{control.horizon} is too short for batches of {sequences} sequences: one could "
+        expected = f"more than {_MOST_OF_A_STEP * sequences:g}"
+        key = "algorithm.kl_ctrl.horizon"
+        yield Problem(key, f"{told}turn the weight of the KL to 0 or below", expected)
+
+
+def find_correction_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find what the rollout's correction cannot mean."""
+    correction = config.algorithm.rollout_correction
+    yield from _beside_preset(correction)
+    yield from _thresholds(correction.effective)
+    yield from _bypass(config, correction.effective)
+    active = correction.effective.bypass_mode or correction.is_active
+    if active and config.rollout.engine.name == "scripted":
+        told = "corrects by the engine's log-probabilities, and a script has none"
+        yield Problem(SECTION, told, "another rollout.engine.name, or no correction")
+
+
+def _beside_preset(correction: RolloutCorrectionConfig) -> Iterator[Problem]:
+    """A preset is a method: a key that makes it another one contradicts it."""
+    if correction.preset is None:
+        return
+    preset = PRESETS[correction.preset]
+    for name in sorted(correction.model_fields_set - {"preset", *TUNABLE}):
+        default = RolloutCorrectionConfig.model_fields[name].default
+        given, meant = getattr(correction, name), preset.get(name, default)
+        if given != meant:
+            told = f"is {given}, and preset {correction.preset} means {meant}"
+            yield Problem(f"{SECTION}.{name}", told, "one of the two")
+
+
+def _thresholds(correction: RolloutCorrectionConfig) -> Iterator[Problem]:
+    def read_weights() -> None:
+        if correction.rollout_is is not None:
+            parse_is_threshold(correction.rollout_is_threshold)
+
+    def read_tests() -> None:
+        if correction.rollout_rs is not None:
+            parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
+
+    for read in (read_weights, read_tests):
+        if problem := _problem_of(read):
+            yield problem
+
+
+def _problem_of(read: Callable[[], None]) -> Problem | None:
+    try:
+        read()
+    except ConfigError as error:
+        found = {name: str(error.details.get(name, "")) for name in ("key", "expected")}
+        return Problem(found["key"] or SECTION, str(error.args[0]), found["expected"] or None)
+    return None
+
+
+def _bypass(config: RunConfig, correction: RolloutCorrectionConfig) -> Iterator[Problem]:
+    loss = config.actor.policy_loss
+    if not correction.bypass_mode:
+        if loss.loss_mode == _BYPASS:
+            told = f"is {_BYPASS}, and {SECTION}.{_BYPASS} is false"
+            yield Problem("actor.policy_loss.loss_mode", told, f"{SECTION}.{_BYPASS}=true")
+        return
+    if "loss_mode" in loss.model_fields_set and loss.loss_mode not in (_BYPASS, "vanilla"):
+        told = f"is {loss.loss_mode}, and {SECTION}.{_BYPASS} has a loss of its own ({SECTION}."
+        yield Problem("actor.policy_loss.loss_mode", f"{told}loss_type)", "one of the two")
+    for key in ("rollout_is", "rollout_rs"):
+        if "turn" in str(getattr(correction, key)):
+            told = f"is {getattr(correction, key)}, and the loss of {_BYPASS} knows no turns"
+            yield Problem(f"{SECTION}.{key}", told, "tokens or sequences")
+    if correction.rollout_is_batch_normalize:
+        told = f"is true, and under {_BYPASS} weights are made in each micro-batch"
+        yield Problem(f"{SECTION}.rollout_is_batch_normalize", told, "false")

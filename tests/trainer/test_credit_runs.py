@@ -1,0 +1,134 @@
+"""Whole runs with a KL in the reward and a rollout correction."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl import Trainer
+from agentrl.config import parse_config
+from agentrl.trainer.build import choose_actor_config
+from agentrl.training.checkpoint import verify_checkpoint
+from agentrl.training.distributed import stop_world
+from tests.fakes_kill import SCORER
+from tests.fakes_runs import read_lines, tiny_run
+from tests.fakes_same import differences
+
+ADAPTIVE = {
+    "use_kl_in_reward": True,
+    "kl_penalty": "k3",
+    "kl_ctrl": {"type": "adaptive", "kl_coef": 0.2, "target_kl": 1e-4, "horizon": 40},
+    "rollout_correction": {"preset": "decoupled_seq_is_rs", "rollout_is_threshold": "0.5_2.0"},
+}
+"""Everything at once; the target is so low that the weight rises with each step."""
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Mortal(Trainer):
+    """A trainer whose process ends before or behind an update, and nobody hears of it."""
+
+    ends_at: tuple[str, int] | None = None
+
+    def update_actor(self, batch: Any) -> Any:
+        if self.ends_at == ("before", self.step):
+            raise Killed
+        result = super().update_actor(batch)
+        if self.ends_at == ("behind", self.step):
+            raise Killed
+        return result
+
+
+Train = Callable[..., Trainer]
+
+
+@pytest.fixture
+def train(tiny_home: Path, tmp_path: Path) -> Iterator[Train]:
+    """Run a small deterministic configuration, to its end or to where its process ends."""
+    scorer = tmp_path / "score.py"
+    scorer.write_text(SCORER)
+
+    def run(folder: Path, ends_at: tuple[str, int] | None = None, **changes: Any) -> Trainer:
+        common = {
+            "rollout__deterministic": True,
+            "reward__custom_reward_function": {"path": str(scorer)},
+            "actor__optim": {"lr": 1e-2},
+            "trainer__val_before_train": False,
+            "data__val_files": None,
+            "trainer__save_freq": 1,
+        }
+        trainer = Mortal(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
+        trainer.ends_at = ends_at
+        trainer.fit()
+        return trainer
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run
+    stop_world()
+    torch.set_num_threads(threads)
+
+
+def test_law_11_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopped(
+    train: Train, tmp_path: Path
+):
+    changes = {"algorithm": ADAPTIVE, "trainer__total_training_steps": 4}
+    train(tmp_path / "whole", **changes)
+    for end in (("before", 2), ("behind", 3)):
+        with pytest.raises(Killed):
+            train(tmp_path / "killed", end, **changes)
+    train(tmp_path / "killed", **changes)
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+    lines = read_lines(tmp_path / "killed/metrics.jsonl")
+    weights = [line["actor/reward_kl_penalty_coeff"] for line in lines]
+    assert weights[0] == 0.2
+    assert len(set(weights)) == 4, "the weight moved with every step"
+    assert all("timing_s/ref" in line for line in lines), "the reference is there for the reward"
+    kept = verify_checkpoint(tmp_path / "killed/checkpoints/global_step_4")
+    assert kept.trainer["credit"]["kl_coef"] != weights[-1], "the state is behind the last step's"
+
+
+def test_a_run_is_corrected_and_says_by_how_much(train: Train, tmp_path: Path):
+    algorithm = {"rollout_correction": {"rollout_is": "turn", "rollout_is_batch_normalize": True,
+                                        "rollout_rs": "seq_mean_k3",
+                                        "rollout_rs_threshold": 0.01}}  # fmt: skip
+    train(tmp_path / "run", algorithm=algorithm, trainer__total_training_steps=1)
+    [line] = read_lines(tmp_path / "run/metrics.jsonl")
+    for name in ("kl", "chi2_token", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction",
+                 "rollout_is_max", "ratio_max"):  # fmt: skip
+        assert f"rollout_corr/{name}" in line
+    assert line["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, abs=1e-4)
+    assert line["rollout_corr/rollout_rs_masked_fraction"] == 0
+
+
+def test_a_run_whose_samples_are_all_rejected_leaves_the_weights_alone(
+    train: Train, tmp_path: Path
+):
+    none = {"rollout_rs": "token_k1", "rollout_rs_threshold": "100_101"}
+    trainer = train(
+        tmp_path / "run", algorithm={"rollout_correction": none}, trainer__total_training_steps=1
+    )
+    [line] = read_lines(tmp_path / "run/metrics.jsonl")
+    assert line["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert line["actor/optimizer_steps"] == 0
+    assert line["training/rollout_probs_diff_max"] > 0, "their distance is still measured"
+    before = load_file(Path(trainer.config.model.path) / "model.safetensors")
+    after = load_file(tmp_path / "run/trained/model.safetensors")
+    assert all(torch.equal(after[name].float(), before[name].float()) for name in after)
+
+
+@pytest.mark.parametrize("preset", ["bypass_ppo_clip", "bypass_pg_is"])
+def test_bypass_takes_the_engine_s_log_probabilities(train: Train, tmp_path: Path, preset: str):
+    algorithm = {"rollout_correction": {"preset": preset}}
+    trainer = train(tmp_path / "run", algorithm=algorithm, trainer__total_training_steps=1)
+    [line] = read_lines(tmp_path / "run/metrics.jsonl")
+    assert "timing_s/old_log_prob" not in line, "nothing is recomputed"
+    assert line["actor/grad_norm"] > 0
+    policy_loss = choose_actor_config(trainer.config).policy_loss
+    assert policy_loss.loss_mode == "bypass_mode"
+    assert policy_loss.rollout_correction == trainer.parts.credit.correction
