@@ -101,7 +101,7 @@ class FakeSGLang:
         route = request.match_info["route"]
         fields = await request.json() if request.can_read_body else {}
         self.asked.append((route, fields))
-        if route in self.hanging:
+        if route in self.hanging or (route == "health" and self.is_paused):
             await asyncio.sleep(60)
         if route in self.failing:
             return web.json_response(

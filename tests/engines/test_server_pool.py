@@ -402,8 +402,8 @@ async def test_a_server_whose_update_failed_gets_no_calls_until_one_succeeds(
     await engine.update_weights([], version=1)
     one.failing = {}
     num_calls = len(one.calls())
-    num_looks = [route for route, _ in one.asked].count("health")
-    await until(lambda: [route for route, _ in one.asked].count("health") > num_looks + 1)
+    num_looks = [route for route, _ in one.asked].count("model_info")
+    await until(lambda: [route for route, _ in one.asked].count("model_info") > num_looks + 1)
     assert "may hold a mixture" in out(engine)[one.address]
     completions = await asyncio.gather(*start(engine, *"abcd"))
     assert {completion.weight_version for completion in completions} == {1}
@@ -511,6 +511,19 @@ async def test_what_an_update_left_half_done_gets_no_calls_of_anybody_who_comes_
             await ask(later)
         await later.update_weights([], version=0)
         assert (await ask(later)).weight_version == 0
+
+
+async def test_a_server_that_somebody_was_killed_in_an_update_of_is_known_without_a_wait(
+    connect: Opened,
+):
+    only = FakeSGLang()
+    async with running(only), asyncio.timeout(5):
+        only.version, only.is_paused = "-1", True
+        engine = connect(only, max_retries=0)
+        with pytest.raises(EngineError, match="has not gone through whole"):
+            await ask(engine)
+        await engine.update_weights([], version=0)
+        assert is_exact(await ask(engine))
 
 
 async def test_what_was_sampled_by_half_of_an_update_is_asked_of_another(

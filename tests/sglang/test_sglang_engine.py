@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from agentrl.engines.protocol import FinishReason, SamplingParams
-from agentrl.engines.sglang.arguments import SGLangNeeds, server_arguments
+from agentrl.engines.sglang.arguments import UNSYNCED, SGLangNeeds, server_arguments
 from agentrl.engines.sglang.engine import SGLangEngine
 from agentrl.errors import ConfigError
 from tests.engines.conformance import PROMPT, greedy
@@ -89,3 +89,18 @@ def test_server_argument_that_the_installed_version_lacks_is_refused_with_a_near
     )
     with pytest.raises(ConfigError, match=r"(?s)mem_fraction_statik.*such as mem_fraction_static"):
         server_arguments(needs, on_cpu=False)
+
+
+@pytest.mark.parametrize("name", UNSYNCED)
+def test_server_argument_under_which_no_weights_are_taken_is_refused(name: str):
+    needs = SGLangNeeds(model_path="m", max_model_len=8, max_requests=1, given={name: 2})
+    with pytest.raises(ConfigError, match=f"(?s){name} 2 takes no new weights.*tp_size"):
+        server_arguments(needs, on_cpu=False)
+
+
+@pytest.mark.parametrize("gives_memory", [True, False])
+def test_engine_beside_a_trainer_leaves_it_half_of_the_memory(gives_memory: bool):
+    needs = SGLangNeeds(model_path="m", max_model_len=8, max_requests=1, gives_memory=gives_memory)
+    chosen = server_arguments(needs, on_cpu=False)
+    assert chosen.get("enable_memory_saver", False) == gives_memory
+    assert chosen.get("mem_fraction_static") == (0.5 if gives_memory else None)

@@ -69,3 +69,19 @@ def test_ctrl_c_in_the_terminal_saves_the_last_step_and_leaves_no_process(
     assert run.returncode == 130, (out, err)
     assert "was finished last; the run goes on from" in out
     assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_ctrl_c_while_sglang_starts_leaves_no_process(run: subprocess.Popen[str]):
+    deadline = time.monotonic() + 200
+    children: list[psutil.Process] = []
+    while not any("spawn_main" in " ".join(child.cmdline()) for child in children):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        children = psutil.Process(run.pid).children(recursive=True)
+    for process in (*children, psutil.Process(run.pid)):  # as a terminal does it
+        process.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, (out, err)
+    assert "Traceback" not in out + err
+    assert not psutil.wait_procs(children, timeout=30)[1]

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -20,6 +19,8 @@ import aiohttp
 
 from agentrl.config.engine_schema import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
+from agentrl.engines.sglang.fitness import unfitness
+from agentrl.engines.sglang.homes import Homes
 from agentrl.engines.sglang.member import NOT_LOOKED_AT, Member
 from agentrl.engines.sglang.server import (
     ServerLateError,
@@ -27,13 +28,9 @@ from agentrl.engines.sglang.server import (
     ServerState,
     SGLangServer,
 )
-from agentrl.engines.sglang.weights import UNFIT_VERSION
 from agentrl.errors import EngineError
 
-MAX_HOMES = 1 << 16
-"""Conversations whose server is remembered; those not heard of for longest are forgotten."""
 FIRST_BACKOFF_S = 0.25
-HALF_UPDATED = "an update of its weights has not gone through whole: the next one mends it"
 IDLE_S = 0.5
 """After so many seconds without a call the servers are asked for their state before the next."""
 MAX_STRIKES = 4
@@ -57,7 +54,7 @@ class ServerPool:
         self._max_model_len = max_model_len
         self._say = say
         self._version: int | None = None
-        self._homes: OrderedDict[str, Member] = OrderedDict()
+        self._homes = Homes()
         self._session: aiohttp.ClientSession | None = None
         self._watches: list[asyncio.Task[None]] = []
         self._num_holds = 0
@@ -121,7 +118,7 @@ class ServerPool:
         for attempt in itertools.count():
             await self._is_open.wait()
             self._raise_if_closed()
-            if member := self._choose(request_id, avoid):
+            if member := self._homes.choose(request_id, self.members, avoid=avoid):
                 return member
             if attempt > self.settings.max_retries:
                 raise self._none_left()
@@ -149,19 +146,6 @@ class ServerPool:
     def _was_idle(self) -> bool:
         is_running = any(member.calls for member in self.members)
         return not is_running and time.monotonic() - self._used_at > IDLE_S
-
-    def _choose(self, request_id: str, avoid: Sequence[Member]) -> Member | None:
-        home = self._homes.pop(request_id, None)
-        if home is None or not home.is_in or home in avoid:
-            able = [member for member in self.members if member.is_in]
-            if not able:
-                return None
-            home = min(able, key=lambda m: (m in avoid, len(m.calls), m.num_homes))
-            home.num_homes += 1
-        self._homes[request_id] = home
-        if len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
-        return home
 
     async def ask(self, member: Member, fields: JsonFields) -> JsonFields:
         """Have a member do a call.
@@ -239,34 +223,14 @@ class ServerPool:
     def _judge(self, member: Member) -> None:
         """Take a member that is well in, or say what else is wrong with it."""
         assert member.state is not None, "it was heard before it is judged"
-        if trouble := self._unfitness(member, member.state):
+        if trouble := unfitness(
+            member.state, member, self.members, max_model_len=self._max_model_len, run=self._version
+        ):
             self.take_out(member, trouble)
             return
         if not member.is_in and member.trouble != NOT_LOOKED_AT:
             self._say(f"{member.name} is in again")
         member.trouble = None
-
-    def _unfitness(self, member: Member, state: ServerState) -> str | None:
-        if state.max_input_tokens < self._max_model_len - 1:
-            return (
-                f"it takes inputs of at most {state.max_input_tokens} tokens, the run needs "
-                f"{self._max_model_len - 1} (its --context-length and --max-total-tokens)"
-            )
-        if member.broken_weights is not None:
-            return member.broken_weights
-        if state.weight_version == UNFIT_VERSION:
-            return HALF_UPDATED
-        newest = max((m.version for m in self.members if m.version is not None), default=None)
-        if self._version is None:
-            if member.version == newest:
-                return None
-            return f"it has weights of version {state.weight_version}, another has {newest}"
-        if (member.synced_birth, f"{self._version}") != (state.birth, state.weight_version):
-            return (
-                f"it has weights of its own (version {state.weight_version}), the others those of "
-                f"the run (version {self._version}): the next update mends it"
-            )
-        return None
 
     async def _watch(self, member: Member) -> None:
         """Look at a member again and again; the longer it is out, the rarer."""

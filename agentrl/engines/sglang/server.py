@@ -12,6 +12,7 @@ import aiohttp
 
 from agentrl.config.engine_schema import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
+from agentrl.engines.sglang.weights import UNFIT_VERSION
 from agentrl.errors import EngineError
 
 _SAID_CHARS = 300
@@ -46,6 +47,11 @@ class ServerState:
     """Its tensor-parallel ranks."""
     can_sleep: bool
     """Whether it can give memory back and take it again."""
+
+    @property
+    def is_half_updated(self) -> bool:
+        """Whether an update of its weights was begun that has not gone through whole."""
+        return self.weight_version == UNFIT_VERSION
 
 
 class SGLangServer:
@@ -100,9 +106,15 @@ class SGLangServer:
     async def look(self) -> ServerState:
         """Have the server sample a token, where it does not do so anyway, and tell its state.
 
+        One whose trainer was killed in the middle of an update samples nothing until the next one:
+        it tells its state alone.
+
         Raises:
             EngineError: where it is not well.
         """
+        state = await self.read_state()
+        if state.is_half_updated:
+            return state
         try:
             await self._get("health")
         except ServerLateError:

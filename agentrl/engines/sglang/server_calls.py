@@ -5,8 +5,9 @@ from typing import Any
 
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.calls import NOTHING_SAMPLED
+from agentrl.engines.sglang.fitness import HALF_UPDATED
 from agentrl.engines.sglang.member import Member
-from agentrl.engines.sglang.pool import FIRST_BACKOFF_S, HALF_UPDATED, ServerPool
+from agentrl.engines.sglang.pool import FIRST_BACKOFF_S, ServerPool
 from agentrl.engines.sglang.server import ServerFailedError
 from agentrl.engines.sglang.weights import UNFIT_VERSION
 from agentrl.errors import EngineError
