@@ -47,8 +47,8 @@ class Row(NamedTuple):
     frozen: list[float]
     """The log-probabilities at which the stopped factors stand."""
     advantages: list[float]
-    chosen: list[bool]
-    """Tokens of high covariance."""
+    chosen: list[float]
+    """How far each token is held back for its high covariance."""
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -169,15 +169,15 @@ def clip_cov(row: Row, c: ActorConfig) -> list[float]:
     ]
     # A chosen token whose ratio is clipped has no gradient already, and keeps its loss.
     return [
-        0.0 if is_chosen and loss == untouched else loss
-        for loss, untouched, is_chosen in zip(plain_clip(row, c), free, row.chosen, strict=True)
+        (1 - chosen) * loss if loss == untouched else loss
+        for loss, untouched, chosen in zip(plain_clip(row, c), free, row.chosen, strict=True)
     ]
 
 
 def kl_cov(row: Row, c: ActorConfig) -> list[float]:
     return [
-        -a * math.exp(new - old) + is_chosen * c.policy_loss.ppo_kl_coef * abs(new - old)
-        for old, new, a, is_chosen in zip(row.old, row.new, row.advantages, row.chosen, strict=True)
+        -a * math.exp(new - old) + chosen * c.policy_loss.ppo_kl_coef * abs(new - old)
+        for old, new, a, chosen in zip(row.old, row.new, row.advantages, row.chosen, strict=True)
     ]
 
 
@@ -228,12 +228,12 @@ def make_batch(mask: torch.Tensor, seed: int = 0) -> Batch:
     return Batch(old, new, advantages, weights.exp(), mask)
 
 
-def choose(name: str, batch: Batch) -> list[list[bool]]:
-    """Which tokens the losses by covariance hold back, by sorting all of them."""
+def choose(name: str, batch: Batch) -> list[list[float]]:
+    """How far the losses by covariance hold each token back, by sorting all of them."""
     own, places = config_of(name).policy_loss, batch.mask.nonzero().tolist()
-    is_chosen = [[False] * batch.mask.shape[1] for _ in batch.mask]
+    chosen = [[0.0] * batch.mask.shape[1] for _ in batch.mask]
     if name not in ("clip_cov", "kl_cov") or not places:
-        return is_chosen
+        return chosen
     old = [batch.old[i, t].item() for i, t in places]
     advantages = [batch.advantages[i, t].item() for i, t in places]
     mean_old, mean_advantage = math.fsum(old) / len(old), math.fsum(advantages) / len(old)
@@ -244,12 +244,14 @@ def choose(name: str, batch: Batch) -> list[list[bool]]:
     ranked = sorted(range(len(places)), key=lambda n: -covariances[n])
     if name == "clip_cov":
         ranked = [n for n in ranked if own.clip_cov_lb < covariances[n] < own.clip_cov_ub]
-    least = min((covariances[n] for n in ranked[: max(1, int(share * len(places)))]), default=0)
-    for n in ranked:
-        if covariances[n] >= least - 1e-9 * abs(least):  # ties are chosen together
-            i, t = places[n]
-            is_chosen[i][t] = True
-    return is_chosen
+    num_chosen = min(max(1, int(share * len(places))), len(ranked))
+    least = min((covariances[n] for n in ranked[:num_chosen]), default=0)
+    tied = [n for n in ranked if abs(covariances[n] - least) <= 1e-12]
+    above = [n for n in ranked if covariances[n] > least and n not in tied]
+    for n in [*above, *tied]:  # the places that are left are shared
+        i, t = places[n]
+        chosen[i][t] = 1.0 if n in above else (num_chosen - len(above)) / len(tied)
+    return chosen
 
 
 def naive_agg(rows: list[list[float]], mode: str) -> float:
@@ -269,7 +271,7 @@ def naive_agg(rows: list[list[float]], mode: str) -> float:
 
 
 def naive_loss(
-    name: str, mode: str, batch: Batch, new: torch.Tensor, chosen: list[list[bool]]
+    name: str, mode: str, batch: Batch, new: torch.Tensor, chosen: list[list[float]]
 ) -> float:
     """The mini-batch's loss at `new`, with the factors that are stopped left at `batch.new`."""
     rows: list[list[float]] = []

@@ -3,6 +3,7 @@
 Shapes: B sequences, T response positions.
 """
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -69,7 +70,9 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the weight."""
+        """Move the weight; a KL that is not finite says nothing, and moves nothing."""
+        if not math.isfinite(current_kl):
+            return
         error = min(max(current_kl / self.target - 1, -_MAX_ERROR), _MAX_ERROR)
         self.value *= 1 + error * n_steps / self.horizon
 

@@ -27,10 +27,11 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     metric: str = "score"
-    """What must differ within a group: `score`, `seq_reward`, `seq_final_reward`, or a key of the
-    scorer's dict."""
+    """What must differ within a group: the reward (`score`, `reward`, `seq_reward` and
+    `seq_final_reward` all mean the combined one), or a key of the scorer's dict, such as `acc`."""
     max_num_gen_batches: int = Field(default=0, ge=0)
-    """Batches that are rolled out at most for one step; 0: as many as it takes."""
+    """Batches of prompts that are rolled out at most for one step; 0: one epoch's. Where groups are
+    missing then, those that there are are trained."""
 
 
 class AlgorithmConfig(Section):

@@ -51,7 +51,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bypass_pg_geo_rs_token_tis": _PG | _GEO_RS | _TOKEN_TIS,
 }
 """What each preset sets, under the names and with the thresholds that users of verl know."""
-TUNABLE = ("rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs_threshold")
+TUNABLE = (
+    "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs_threshold", "advantages",
+)  # fmt: skip
 """Keys that may be set beside a preset: they tune its method, and do not change it."""
 
 
@@ -97,6 +99,8 @@ class RolloutCorrectionConfig(Section):
     rollout_rs_threshold: float | str | None = None
     """Threshold of each test, joined by commas, or one for all; for k1 `"lower_upper"` of ratios,
     or the upper one alone (the lower is its reciprocal)."""
+    advantages: Literal["sampled", "kept"] = "sampled"
+    """What advantages compare: all that was sampled, or, as in verl, what is left of it."""
     bypass_mode: bool = False
     """Take the engine's log-probabilities for `old_log_probs`, which are then not computed."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"

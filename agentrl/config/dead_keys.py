@@ -69,6 +69,7 @@ def _only_training() -> tuple[str, ...]:
     return (
         *(f"actor.{name}{'.*' if name in ('optim', 'policy_loss') else ''}" for name in actor),
         *("algorithm.*", "ref.*", "reward.placement", "reward.weights.*"),
+        "reward.overlong_buffer.*",
         *("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
         *("data.train_files", "data.train_batch_size", "data.train_max_samples"),
         *("data.shuffle", "data.seed", "model.enable_gradient_checkpointing"),

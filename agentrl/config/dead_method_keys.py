@@ -125,6 +125,16 @@ METHOD_RULES: tuple[DeadKeyRule, ...] = (
         "algorithm.filter_groups.enable is false",
     ),
     DeadKeyRule(
+        ("reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"),
+        lambda c: not c.reward.overlong_buffer.enable,
+        "reward.overlong_buffer.enable is false",
+    ),
+    DeadKeyRule(
+        ("reward.overlong_buffer.*",),
+        lambda c: c.reward.weights.trajectory == 0,
+        "reward.weights.trajectory is 0, and the punishment is a part of the trajectory's reward",
+    ),
+    DeadKeyRule(
         ("actor.policy_loss.rollout_correction.*",),
         lambda c: True,
         "algorithm.rollout_correction is read, and put here under bypass_mode",

@@ -10,7 +10,7 @@ from agentrl.config.correction_schema import (
     parse_is_threshold,
     parse_rejections,
 )
-from agentrl.config.method_keys import GROUP_ESTIMATORS, INPUTS_NOT_MADE
+from agentrl.config.method_keys import GROUP_ESTIMATORS, INPUTS_NOT_MADE, READ_SQUARES
 from agentrl.config.problems import Problem
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
@@ -26,6 +26,17 @@ def find_group_of_one(config: RunConfig) -> Iterator[Problem]:
     if name in GROUP_ESTIMATORS and config.rollout.n == 1:
         told = f"is 1, and algorithm.adv_estimator {name} trains on nothing in a group of one"
         yield Problem("rollout.n", told, "at least 2")
+    elif config.algorithm.filter_groups.enable and config.rollout.n == 1:
+        told = "is 1, and algorithm.filter_groups finds no signal in a group of one"
+        yield Problem("rollout.n", told, "at least 2")
+
+
+def find_overlong_buffer(config: RunConfig) -> Iterator[Problem]:
+    """Find a buffer of no tokens, or one that is longer than a response."""
+    buffer, budget = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= budget:
+        told = f"is {buffer.len}, and data.max_response_length is {budget}"
+        yield Problem("reward.overlong_buffer.len", told, f"1 to {budget} tokens")
 
 
 def find_missing_inputs(config: RunConfig) -> Iterator[Problem]:
@@ -34,6 +45,13 @@ def find_missing_inputs(config: RunConfig) -> Iterator[Problem]:
     if lacking := INPUTS_NOT_MADE.get(algorithm.adv_estimator):
         told = f"is {algorithm.adv_estimator}, which needs {lacking}"
         yield Problem("algorithm.adv_estimator", told, "another estimator, such as grpo")
+    bypasses = algorithm.rollout_correction.effective.bypass_mode
+    if bypasses and algorithm.adv_estimator in READ_SQUARES:
+        told = (
+            f"is {algorithm.adv_estimator}, which needs sum_pi_squared, and under "
+            f"{SECTION}.{_BYPASS} there is no pass that gives it"
+        )
+        yield Problem("algorithm.adv_estimator", told, "one of the two")
     if not algorithm.adv_estimator.startswith("gdpo"):
         return
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights

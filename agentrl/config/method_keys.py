@@ -91,20 +91,13 @@ GROUP_ESTIMATORS = frozenset({
 })  # fmt: skip
 """Those that compare the samples of a group, and train on nothing in a group of one."""
 _VALUES = "values, which a critic gives"
-_SQUARES = "sum_pi_squared, which the log-probability pass does not give yet"
-_GREEDY = "reward_baselines, the scores of greedy rollouts, which the loop does not make yet"
-INPUTS_NOT_MADE: Mapping[str, str] = {
-    "gae": _VALUES,
-    "gae_verl": _VALUES,
-    "turn_gae": _VALUES,
-    "remax": _GREEDY,
-    "remax_verl": _GREEDY,
-    "optimal_token_baseline": _SQUARES,
-    "optimal_token_baseline_verl": _SQUARES,
-    "tir_optimal_token_baseline": _SQUARES,
-    "tir_optimal_token_baseline_verl": _SQUARES,
-}
+INPUTS_NOT_MADE: Mapping[str, str] = {"gae": _VALUES, "gae_verl": _VALUES, "turn_gae": _VALUES}
 """Estimators that are there for loops of the user's own: no run file makes what they need."""
+READ_SQUARES = frozenset({
+    "optimal_token_baseline", "optimal_token_baseline_verl", "tir_optimal_token_baseline",
+    "tir_optimal_token_baseline_verl",
+})  # fmt: skip
+"""Estimators that read `sum_pi_squared`, which the pass for `old_log_probs` gives."""
 FIXED_AGGREGATION: Mapping[str, str] = {
     "dr_grpo": "seq-mean-token-sum-norm",
     "bnpo": "token-mean",

@@ -66,6 +66,7 @@ __all__ = [
     "ModelConfig",
     "MultiTurnConfig",
     "OptimConfig",
+    "OverlongBufferConfig",
     "PolicyLossConfig",
     "PrepareConfig",
     "RefConfig",
@@ -289,6 +290,16 @@ class RewardWeightsConfig(Section):
     """Weight of `calc_reward` of the tools."""
 
 
+class OverlongBufferConfig(Section):
+    """Soft punishment of training samples that come near `data.max_response_length`."""
+
+    enable: bool = False
+    len: int = Field(default=0, ge=0)
+    """Sampled tokens before the limit over which the punishment grows from 0 on."""
+    penalty_factor: float = Field(default=1.0, ge=0)
+    """What is taken off the reward at the limit."""
+
+
 class RewardConfig(Section):
     """Scoring."""
 
@@ -302,6 +313,7 @@ class RewardConfig(Section):
     in equal parts."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds of one score."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 def _resume_path_by_its_short_name(mode: object) -> object:

@@ -103,6 +103,10 @@ class NaiveRewardManager:
                 request.reward, request.reward_extra_info = score.value, score.extra
 
 
+# What it adds to `naive` elsewhere is a setting of every manager here: `reward.overlong_buffer`.
+register_reward_manager("dapo")(NaiveRewardManager)
+
+
 def check_rollout_rewards(request: AsyncRolloutRequest) -> None:
     """Hold the rewards of tools and turns to what a scorer's are held to.
 

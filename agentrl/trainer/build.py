@@ -25,6 +25,7 @@ from agentrl.trainer.rollout_setup import (
     make_rollout_setup,
     probe_model,
 )
+from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.start import start_date
 from agentrl.training.actor import Actor
 from agentrl.training.distributed import World, start_world
@@ -52,6 +53,7 @@ class Parts:
     credit: Credit
     engine: Engine
     manager: RolloutManager
+    sampler: StepSampler
     files: RolloutFiles
     record: DataRecord
     """Of the rows, for checkpoints."""
@@ -124,6 +126,8 @@ def build_parts(
         f"on {world.device.type} x {world.size}; engine: {describe_engine(config)}; "
         f"{len(data.train)} training rows, {total_steps} steps"
     )
+    manager = make_manager(config, setup, engine)
+    num_batches = order.num_batches(config.data.train_batch_size)
     return Parts(
         world=world,
         journal=journal,
@@ -134,7 +138,8 @@ def build_parts(
         reference=make_reference(config, world),
         credit=Credit(config.algorithm, world),
         engine=engine,
-        manager=make_manager(config, setup, engine),
+        manager=manager,
+        sampler=StepSampler(config, manager, world, journal, num_batches=num_batches),
         files=RolloutFiles(config.trainer, world, journal),
         record=record,
         total_steps=total_steps,

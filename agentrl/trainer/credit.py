@@ -6,8 +6,9 @@
     rejection             response_mask                      -> response_mask, rejected
 
 Advantages are those of all that was sampled: a sample that is rejected was scored like the others,
-and stays in its group's baseline. What is rejected is then not trained. On several ranks each one
-computes the whole batch, in the order of one rank, and keeps its own rows.
+and stays in its group's baseline. What is rejected is then not trained. (With `advantages: kept` the
+last station is the second one, and what is left is compared.) On several ranks each one computes the
+whole batch, in the order of one rank, and keeps its own rows.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from agentrl.algorithms import columns_read, compute_advantage, get_adv_estimator_fn
-from agentrl.algorithms.advantages.groups import GroupScores
+from agentrl.algorithms.advantages.groups import Groups, GroupScores
 from agentrl.algorithms.correction import compute_rollout_correction_and_rejection_mask
 from agentrl.algorithms.kl_control import (
     MeasuredKL,
@@ -82,7 +83,7 @@ class Credit:
     def commit(self) -> None:
         """Let the weight of the KL move: the batch that was measured last has been trained on.
 
-        A step that ends before its update has moved nothing.
+        A step that ends before its update has moved nothing, nor has one whose update was skipped.
         """
         if self._measured is not None:
             self.kl_ctrl.update(self._measured.current_kl, self._measured.num_sequences)
@@ -98,10 +99,13 @@ class Credit:
             self.kl_ctrl.value = state.get("kl_coef", self.kl_ctrl.value)
 
     def _compute_whole(self, data: DataProto) -> dict[str, float]:
+        compares_kept = self.correction.advantages == "kept"
         kept, metrics = self._correct(data)
+        if kept is not None and compares_kept:
+            reject(data, kept)
         metrics |= self._penalize(data)
         compute_advantage(data, self.config)
-        if kept is not None:
+        if kept is not None and not compares_kept:
             reject(data, kept)
         return metrics
 
@@ -119,11 +123,12 @@ class Credit:
         return None if self.correction.rollout_rs is None else found.kept, found.metrics
 
     def _penalize(self, data: DataProto) -> dict[str, float]:
-        """Add rewards from which the KL to the reference is taken."""
+        """Add rewards from which the KL to the reference is taken, on rejected tokens too."""
         if not self.config.use_kl_in_reward:
             return {}
         tensors, coef = tensors_of(data), self.kl_ctrl.value
-        mask = tensors["response_mask"]
+        mask = tensors["response_mask"].bool()
+        mask = mask | tensors["rejected"] if "rejected" in tensors else mask
         kl = compute_reward_kl(
             tensors["old_log_probs"], tensors["ref_log_prob"], mask, self.config.kl_penalty
         )
@@ -147,19 +152,35 @@ class Credit:
 
 
 def find_silent_rows(data: DataProto, config: AlgorithmConfig) -> Tensor | None:
-    """Find the rows of groups whose scores are equal, `[B]` bool, before a KL makes them differ.
+    """Find the rows of groups that say nothing, `[B]` bool, before a KL makes them differ.
+
+    Of an outcome these are groups whose scores are equal. Where turns are compared, equal scores
+    may say much, and they are groups of which no token has an advantage without the KL.
 
     None where the estimator compares no groups, and where it is the reference's own, which takes
     the KL off every row.
     """
     name = config.adv_estimator
-    compares = "index" in inspect.signature(get_adv_estimator_fn(name)).parameters
-    if not compares or name.endswith(_REFERENCE_SUFFIX) or "uid" not in data.non_tensor_batch:
+    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters
+    compares = "index" in parameters and "uid" in data.non_tensor_batch
+    if not compares or name.endswith(_REFERENCE_SUFFIX):
         return None
+    if "turn_ids" in parameters:
+        return _find_groups_without_advantages(data, config)
     tensors = tensors_of(data)
     scores, mask = tensors["token_level_scores"], tensors["response_mask"]
     in_baseline = tensors.get("in_baseline", None)
     return GroupScores.of(scores, mask, data.non_tensor_batch["uid"], in_baseline).is_silent()
+
+
+def _find_groups_without_advantages(data: DataProto, config: AlgorithmConfig) -> Tensor:
+    unpenalized = data.select()
+    tensors = tensors_of(unpenalized)
+    tensors["token_level_rewards"] = tensors["token_level_scores"]
+    compute_advantage(unpenalized, config)
+    trains = tensors["advantages"].ne(0).any(dim=-1)
+    groups = Groups.of(data.non_tensor_batch["uid"], trains)
+    return (groups.count() == 0)[groups.rows]
 
 
 def reject(data: DataProto, kept: Tensor) -> None:
@@ -168,7 +189,7 @@ def reject(data: DataProto, kept: Tensor) -> None:
     mask = tensors["response_mask"]
     tensors["rejected"] = mask.bool() & ~kept
     tensors["response_mask"] = torch.where(kept, mask, 0)
-    for name in ("advantages", "returns"):
+    for name in {"advantages", "returns"} & set(tensors.keys()):
         tensors[name] = torch.where(kept, tensors[name], 0.0)
 
 

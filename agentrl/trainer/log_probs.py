@@ -4,6 +4,7 @@ from torch import Tensor
 
 from agentrl.protocol import DataProto
 from agentrl.trainer.build import Parts
+from agentrl.trainer.columns_asked import SUM_PI_SQUARED, estimator_names
 from agentrl.trainer.credit import tensors_of
 from agentrl.trainer.metrics import Timer
 
@@ -11,15 +12,22 @@ from agentrl.trainer.metrics import Timer
 def add_log_probs(batch: DataProto, parts: Parts, timer: Timer, *, temperature: float) -> None:
     """Add `old_log_probs`, their entropies and, where a KL asks for them, the reference's.
 
-    Under `bypass_mode` the engine's are taken for old ones, and nothing is computed. A collective.
+    Where the estimator names `sum_pi_squared`, the same pass adds it. Under `bypass_mode` the
+    engine's log-probabilities are taken for old ones, and nothing is computed. A collective.
     """
     found: dict[str, Tensor] = {}
     if parts.credit.correction.bypass_mode:
         found["old_log_probs"] = tensors_of(batch)["rollout_log_probs"]
     else:
         with timer("old_log_prob"):
-            scores = parts.actor.compute_log_probs(batch, temperature=temperature)
+            scores = parts.actor.compute_log_probs(
+                batch,
+                temperature=temperature,
+                with_sum_pi_squared=estimator_names(parts.credit.config, SUM_PI_SQUARED),
+            )
         found |= {"old_log_probs": scores.log_probs, "entropies": scores.entropy}
+        if scores.sum_pi_squared is not None:
+            found[SUM_PI_SQUARED] = scores.sum_pi_squared
     if parts.reference is not None:
         with timer("ref"):
             found["ref_log_prob"] = parts.reference.compute_ref_log_prob(

@@ -45,11 +45,11 @@ from agentrl.trainer.resume import (
     find_checkpoint,
     policy_origin,
 )
+from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.superseded import set_aside_superseded
 from agentrl.trainer.validation import Outcome, read_outcome, validation_metrics
 from agentrl.training.actor import UpdateResult
-from agentrl.training.batches import deal_samples
 from agentrl.training.checkpoint import RunState
 from agentrl.training.snapshot import export_hf, identify, load_run, on_main, save_run
 
@@ -130,20 +130,22 @@ class Trainer:
         """One step of the data's way, from prompts to new weights in the engine."""
         self.step += 1
         with self._timer("step"):
-            requests = self.roll_out(self.load_prompts(), self.parts.manager.train_plan())
+            samples = self.parts.sampler.take(self.step, self.load_prompts, self.roll_out)
             self.hand_over.sleep(self._runner)
-            batch = self.collate(requests)
+            batch = self.collate(samples.batch)
+            samples.add_baselines(batch)
             self.compute_log_probs(batch)
             credit = self.parts.credit.compute(batch)
             self._interruption.check()
             update = self.update_actor(batch)
-            self.parts.credit.commit()
+            if update.metrics["actor/optimizer_steps"]:
+                self.parts.credit.commit()
             # An engine that fails now fails behind a finished step, which can be saved.
             self._last.note(self.step, self.summary, unlogged=credit | update.metrics)
             self.sync_weights()
-        self.parts.files.save_step(self.step, requests)
-        self.parts.files.save_skipped(self.step, requests, update.skipped)
-        return self.measure(requests, batch) | credit | update.metrics
+        self.parts.files.save_step(self.step, samples.everything)
+        self.parts.files.save_skipped(self.step, samples.batch, update.skipped)
+        return self.measure(samples, batch) | credit | update.metrics
 
     def end_step(self, metrics: dict[str, float]) -> None:
         """Validate and save where that is due, and log the step."""
@@ -178,17 +180,18 @@ class Trainer:
         places = self.parts.order.next_batch(self.config.data.train_batch_size)
         return self.parts.data.train.select(places)
 
-    def roll_out(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> list[AsyncRolloutRequest]:
-        """Sample the prompts' groups, this rank its share, and score what came of them.
+    def roll_out(
+        self, prompts: Sequence[Prompt], *plans: SamplingPlan
+    ) -> list[AsyncRolloutRequest]:
+        """Sample the prompts by each plan, this rank its share, and score what came of them.
 
         Raises:
             RolloutError: on every rank, where too much of the batch failed.
         """
-        manager, size = self.parts.manager, self.config.actor.ppo_mini_batch_size
-        mine = deal_samples(len(prompts), plan.n, size, self.world.size)[self.world.rank]
-        requests = manager.make_requests(prompts, plan, step=self.step, samples=mine)
+        manager = self.parts.manager
+        requests = self.parts.sampler.make_requests(self.step, prompts, plans)
         finished: list[AsyncRolloutRequest] = []
-        bar = self.parts.journal.bar(plan.name, len(requests))
+        bar = self.parts.journal.bar(plans[0].name, len(requests))
         with self._interruption.together(), bar as advance:
             with self._timer("gen"):
                 driven = manager.drive(requests, on_finished=lambda _: advance(1))
@@ -252,20 +255,16 @@ class Trainer:
         size = self.config.data.val_batch_size or len(rows)
         requests: list[AsyncRolloutRequest] = []
         for start in range(0, len(rows), size):
-            for request in self.roll_out(rows[start : start + size], plan):
-                request.batch_data_id += start
-                requests.append(request)
+            requests += self.roll_out(rows[start : start + size], plan._replace(first_place=start))
         self.parts.files.save_validation(self.step, requests, name)
         return self.world.gather_flat([read_outcome(request) for request in requests])
 
     # What it leaves behind.
 
-    def measure(
-        self, requests: Sequence[AsyncRolloutRequest], batch: DataProto
-    ) -> dict[str, float]:
+    def measure(self, samples: StepSamples, batch: DataProto) -> dict[str, float]:
         """Describe a training step, merged over the ranks."""
-        mine = step_figures(requests, batch, self._timer.pop_metrics())
-        mine |= self.hand_over.figures()
+        mine = step_figures(samples.sampled, batch, self._timer.pop_metrics())
+        mine |= samples.figures | self.hand_over.figures()
         metrics = to_metrics(merge_figures(self.world.gather(mine)))
         self.summary.note_signal(metrics)
         return metrics | {

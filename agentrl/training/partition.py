@@ -1,8 +1,8 @@
 """Items of unlike length -> parts of like sums: rows to micro-batches, or to ranks.
 
 Longest first, each to the part that holds the least so far: the largest part is at most a third
-larger than in the best partition, in n log n steps. Keeping the differences instead (Karmarkar and
-Karp) gains less than a thousandth where parts hold many items, and takes hundreds of times as long
+larger than in the best partition, in n log n steps. Differencing (Karmarkar and Karp) makes the
+largest part a few thousandths smaller, and takes hundreds of times as long
 (`benchmarks/partition.py` prints both).
 """
 

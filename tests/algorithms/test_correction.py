@@ -162,6 +162,25 @@ def test_rejection_is_that_of_a_loop(name: str, batch: Batch):
     assert torch.equal(kept.bool(), naive_kept(batch, name, lower, upper))
 
 
+@pytest.mark.parametrize("name", TESTS)
+def test_a_log_probability_that_is_nan_is_not_rejected(name: str):
+    """Rejected, it would break no update, and nobody would hear of it."""
+    log_ratio = torch.tensor([[math.nan, 3.0], [3.0, 3.0]])
+    threshold = "0.9_1.1" if name.endswith("k1") else 0.1
+    kept, _ = compute_rollout_rejection_mask(
+        log_ratio, torch.ones(2, 2), name, threshold, turn_ids=torch.zeros(2, 2, dtype=torch.long)
+    )
+    assert kept[0, 0]
+    assert not kept[1].any()
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_a_weight_that_is_nan_stays_so(kind: str):
+    config = RolloutCorrectionConfig(rollout_is="token", **BOUNDS[kind][0])
+    found = weigh_rollout(torch.tensor([[math.nan, 3.0]]), torch.ones(1, 2), config)
+    assert found.weights.isnan().tolist() == [[True, False]]
+
+
 @settings(max_examples=40, deadline=None)
 @given(batch=batches())
 def test_several_tests_must_all_be_passed(batch: Batch):
@@ -323,12 +342,46 @@ def test_distances_beyond_every_number_stay_finite():
 # Presets and thresholds.
 
 
-def test_every_preset_is_named_and_means_something():
-    assert set(PRESETS) == set(get_args(Preset))
+ICEPOP = "0.5_5.0"
+SEQ_BAND = ("seq_sum_k1", "0.5_2.0")
+GEO_BAND = ("seq_mean_k1", "0.999_1.001")
+K3_BAND = ("seq_mean_k3", 0.01)
+NO_TEST = (None, None)
+OF_VERL: dict[str, tuple[str | None, float | str, tuple[str | None, float | str | None]]] = {
+    "disabled": (None, 2.0, NO_TEST),
+    "decoupled_token_is": ("token", 2.0, NO_TEST),
+    "decoupled_seq_is": ("sequence", 2.0, NO_TEST),
+    "decoupled_token_icepop": ("token", ICEPOP, NO_TEST),
+    "decoupled_seq_is_rs": ("sequence", 2.0, SEQ_BAND),
+    "decoupled_geo_rs": (None, 2.0, GEO_BAND),
+    "decoupled_geo_rs_seq_tis": ("sequence", 2.0, GEO_BAND),
+    "decoupled_geo_rs_token_tis": ("token", 2.0, GEO_BAND),
+    "decoupled_k3_rs": (None, 2.0, K3_BAND),
+    "decoupled_k3_rs_seq_tis": ("sequence", 2.0, K3_BAND),
+    "decoupled_k3_rs_token_tis": ("token", 2.0, K3_BAND),
+    "bypass_ppo_clip": (None, 2.0, NO_TEST),
+    "bypass_ppo_clip_geo_rs": (None, 2.0, GEO_BAND),
+    "bypass_ppo_clip_k3_rs": (None, 2.0, K3_BAND),
+    "bypass_pg_is": ("sequence", 2.0, NO_TEST),
+    "bypass_pg_token_icepop": ("token", ICEPOP, NO_TEST),
+    "bypass_pg_geo_rs": (None, 2.0, GEO_BAND),
+    "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0, GEO_BAND),
+    "bypass_pg_geo_rs_token_tis": ("token", 2.0, GEO_BAND),
+}
+"""Weights, their threshold, and the test with its own, of each preset of verl 0.9.1."""
+
+
+def test_every_preset_has_the_values_of_verl():
+    assert set(PRESETS) == set(get_args(Preset)) == set(OF_VERL)
     for name in get_args(Preset):
         own = RolloutCorrectionConfig(preset=name).effective
+        tests = (own.rollout_rs, own.rollout_rs_threshold)
+        assert (own.rollout_is, own.rollout_is_threshold, tests) == OF_VERL[name]
+        assert own.bypass_mode == name.startswith("bypass")
+        assert own.loss_type == ("reinforce" if name.startswith("bypass_pg") else "ppo_clip")
+        assert own.rollout_is_mode == "truncate"
+        assert not own.rollout_is_batch_normalize
         assert own.preset is None
-        assert {key: getattr(own, key) for key in PRESETS[name]} == dict(PRESETS[name])
         parse_is_threshold(own.rollout_is_threshold)
         if own.rollout_rs:
             parse_rejections(own.rollout_rs, own.rollout_rs_threshold)

@@ -217,7 +217,8 @@ def test_law_9_a_group_of_equal_rewards_gives_exactly_zero(name, seed, reward, c
     """The same row over and over, or once, beside groups that differ.
 
     Estimators that compare turns with each other compare what is still to come: undiscounted, as
-    there is one reward, at the end, that is equal too.
+    there is one reward, at the end, that is equal too. What is 0 with a discount, and what is not,
+    stands in their own tests.
     """
     batch = make_batch(seed, name)
     batch.tensors["in_baseline"][0] = True

@@ -71,6 +71,18 @@ def test_a_state_that_is_not_known_or_was_met_once_adds_nothing(state):
     assert advantages.tolist() == [[1.0, 0.5], [-1.0, -0.5]]
 
 
+@pytest.mark.parametrize(("gamma", "step"), [(1.0, 0.0), (0.9, 0.05)])
+def test_with_a_discount_equal_outcomes_differ_by_step_and_not_by_episode(gamma, step):
+    """From the state in which both began, one took one turn to score 1 and the other two."""
+    turn_ids = torch.tensor([[0, -1], [0, 1]])
+    advantages, _ = get_adv_estimator_fn("gigpo")(
+        torch.tensor([[1.0, 0.0], [0.0, 1.0]]), (turn_ids >= 0).long(), turn_ids,
+        torch.tensor([[3, -1], [3, 4]]), np.array(["g", "g"], object),
+        AlgorithmConfig(gamma=gamma, norm_adv_by_std_in_grpo=False),
+    )  # fmt: skip
+    torch.testing.assert_close(advantages, torch.tensor([[step, 0.0], [-step, 0.0]]))
+
+
 def test_states_of_different_groups_are_never_the_same():
     advantages, _ = get_adv_estimator_fn("gigpo")(
         torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64),

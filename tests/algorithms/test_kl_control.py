@@ -100,6 +100,15 @@ def test_adaptive_weight_by_hand(current: float, steps: int, expected: float):
     assert controller.value == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("current", [math.nan, math.inf, -math.inf])
+def test_a_kl_that_is_not_finite_moves_nothing(current: float):
+    controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=100)
+    controller.update(current, 50)
+    assert controller.value == 0.1
+    controller.update(0.2, 50)
+    assert controller.value == pytest.approx(0.1 * 1.1), "the next batch counts as ever"
+
+
 def test_fixed_weight_stays():
     controller = FixedKLController(0.1)
     controller.update(100.0, 1000)

@@ -9,9 +9,12 @@ from agentrl.algorithms import LossScale, get_policy_loss_fn
 from agentrl.algorithms.losses import (
     with_summary,
 )
+from agentrl.algorithms.losses.covariance import cut_for_kl_cov
 from agentrl.algorithms.losses.ratio import clamped_log_ratio
 from agentrl.algorithms.losses.registry import TrainedTokens
-from agentrl.config.schema import LossAggMode
+from agentrl.config.schema import ActorConfig, LossAggMode
+from agentrl.config.update_schema import PolicyLossConfig
+from tests.fakes_losses import call, column
 from tests.fakes_tensors import masks
 from tests.naive_losses import (
     BUDGET,
@@ -99,9 +102,9 @@ def test_importance_weights_multiply_each_token_s_loss(name):
     assert function(*args, batch.weights)[0].item() == pytest.approx(total, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted({*lawful_losses()} - {"clip_cov", "kl_cov"}))
+@pytest.mark.parametrize("name", sorted({*lawful_losses()} - {"clip_cov"}))
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
-    """All losses follow -A grad log pi there, but for the tokens that a covariance holds back."""
+    """All losses follow -A grad log pi there, but for the tokens that `clip_cov` holds back."""
     batch = make_batch(RAGGED, seed=3)
     leaf = batch.old.clone().requires_grad_()
     loss, _ = get_policy_loss_fn(name)(
@@ -131,3 +134,54 @@ def test_extreme_log_probabilities_stay_finite(name, old, new):
     loss.backward()
     assert leaf.grad is not None
     assert all(torch.isfinite(x).all() for x in (loss, leaf.grad, *metrics.values()))
+
+
+# Losses by covariance hold back their share of the tokens, ties or none.
+
+
+def common_zeros(rows: int = 40, width: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of which half are exactly 0, and one advantage for each row."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(rows, width, generator=generator)
+    old[:, ::2] = 0.0
+    return old, torch.randn(rows, 1, generator=generator).expand(rows, width).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "bounds"),
+    [
+        ("kl_cov", "actor/kl_cov_frac", {}),
+        ("clip_cov", "actor/pg_clipfrac", {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0}),
+    ],
+)
+@pytest.mark.parametrize("share", [0.002, 0.01, 0.3])
+def test_tokens_that_tie_do_not_raise_the_share_that_is_held_back(name, figure, bounds, share):
+    old, advantages = common_zeros()
+    own = {"loss_mode": name, f"{name}_ratio": share, **bounds}
+    _, metrics = call(name, old, old, advantages, policy_loss=own)
+    assert metrics[figure].item() == pytest.approx(share, rel=1e-4)
+
+
+def test_tokens_that_tie_for_the_last_places_share_them():
+    """Four places: two are taken outright, three tokens tie for the two that are left."""
+    old, advantages = column(0, -1, -1, -1, -2, -7), column(4, 2, 2, 2, -4, -6)
+    cut = cut_for_kl_cov(
+        TrainedTokens(old.flatten(), advantages.flatten()), ActorConfig(
+            policy_loss=PolicyLossConfig(kl_cov_ratio=0.67)
+        )
+    )
+    everywhere = torch.ones(1, 6, dtype=torch.bool)
+    covariances = ((old + 2) * advantages).tolist()
+    assert covariances == [[8.0, 2.0, 2.0, 2.0, 0.0, 30.0]]
+    assert cut.chosen(old, advantages, everywhere).tolist() == [
+        [1.0, pytest.approx(2 / 3), pytest.approx(2 / 3), pytest.approx(2 / 3), 0.0, 1.0]
+    ]
+
+
+def test_covariances_that_are_rounding_noise_tie():
+    """Equal advantages: every covariance is 0 but for the rounding of the mean."""
+    old = -torch.rand(1, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tokens = TrainedTokens(old.flatten(), torch.full((1000,), 0.1, dtype=torch.float64))
+    cut = cut_for_kl_cov(tokens, ActorConfig(policy_loss=PolicyLossConfig(kl_cov_ratio=0.1)))
+    chosen = cut.chosen(old, torch.full_like(old, 0.1), torch.ones(1, 1000, dtype=torch.bool))
+    assert chosen.unique().tolist() == [0.1]

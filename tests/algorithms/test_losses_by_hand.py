@@ -159,12 +159,12 @@ def test_dro_by_hand():
 def test_clip_cov_by_hand():
     """Means -2 and 0: covariances 1 x 2, 1 x 1, -1 x -1, -1 x -2 = 2, 1, 1, 2.
 
-    Between 0.5 and 1.5 lie two; a share of 1/4 is one token, and the tie takes both."""
+    Between 0.5 and 1.5 lie two; a share of 1/4 is one token, and half of it is each of the two."""
     old, advantages = column(-1, -1, -3, -3), column(2, 1, -1, -2)
     own = {"clip_cov_ratio": 0.25, "clip_cov_lb": 0.5, "clip_cov_ub": 1.5}
     found, metrics = call("clip_cov", old, old, advantages, policy_loss=own)
-    assert found.item() == pytest.approx(-2 + 2)
-    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(0.5)
+    assert found.item() == pytest.approx(-2 - 1 / 2 + 1 / 2 + 2)
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(0.25)
     found, _ = call("clip_cov", old, old, column(3, 1, -1, -3), policy_loss=own)
     assert found.item() == pytest.approx(-3 + 3)
 

@@ -81,6 +81,24 @@ def test_law_9_equal_outcomes_give_exactly_zero_whoever_stopped_first():
     assert not advantages.any()
 
 
+def test_with_a_discount_law_9_is_about_returns_to_go_and_not_about_scores():
+    """Two samples score 1, in one turn and in two: at gamma 0.9 the first turn is worth less."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    turn_ids = torch.tensor([[0, -1], [0, 1], [0, 1]])
+    mask = (turn_ids >= 0).long()
+    function = get_adv_estimator_fn("turn_rloo")
+    pair = torch.tensor([0, 1]), torch.tensor([1, 2])
+    for rows, gamma, expected in [
+        (pair[0], 0.9, [[0.1, 0.0], [-0.1, 0.0]]),  # the second turn has nothing left to tell
+        (pair[0], 1.0, [[0.0, 0.0], [0.0, 0.0]]),
+        (pair[1], 0.9, [[0.0, 0.0], [0.0, 0.0]]),  # as many turns, and the same at each of them
+    ]:
+        index = np.array(["g", "g"], object)
+        found, _ = function(rewards[rows], mask[rows], turn_ids[rows], index, gamma)
+        torch.testing.assert_close(found, torch.tensor(expected))
+        assert torch.equal(found == 0, torch.tensor(expected) == 0), "0 is exactly 0"
+
+
 # Turn-wise GAE.
 
 

@@ -22,6 +22,7 @@ from agentrl.config.method_keys import (
     INPUTS_NOT_MADE,
     KEYS_OF_ESTIMATOR,
     KEYS_OF_LOSS,
+    READ_SQUARES,
 )
 from agentrl.config.schema import ActorConfig, AlgorithmConfig
 
@@ -150,9 +151,16 @@ def test_estimators_whose_inputs_no_loop_makes_are_known():
     def lacks(name: str) -> bool:
         parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
         needed = {p.name for p in parameters if p.default is p.empty}
-        return bool(needed & {"values", "reward_baselines", "sum_pi_squared"})
+        return "values" in needed
 
     assert {name for name in ESTIMATORS if lacks(name)} == set(INPUTS_NOT_MADE)
+
+
+def test_estimators_that_read_squared_probabilities_are_known():
+    def reads(name: str) -> bool:
+        return "sum_pi_squared" in inspect.signature(get_adv_estimator_fn(name)).parameters
+
+    assert {name for name in ESTIMATORS if reads(name)} == READ_SQUARES
 
 
 DEAD: list[tuple[str, dict[str, Any]]] = [
@@ -177,6 +185,12 @@ DEAD: list[tuple[str, dict[str, Any]]] = [
     ("algorithm.kl_ctrl.horizon",
      {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"horizon": 100}}}),
     ("algorithm.filter_groups.metric", {"algorithm": {"filter_groups": {"metric": "acc"}}}),
+    ("reward.overlong_buffer.len", {"reward": {"overlong_buffer": {"len": 8}}}),
+    ("reward.overlong_buffer.penalty_factor",
+     {"reward": {"overlong_buffer": {"penalty_factor": 0.5}}}),
+    ("reward.overlong_buffer.enable",
+     {"reward": {"overlong_buffer": {"enable": True}, "weights": {"trajectory": 0, "turn": 1}},
+      "rollout": {"multi_turn": {"function_tool_path": "tools.py"}}}),
     ("algorithm.rollout_correction.rollout_is_threshold", corrected(rollout_is_threshold=3.0)),
     ("algorithm.rollout_correction.rollout_is_mode", corrected(rollout_is_mode="mask")),
     ("algorithm.rollout_correction.rollout_is_mode",
@@ -208,6 +222,9 @@ def test_keys_of_methods_that_are_read_are_not_called_dead():
         corrected(rollout_is="token", rollout_is_threshold=3.0, rollout_is_mode="mask"),
         corrected(preset="decoupled_geo_rs", rollout_rs_threshold="0.99_1.01"),
         corrected(bypass_mode=True, loss_type="reinforce", rollout_is="token"),
+        {"algorithm": {"filter_groups": {"enable": True, "metric": "acc",
+                                         "max_num_gen_batches": 3}}},
+        {"reward": {"overlong_buffer": {"enable": True, "len": 8, "penalty_factor": 0.5}}},
     ):  # fmt: skip
         assert not dead(**sections)
 
@@ -218,6 +235,15 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     *(("algorithm.adv_estimator", {"algorithm": {"adv_estimator": name}})
       for name in INPUTS_NOT_MADE),
     ("algorithm.gdpo_reward_keys", {"algorithm": {"adv_estimator": "gdpo"}}),
+    *(("algorithm.adv_estimator",
+       {"algorithm": {"adv_estimator": name, "rollout_correction": {"bypass_mode": True}}})
+      for name in sorted(READ_SQUARES)),
+    ("rollout.n", {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "remax",
+                                                      "filter_groups": {"enable": True}}}),
+    ("reward.overlong_buffer.len", {"reward": {"overlong_buffer": {"enable": True}}}),
+    ("reward.overlong_buffer.len",
+     {"reward": {"overlong_buffer": {"enable": True, "len": 65}},
+      "data": {"train_files": ["train.parquet"], "max_response_length": 64}}),
     ("algorithm.gdpo_reward_weights",
      {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"],
                     "gdpo_reward_weights": [1.0]}}),

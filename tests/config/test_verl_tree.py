@@ -21,6 +21,8 @@ from agentrl.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 C = "algorithm.rollout_correction"
+FILTER = {"algorithm.filter_groups.enable": True}
+BUFFER = {"enable": True, "len": 128, "penalty_factor": 0.5, "log": False}
 LEAST: dict[str, Any] = {
     f"{M}.path": "policy",
     "data.train_files": "train.parquet",
@@ -398,6 +400,17 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
         ({f"{C}.rollout_rs": "seq_mean_k3", f"{C}.rollout_rs_threshold": 0.01},
          f"{C}.rollout_rs_threshold", 0.01),
         ({f"{C}.bypass_mode": True, f"{C}.loss_type": "reinforce"}, f"{C}.loss_type", "reinforce"),
+        ({**FILTER, "algorithm.filter_groups.metric": "acc"}, "algorithm.filter_groups.metric",
+         "acc"),
+        ({**FILTER, "algorithm.filter_groups.max_num_gen_batches": -1},
+         "algorithm.filter_groups.max_num_gen_batches", 0),
+        ({**FILTER, "algorithm.filter_groups.metric": None}, "algorithm.filter_groups.enable",
+         True),
+        ({"reward_model.overlong_buffer": BUFFER}, "reward.overlong_buffer.len", 128),
+        ({"reward_model.reward_kwargs": {"overlong_buffer_cfg": BUFFER, "max_resp_len": 512}},
+         "reward.overlong_buffer.penalty_factor", 0.5),
+        ({"reward.reward_kwargs": {"overlong_buffer_cfg": BUFFER, "max_resp_len": 512}},
+         "reward.overlong_buffer.enable", True),
         ({f"{A}.fsdp_config.dtype": "float32"}, "model.dtype", "float32"),
         ({f"{R}.name": "hf"}, "rollout.engine.name", "transformers"),
         ({f"{R}.val_kwargs.temperature": 0.7}, "rollout.val_kwargs.temperature", 0.0),
@@ -471,10 +484,14 @@ def test_a_clip_that_verl_does_not_read_does_not_clip():
         ({f"{R}.response_length": 99}, f"{R}.response_length"),
         ({"data.gen_batch_size": 99}, "data.gen_batch_size"),
         ({f"{R}.multi_turn.tool_config_path": "t.yaml"}, f"{R}.multi_turn.enable"),
+        ({"reward_model.reward_kwargs": {"num_examine": 1}}, "reward_model.reward_kwargs"),
+        ({"reward_model.reward_kwargs": {"overlong_buffer_cfg": 3}}, "reward_model.reward_kwargs"),
+        ({"reward.reward_kwargs": {"overlong_buffer_cfg": BUFFER, "max_resp_len": 400}},
+         "reward.reward_kwargs"),
         ({"defaults": ["ppo_trainer", "mine", "_self_"]}, "defaults"),
         ({"defaults": ["ppo_megatron_trainer", "_self_"]}, "defaults"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_here_is_refused(changes: dict[str, Any], key: str):
     error = refusal(changes)
     assert error.key == key

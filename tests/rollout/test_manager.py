@@ -117,6 +117,26 @@ def test_training_and_validation_sample_in_their_own_way():
     assert (plan.name, plan.n, plan.sampling.temperature) == ("val-hard", 2, 0.0)
 
 
+def test_a_greedy_rollout_takes_the_most_probable_token_once():
+    manager = make_manager(house_of(make_engine("x")), n=4, temperature=0.7, top_p=0.9, stop=["#"])
+    name, n, sampling, first_place = manager.greedy_plan()
+    assert (name, n, first_place) == ("greedy", 1, 0)
+    assert (sampling.temperature, sampling.top_p, sampling.stop) == (0.0, 1.0, ("#",))
+
+
+def test_a_prompt_that_is_taken_again_in_its_step_draws_anew():
+    manager = make_manager(house_of(make_engine("x")), n=2)
+    first, again = (
+        manager.make_requests(
+            make_prompts(2), manager.train_plan()._replace(first_place=place), step=5
+        )
+        for place in (0, 2)
+    )
+    assert [request.batch_data_id for request in again] == [2, 2, 3, 3]
+    assert not {request.uid for request in first} & {request.uid for request in again}
+    assert len({request.seed for request in [*first, *again]}) == 8
+
+
 def test_budgets_come_from_the_configuration_and_the_engine():
     engine = make_engine("x", max_model_len=500)
     house = house_of(engine, max_tokens_per_turn=7, max_user_turns=2, max_tool_calls=3)

@@ -16,11 +16,12 @@ from tests.fakes_runs import Told, run_agentrl, write_yaml
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """One thread, and no process group left behind."""
+    """One thread, and neither a process group nor exact kernels left behind."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     stop_world()
+    torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
 
 

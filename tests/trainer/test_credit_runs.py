@@ -1,6 +1,6 @@
 """Whole runs with a KL in the reward and a rollout correction."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.build import choose_actor_config
 from agentrl.training.checkpoint import verify_checkpoint
-from agentrl.training.distributed import stop_world
 from tests.fakes_kill import SCORER
+from tests.fakes_mortal import Killed, Mortal
 from tests.fakes_runs import read_lines, tiny_run
 from tests.fakes_same import differences
 
@@ -26,29 +26,11 @@ ADAPTIVE = {
 """Everything at once; the target is so low that the weight rises with each step."""
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class Mortal(Trainer):
-    """A trainer whose process ends before or behind an update, and nobody hears of it."""
-
-    ends_at: tuple[str, int] | None = None
-
-    def update_actor(self, batch: Any) -> Any:
-        if self.ends_at == ("before", self.step):
-            raise Killed
-        result = super().update_actor(batch)
-        if self.ends_at == ("behind", self.step):
-            raise Killed
-        return result
-
-
 Train = Callable[..., Trainer]
 
 
 @pytest.fixture
-def train(tiny_home: Path, tmp_path: Path) -> Iterator[Train]:
+def train(tiny_home: Path, tmp_path: Path, alone: None) -> Train:
     """Run a small deterministic configuration, to its end or to where its process ends."""
     scorer = tmp_path / "score.py"
     scorer.write_text(SCORER)
@@ -67,11 +49,7 @@ def train(tiny_home: Path, tmp_path: Path) -> Iterator[Train]:
         trainer.fit()
         return trainer
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield run
-    stop_world()
-    torch.set_num_threads(threads)
+    return run
 
 
 def test_law_11_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopped(

@@ -163,6 +163,42 @@ def test_what_two_ranks_saved_goes_on_with_one(runs: Runs, capsys: pytest.Captur
     assert [line["step"] for line in read_lines(runs.together / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
+def test_law_10_two_ranks_choose_the_groups_and_baselines_of_one(tiny_home: Path, tmp_path: Path):
+    (tmp_path / "parity.py").write_text(
+        "def compute_score(solution_str, **_):\n    return float(len(solution_str) % 2)\n"
+    )
+    file = run_file(
+        tiny_home, tmp_path, algorithm__filter_groups__enable=True,
+        algorithm__adv_estimator="remax", trainer__save_freq=-1,
+        reward__custom_reward_function={"path": f"{tmp_path}/parity.py"},
+    )  # fmt: skip
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    with ranks_of("agentrl", "train", str(file), *changes_for(together)) as ranks:
+        train_alone(file, *changes_for(alone))
+        told = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
+    for step in (1, 2):
+        one, two = (
+            [
+                (line["request"]["request_id"], line["request"]["dropped"])
+                for line in read_lines(folder / f"rollouts/step_00000{step}.jsonl")
+            ]
+            for folder in (alone, together)
+        )
+        assert one == two
+        assert sum(dropped is None for _, dropped in one) == 15
+        assert len(one) > 20, "groups were dropped, and others taken in their place"
+    one, two = (read_lines(folder / "metrics.jsonl") for folder in (alone, together))
+    for of_one, of_two in zip(one, two, strict=True):
+        names = [name for name in of_one if not name.startswith(CLOCKS) and "seconds" not in name]
+        assert {name: of_two[name] for name in names} == pytest.approx(
+            {name: of_one[name] for name in names}, rel=1e-4, abs=1e-5
+        )
+        assert of_one["filter_groups/num_without_signal"] > 0
+        assert "rollout/greedy_reward/mean" in of_one
+
+
 # Under fire.
 
 

@@ -56,7 +56,8 @@ def compute_gae_verl_advantage_return(
     """Do as `gae`, and leave on masked tokens what the reference leaves there.
 
     A masked token has the advantage of the next trained one, shifted and scaled like the others,
-    and the return of that advantage and its own value. For comparisons with the reference.
+    and the return of that advantage and its own value. A batch in which nothing is trained has no
+    mean to take off: advantages are NaN, and torch warns. For comparisons with the reference.
     """
     mask = response_mask.bool()
     tokens = TrainedTokens.of(response_mask)

@@ -26,7 +26,8 @@ def compute_gpg_outcome_advantage(
 
     Source: Chu et al. 2025 (arXiv 2504.02546), section 2.2, with the alpha of verl 0.9.1. The
     paper's (equation 7) is groups / groups *whose scores differ*: the share of groups that give a
-    gradient. This one depends on where the rewards' zero lies, and grows as scores of 0 do.
+    gradient. This one depends on where the rewards' zero lies, and grows as scores of 0 do. A KL in
+    the reward leaves hardly any score at exactly 0, and alpha near 1.
     """
     scored = GroupScores.of(token_level_rewards, response_mask, index, in_baseline)
     return scored.spread(scale_by_scored_rows(scored, f_norm))

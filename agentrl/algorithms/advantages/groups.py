@@ -32,7 +32,7 @@ class Groups:
 
     @classmethod
     def of(cls, index: np.ndarray | torch.Tensor, counted: torch.Tensor) -> "Groups":
-        """Number the groups of `index` `[B]`, whatever stands in it."""
+        """Number the groups of `index` `[B]`: strings or numbers, all of one type."""
         plain = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
         names, numbers = np.unique(plain, return_inverse=True)
         rows = torch.from_numpy(numbers.reshape(-1)).to(counted.device)

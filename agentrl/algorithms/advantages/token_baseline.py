@@ -60,7 +60,7 @@ def compute_optimal_token_baseline_advantage(
     returns = compute_discounted_sums(tokens.pack(token_level_rewards).double(), 1.0)
     energies = _trained_energies(tokens, old_log_probs, sum_pi_squared, rollout_is_weights)
     paths = _Paths(returns, energies, tokens.present, scored.groups)
-    relative = returns - paths.baselines(epsilon, handle_zero_tail=handle_zero_tail)
+    relative = paths.advantages(epsilon, handle_zero_tail=handle_zero_tail)
     relative = torch.where(scored.is_silent()[:, None], 0.0, relative)
     return tokens.unpack(relative.to(scored.dtype)), tokens.unpack(returns.to(scored.dtype))
 
@@ -91,9 +91,9 @@ def compute_optimal_token_baseline_verl_advantage(
     energies = _energies(old_log_probs, sum_pi_squared, rollout_is_weights)
     groups = Groups.of(index, torch.ones_like(mask[:, 0]))
     paths = _Paths(returns, torch.where(mask, energies, 0.0), mask, groups)
-    baselines = paths.baselines(epsilon, handle_zero_tail=handle_zero_tail)
+    relative = paths.advantages(epsilon, handle_zero_tail=handle_zero_tail)
     dtype = token_level_rewards.dtype
-    return torch.where(mask, returns - baselines, 0.0).to(dtype), returns.to(dtype)
+    return relative.to(dtype), returns.to(dtype)
 
 
 @register_adv_est("tir_optimal_token_baseline_verl")
@@ -118,7 +118,7 @@ def compute_tir_optimal_token_baseline_verl_advantage(
     energies = _trained_energies(tokens, old_log_probs, sum_pi_squared, rollout_is_weights)
     groups = Groups.of(index, mask.any(dim=-1))
     paths = _Paths(returns, energies, tokens.present, groups)
-    relative = returns - paths.baselines(epsilon, handle_zero_tail=handle_zero_tail)
+    relative = paths.advantages(epsilon, handle_zero_tail=handle_zero_tail)
     dtype = token_level_rewards.dtype
     return tokens.unpack(relative).to(dtype), everywhere.to(dtype)
 
@@ -135,14 +135,18 @@ class _Paths:
     """`[B, N]` bool: where a trained token is."""
     groups: Groups
 
-    def baselines(self, epsilon: float, *, handle_zero_tail: bool) -> torch.Tensor:
-        """`[B, N]`: the group's weighted mean return at each place; 0 for a row without others."""
+    def advantages(self, epsilon: float, *, handle_zero_tail: bool) -> torch.Tensor:
+        """`[B, N]`: returns less the group's weighted mean at each place; 0 where no token is.
+
+        A row without others has no mean, and keeps its returns.
+        """
         weights = torch.where(self.present, self.energies.cumsum(dim=-1), 0.0)
         means = self._sum(weights * self.returns) / (self._sum(weights) + epsilon)
         unopposed = (self.groups.count() == 1)[self.groups.rows, None]
         if handle_zero_tail:
             unopposed = unopposed | self._is_tail()
-        return torch.where(unopposed, 0.0, means[self.groups.rows])
+        baselines = torch.where(unopposed, 0.0, means[self.groups.rows])
+        return torch.where(self.present, self.returns - baselines, 0.0)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """`[G, N]`: sum over the rows that count."""

@@ -55,7 +55,7 @@ def reject_rollout(
     ====================== ================================================================
 
     k1 = d, between the logs of two bounds; k2 = d^2 / 2 and k3 = exp(-d) + d - 1, up to one bound.
-    (There is no `max` of k1.)
+    (There is no `max` of k1.) What is NaN is kept: the update reports it, and takes no step.
 
     Source: Liu et al. 2025, "When speed kills stability"; names are verl's, those of turns ours.
 
@@ -88,10 +88,11 @@ def _test(
     bounds = rejection.bounds
     if rejection.estimate == "k1" and bounds.lower is not None:
         bounds = Bounds(math.log(bounds.lower), math.log(bounds.upper))
-    passes = values <= bounds.upper
+    # What is no number passes: rejected, a broken log-probability would never be reported.
+    fails = values > bounds.upper
     if bounds.lower is not None:
-        passes = passes & (values >= bounds.lower)
-    return AppliedTest(rejection, spans, values, bounds, spans.on_tokens(passes))
+        fails = fails | (values < bounds.lower)
+    return AppliedTest(rejection, spans, values, bounds, spans.on_tokens(~fails))
 
 
 def _estimates(distance: Tensor, estimate: Estimate) -> Tensor:

@@ -77,10 +77,11 @@ def weigh_rollout(
 
 
 def _bounded(raw: Tensor, bounds: Bounds, *, is_masked: bool) -> Tensor:
+    """Bound ratios; NaN, which is beyond no bound, stays and is reported by the update."""
     if bounds.lower is not None:
-        return torch.where((raw >= bounds.lower) & (raw <= bounds.upper), raw, 0.0)
+        return torch.where((raw < bounds.lower) | (raw > bounds.upper), 0.0, raw)
     if is_masked:
-        return torch.where(raw <= bounds.upper, raw, 0.0)
+        return torch.where(raw > bounds.upper, 0.0, raw)
     return raw.clamp(max=bounds.upper)
 
 

@@ -7,10 +7,14 @@ so they are computed before it, from what is known before any forward pass: the 
 before the update. (The reference computes them from the current ones, in each micro-batch anew, so
 that its loss changes with how the batch is cut; `clip_cov_verl` and `kl_cov_verl` do so too. In the
 first optimizer step of a batch the current policy is the old one.)
+
+Log-probabilities of exactly 0 are common in float32, so covariances tie in thousands. Tokens that tie
+for the last places share them: each is held back in part, which keeps the share of all tokens and
+does not depend on their order.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,8 +34,9 @@ from agentrl.algorithms.losses.vanilla import clip_surrogate
 from agentrl.config.schema import ActorConfig
 from agentrl.errors import ConfigError
 
-_TIE = 1e-9
-"""Covariances this close, relative, tie: the order in which a mean is summed moves them less."""
+_TIE = 1e-12
+"""Covariances this close, by the size of their factors, tie: the order in which a mean is summed
+moves them less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +45,46 @@ class CovarianceCut:
 
     mean_log_prob: float
     mean_advantage: float
-    at_least: float
-    """Least covariance of a chosen token; those that tie with it are chosen too."""
+    least: float = torch.inf
+    """Covariance of the last token that is chosen; infinity where there is none."""
+    margin: float = 0.0
+    """Covariances this close to `least` tie with it."""
+    share_of_tied: float = 0.0
+    """How far each token that ties is chosen: the places that are left / the tokens that tie."""
     below: float = torch.inf
     """The covariance of a chosen token is less than this."""
 
     def chosen(
         self, log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Choose among the tokens of a micro-batch, `[B, T]` each."""
+        """How far each token of a micro-batch is chosen, from 0 to 1, `[B, T]` as `advantages`."""
         covariance = (where_trained(log_prob, mask).double() - self.mean_log_prob) * (
             where_trained(advantages, mask).double() - self.mean_advantage
         )
-        return mask & (covariance >= self.at_least) & (covariance < self.below)
+        ties = (covariance - self.least).abs() <= self.margin
+        share = torch.where(ties, self.share_of_tied, (covariance > self.least).double())
+        return where_trained(share, mask & (covariance < self.below)).to(advantages.dtype)
 
 
 def cut_for_clip_cov(tokens: TrainedTokens, config: ActorConfig) -> CovarianceCut:
     """Choose the highest covariances within the bounds, a share of all tokens at most."""
     settings = config.policy_loss
-    cut = _means(tokens)
-    covariances = _covariances(tokens, cut)
+    covariances, means = _covariances(tokens)
     inside = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
     num_chosen = max(1, int(settings.clip_cov_ratio * len(covariances)))
-    at_least = _highest(covariances[inside], num_chosen)
-    return CovarianceCut(cut.mean_log_prob, cut.mean_advantage, at_least, settings.clip_cov_ub)
+    cut = _cut_off(covariances[inside], num_chosen, means)
+    return replace(cut, below=settings.clip_cov_ub)
 
 
 def cut_for_kl_cov(tokens: TrainedTokens, config: ActorConfig) -> CovarianceCut:
     """Choose the highest covariances, a share of all tokens."""
-    cut = _means(tokens)
-    covariances = _covariances(tokens, cut)
-    num_chosen = max(1, int(config.policy_loss.kl_cov_ratio * len(covariances)))
-    return CovarianceCut(cut.mean_log_prob, cut.mean_advantage, _highest(covariances, num_chosen))
+    covariances, means = _covariances(tokens)
+    return _cut_off(covariances, num_kl_cov(len(covariances), config), means)
+
+
+def num_kl_cov(num_tokens: int, config: ActorConfig) -> int:
+    """Count the tokens that KL-Cov penalises: a share of all, but one at least."""
+    return max(1, int(config.policy_loss.kl_cov_ratio * num_tokens))
 
 
 @register_policy_loss("clip_cov", summarise=cut_for_clip_cov)
@@ -105,9 +118,8 @@ def compute_policy_loss_clip_cov(
     chosen = cut.chosen(old_log_prob, advantages, mask)
     log_ratio = clamped_log_ratio(log_prob, old_log_prob, mask)
     worst, clipped = clip_surrogate(log_ratio.exp(), where_trained(advantages, mask), config)
-    chosen = chosen & ~clipped
-    losses = torch.where(chosen, 0.0, worst)
-    loss = scale.aggregate(losses, mask, loss_agg_mode, rollout_is_weights)
+    chosen = torch.where(clipped, 0.0, chosen)
+    loss = scale.aggregate((1 - chosen) * worst, mask, loss_agg_mode, rollout_is_weights)
     return loss, clip_metrics(scale, mask, log_ratio, chosen, clipped)
 
 
@@ -147,8 +159,8 @@ def compute_policy_loss_kl_cov(
 def penalised_losses(
     log_ratio: torch.Tensor, advantages: torch.Tensor, chosen: torch.Tensor, config: ActorConfig
 ) -> torch.Tensor:
-    """KL-Cov's loss of each token, once the tokens are `chosen`, `[B, T]` bool."""
-    penalty = torch.where(chosen, config.policy_loss.ppo_kl_coef * log_ratio.abs(), 0.0)
+    """KL-Cov's loss of each token, once it is known how far each is `chosen`, `[B, T]`."""
+    penalty = chosen * config.policy_loss.ppo_kl_coef * log_ratio.abs()
     return penalty - advantages * log_ratio.exp()
 
 
@@ -159,7 +171,7 @@ def kl_cov_metrics(
     return {
         "actor/ppo_kl": scale.mean(-log_ratio, mask),
         "actor/ppo_kl_abs": scale.mean(log_ratio.abs(), mask),
-        "actor/kl_cov_frac": scale.mean(chosen.float(), mask),
+        "actor/kl_cov_frac": scale.mean(chosen, mask),
     }
 
 
@@ -182,22 +194,23 @@ def _cut(
     return scale.summary
 
 
-def _means(tokens: TrainedTokens) -> CovarianceCut:
-    """The mini-batch's means, with nothing chosen yet."""
-    count = max(1, len(tokens.advantages))
-    sums = [float(column.double().sum()) for column in tokens]
-    return CovarianceCut(sums[0] / count, sums[1] / count, torch.inf)
+def _covariances(tokens: TrainedTokens) -> tuple[torch.Tensor, CovarianceCut]:
+    """`[N]` float64, and a cut that knows the mini-batch's means, with nothing chosen yet."""
+    log_probs, advantages = (column.double() for column in tokens)
+    if not len(advantages):
+        return advantages, CovarianceCut(0.0, 0.0)
+    mean_log_prob, mean_advantage = float(log_probs.mean()), float(advantages.mean())
+    margin = _TIE * float(log_probs.abs().max() * advantages.abs().max())
+    found = (log_probs - mean_log_prob) * (advantages - mean_advantage)
+    return found, CovarianceCut(mean_log_prob, mean_advantage, margin=margin)
 
 
-def _covariances(tokens: TrainedTokens, means: CovarianceCut) -> torch.Tensor:
-    return (tokens.old_log_prob.double() - means.mean_log_prob) * (
-        tokens.advantages.double() - means.mean_advantage
-    )
-
-
-def _highest(covariances: torch.Tensor, count: int) -> float:
-    """The least of the `count` highest, and what ties with it; infinity where there is none."""
+def _cut_off(covariances: torch.Tensor, count: int, means: CovarianceCut) -> CovarianceCut:
+    """Choose the `count` highest; those that tie for the last places share them."""
     if not len(covariances):
-        return torch.inf
-    least = float(covariances.topk(min(count, len(covariances))).values[-1])
-    return least - _TIE * abs(least)
+        return means
+    count = min(count, len(covariances))
+    least = float(covariances.topk(count).values[-1])
+    tied = (covariances - least).abs() <= means.margin
+    left = count - int(((covariances > least) & ~tied).sum())
+    return replace(means, least=least, share_of_tied=left / max(1, int(tied.sum())))

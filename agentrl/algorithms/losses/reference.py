@@ -8,8 +8,8 @@ import torch
 
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.losses.covariance import (
-    cut_for_kl_cov,
     kl_cov_metrics,
+    num_kl_cov,
     penalised_losses,
 )
 from agentrl.algorithms.losses.ratio import (
@@ -21,7 +21,6 @@ from agentrl.algorithms.losses.ratio import (
 from agentrl.algorithms.losses.registry import (
     DEFAULTS,
     LossAndMetrics,
-    TrainedTokens,
     register_policy_loss,
 )
 from agentrl.algorithms.losses.sequence_ratio import geo_mean_metrics, geometric_ratio
@@ -96,7 +95,7 @@ def compute_policy_loss_clip_cov_verl(
     advantages = where_trained(advantages, mask)
     worst, clipped = clip_surrogate(log_ratio.exp(), advantages, config)
     now = where_trained(log_prob, mask).detach()
-    covariances = (advantages - masked_mean(advantages, mask)) * (now - masked_mean(now, mask))
+    covariances = _covariances(now, advantages, mask)
     settings = config.policy_loss
     inside = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
     num_chosen = max(1, int(settings.clip_cov_ratio * int(mask.sum())))
@@ -123,12 +122,26 @@ def compute_policy_loss_kl_cov_verl(
     scale = scale or LossScale.of(mask)
     now = where_trained(log_prob, mask).detach()
     advantages = where_trained(advantages, mask)
-    cut = cut_for_kl_cov(TrainedTokens(now[mask], advantages[mask]), config)
-    chosen = cut.chosen(now, advantages, mask)
+    covariances = _covariances(now, advantages, mask)
+    chosen = _highest(covariances, mask, num_kl_cov(int(mask.sum()), config)).to(now.dtype)
     log_ratio = clamped_log_ratio(log_prob, old_log_prob, mask)
     losses = penalised_losses(log_ratio, advantages, chosen, config)
     loss = scale.aggregate(losses, mask, loss_agg_mode, rollout_is_weights)
     return loss, kl_cov_metrics(scale, mask, log_ratio, chosen)
+
+
+def _covariances(
+    log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Of the tokens of a micro-batch for itself, `[B, T]`."""
+    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+
+
+def _highest(covariances: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` highest among the trained tokens, `[B, T]` bool; ties as they come."""
+    flat = torch.where(mask, covariances, -torch.inf).flatten()
+    places = flat.topk(min(count, int(mask.sum()))).indices
+    return torch.zeros_like(mask).flatten().index_fill(0, places, True).view_as(mask)
 
 
 def _draw(among: torch.Tensor, count: int) -> torch.Tensor:

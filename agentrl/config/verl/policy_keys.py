@@ -97,7 +97,7 @@ ACTOR = under("actor_rollout_ref.actor", [
     taken("clip_ratio_low", 0.2, values.clip_side("low"), "actor.clip_ratio_low"),
     taken("clip_ratio_high", 0.2, values.clip_side("high"), "actor.clip_ratio_high"),
     same("clip_ratio_c", 3.0, "actor.clip_ratio_c"),
-    same("policy_loss.loss_mode", "vanilla", "actor.policy_loss.loss_mode"),
+    taken("policy_loss.loss_mode", "vanilla", values.loss_mode, "actor.policy_loss.loss_mode"),
     same("policy_loss.clip_cov_ratio", 0.0002, "actor.policy_loss.clip_cov_ratio"),
     same("policy_loss.clip_cov_lb", 1.0, "actor.policy_loss.clip_cov_lb"),
     same("policy_loss.clip_cov_ub", 5.0, "actor.policy_loss.clip_cov_ub"),
@@ -109,8 +109,7 @@ ACTOR = under("actor_rollout_ref.actor", [
     same("tau_neg", UNSET, "actor.tau_neg"),
     same("loss_agg_mode", "token-mean", "actor.loss_agg_mode", note="over the whole mini-batch "
          "and all ranks; verl 0.6.1 averages the averages of micro-batches"),
-    refused("loss_scale_factor", UNSET, None, why="seq-mean-token-sum-norm divides by "
-            "data.max_response_length"),
+    taken("loss_scale_factor", UNSET, values.loss_scale_factor),
     same("entropy_coeff", 0, "actor.entropy_coeff"),
     same("use_kl_loss", False, "actor.use_kl_loss"),
     same("kl_loss_coef", 0.001, "actor.kl_loss_coef"),
@@ -141,7 +140,7 @@ ACTOR = under("actor_rollout_ref.actor", [
     *left(_PACKED, {"use_remove_padding": False}),
     *left(_ONE_LENGTH, {"ulysses_sequence_parallel_size": 1}),
     *left("entropy is always logged", {"calculate_entropy": UNSET}),
-    *left("read by estimators that are not here", {"calculate_sum_pi_squared": UNSET}),
+    *left("sum_pi_squared is made where the estimator reads it", {"calculate_sum_pi_squared": UNSET}),
     *left("a run's seeds are trainer.seed, rollout.seed and data.seed",
           {"data_loader_seed": UNSET}),
     *left("rollout.n is read", {"rollout_n": UNSET}),
@@ -170,5 +169,5 @@ REFERENCE = under("actor_rollout_ref.ref", [
 
 CRITIC = [
     refused("critic.enable", None, False, why="there is no critic yet; grpo needs none"),
-    *dead("no critic is trained: the estimators that are here need none", {"critic.*": UNSET}),
+    *dead("no critic is trained: an estimator that needs one is refused", {"critic.*": UNSET}),
 ]

@@ -113,6 +113,44 @@ def clip_side(side: str) -> Reader:
     return read
 
 
+_COVARIANCE = "the covariance is that of the whole mini-batch, by old_log_probs"
+_LOSSES = {
+    "sapo": ("sapo_verl", "as there, loss_agg_mode does not reach it; sapo follows it"),
+    "geo_mean": (
+        "geo_mean_verl",
+        "as there, loss_agg_mode does not reach it, and each micro-batch adds a mean of its own: "
+        "geo_mean does not know how the batch is cut",
+    ),
+    "clip_cov": (
+        "clip_cov",
+        f"{_COVARIANCE}, and the highest are held back, not a random choice; clip_cov_verl is as "
+        "there",
+    ),
+    "kl_cov": ("kl_cov", f"{_COVARIANCE}; kl_cov_verl is as there"),
+}
+"""By verl's name: the loss here whose numbers are meant, and what is to be known of it."""
+
+
+def loss_mode(value: Any, tree: Tree) -> Reading:
+    """Take a loss by name; those that are deaf to the aggregation are so here by another name."""
+    name, note = _LOSSES.get(str(value), (value, ""))
+    return Reading({"actor.policy_loss.loss_mode": name}, note)
+
+
+def loss_scale_factor(value: Any, tree: Tree) -> Reading | Unused:
+    """Hold the divisor of `seq-mean-token-sum-norm` against the one that is here."""
+    mode, budget = tree.value(f"{ACTOR}.loss_agg_mode"), tree.value("data.max_response_length")
+    if mode != "seq-mean-token-sum-norm":
+        return Unused(f"loss_agg_mode is {mode}")
+    if value is None or value == budget:
+        return Reading()
+    raise ConfigError(
+        f"is {value}, and seq-mean-token-sum-norm divides by data.max_response_length, {budget}",
+        expected=f"{budget}; a learning rate that is {budget}/{value} times as high does the same "
+        "to the gradient",
+    )
+
+
 def optimizer(value: Any, tree: Tree) -> Reading:
     """Take the one optimizer of verl's that is here."""
     if str(value).lower() != "adamw":

@@ -54,6 +54,7 @@ DATA = under("data", [
 
 _NO_MODEL = "no reward model is here yet; a function scores (custom_reward_function.path)"
 _NO_SANDBOX = "no scorer that is bundled runs code; custom_reward_function.path may"
+_OVERLONG = {name: f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")}
 
 REWARD = [
     taken("custom_reward_function.path", None, values.custom_reward("custom_reward_function"),
@@ -61,8 +62,10 @@ REWARD = [
     part("custom_reward_function.name", "compute_score", "custom_reward_function.path"),
     part("custom_reward_function.reward_kwargs", {}, "custom_reward_function.path"),
     taken("reward_model.reward_manager", "naive", readers.keep("reward.manager"), "reward.manager"),
-    refused("reward_model.reward_kwargs", {}, None, why="reward managers take no arguments; "
-            "custom_reward_function.reward_kwargs reach the scorer"),
+    taken("reward_model.reward_kwargs", {}, values.reward_kwargs, *_OVERLONG.values()),
+    *(taken(f"reward_model.overlong_buffer.{name}", UNSET, readers.keep(ours), ours)
+      for name, ours in _OVERLONG.items()),
+    *left("reward_extra_info always has it", {"reward_model.overlong_buffer.log": UNSET}),
     refused("reward_model.enable", False, None, why=_NO_MODEL),
     refused("reward_model.sandbox_fusion.url", None, why=_NO_SANDBOX),
     *dead("reward_model.sandbox_fusion.url is null", {"reward_model.sandbox_fusion.*": UNSET}),
@@ -75,6 +78,7 @@ REWARD = [
     part("reward.custom_reward_function.name", UNSET, "reward.custom_reward_function.path"),
     part("reward.custom_reward_function.reward_kwargs", UNSET,
          "reward.custom_reward_function.path"),
+    taken("reward.reward_kwargs", UNSET, values.reward_kwargs, *_OVERLONG.values()),
     same("reward.reward_manager.name", UNSET, "reward.manager"),
     refused("reward.reward_manager.source", UNSET, "register", why="a reward manager is chosen by "
             "its registered name"),
@@ -118,9 +122,12 @@ ALGORITHM = under("algorithm", [
     same("kl_ctrl.target_kl", 0.1, "algorithm.kl_ctrl.target_kl"),
     refused("use_pf_ppo", False, why="rows are not drawn by their scores"),
     *dead("algorithm.use_pf_ppo is false", {"pf_ppo.*": UNSET}),
-    refused("filter_groups.enable", UNSET, False, why="groups of equal rewards are not drawn "
-            "anew; they train on nothing"),
-    *dead("algorithm.filter_groups.enable is false", {"filter_groups.*": UNSET}),
+    taken("filter_groups.enable", UNSET, values.filter_groups, "algorithm.filter_groups.enable"),
+    taken("filter_groups.metric", UNSET, values.filter_metric, "algorithm.filter_groups.metric"),
+    taken("filter_groups.max_num_gen_batches", UNSET, values.max_num_gen_batches,
+          "algorithm.filter_groups.max_num_gen_batches"),
+    *left("the batches of one step follow each other", {
+        "filter_groups.max_inflight_gen_batches": UNSET}),
     *under("rollout_correction", _CORRECTION),
     refused("rollout_correction.rollout_rs_threshold_lower", None, why=_OLD_BOUND),
     refused("rollout_correction.rollout_token_veto_threshold", None, why=_OWN_MASK),

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from agentrl.config.schema import TrainerConfig
 from agentrl.config.verl.keys import Reader, Reading, Tree
@@ -82,6 +82,34 @@ def custom_reward(section: str) -> Reader:
     return read
 
 
+def reward_kwargs(value: Any, tree: Tree) -> Reading:
+    """Take the arguments of verl's reward manager `dapo`: a buffer before the longest answer."""
+    given = _mapping(value)
+    buffer, longest = _mapping(given.pop("overlong_buffer_cfg", None)), given.pop("max_resp_len", 0)
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: reward managers take no arguments here",
+            expected="overlong_buffer_cfg and max_resp_len; custom_reward_function.reward_kwargs "
+            "reach the scorer",
+        )
+    budget = tree.value("data.max_response_length")
+    if buffer.get("enable") and longest != budget:
+        raise ConfigError(
+            f"max_resp_len is {longest}, and data.max_response_length {budget}: here they are one",
+            expected=f"max_resp_len={budget}",
+        )
+    kept = {name: buffer[name] for name in ("enable", "len", "penalty_factor") if name in buffer}
+    note = "tokens that the policy sampled count, and not those that it was shown" if kept else ""
+    return Reading({f"reward.overlong_buffer.{name}": kept[name] for name in kept}, note)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"holds {value!r}", expected="a mapping of keys to values")
+    found = cast("Mapping[Any, Any]", value or {})
+    return {str(name): inner for name, inner in found.items()}
+
+
 # Credit.
 
 
@@ -104,6 +132,28 @@ def kl_in_reward(value: Any, tree: Tree) -> Reading:
     """Take the KL off the rewards, but for groups that say nothing."""
     note = "groups of equal scores train on nothing; verl trains them on the KL" if value else ""
     return Reading({"algorithm.use_kl_in_reward": value}, note)
+
+
+def filter_groups(value: Any, tree: Tree) -> Reading:
+    """Take dynamic sampling; batches are whole ones of `train_batch_size` prompts."""
+    note = "each batch that is taken has data.train_batch_size prompts" if value else ""
+    return Reading({"algorithm.filter_groups.enable": value}, note)
+
+
+def filter_metric(value: Any, tree: Tree) -> Reading:
+    """Take the metric by which groups are filtered."""
+    if value is None:
+        return Reading()
+    changed = value in ("score", "seq_final_reward")
+    note = "the combined reward, before a KL is taken off it" if changed else ""
+    return Reading({"algorithm.filter_groups.metric": value}, note)
+
+
+def max_num_gen_batches(value: Any, tree: Tree) -> Reading:
+    """Take the bound on batches for one step; 0 and less are "none" there."""
+    bound = max(0, integer(value))
+    note = "" if bound else "at most one epoch of the data is sampled for one step"
+    return Reading({"algorithm.filter_groups.max_num_gen_batches": bound}, note)
 
 
 # The loop.
