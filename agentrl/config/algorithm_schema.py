@@ -50,8 +50,8 @@ class AlgorithmConfig(Section):
     step_advantage_w: float = Field(default=1.0, ge=0)
     """`gigpo`: weight of the advantage among steps that began in the same state."""
     use_kl_in_reward: bool = False
-    """Take the KL to the reference off the rewards of tokens; not in groups whose scores are equal,
-    which train on nothing."""
+    """Take the KL to the reference off the rewards of tokens, but not in groups that train on
+    nothing without it: those whose scores are equal or, by turn, whose returns are."""
     kl_penalty: KlLossType = "k1"
     """Estimate of the KL in the reward; only its value counts."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()

@@ -12,6 +12,7 @@ from agentrl.config.method_contradictions import (
     find_correction_problems,
     find_group_of_one,
     find_missing_inputs,
+    find_negative_scores,
     find_overlong_buffer,
     find_wild_kl_weight,
 )
@@ -176,8 +177,8 @@ VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {
     Purpose.TRAIN: (
         _train_files, _resume, _intervals, _batches, find_group_of_one, find_missing_inputs,
-        find_wild_kl_weight, find_correction_problems, find_overlong_buffer, _weights, _packing,
-        *_GENERATION,
+        find_wild_kl_weight, find_negative_scores, find_correction_problems, find_overlong_buffer,
+        _weights, _packing, *_GENERATION,
     ),
     Purpose.ROLLOUT: _GENERATION,
     Purpose.SFT: (_tiny_policy,),

@@ -126,10 +126,18 @@ def parse_is_threshold(threshold: float | str) -> Bounds:
     """Read the threshold of importance weights.
 
     Raises:
-        ConfigError: for one that is no positive number, and no two that rise.
+        ConfigError: for one that is no positive number, and no two that rise; for a single one
+            below 1, which would cut the weights of equal policies.
     """
     key = f"{SECTION}.rollout_is_threshold"
-    return _parse_bounds(str(threshold), key)
+    bounds = _parse_bounds(str(threshold), key)
+    if bounds.lower is None and bounds.upper < 1:
+        raise ConfigError(
+            f"{threshold} is one bound, and below the weight 1 of equal policies",
+            key=key,
+            expected='1 or more; two bounds in quotes, as "0.5_5.0" (YAML reads 0.5_5 as 0.55)',
+        )
+    return bounds
 
 
 def parse_rejections(rollout_rs: str, threshold: float | str | None) -> tuple[Rejection, ...]:

@@ -65,7 +65,12 @@ CORRECTION_RULES = (
         "rollout_is_threshold has two bounds, and weights outside them are 0",
     ),
     _correction_rule(
-        ("rollout_rs_threshold",),
+        ("advantages",),
+        lambda r: r.bypass_mode,
+        "under bypass_mode the loss rejects, behind the advantages",
+    ),
+    _correction_rule(
+        ("rollout_rs_threshold", "advantages"),
         lambda r: r.rollout_rs is None,
         "algorithm.rollout_correction.rollout_rs is null, so nothing is rejected",
     ),
@@ -95,6 +100,44 @@ KL_RULES = (
         ("ref.path",),
         lambda c: not (c.actor.use_kl_loss or c.algorithm.use_kl_in_reward),
         "actor.use_kl_loss and algorithm.use_kl_in_reward are false, so there is no reference",
+    ),
+)
+
+
+def _is_gdpo(config: RunConfig) -> bool:
+    return config.algorithm.adv_estimator in ("gdpo", "gdpo_verl")
+
+
+def _reads_no_sum(config: RunConfig) -> bool:
+    """Whether neither the advantages nor the choice of groups reads a sample's combined reward."""
+    return _is_gdpo(config) and not config.algorithm.filter_groups.enable
+
+
+GDPO_RULES = (
+    DeadKeyRule(
+        ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
+        _is_gdpo,
+        "gdpo compares the rewards of gdpo_reward_keys, from which no KL is taken",
+    ),
+    DeadKeyRule(
+        ("ref.path",),
+        lambda c: _is_gdpo(c) and not c.actor.use_kl_loss,
+        "the KL to the reference changes no advantage of gdpo",
+    ),
+    DeadKeyRule(
+        ("reward.placement",),
+        _is_gdpo,
+        "gdpo compares the rewards of gdpo_reward_keys, wherever the sum lands",
+    ),
+    DeadKeyRule(
+        ("reward.weights.*",),
+        _reads_no_sum,
+        "gdpo compares the rewards of gdpo_reward_keys; the combined one is a figure alone",
+    ),
+    DeadKeyRule(
+        ("reward.overlong_buffer.*",),
+        lambda c: _reads_no_sum(c) and "overlong_reward" not in c.algorithm.gdpo_reward_keys,
+        "overlong_reward is none of algorithm.gdpo_reward_keys",
     ),
 )
 METHOD_RULES: tuple[DeadKeyRule, ...] = (
@@ -134,12 +177,8 @@ METHOD_RULES: tuple[DeadKeyRule, ...] = (
         lambda c: c.reward.weights.trajectory == 0,
         "reward.weights.trajectory is 0, and the punishment is a part of the trajectory's reward",
     ),
-    DeadKeyRule(
-        ("actor.policy_loss.rollout_correction.*",),
-        lambda c: True,
-        "algorithm.rollout_correction is read, and put here under bypass_mode",
-    ),
     *KL_RULES,
+    *GDPO_RULES,
     *CORRECTION_RULES,
 )
 """Every rule of a method; the first that covers a key gives its reason."""

@@ -25,7 +25,11 @@ def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = N
 
 def to_yaml(config: RunConfig) -> str:
     """Write the configuration with every default filled in; `load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    whole = config.model_dump(mode="json")
+    # Every key beside a preset would contradict it: what it sets stands in its place.
+    correction = config.algorithm.rollout_correction.effective
+    whole["algorithm"]["rollout_correction"] = correction.model_dump(mode="json")
+    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
 
 
 def to_short_yaml(config: RunConfig) -> str:

@@ -63,11 +63,28 @@ def find_missing_inputs(config: RunConfig) -> Iterator[Problem]:
         yield Problem("algorithm.gdpo_reward_weights", told, "one for each of gdpo_reward_keys")
 
 
+def find_negative_scores(config: RunConfig) -> Iterator[Problem]:
+    """Find what makes scores negative, under an estimator that divides by a group's mean."""
+    if config.algorithm.adv_estimator != "maxrl":
+        return
+    told = "is true, and algorithm.adv_estimator maxrl takes no score below 0"
+    expected = "false, or another estimator"
+    if config.algorithm.use_kl_in_reward:
+        use_kl_loss = "false (actor.use_kl_loss has the KL in the loss), or another estimator"
+        yield Problem("algorithm.use_kl_in_reward", told, use_kl_loss)
+    buffer = config.reward.overlong_buffer
+    if buffer.enable and buffer.penalty_factor and config.reward.weights.trajectory:
+        yield Problem("reward.overlong_buffer.enable", told, expected)
+
+
 def find_wild_kl_weight(config: RunConfig) -> Iterator[Problem]:
-    """Find a horizon so short that one batch could turn the weight of the KL negative."""
+    """Find an adaptive weight that stays 0, or that one batch could turn negative."""
     control = config.algorithm.kl_ctrl
     if not config.algorithm.use_kl_in_reward or control.type == "fixed":
         return
+    if control.kl_coef == 0:
+        told = "is 0, and algorithm.kl_ctrl.type adaptive multiplies it: it stays 0"
+        yield Problem("algorithm.kl_ctrl.kl_coef", told, "a positive number")
     sequences = config.data.train_batch_size * config.rollout.n
     if _MOST_OF_A_STEP * sequences >= control.horizon:
         told = f"{control.horizon} is too short for batches of {sequences} sequences: one could "
@@ -126,6 +143,9 @@ def _problem_of(read: Callable[[], None]) -> Problem | None:
 
 def _bypass(config: RunConfig, correction: RolloutCorrectionConfig) -> Iterator[Problem]:
     loss = config.actor.policy_loss
+    if "rollout_correction" in loss.model_fields_set:
+        told = "is no key of a run: the loss of bypass_mode is given the algorithm's"
+        yield Problem("actor.policy_loss.rollout_correction", told, SECTION)
     if not correction.bypass_mode:
         if loss.loss_mode == _BYPASS:
             told = f"is {_BYPASS}, and {SECTION}.{_BYPASS} is false"

@@ -69,8 +69,11 @@ class PolicyLossConfig(Section):
     vespo_lambda_neg: float = Field(default=2.0, gt=0)
     """`vespo`: decay of the kernel where the advantage is negative."""
 
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    """`bypass_mode`: how the loss corrects; `algorithm.rollout_correction` is put here under it."""
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default=RolloutCorrectionConfig(), exclude=True
+    )
+    """No key of the run file: under `bypass_mode` the run puts `algorithm.rollout_correction` here,
+    for the loss, which sees no other section."""
 
     @model_validator(mode="after")
     def _check_required(self) -> Self:

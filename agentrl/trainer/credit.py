@@ -6,8 +6,8 @@
     rejection             response_mask                      -> response_mask, rejected
 
 Advantages are those of all that was sampled: a sample that is rejected was scored like the others,
-and stays in its group's baseline. What is rejected is then not trained. (With `advantages: kept` the
-last station is the second one, and what is left is compared.) On several ranks each one computes the
+and stays in its group's baseline. What is rejected is then not trained. (`advantages: kept` puts
+the last station second, so that what is left is compared.) On several ranks each one computes the
 whole batch, in the order of one rank, and keeps its own rows.
 """
 

@@ -409,7 +409,7 @@ def test_a_text_of_two_bounds_is_no_number():
     assert parse_is_threshold("1_5") == (1.0, 5.0)
 
 
-@pytest.mark.parametrize("threshold", ["", "a", "0_2", "nan", "inf", "2_1", -1.0, 0.0])
+@pytest.mark.parametrize("threshold", ["", "a", "0_2", "nan", "inf", "2_1", -1.0, 0.0, 0.55, "0.5"])
 def test_a_threshold_that_is_none_is_refused(threshold: Any):
     with pytest.raises(ConfigError) as caught:
         compute_rollout_correction_weights(torch.zeros(1, 1), torch.ones(1, 1), "token", threshold)

@@ -166,9 +166,8 @@ def test_tokens_that_tie_for_the_last_places_share_them():
     """Four places: two are taken outright, three tokens tie for the two that are left."""
     old, advantages = column(0, -1, -1, -1, -2, -7), column(4, 2, 2, 2, -4, -6)
     cut = cut_for_kl_cov(
-        TrainedTokens(old.flatten(), advantages.flatten()), ActorConfig(
-            policy_loss=PolicyLossConfig(kl_cov_ratio=0.67)
-        )
+        TrainedTokens(old.flatten(), advantages.flatten()),
+        ActorConfig(policy_loss=PolicyLossConfig(kl_cov_ratio=0.67)),
     )
     everywhere = torch.ones(1, 6, dtype=torch.bool)
     covariances = ((old + 2) * advantages).tolist()

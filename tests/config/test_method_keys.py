@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import agentrl.algorithms
 from agentrl.algorithms import adv_estimator_names, get_adv_estimator_fn, get_policy_loss_fn
@@ -15,7 +16,7 @@ from agentrl.algorithms.losses.registry import (
     policy_loss_names,
     with_summary,
 )
-from agentrl.config import find_contradictions, find_dead_keys, parse_config
+from agentrl.config import find_contradictions, find_dead_keys, parse_config, to_yaml
 from agentrl.config.method_keys import (
     FIXED_AGGREGATION,
     GROUP_ESTIMATORS,
@@ -25,6 +26,7 @@ from agentrl.config.method_keys import (
     READ_SQUARES,
 )
 from agentrl.config.schema import ActorConfig, AlgorithmConfig
+from agentrl.rewards.overlong import OVERLONG_REWARD
 
 
 def config_of(**sections: Any) -> Any:
@@ -44,6 +46,11 @@ def contradicted(**sections: Any) -> set[str]:
 
 def corrected(**keys: Any) -> dict[str, Any]:
     return {"algorithm": {"rollout_correction": keys}}
+
+
+def gdpo(**sections: Any) -> dict[str, Any]:
+    chosen = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["format"]}
+    return sections | {"algorithm": chosen | sections.get("algorithm", {})}
 
 
 class Spied:
@@ -169,10 +176,6 @@ DEAD: list[tuple[str, dict[str, Any]]] = [
     ("actor.tau_pos", {"actor": {"tau_pos": 2.0}}),
     ("actor.policy_loss.clip_cov_ratio", {"actor": {"policy_loss": {"clip_cov_ratio": 0.1}}}),
     ("actor.policy_loss.dro_beta", {"actor": {"policy_loss": {"dro_beta": 0.1}}}),
-    (
-        "actor.policy_loss.rollout_correction.rollout_is",
-        {"actor": {"policy_loss": {"rollout_correction": {"rollout_is": "token"}}}},
-    ),
     ("actor.loss_agg_mode", {"actor": {"policy_loss": "bnpo", "loss_agg_mode": "token-sum"}}),
     ("algorithm.lam", {"algorithm": {"adv_estimator": "reinforce_plus_plus", "lam": 0.9}}),
     ("algorithm.gamma", {"algorithm": {"adv_estimator": "rloo", "gamma": 0.9}}),
@@ -191,11 +194,20 @@ DEAD: list[tuple[str, dict[str, Any]]] = [
     ("reward.overlong_buffer.enable",
      {"reward": {"overlong_buffer": {"enable": True}, "weights": {"trajectory": 0, "turn": 1}},
       "rollout": {"multi_turn": {"function_tool_path": "tools.py"}}}),
+    *((key, gdpo(**sections)) for key, sections in {
+        "algorithm.use_kl_in_reward": {"algorithm": {"use_kl_in_reward": True}},
+        "reward.placement": {"reward": {"placement": "spread"}},
+        "reward.weights.trajectory": {"reward": {"weights": {"trajectory": 0.5}}},
+        "reward.overlong_buffer.enable": {"reward": {"overlong_buffer": {"enable": True}}},
+    }.items()),
     ("algorithm.rollout_correction.rollout_is_threshold", corrected(rollout_is_threshold=3.0)),
     ("algorithm.rollout_correction.rollout_is_mode", corrected(rollout_is_mode="mask")),
     ("algorithm.rollout_correction.rollout_is_mode",
      corrected(rollout_is="token", rollout_is_threshold="0.5_2", rollout_is_mode="mask")),
     ("algorithm.rollout_correction.rollout_rs_threshold", corrected(rollout_rs_threshold=1.5)),
+    ("algorithm.rollout_correction.advantages", corrected(advantages="kept")),
+    ("algorithm.rollout_correction.advantages",
+     corrected(preset="bypass_ppo_clip_k3_rs", advantages="kept")),
     ("algorithm.rollout_correction.loss_type", corrected(loss_type="reinforce")),
     ("algorithm.rollout_correction.rollout_is", corrected(bypass_mode=True, rollout_is="token")),
     ("algorithm.rollout_correction.rollout_is_threshold",
@@ -222,9 +234,15 @@ def test_keys_of_methods_that_are_read_are_not_called_dead():
         corrected(rollout_is="token", rollout_is_threshold=3.0, rollout_is_mode="mask"),
         corrected(preset="decoupled_geo_rs", rollout_rs_threshold="0.99_1.01"),
         corrected(bypass_mode=True, loss_type="reinforce", rollout_is="token"),
+        corrected(preset="decoupled_k3_rs", advantages="kept"),
         {"algorithm": {"filter_groups": {"enable": True, "metric": "acc",
                                          "max_num_gen_batches": 3}}},
         {"reward": {"overlong_buffer": {"enable": True, "len": 8, "penalty_factor": 0.5}}},
+        gdpo(algorithm={"gdpo_reward_keys": [OVERLONG_REWARD]},
+             reward={"overlong_buffer": {"enable": True, "len": 8}}),
+        gdpo(algorithm={"filter_groups": {"enable": True}},
+             reward={"weights": {"trajectory": 0.5}}),
+        gdpo(actor={"use_kl_loss": True}, ref={"path": "base"}),
     ):  # fmt: skip
         assert not dead(**sections)
 
@@ -249,14 +267,25 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
                     "gdpo_reward_weights": [1.0]}}),
     ("algorithm.kl_ctrl.horizon",
      {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 10}}}),
+    ("algorithm.kl_ctrl.kl_coef",
+     {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0}}}),
+    ("algorithm.use_kl_in_reward",
+     {"algorithm": {"adv_estimator": "maxrl", "use_kl_in_reward": True}}),
+    ("reward.overlong_buffer.enable",
+     {"algorithm": {"adv_estimator": "maxrl"},
+      "reward": {"overlong_buffer": {"enable": True, "len": 8}}}),
     ("algorithm.rollout_correction.rollout_is",
      corrected(preset="decoupled_token_is", rollout_is="sequence")),
+    ("actor.policy_loss.rollout_correction",
+     {"actor": {"policy_loss": {"rollout_correction": {"rollout_is": "token"}}}}),
     ("algorithm.rollout_correction.bypass_mode",
      corrected(preset="decoupled_token_is", bypass_mode=True)),
     ("algorithm.rollout_correction.rollout_is_threshold",
      corrected(rollout_is="token", rollout_is_threshold="2_0.5")),
     ("algorithm.rollout_correction.rollout_is_threshold",
      corrected(rollout_is="token", rollout_is_threshold=-1.0)),
+    ("algorithm.rollout_correction.rollout_is_threshold",
+     corrected(rollout_is="token", rollout_is_threshold=0.55)),
     ("algorithm.rollout_correction.rollout_rs", corrected(rollout_rs="seq_max_k1",
                                                           rollout_rs_threshold=2.0)),
     ("algorithm.rollout_correction.rollout_rs_threshold", corrected(rollout_rs="token_k3")),
@@ -290,5 +319,20 @@ def test_methods_that_can_work_are_not_refused():
         {"actor": {"policy_loss": "bypass_mode"}, **corrected(bypass_mode=True)},
         {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "grpo_verl"}},
         {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}},
-    ):
+        {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0}}},
+        {"algorithm": {"adv_estimator": "maxrl"}, "actor": {"use_kl_loss": True}},
+        {"algorithm": {"adv_estimator": "maxrl"},
+         "reward": {"overlong_buffer": {"enable": True, "len": 8, "penalty_factor": 0}}},
+        corrected(rollout_is="token", rollout_is_threshold=1.0),
+    ):  # fmt: skip
         assert not contradicted(**sections)
+
+
+@pytest.mark.parametrize("keys", [{"bypass_mode": True}, {"preset": "bypass_pg_geo_rs_seq_tis"}])
+def test_what_a_run_is_written_down_as_has_no_key_that_it_refuses(keys: dict[str, Any]):
+    config = config_of(**corrected(**keys))
+    again = parse_config(yaml.safe_load(to_yaml(config)))
+    old, new = (one.algorithm.rollout_correction.effective for one in (config, again))
+    assert "rollout_correction" not in config.model_dump()["actor"]["policy_loss"]
+    assert not find_contradictions(again)
+    assert old == new

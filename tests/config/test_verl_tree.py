@@ -22,7 +22,16 @@ from agentrl.errors import ConfigError
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 C = "algorithm.rollout_correction"
 FILTER = {"algorithm.filter_groups.enable": True}
+NORM = {f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"}
 BUFFER = {"enable": True, "len": 128, "penalty_factor": 0.5, "log": False}
+GROUPS_OF_ONE = {
+    **{name: f"{name}_verl" for name in (
+        "grpo", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline",
+        "optimal_token_baseline", "tir_optimal_token_baseline")},
+    "grpo_vectorized": "grpo_verl", "rloo_vectorized": "rloo_vectorized",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+}  # fmt: skip
+"""By verl's name: the estimator that does with groups of one what verl's does."""
 LEAST: dict[str, Any] = {
     f"{M}.path": "policy",
     "data.train_files": "train.parquet",
@@ -356,7 +365,12 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
 @pytest.mark.parametrize(
     ("changes", "key", "value"),
     [
-        ({f"{R}.n": 1}, "algorithm.adv_estimator", "grpo_verl"),
+        *(({f"{R}.n": 1, "algorithm.adv_estimator": name}, "algorithm.adv_estimator", meant)
+          for name, meant in GROUPS_OF_ONE.items()),
+        ({"algorithm.adv_estimator": "rloo"}, "algorithm.adv_estimator", "rloo"),
+        ({f"{A}.policy_loss.loss_mode": "sapo"}, "actor.policy_loss.loss_mode", "sapo_verl"),
+        ({f"{A}.policy_loss.loss_mode": "geo_mean"}, "actor.policy_loss.loss_mode",
+         "geo_mean_verl"),
         ({"algorithm.adv_estimator": "grpo_vectorized"}, "algorithm.adv_estimator", "grpo"),
         ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, "actor.ppo_max_token_len_per_gpu", 4096),
         (
@@ -459,6 +473,7 @@ def test_a_value_means_here_what_it_means_there(changes: dict[str, Any], key: st
             {f"{A}.optim.lr_warmup_steps_ratio": 0.1, f"{A}.optim.lr_warmup_steps": 2},
             f"{A}.optim.lr_warmup_steps_ratio",
         ),
+        ({f"{A}.loss_scale_factor": 99}, f"{A}.loss_scale_factor"),
         ({f"{R}.val_kwargs.temperature": 0.7}, f"{R}.val_kwargs.temperature"),
         ({f"{R}.multi_turn.format": "qwen"}, f"{R}.multi_turn.format"),
         ({"custom_reward_function.name": "score"}, "custom_reward_function.name"),
@@ -479,6 +494,7 @@ def test_a_clip_that_verl_does_not_read_does_not_clip():
         ({f"{A}.optim.lr_warmup_steps_ratio": 0.1}, f"{A}.optim.lr_warmup_steps_ratio"),
         ({f"{A}.optim.optimizer": "SGD"}, f"{A}.optim.optimizer"),
         ({f"{A}.fsdp_config.dtype": "float16"}, f"{A}.fsdp_config.dtype"),
+        ({**NORM, f"{A}.loss_scale_factor": 99}, f"{A}.loss_scale_factor"),
         ({f"{R}.name": "trtllm"}, f"{R}.name"),
         ({f"{R}.mode": "server"}, f"{R}.mode"),
         ({f"{R}.response_length": 99}, f"{R}.response_length"),
@@ -496,6 +512,27 @@ def test_what_cannot_be_meant_here_is_refused(changes: dict[str, Any], key: str)
     error = refusal(changes)
     assert error.key == key
     assert error.expected
+
+
+@pytest.mark.parametrize("value", [None, 640, 640.0])
+def test_the_divisor_of_summed_losses_may_be_the_response_budget(value: Any):
+    given = {**NORM, "data.max_response_length": 640, f"{A}.loss_scale_factor": value}
+    assert read(given).actor.loss_agg_mode == "seq-mean-token-sum-norm"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "word"),
+    [
+        (f"{A}.policy_loss.loss_mode", "sapo", "loss_agg_mode"),
+        (f"{A}.policy_loss.loss_mode", "geo_mean", "micro-batch"),
+        (f"{A}.policy_loss.loss_mode", "clip_cov", "clip_cov_verl"),
+        (f"{A}.policy_loss.loss_mode", "kl_cov", "kl_cov_verl"),
+        ("algorithm.adv_estimator", "optimal_token_baseline", "optimal_token_baseline_verl"),
+    ],
+)
+def test_the_report_says_how_a_method_differs(key: str, name: str, word: str):
+    [found] = [item for item in report_of({key: name}).taken if item.key == key]
+    assert word in found.note
 
 
 def test_agent_loops_have_tools_without_being_enabled_and_read_keys_of_their_own():

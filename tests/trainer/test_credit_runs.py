@@ -88,13 +88,13 @@ def test_a_run_whose_samples_are_all_rejected_leaves_the_weights_alone(
     train: Train, tmp_path: Path
 ):
     none = {"rollout_rs": "token_k1", "rollout_rs_threshold": "100_101"}
-    trainer = train(
-        tmp_path / "run", algorithm={"rollout_correction": none}, trainer__total_training_steps=1
-    )
+    algorithm = ADAPTIVE | {"rollout_correction": none}
+    trainer = train(tmp_path / "run", algorithm=algorithm, trainer__total_training_steps=1)
     [line] = read_lines(tmp_path / "run/metrics.jsonl")
     assert line["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert line["actor/optimizer_steps"] == 0
     assert line["training/rollout_probs_diff_max"] > 0, "their distance is still measured"
+    assert trainer.parts.credit.state_dict() == {"kl_coef": 0.2}, "nor does that of the KL move"
     before = load_file(Path(trainer.config.model.path) / "model.safetensors")
     after = load_file(tmp_path / "run/trained/model.safetensors")
     assert all(torch.equal(after[name].float(), before[name].float()) for name in after)

@@ -8,9 +8,9 @@ before the update. (The reference computes them from the current ones, in each m
 that its loss changes with how the batch is cut; `clip_cov_verl` and `kl_cov_verl` do so too. In the
 first optimizer step of a batch the current policy is the old one.)
 
-Log-probabilities of exactly 0 are common in float32, so covariances tie in thousands. Tokens that tie
-for the last places share them: each is held back in part, which keeps the share of all tokens and
-does not depend on their order.
+Log-probabilities of exactly 0 are common in float32, so covariances tie in thousands. Tokens that
+tie for the last places share them: each is held back in part, which keeps the share of all tokens
+and does not depend on their order.
 """
 
 from collections.abc import Callable

@@ -65,8 +65,7 @@ def compute_policy_loss_vespo(
     Source: Shen et al. 2026 (arXiv 2602.10693), the kernel that the variational problem gives; the
     settings and clamps are those of TRL's `loss_type="vespo"`. There W is also multiplied by the
     importance weights between engine and trainer, inside the kernel; here `rollout_is_weights`
-    multiply the loss, as in every loss. W itself reaches back to the engine where `old_log_prob` is
-    the engine's.
+    multiply the loss, as in every loss.
 
     Returns:
         The loss, and `actor/ppo_kl`, `actor/vespo_phi` (mean weight of a token).

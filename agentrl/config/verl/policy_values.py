@@ -146,8 +146,7 @@ def loss_scale_factor(value: Any, tree: Tree) -> Reading | Unused:
         return Reading()
     raise ConfigError(
         f"is {value}, and seq-mean-token-sum-norm divides by data.max_response_length, {budget}",
-        expected=f"{budget}; a learning rate that is {budget}/{value} times as high does the same "
-        "to the gradient",
+        expected=f"loss_scale_factor={budget}, or none",
     )
 
 

@@ -93,7 +93,10 @@ REWARD = [
 ]  # fmt: skip
 
 _OWN_MASK = "no token vetoes its sequence; rollout_rs seq_max_k2 rejects one by its worst token"
-_REJECTED = "advantages are those of all samples; what is rejected is not trained"
+_REJECTED = (
+    "advantages are those of all samples; those of what is left, as there, by "
+    "algorithm.rollout_correction.advantages=kept"
+)
 _OLD_BOUND = "rollout_rs_threshold takes both bounds of a test, as lower_upper"
 
 _OURS = "algorithm.rollout_correction"

@@ -113,6 +113,17 @@ def _mapping(value: Any) -> dict[str, Any]:
 # Credit.
 
 
+_GROUPS_OF_ONE = {
+    "grpo", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline",
+    "optimal_token_baseline", "tir_optimal_token_baseline",
+}  # fmt: skip
+"""Estimators that train a group of one on its own reward there, and on nothing here."""
+_TOKENS_BY_NUMBER = (
+    "tokens of a group are compared by their number among the trained ones; "
+    "optimal_token_baseline_verl compares them by place"
+)
+
+
 def adv_estimator(value: Any, tree: Tree) -> Reading:
     """Take an estimator by name; groups of one are what they are there."""
     if value == "gae":
@@ -121,11 +132,14 @@ def adv_estimator(value: Any, tree: Tree) -> Reading:
             f"is gae{whose}, which needs a critic: there is none here yet",
             expected="an estimator without one, such as algorithm.adv_estimator=grpo",
         )
-    name = str(value).removesuffix("_vectorized")
-    if name == "grpo" and tree.value("actor_rollout_ref.rollout.n") == 1:
-        note = "rollout.n is 1: in a group of one the reward itself is the advantage, as there"
-        return Reading({"algorithm.adv_estimator": "grpo_verl"}, note)
-    return Reading({"algorithm.adv_estimator": name})
+    name = str(value)
+    if name != "rloo_vectorized":  # which is 0 in a group of one, and rloo is not
+        name = name.removesuffix("_vectorized")
+    if name in _GROUPS_OF_ONE and tree.value("actor_rollout_ref.rollout.n") == 1:
+        note = "rollout.n is 1: as there, a group of one trains on its own reward"
+        return Reading({"algorithm.adv_estimator": f"{name}_verl"}, note)
+    note = _TOKENS_BY_NUMBER if name == "optimal_token_baseline" else ""
+    return Reading({"algorithm.adv_estimator": name}, note)
 
 
 def kl_in_reward(value: Any, tree: Tree) -> Reading:
