@@ -14,13 +14,15 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
 
 from agentrl.errors import AgentRLError, is_out_of_memory
-from agentrl.trainer.leaving import end_process
+from agentrl.trainer.leaving import end_process, importing, say_interrupted
 
 _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
@@ -48,8 +50,22 @@ _SERVE_HELP = (
     "'rollout.engine.sglang_server.addresses=[http://127.0.0.1:30000]'"
 )
 
+
+class Commands(TyperGroup):
+    """The commands; one that Ctrl-C has ended says so, however early it was."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            say_interrupted(*map(str, stop.args))
+            raise
+
+
 app = typer.Typer(
     name="agentrl",
+    cls=Commands,
     help="Train language-model agents with reinforcement learning over many turns.",
     no_args_is_help=True,
     add_completion=False,
@@ -203,7 +219,8 @@ def root(
 @app.command(help=_TRAIN_HELP)
 def train(run_file: RunFile, overrides: Overrides = None) -> None:
     """Train a policy."""
-    from agentrl.trainer.run import train_from_file
+    with importing():
+        from agentrl.trainer.run import train_from_file
 
     train_from_file(run_file, overrides or [])
 
@@ -211,12 +228,13 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
 @app.command()
 def sft(run_file: RunFile, overrides: Overrides = None) -> None:
     """Run the supervised warm-up of a run file (prepare.sft), and what it needs before it."""
-    from agentrl.trainer.run import sft_from_file
+    with importing():
+        from agentrl.trainer.run import sft_from_file
 
     sft_from_file(run_file, overrides or [])
 
 
-@app.command(help=_ROLLOUT_HELP)
+@app.command(help=escape(_ROLLOUT_HELP))
 def rollout(
     run_file: RunFile,
     overrides: Overrides = None,
@@ -235,7 +253,8 @@ def rollout(
     ] = None,
 ) -> None:
     """Show whole conversations without training."""
-    from agentrl.trainer.run import RolloutOptions, rollout_from_file
+    with importing():
+        from agentrl.trainer.run import RolloutOptions, rollout_from_file
 
     options = RolloutOptions(
         num=num, samples=samples, split=split, greedy=greedy, tokens=tokens, out=out
@@ -246,14 +265,15 @@ def rollout(
 @app.command(help=_DOCTOR_HELP)
 def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
     """Look at everything that a run stands on, before it is paid for."""
-    from agentrl.trainer.doctor.command import examine
-    from agentrl.trainer.doctor.records import Verdict
+    with importing():
+        from agentrl.trainer.doctor.command import examine
+        from agentrl.trainer.doctor.records import Verdict
 
     rows = examine(run_file, overrides or [], Console())
     raise typer.Exit(int(any(row.verdict is Verdict.FAIL for row in rows)))
 
 
-@app.command(help=_SERVE_HELP)
+@app.command(help=escape(_SERVE_HELP))
 def serve(
     run_file: RunFile,
     overrides: Overrides = None,
@@ -273,8 +293,9 @@ def serve(
     ] = 3,
 ) -> None:
     """Start SGLang servers."""
-    from agentrl.engines.sglang.launch import ServeOptions
-    from agentrl.trainer.serve import serve_from_file
+    with importing():
+        from agentrl.engines.sglang.launch import ServeOptions
+        from agentrl.trainer.serve import serve_from_file
 
     options = ServeOptions(num=num, host=host, port=port, max_restarts=max_restarts)
     serve_from_file(run_file, overrides or [], options, say=_say)
@@ -288,7 +309,8 @@ def _say(text: str) -> None:
 @config_app.command("check")
 def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
     """Print the resolved configuration, the batch arithmetic, and what the template can carry."""
-    from agentrl.trainer.run import explain_config
+    with importing():
+        from agentrl.trainer.run import explain_config
 
     explain_config(run_file, overrides or [], Console())
 

@@ -45,7 +45,7 @@ class AgentRLError(Exception):
             raise AttributeError(name) from None
 
     def __str__(self) -> str:
-        told = super().__str__()
+        told = str(self.args[0])  # an ImportError would tell what it was made with
         # A message that begins with the key need not be followed by it.
         shown = {
             n: v for n, v in self.details.items() if n != "key" or not told.startswith(f"{v}: ")

@@ -121,6 +121,24 @@ def test_unknown_name(train: Train, key: str, misspelt: str):
     assert_refused(told, repr(misspelt), "did you mean", f"key: {key}", "run.yaml")
 
 
+def test_model_that_is_no_folder_and_no_hub_answers_for(train: Train):
+    told = train(model__path="runs/policy")
+    assert_refused(told, "no folder runs/policy here, and the hub cannot be reached", "model.path")
+
+
+def test_address_that_is_none(train: Train):
+    servers = {"addresses": ["http://127.0.0.1:30000", "somewhere"]}
+    told = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
+    assert_refused(told, "addresses[1]: 'somewhere' is no address such as http://127.0.0.1:30000")
+    assert "Value error" not in told.err
+
+
+def test_address_at_which_nobody_answers(train: Train):
+    servers = {"addresses": ["http://127.0.0.1:9"]}
+    told = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
+    assert_refused(told, "no SGLang server answers", "agentrl serve", "sglang_server.addresses")
+
+
 # Plug-ins.
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from agentrl.config import load_config
+from agentrl.errors import EngineError
 from tests.fakes_runs import (
     CALCULATOR,
     CALL,
@@ -68,6 +70,47 @@ def test_python_dash_m_is_the_command():
         [sys.executable, "-m", "agentrl", "--version"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout[:8], done.stderr) == (0, "agentrl ", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("serve", "rollout.engine.sglang_server.addresses=[http://127.0.0.1:30000]"),
+        ("rollout", "rollout.engine.scripted.answers=[first turn, second turn]"),
+    ],
+)
+def test_help_shows_lists_as_they_are_written(capsys: Capture, command: str, words: str):
+    told = run_agentrl(capsys, command, "--help")
+    assert "".join(words.split()) in "".join(told.out.split())
+
+
+def test_a_command_that_is_interrupted_before_its_run_begins_says_so(
+    capsys: Capture, run_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentrl.trainer.run.read_config", interrupted)
+    assert run_agentrl(capsys, "train", run_file) == (130, "interrupted\n", "")
+
+
+def test_ctrl_c_in_the_imports_of_a_command_leaves_at_once(run_file: Path):
+    process = spawn_agentrl("train", run_file, environment={"PYTHONUNBUFFERED": "1"})
+    try:
+        until_imported("torch", process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, "interrupted\n", "")
+
+
+def until_imported(library: str, process: subprocess.Popen[str], timeout_s: float = 60) -> None:
+    """Wait until a process has opened a library's shared objects."""
+    maps, end = Path(f"/proc/{process.pid}/maps"), time.monotonic() + timeout_s
+    while f"/{library}/" not in maps.read_text():
+        assert time.monotonic() < end, f"{library} was never imported"
+        time.sleep(0.01)
 
 
 # prepare
@@ -259,6 +302,82 @@ def test_late_mistakes_are_told_before_anything_is_made(capsys: Capture, tmp_pat
     assert told.code == 2
     assert "nowhere.py" in told.err
     assert not (tmp_path / "data").exists()
+
+
+@pytest.fixture
+def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed SGLang that knows two arguments, and does not start."""
+
+    def start(*_: object, **__: object) -> None:
+        raise EngineError("it does not start")
+
+    for module in ("trainer.engine_choice", "engines.sglang.arguments"):
+        monkeypatch.setattr(f"agentrl.{module}.find_spec", lambda _: find_spec("json"))
+    known = "agentrl.engines.sglang.arguments.known_arguments"
+    monkeypatch.setattr(known, lambda: {"tp_size", "page_size"})
+    monkeypatch.setattr("agentrl.engines.sglang.engine.SGLangEngine.start", start)
+
+
+@pytest.mark.usefixtures("with_sglang")
+def test_mistakes_about_the_engine_are_told_before_anything_is_made(
+    capsys: Capture, tmp_path: Path
+):
+    file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
+    mistake = "rollout.engine.sglang.pagesize=2"
+    told = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang", mistake)
+    assert told.code == 2
+    assert "no server argument 'pagesize' (given on the command line)" in told.err
+    assert "such as page_size" in told.err
+    assert not (tmp_path / "data").exists()
+    assert run_agentrl(capsys, "sft", file, "rollout.engine.name=sglang", mistake).code == 0
+
+
+@pytest.mark.usefixtures("with_sglang")
+def test_serve_says_of_a_server_argument_that_the_command_line_gave_it(
+    capsys: Capture, run_file: Path
+):
+    told = run_agentrl(capsys, "serve", run_file, "rollout.engine.sglang.pagesize=2")
+    assert told.code == 2
+    assert "no server argument 'pagesize' (given on the command line)" in told.err
+
+
+def test_sglang_that_is_not_installed_names_the_key_that_asks_for_it(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("agentrl.trainer.engine_choice.find_spec", lambda _: None)
+    file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
+    told = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang")
+    assert told.code == 2
+    told_first = "rollout.engine.name: asks for SGLang, which is not installed"
+    assert f"{told_first} (given on the command line)" in told.err
+    assert "pip install 'agentrl[sglang]'" in told.err
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.usefixtures("with_sglang")
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_sglang_is_announced_before_it_starts(capsys: Capture, run_file: Path, command: str):
+    told = run_agentrl(capsys, command, run_file, "rollout.engine.name=sglang")
+    assert "it does not start" in told.err
+    assert told.out.splitlines()[-1] == "starting SGLang: this takes a minute"
+
+
+def test_an_interrupted_warm_up_is_not_made_yet_and_is_made_again(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    file, folder = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path)), tmp_path / "warmed_up"
+    with monkeypatch.context() as patch:
+        patch.setattr("agentrl.trainer.preparation.run_sft", interrupted)
+        assert run_agentrl(capsys, "sft", file).code == 130
+    checked = run_agentrl(capsys, "config", "check", file)
+    assert (checked.code, checked.err) == (0, "")
+    assert f"`prepare` has yet to make {folder}" in checked.out
+    again = run_agentrl(capsys, "sft", file)
+    assert f"warmed-up policy: {folder}, made anew: it was not finished\n" in again.out
+    assert "settings or inputs" not in again.out
 
 
 # train

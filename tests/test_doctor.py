@@ -1,6 +1,7 @@
 """`agentrl doctor`: a healthy run passes; each fault has its row, and hides no other."""
 
 import io
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from agentrl.trainer.doctor.machine import find_broken_pins
 from agentrl.trainer.doctor.records import Checked, Row, Verdict
 from agentrl.trainer.hand_over import HandOver
 from agentrl.training.model import PolicyModel, full_tensor, load_causal_lm, load_policy
-from tests.fakes_runs import CALL, put, run_agentrl, scripted, tiny_run, write_yaml
+from tests.fakes_runs import CALCULATOR, CALL, put, run_agentrl, scripted, tiny_run, write_yaml
 
 Capture = pytest.CaptureFixture[str]
 
@@ -185,7 +186,7 @@ def test_an_unknown_key_is_the_run_files_and_the_machine_is_looked_at(
     assert looked.faults() == ["run file"]
     assert "temperature" in looked.text("run file")
     assert looked.verdict("machine") == "ok"
-    assert looked.text("engine start") == "because of 'disk'"
+    assert looked.text("engine start") == "because of 'run file'"
 
 
 def test_a_model_that_is_not_there_takes_no_other_check_with_it(run_file: Path, tmp_path: Path):
@@ -267,6 +268,61 @@ def test_a_tool_that_raises_is_named(
     looked = look(write_yaml(tmp_path / "run.yaml", script))
     assert looked.verdict(row) == "FAIL"
     assert why in looked.text(row)
+
+
+@pytest.fixture
+def made(script: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A run that makes its data, and for its tools its policy and the warm-up of that."""
+    data, policy = tmp_path / "data", tmp_path / "policy"
+    sizes = {"vocab_size": 400, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1}
+    corpus = {"out_dir": str(policy), "corpus": str(data / "demos.jsonl")}
+    script["prepare"] = {
+        "arithmetic": {"out_dir": str(data), "num_train": 8, "num_val": 4, "num_demos": 20},
+        "tiny_policy": corpus | sizes,
+    }
+    script["prepare"]["sft"] = {
+        "model_path": str(policy),
+        "train_file": str(data / "demos.jsonl"),
+        "out_dir": str(tmp_path / "warm"),
+        "steps": 1,
+        "batch_size": 2,
+        "tool_config_path": str(tmp_path / "tools.yaml"),
+    }
+    shutil.copy(CALCULATOR, tmp_path / "tools.yaml")
+    put(script, "rollout.multi_turn.tool_config_path", str(tmp_path / "tools.yaml"))
+    put(script, "model.path", str(tmp_path / "warm"))
+    put(script, "data.train_files", [str(data / "train.parquet")])
+    put(script, "data.max_prompt_length", 400)
+    return script
+
+
+def break_tools(run: dict[str, Any], folder: Path) -> Path:
+    entry = {"class_name": "agentrl.tools.calculator_tool.CalculatorTol"}
+    tools = write_yaml(folder / "tools.yaml", {"tools": [entry]})
+    assert str(tools) == run["rollout"]["multi_turn"]["tool_config_path"]
+    return write_yaml(folder / "run.yaml", run)
+
+
+def test_broken_tools_take_no_row_with_them_that_needs_none(made: dict[str, Any], tmp_path: Path):
+    assert look(write_yaml(tmp_path / "run.yaml", made)).faults() == []
+    there = {path: path.read_bytes() for path in tmp_path.glob("*/*") if path.is_file()}
+    looked = look(break_tools(made, tmp_path))
+    assert looked.faults() == ["tools and users"]
+    assert "did you mean 'CalculatorTool'?" in looked.text("tools and users")
+    for row in ("prepare", "tokenizer", "policy", "engine start", "engine end"):
+        assert Verdict.SKIPPED not in [r.verdict for n, r in looked.rows.items() if n == row], row
+    skipped = [row for row in looked.rows.values() if row.verdict is Verdict.SKIPPED]
+    assert {row.lines for row in skipped} == {("because of 'tools and users'",)}
+    assert "rollout" in [row.name for row in skipped]
+    assert {path.parent.name for path in there} == {"data", "policy", "warm"}
+    assert {path: path.read_bytes() for path in there} == there
+
+
+def test_a_policy_that_is_yet_to_be_made_waits_for_its_tools(made: dict[str, Any], tmp_path: Path):
+    looked = look(break_tools(made, tmp_path))
+    assert looked.faults() == ["tools and users"]
+    for row in ("prepare", "tokenizer", "engine start"):
+        assert looked.text(row) == "because of 'tools and users'"
 
 
 # Engines that are not what they seem.
@@ -451,6 +507,13 @@ def test_the_table_shows_texts_as_they_are():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(make_table([Row("a", Verdict.OK, ("[bold]x[/bold]",), 0.25)]))
     assert "[bold]x[/bold]" in console.export_text()
+
+
+def test_the_table_cuts_no_text_short():
+    console, path = Console(width=60, record=True, file=io.StringIO()), "/a" * 60
+    console.print(make_table([Row("a", Verdict.FAIL, (path,), 0.25)]))
+    lines = [line.split("│") for line in console.export_text().splitlines() if "│" in line]
+    assert "".join(cells[3].strip() for cells in lines) == path
 
 
 def test_broken_pins_of_an_installed_package_are_found(

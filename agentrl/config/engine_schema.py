@@ -56,7 +56,7 @@ def _read_address(address: str) -> str:
         is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
     except ValueError:  # a port that is no number
         is_whole = False
-    if not is_whole or parts.query or parts.fragment:
+    if not is_whole or parts.query or parts.fragment or any(map(str.isspace, address)):
         raise ValueError(f"{address!r} is no address such as http://127.0.0.1:30000")
     return parts.geturl().rstrip("/")
 

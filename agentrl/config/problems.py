@@ -147,6 +147,8 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(key, f"unknown key{meant}")
     if kind == "missing":
         return Problem(key, "is missing, and there is no default", "a value")
+    if kind == "value_error":
+        return Problem(key, str(context["error"]))
     return Problem(key, f"{_shown(value)} is not allowed here", _expected(kind, context, details))
 
 

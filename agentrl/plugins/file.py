@@ -83,11 +83,19 @@ def _check(entry: type[Entry], item: Any, key: str, file: Path) -> Entry:
         if kind == "extra_forbidden":
             raise unknown_key(str(place[-1]), entry.model_fields, file=file, parent=key) from None
         raise ConfigError(
-            f"{first['msg']} (found {first['input']!r:.80})",
+            f"{first['msg']} (found {_shown(first['input'])})",
             file=file,
             key=key + "".join(_step(part) for part in place),
             expected=_expected(entry, place),
         ) from None
+
+
+def _shown(found: Any) -> str:
+    """Name what was found, nothing of it cut; of what holds other things only their names."""
+    if isinstance(found, dict):
+        keys = cast("dict[Any, Any]", found)
+        return f"a mapping with {', '.join(map(str, keys)) or 'nothing'}"
+    return repr(found)
 
 
 def _step(part: str | int) -> str:

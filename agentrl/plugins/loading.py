@@ -4,6 +4,7 @@ A path is `package.module.Name`, `package.module:name`, or `path/to/file.py:name
 module and nothing more: what is found is checked against what was asked for before any of it runs.
 """
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -26,13 +27,13 @@ def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> t
     Raises:
         PluginError: with the path, the YAML `file` that named it, and what was expected.
     """
-    found = load_object(path, file=file)
+    found = _find(path, file, base)
     if not isinstance(found, type) or not issubclass(found, base):
         what = f"the class {found.__name__}" if isinstance(found, type) else repr(found)
         raise PluginError(
             f"{path!r} leads to {what}, which is not a {base.__name__}",
             file=file,
-            expected=f"a subclass of {base.__module__}.{base.__qualname__}",
+            expected=_a_subclass_of(base),
         )
     return found
 
@@ -43,6 +44,10 @@ def load_object(path: str, *, file: str | Path | None = None) -> Any:
     Raises:
         PluginError: where the module cannot be imported or has no such name.
     """
+    return _find(path, file, None)
+
+
+def _find(path: str, file: str | Path | None, base: type | None) -> Any:
     module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_path or not name:
         raise PluginError(
@@ -53,11 +58,38 @@ def load_object(path: str, *, file: str | Path | None = None) -> Any:
     found: Any = _import(module_path, path, file)
     for part in name.split("."):
         if not hasattr(found, part):
+            names = _names(found, base)
+            near = difflib.get_close_matches(part, names, n=1)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
             raise PluginError(
-                f"{path!r}: {module_path} has no {name!r}", file=file, expected=_names(found)
+                f"{path!r}: {module_path} has no {name!r}{guess}",
+                file=file,
+                expected=_expected(names, base),
             )
         found = getattr(found, part)
     return found
+
+
+def _names(holder: Any, base: type | None) -> list[str]:
+    """Public names of a module or class that can be meant: of subclasses, where one is wanted."""
+    held = getattr(holder, "__dict__", {}).items()
+    there = {name: value for name, value in held if not name.startswith("_")}
+    if base is None:
+        return sorted(n for n, value in there.items() if not isinstance(value, ModuleType))[:20]
+    classes = {name: value for name, value in there.items() if isinstance(value, type)}
+    return sorted(
+        n for n, value in classes.items() if issubclass(value, base) and value is not base
+    )
+
+
+def _expected(names: list[str], base: type | None) -> str | None:
+    if names or base is None:
+        return f"one of {', '.join(names)}" if names else None
+    return _a_subclass_of(base)
+
+
+def _a_subclass_of(base: type) -> str:
+    return f"a subclass of {base.__module__}.{base.__qualname__}"
 
 
 def load_module(path: str, *, file: str | Path | None = None) -> ModuleType:
@@ -100,8 +132,3 @@ def _load_file(source: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _names(module: Any) -> str:
-    public = sorted(name for name in dir(module) if not name.startswith("_"))
-    return f"one of {', '.join(public[:20])}"

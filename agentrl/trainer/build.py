@@ -12,7 +12,12 @@ from agentrl.rollout.manager import RolloutManager
 from agentrl.trainer.credit import Credit
 from agentrl.trainer.data_record import DataRecord, check_rows
 from agentrl.trainer.datasets import RunData, load_run_data, prompt_encoder
-from agentrl.trainer.engine_choice import build_engine, choose_engine, describe_engine
+from agentrl.trainer.engine_choice import (
+    announce_start,
+    build_engine,
+    choose_engine,
+    describe_engine,
+)
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preflight import check_room, check_run, claim_folders
 from agentrl.trainer.preparation import prepare_run
@@ -116,6 +121,7 @@ def build_parts(
     budget = config.actor.ppo_max_token_len_per_gpu
     if doubt := find_implausible(policy, prompt[:_PROMPT_TOKENS], budget):
         journal.say(f"note: {doubt}")
+    journal.say(*announce_start(config))
     engine = build_engine(
         config, policy.lm, setup.tokenizer, device=world.device, dtype=policy.compute_dtype
     )

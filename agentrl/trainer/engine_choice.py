@@ -15,9 +15,16 @@ from agentrl.engines import (
     TransformersEngine,
     TransformersEngineSettings,
 )
-from agentrl.engines.sglang.arguments import SGLangNeeds, describe_platform, has_accelerator
+from agentrl.engines.sglang.arguments import (
+    SGLangNeeds,
+    check_given,
+    describe_platform,
+    has_accelerator,
+)
 from agentrl.engines.sglang.connecting import SyncSource, connect
 from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang_parsers import INSTALL
+from agentrl.errors import MissingExtraError
 
 
 def choose_engine(config: RunConfig) -> EngineName:
@@ -28,6 +35,30 @@ def choose_engine(config: RunConfig) -> EngineName:
     is_alone = config.rollout.deterministic or config.trainer.device == "cpu"
     has_sglang = not is_alone and has_accelerator() and find_spec("sglang") is not None
     return "sglang" if has_sglang else "transformers"
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuse an engine that could not start, as far as its keys alone tell; nothing is started.
+
+    Raises:
+        ConfigError: for a server argument that the installed SGLang does not know, or that other
+            keys decide.
+        MissingExtraError: where SGLang is asked for and not installed.
+    """
+    if choose_engine(config) != "sglang":
+        return
+    if find_spec("sglang") is None:
+        key = "rollout.engine.name"
+        raise MissingExtraError(
+            f"{key}: asks for SGLang, which is not installed", key=key, install=INSTALL
+        )
+    check_given(config.rollout.engine.sglang.server_arguments)
+
+
+def announce_start(config: RunConfig) -> tuple[str, ...]:
+    """Say that the start of an engine takes long, where it does."""
+    is_slow = choose_engine(config) == "sglang"
+    return ("starting SGLang: this takes a minute",) if is_slow else ()
 
 
 def describe_engine(config: RunConfig) -> str:

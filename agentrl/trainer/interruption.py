@@ -21,12 +21,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
 
-from agentrl.trainer.leaving import end_process
+from agentrl.trainer.leaving import EXIT_CODE, end_process
 from agentrl.training.distributed import World
 
 T = TypeVar("T")
 
-EXIT_CODE = 130
 ECHO_S = 1.0
 """A Ctrl-C within so many seconds of the first signal is the same one: a terminal sends it to every
 rank, and torchrun passes it on."""

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose, RunConfig, check_config
-from agentrl.data.prepare.manifest import is_made
+from agentrl.data.prepare.manifest import is_made, is_unfinished
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
+from agentrl.trainer.engine_choice import check_engine
+from agentrl.trainer.hub import is_hub_name, is_within_reach
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.rollout_setup import Plugins, find_classes_of_verl, load_plugins
-
-_SLASHES_OF_HUB_NAME = 1
 
 
 def check_run(
@@ -31,7 +31,8 @@ def check_run(
 
     Raises:
         ConfigError: for settings that contradict each other, an unknown name, a model's folder
-            that is not there.
+            that is not there, an argument that the engine does not know.
+        MissingExtraError: for an engine that is not installed.
         PluginError: for a class path or function path that leads nowhere.
         DataError: for a data file that is not there.
     """
@@ -40,6 +41,8 @@ def check_run(
     try:
         check_names(config)
         check_inputs(config)
+        if purpose is not Purpose.SFT:
+            check_engine(config)
         plugins = load_plugins(config)
     except AgentRLError as error:
         # What a plug-in's own YAML is to blame for names that file already.
@@ -77,7 +80,7 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def check_model_folders(config: RunConfig) -> None:
-    """Look for the folders of models and tokenizers.
+    """Look for the folders of models and tokenizers, and for the hub where one is named.
 
     Raises:
         ConfigError: naming one that is not there.
@@ -87,18 +90,25 @@ def check_model_folders(config: RunConfig) -> None:
         ("model.tokenizer_path", config.model.tokenizer_path),
         ("ref.path", config.ref.path),
     ):
-        if name is not None and _is_missing_folder(config, name):
-            raise ConfigError(
-                f"no folder {name}", key=key, expected="a Hugging Face folder, or a hub name"
-            )
+        if name is None or Path(name).exists() or is_made_later(config, Path(name)):
+            continue
+        told, expected = f"no folder {name}", "a Hugging Face folder, or a hub name"
+        if not is_hub_name(name):
+            raise ConfigError(told, key=key, expected=expected)
+        if not is_within_reach(name):
+            told += " here, and the hub cannot be reached"
+            raise ConfigError(told, key=key, expected=expected)
 
 
 def is_made_later(config: RunConfig, path: Path) -> bool:
-    """Whether a path that is not there yet lies where `prepare` will write."""
+    """Whether `prepare` will write what a path leads to: it is not there yet, or not whole."""
     prepare = config.prepare
     makers = (prepare.arithmetic, prepare.gsm8k, prepare.tiny_policy, prepare.sft)
     folders = [maker.out_dir for maker in makers if maker is not None]
-    return not path.exists() and any(path.is_relative_to(folder) for folder in folders)
+    return any(
+        path.is_relative_to(folder) and (_is_missing(path) or is_unfinished(folder))
+        for folder in folders
+    )
 
 
 def claim_folders(config: RunConfig) -> None:
@@ -198,7 +208,5 @@ def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield f"data.val_files.{name}", path
 
 
-def _is_missing_folder(config: RunConfig, name: str) -> bool:
-    path = Path(name)
-    is_hub_name = name.count("/") <= _SLASHES_OF_HUB_NAME and not name.startswith(("/", "."))
-    return not is_hub_name and not path.exists() and not is_made_later(config, path)
+def _is_missing(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))

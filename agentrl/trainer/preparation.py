@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.config.schema import PrepareConfig, RunConfig, SftConfig
 from agentrl.data.prepare import prepare_arithmetic, prepare_gsm8k
-from agentrl.data.prepare.manifest import content_of, is_made, make_once
+from agentrl.data.prepare.manifest import content_of, is_made, is_unfinished, make_once
 from agentrl.tools import BaseTool
 from agentrl.trainer.journal import Journal
 from agentrl.training.distributed import World
@@ -54,13 +54,18 @@ def _prepare_files(config: PrepareConfig, journal: Journal, tools: list[BaseTool
 
 def _make(journal: Journal, what: str, folder: Path, make: Callable[[], bool]) -> None:
     """Make what is missing in a folder, and tell whether anything was."""
-    was_there = is_made(folder)
+    why = _why_anew(folder)
     if not make():
         journal.say(f"{what}: {folder}, made before")
-    elif was_there:
-        journal.say(f"{what}: {folder}, made anew: its settings or inputs have changed")
     else:
-        journal.say(f"{what}: {folder}")
+        journal.say(f"{what}: {folder}{why}")
+
+
+def _why_anew(folder: Path) -> str:
+    """Say why what a folder holds would be made anew; empty where nothing was made there."""
+    if is_unfinished(folder):
+        return ", made anew: it was not finished"
+    return ", made anew: its settings or inputs have changed" if is_made(folder) else ""
 
 
 def warm_up(
@@ -72,11 +77,11 @@ def warm_up(
     """
     if world.is_main:
         put_back_replaced(config.out_dir)
-    was_there = (config.out_dir / "manifest.json").is_file()
+    why = _why_anew(config.out_dir)
 
     def train() -> None:
-        if was_there:
-            journal.say(f"{config.out_dir}: made anew, its settings or inputs have changed")
+        if why:
+            journal.say(f"warmed-up policy: {config.out_dir}{why}")
         world.broadcast(True)
         _train(run, config, world, journal, now=now)
 

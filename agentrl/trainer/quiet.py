@@ -3,13 +3,15 @@
 import os
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
 
 def quiet_libraries() -> None:
     """Silence the bars and advice of transformers; a download from the hub keeps its bar.
 
-    `TRANSFORMERS_VERBOSITY`, where it is set, decides about the advice.
+    What the hub's client says of each new try goes too. `TRANSFORMERS_VERBOSITY` and
+    `HF_HUB_VERBOSITY`, where they are set, decide about the words of the two.
     """
     hub_was_silent = are_progress_bars_disabled()
     logging.disable_progress_bar()
@@ -17,3 +19,5 @@ def quiet_libraries() -> None:
         enable_progress_bars()
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        hub_logging.set_verbosity_error()

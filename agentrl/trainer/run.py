@@ -31,7 +31,12 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import TemplateReport
 from agentrl.trainer.build import prepare_parts
 from agentrl.trainer.datasets import RunData, load_run_data
-from agentrl.trainer.engine_choice import build_engine, build_scripted_engine, choose_engine
+from agentrl.trainer.engine_choice import (
+    announce_start,
+    build_engine,
+    build_scripted_engine,
+    choose_engine,
+)
 from agentrl.trainer.interruption import Interruption
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preflight import check_run, claim_file, claim_prepared, is_made_later
@@ -85,9 +90,6 @@ def opened(
                     config, journal, world_size=world.size, file=run_file, purpose=purpose
                 )
             yield Opened(config=config, world=world, journal=journal, plugins=plugins)
-    except KeyboardInterrupt as stop:
-        journal.say(": ".join(["interrupted", *map(str, stop.args)]))
-        raise
     finally:
         journal.close()
         stop_world()
@@ -154,6 +156,7 @@ def rollout_from_file(
         seed_everything(config.trainer.seed)
         setup = make_rollout_setup(config, run.plugins, probe_model(config, run.plugins, now=now))
         prompts = choose_prompts(load_run_data(config, setup), options)
+        run.journal.say(*announce_start(config))
         engine = load_engine(config, setup, run.world)
         manager = make_manager(config, setup, engine)
         plan = manager.val_plan(options.split) if options.greedy else manager.train_plan()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from agentrl.config import RunConfig, read_config
+from agentrl.config import RunConfig, read_config, telling_where
+from agentrl.config.problems import naming_file
+from agentrl.engines.sglang.arguments import check_given
 from agentrl.engines.sglang.launch import Say, ServeOptions, plan_servers, serve
 from agentrl.errors import ConfigError
 from agentrl.trainer.engine_choice import sglang_needs
@@ -23,12 +25,16 @@ def serve_from_file(
     Of the file only the model, the lengths and `rollout.engine.sglang` are looked at.
 
     Raises:
-        ConfigError: for a model that is not there yet, too few devices, a port that is taken.
+        ConfigError: for a model that is not there yet, a server argument that SGLang does not know,
+            too few devices, a port that is taken.
+        MissingExtraError: where SGLang is not installed.
         EngineError: where a server does not start, or died too often.
     """
     quiet_libraries()
-    config, _ = read_config(run_file, overrides)
-    refuse_unmade_model(config, run_file)
+    config, report = read_config(run_file, overrides)
+    with telling_where(overrides, report), naming_file(run_file):
+        refuse_unmade_model(config, run_file)
+        check_given(config.rollout.engine.sglang.server_arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plans = plan_servers(sglang_needs(config, resolve_dtype(config.model, device)), options)
     asyncio.run(serve(plans, say=say, max_restarts=options.max_restarts))

@@ -184,10 +184,44 @@ async def test_without_a_server_the_error_names_each_and_what_is_wrong_with_it(c
         with pytest.raises(EngineError, match="no SGLang server is left") as raised:
             await ask(engine)
         told = str(raised.value)
-        assert f"{dead.address}: {dead.address} is gone: " in told
-        assert f"{late.address}: {late.address} has not answered /health for 0.1 s" in told
+        assert f"{dead.address} does not answer: no connection" in told
+        assert f"{late.address} has not answered /health for 0.1 s" in told
+        assert told.count(dead.address) == told.count(late.address) == 1
         assert f"{short.address}: it takes inputs of at most 100 tokens, the run needs 499" in told
         await dead.start()
+
+
+async def test_addresses_at_which_nothing_ever_answered_are_the_run_file_s_mistake(
+    connect: Opened,
+):
+    never = FakeSGLang()
+    async with running(never):
+        engine = connect(never)
+        await never.kill()
+        with pytest.raises(EngineError, match="no SGLang server answers") as raised:
+            await engine.update_weights([], version=1)
+        told = str(raised.value)
+        assert told.count(never.address) == 1
+        assert "agentrl serve" in told
+        assert raised.value.details["key"] == "rollout.engine.sglang_server.addresses"
+        await never.start()
+
+
+async def test_the_death_of_one_of_two_is_told_once_and_who_takes_its_requests(
+    pair: tuple[FakeSGLang, FakeSGLang], connect: Opened, caplog: pytest.LogCaptureFixture
+):
+    engine = connect(*pair)
+    await ask(engine)
+    await asyncio.gather(*(server.kill() for server in pair))
+    with pytest.raises(EngineError, match="no SGLang server is left"):
+        await engine.follow_update(version=1)
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"{pair[0].address} is gone: no connection")
+    assert first.endswith("; its requests go to the others")
+    assert last.startswith(f"{pair[1].address} is gone: no connection")
+    assert "requests" not in last, "there are no others"
+    for server in pair:
+        await server.start()
 
 
 async def test_the_only_server_killed_under_a_call_is_a_clear_error(connect: Opened):

@@ -147,6 +147,16 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         ("tools: []\ntool: []\n", "tool", "did you mean 'tools'"),
         ("tools: [3]\n", "tools[0]", "valid dictionary"),
         ("tools: [{config: {}}]\n", "tools[0].class_name", "Field required"),
+        (
+            f"tools: [{{config: {{text: {'long ' * 40}}}, mcp: null}}]\n",
+            "tools[0].class_name",
+            "(found a mapping with config, mcp)",
+        ),
+        (
+            f"tools:\n{CALCULATOR}    config: {'long_' * 40}end\n",
+            "tools[0].config",
+            "long_end')",
+        ),
         (f"tools:\n{CALCULATOR}    confg: {{}}\n", "tools[0].confg", "did you mean 'config'"),
         (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "dictionary"),
         (f"tools:\n{CALCULATOR}    config: {{type: mcp}}\n", "tools[0].config.type", "not yet"),
@@ -198,6 +208,13 @@ def test_a_class_path_that_is_no_tool_is_refused_before_anything_is_built(
     error = refused(written(tmp_path, text), PluginError)
     assert what in str(error)
     assert error.details["key"] == "tools[1].class_name"
+
+
+def test_a_wrong_class_name_leads_to_the_nearest_tool_and_to_tools_alone(tmp_path: Path):
+    text = "tools: [{class_name: agentrl.tools.calculator_tool.CalculatorTol}]\n"
+    error = refused(written(tmp_path, text), PluginError)
+    assert "has no 'CalculatorTol'; did you mean 'CalculatorTool'?" in str(error)
+    assert error.details["expected"] == "one of CalculatorTool"
 
 
 class Bomb(FlakyTool):

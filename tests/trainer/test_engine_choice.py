@@ -7,9 +7,10 @@ import pytest
 
 from agentrl.config import RunConfig, parse_config
 from agentrl.config.checks import check_config
+from agentrl.engines.sglang import arguments
 from agentrl.errors import ConfigError
 from agentrl.trainer import engine_choice
-from agentrl.trainer.engine_choice import choose_engine
+from agentrl.trainer.engine_choice import announce_start, check_engine, choose_engine
 
 
 def config_of(**sections: Any) -> RunConfig:
@@ -47,3 +48,37 @@ def test_engines_of_several_ranks_that_would_share_devices_are_refused():
     check_config(config)
     with pytest.raises(ConfigError, match="tp_size: is 2, and each of 4 ranks has its own"):
         check_config(config, world_size=4)
+
+
+@pytest.fixture
+def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed SGLang that knows two arguments."""
+    for module in (engine_choice, arguments):
+        monkeypatch.setattr(module, "find_spec", lambda _: importlib.util.find_spec("json"))
+    monkeypatch.setattr(arguments, "known_arguments", lambda: {"tp_size", "page_size"})
+
+
+@pytest.mark.usefixtures("with_sglang")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"pagesize": 2}, "such as page_size"),
+        ({"dp_size": 2}, "takes no new weights"),
+        ({"model_path": "a"}, "decided by other keys"),
+    ],
+)
+def test_an_argument_that_sglang_cannot_be_given_is_refused_before_it_starts(
+    given: dict[str, Any], told: str
+):
+    def config(name: str) -> RunConfig:
+        return config_of(rollout={"engine": {"name": name, "sglang": given}})
+
+    with pytest.raises(ConfigError, match=told) as error:
+        check_engine(config("sglang"))
+    assert error.value.details["key"] == f"rollout.engine.sglang.{next(iter(given))}"
+    check_engine(config("transformers"))
+
+
+def test_only_an_engine_that_takes_long_is_announced():
+    assert announce_start(config_of()) == ()
+    assert "a minute" in announce_start(config_of(rollout={"engine": {"name": "sglang"}}))[0]

@@ -90,6 +90,12 @@ def is_made(out_dir: Path) -> bool:
     return found is not None and found.complete
 
 
+def is_unfinished(out_dir: Path) -> bool:
+    """Whether the making of a folder's files was begun, and not ended."""
+    found = _read(out_dir / _NAME)
+    return found is not None and not found.complete
+
+
 def _family(manifest: Manifest) -> str:
     return manifest.maker.partition("/")[0]
 

@@ -109,7 +109,7 @@ def check_given(given: Mapping[str, Any]) -> None:
         ConfigError: naming the key and what is near it.
         MissingExtraError: where SGLang is not installed.
     """
-    known = known_arguments()
+    require_sglang()
     for name in UNSYNCED:
         if given.get(name, 1) != 1:
             raise ConfigError(
@@ -124,6 +124,13 @@ def check_given(given: Mapping[str, Any]) -> None:
                 key=f"rollout.engine.sglang.{name}",
                 expected="rollout.max_model_len, model.path or model.tokenizer_path",
             )
+    if given:
+        _refuse_unknown(given)
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    known = known_arguments()
+    for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(

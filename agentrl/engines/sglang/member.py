@@ -50,6 +50,17 @@ class Member:
         """Whether it gets calls."""
         return self.trouble is None
 
+    def in_words(self, verb: str = "") -> str:
+        """Its address, once, and what is wrong with it.
+
+        Args:
+            verb: Stands between the two where what is wrong does not begin with the address.
+        """
+        trouble = self.trouble or "it is in"
+        if trouble.startswith(self.name):
+            return trouble
+        return f"{self.name}{verb}: {trouble.replace(self.name, 'it')}"
+
     @property
     def version(self) -> int | None:
         """Which weights it has; None: it was not heard yet, or they are called by no number."""

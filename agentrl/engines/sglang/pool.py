@@ -184,9 +184,11 @@ class ServerPool:
 
     def take_out(self, member: Member, trouble: str) -> None:
         """Give a member no more calls, and end those that run on it."""
-        if member.is_in and not self._is_closed:
-            self._say(f"{member.name} is out: {trouble}")
-        member.trouble = trouble
+        was_in, member.trouble = member.is_in, trouble
+        if was_in and not self._is_closed:
+            is_left = any(other.is_in for other in self.members)
+            rest = "; its requests go to the others" if is_left else ""
+            self._say(f"{member.in_words(verb=' is out')}{rest}")
         member.end_calls()
 
     def _fail(self, member: Member, error: EngineError) -> None:
@@ -195,7 +197,7 @@ class ServerPool:
 
     def in_words(self) -> str:
         """Each address and what is wrong with it."""
-        return "; ".join(f"{m.name}: {m.trouble or 'in'}" for m in self.members)
+        return "; ".join(member.in_words() for member in self.members)
 
     async def look_at_all(self) -> None:
         """Look at every member, at once."""
@@ -345,7 +347,15 @@ class ServerPool:
         self.take_out(member, why)
 
     def _none_left(self) -> EngineError:
-        return EngineError("no SGLang server is left", servers=self.in_words())
+        if any(member.state is not None for member in self.members):
+            return EngineError("no SGLang server is left", servers=self.in_words())
+        return EngineError(
+            "no SGLang server answers",
+            servers=self.in_words(),
+            key="rollout.engine.sglang_server.addresses",
+            expected="the addresses of running servers: `agentrl serve` starts some, and prints "
+            "theirs",
+        )
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

@@ -71,6 +71,7 @@ class SGLangServer:
         self._session = session
         self._settings = settings
         self._aborts: set[asyncio.Task[None]] = set()
+        self._has_answered = False
 
     async def generate(self, fields: JsonFields) -> JsonFields:
         """Ask for one completion (see `Backend.generate`).
@@ -174,8 +175,10 @@ class SGLangServer:
         try:
             async with asyncio.timeout(timeout_s), asked.send(self._session, self.name) as answer:
                 body = await answer.read()
+                self._has_answered = True
         except aiohttp.ClientError as error:
-            raise ServerLostError(f"{self.name} is gone: {_broken(error)}") from error
+            what = "is gone" if self._has_answered else "does not answer"
+            raise ServerLostError(f"{self.name} {what}: {_broken(error)}") from error
         except TimeoutError:
             raise ServerLateError(
                 f"{self.name} has not answered /{asked.route} for {timeout_s:g} s"

@@ -53,18 +53,18 @@ class Checkup:
             check: Finds something out. What it raises is a fault; a `SkipCheckError` is none.
             advice: What to do where an error does not say it itself.
         """
-        begun, checked = time.monotonic(), None
+        begun, checked, skipped = time.monotonic(), None, None
         self._show(f"{name} ...")
         try:
             checked = check()
             verdict, lines = checked.verdict, _lines(checked)
         except SkipCheckError as why:
-            verdict, lines = Verdict.SKIPPED, (str(why),)
+            verdict, lines, skipped = Verdict.SKIPPED, (str(why),), why
         except Exception as error:  # noqa: BLE001 - the boundary round one check
             verdict, lines = Verdict.FAIL, _told(error, advice)
         self.rows.append(Row(name, verdict, lines, time.monotonic() - begun))
         self._show()
-        return Result(name, checked)
+        return Result(name, checked, skipped)
 
     def _show(self, running: str = "") -> None:
         self._live.update(make_table(self.rows, running), refresh=True)
@@ -73,6 +73,7 @@ class Checkup:
 def make_table(rows: Sequence[Row], running: str = "") -> Table:
     """Lay the rows out, and below them the check under way."""
     table = Table("check", "verdict", "found", "seconds", caption=running or None)
+    table.columns[2].overflow = "fold"  # a path that is cut leads nowhere
     table.columns[3].justify = "right"
     for row in rows:
         verdict = f"[{_COLOURS[row.verdict]}]{row.verdict}[/]"

@@ -38,6 +38,7 @@ from agentrl.trainer.doctor.model import (
 )
 from agentrl.trainer.doctor.records import Result, Row
 from agentrl.trainer.doctor.weight_sync import check_sync, check_way_back
+from agentrl.trainer.preflight import is_made_later
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_setup import Plugins, RolloutSetup
 from agentrl.training.distributed import stop_world
@@ -95,8 +96,8 @@ def look_at_parts(checkup: Checkup, config: Result[RunConfig], stack: ExitStack)
     here = look("disk", lambda: check_disk(config.need(), stack))
     world = look("device", lambda: check_device(config.need()))
     plugins = look("tools and users", lambda: check_plugins(config.need()))
-    made = look("prepare", lambda: check_preparation(config.need(), world.need(), plugins.need()))
-    tokenizer = look("tokenizer", lambda: check_tokenizer_files(after(made, config.need())))
+    made = look("prepare", lambda: check_preparation(config.need(), world.need(), plugins))
+    tokenizer = look("tokenizer", lambda: check_tokenizer_files(with_model(config.need(), made)))
     probed = look(
         "template: law 3, text stays text",
         lambda: check_law_3(after(tokenizer, config.need()), plugins.need()),
@@ -169,6 +170,17 @@ def look_at_engine(
         lambda: check_way_back(config.need(), hand_over.need(), requests.need(), runner),
     )
     look("engine end", lambda: check_end(engine.need(), before, runner))
+
+
+def with_model(config: RunConfig, made: Result[None]) -> RunConfig:
+    """Give a run to a check of its model, which may have been made by an earlier run.
+
+    Raises:
+        SkipCheckError: where `prepare` came to no end, and has yet to make it.
+    """
+    named = (config.model.path, config.model.tokenizer_path or config.model.path)
+    is_missing = any(is_made_later(config, Path(name)) for name in named)
+    return after(made, config) if is_missing else config
 
 
 def after(first: Result[Any], value: T) -> T:

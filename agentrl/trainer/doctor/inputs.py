@@ -8,7 +8,15 @@ from pathlib import Path
 
 from jsonschema import Draft202012Validator, SchemaError
 
-from agentrl.config import RunConfig, check_config, read_config, telling_where
+from agentrl.config import (
+    RunConfig,
+    SftConfig,
+    TinyPolicyConfig,
+    check_config,
+    read_config,
+    telling_where,
+)
+from agentrl.data.prepare.manifest import is_made
 from agentrl.data.prompt import Prompt
 from agentrl.errors import AgentRLError
 from agentrl.tools import BaseTool
@@ -16,7 +24,8 @@ from agentrl.tools.life import ToolSession
 from agentrl.trainer.build import make_order
 from agentrl.trainer.data_record import DataRecord, check_rows
 from agentrl.trainer.datasets import RunData, load_run_data
-from agentrl.trainer.doctor.records import Checked
+from agentrl.trainer.doctor.records import Checked, Result
+from agentrl.trainer.engine_choice import check_engine
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preflight import check_inputs, check_names, claim_prepared
 from agentrl.trainer.preparation import prepare_run
@@ -38,7 +47,7 @@ def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfi
     config, report = read_config(run_file, overrides)
     notes: list[str] = []
     faults: list[str] = []
-    for look in (check_config, check_names, check_inputs):
+    for look in (check_config, check_names, check_inputs, check_engine):
         try:
             with telling_where(overrides, report):
                 notes += map(str, look(config) or ())
@@ -62,13 +71,38 @@ def check_plugins(config: RunConfig) -> Checked[Plugins]:
     return Checked(plugins, told, tuple(find_classes_of_verl(config)), wrong)
 
 
-def check_preparation(config: RunConfig, world: World, plugins: Plugins) -> Checked[None]:
-    """Make what the run file's `prepare` names and is not there: the one thing that stays."""
+def check_preparation(config: RunConfig, world: World, plugins: Result[Plugins]) -> Checked[None]:
+    """Make what the run file's `prepare` names and is not there: the one thing that stays.
+
+    Raises:
+        SkipCheckError: where something is to be made for tools that cannot be built.
+    """
     claim_prepared(config)
     silent = Journal(config.trainer, is_main=False)
-    prepare_run(config, world, silent, plugins.tools, now=datetime.now())
+    if plugins.is_there:
+        prepare_run(config, world, silent, plugins.need().tools, now=datetime.now())
+    else:
+        prepare_run(leave_as_made(config, plugins), world, silent, [], now=datetime.now())
     named = [name for name, maker in config.prepare if maker is not None]
     return Checked(None, f"there: {', '.join(named)}" if named else "nothing to make")
+
+
+def leave_as_made(config: RunConfig, plugins: Result[Plugins]) -> RunConfig:
+    """Leave out of a run's `prepare` what was made for its tools, which cannot be built now.
+
+    Raises:
+        SkipCheckError: where it is yet to be made.
+    """
+    prepare = config.prepare
+    knowing: dict[str, TinyPolicyConfig | SftConfig] = {}
+    if prepare.tiny_policy is not None:
+        knowing["tiny_policy"] = prepare.tiny_policy
+    if prepare.sft is not None and prepare.sft.tool_config_path is not None:
+        knowing["sft"] = prepare.sft
+    if not all(is_made(maker.out_dir) for maker in knowing.values()):
+        plugins.need()
+    left = prepare.model_copy(update=dict.fromkeys(knowing))
+    return config.model_copy(update={"prepare": left})
 
 
 def check_data(config: RunConfig, setup: RolloutSetup) -> Checked[RunData]:

@@ -11,7 +11,7 @@ from agentrl.trainer.build import count_weights, find_endless_turn
 from agentrl.trainer.datasets import RunData, prompt_encoder
 from agentrl.trainer.doctor.machine import nearest_folder
 from agentrl.trainer.doctor.records import Checked
-from agentrl.trainer.preflight import check_room
+from agentrl.trainer.preflight import check_model_folders, check_room
 from agentrl.trainer.rollout_setup import (
     Plugins,
     ProbedModel,
@@ -36,6 +36,7 @@ def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]
     Raises:
         ConfigError: where they cannot work together.
     """
+    check_model_folders(config)
     tokenizer, found = load_tokenizer(config.model), load_hf_config(config.model)
     check_tokenizer(tokenizer, found)
     check_model_length(config, found.max_position_embeddings)

@@ -50,20 +50,29 @@ class Result(Generic[T]):
     Args:
         name: Of the check.
         checked: None where it came to no end.
+        skipped: Why it was not made; None: it was.
     """
 
-    def __init__(self, name: str, checked: Checked[T] | None) -> None:
+    def __init__(
+        self, name: str, checked: Checked[T] | None, skipped: SkipCheckError | None = None
+    ) -> None:
         self._name = name
         self._checked = checked
+        self._skipped = skipped
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a value."""
+        return self._checked is not None
 
     def need(self) -> T:
         """Give the check's value to a check that cannot do without it.
 
         Raises:
-            SkipCheckError: where there is none.
+            SkipCheckError: where there is none; it names the first that came to no end.
         """
         if self._checked is None:
-            raise SkipCheckError(f"because of {self._name!r}")
+            raise self._skipped or SkipCheckError(f"because of {self._name!r}")
         return self._checked.value
 
 
