@@ -117,16 +117,9 @@ def build_parts(
     policy = load_policy(config.model, world, config.actor.fsdp_config)
     if total_steps:
         check_room(config.trainer.default_local_dir, count_weights(policy), config)
-    prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
-    budget = config.actor.ppo_max_token_len_per_gpu
-    if doubt := find_implausible(policy, prompt[:_PROMPT_TOKENS], budget):
+    if doubt := find_doubt(config, policy, setup, data):
         journal.say(f"note: {doubt}")
-    journal.say(*announce_start(config))
-    engine = build_engine(
-        config, policy.lm, setup.tokenizer, device=world.device, dtype=policy.compute_dtype
-    )
-    if choose_engine(config) == "scripted":
-        journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
+    engine = start_engine(config, policy, setup, journal)
     journal.say(
         f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
         f"on {world.device.type} x {world.size}; engine: {describe_engine(config)}; "
@@ -151,6 +144,27 @@ def build_parts(
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,
     )
+
+
+def find_doubt(
+    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData
+) -> str | None:
+    """Say where policy and tokenizer may not belong together, by how the policy reads a prompt."""
+    prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
+    budget = config.actor.ppo_max_token_len_per_gpu
+    return find_implausible(policy, prompt[:_PROMPT_TOKENS], budget)
+
+
+def start_engine(
+    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, journal: Journal
+) -> Engine:
+    """Start the engine with the policy's weights; what takes long is announced."""
+    journal.say(*announce_start(config))
+    device, dtype = policy.world.device, policy.compute_dtype
+    engine = build_engine(config, policy.lm, setup.tokenizer, device=device, dtype=dtype)
+    if choose_engine(config) == "scripted":
+        journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
+    return engine
 
 
 def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
