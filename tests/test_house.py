@@ -16,7 +16,12 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name == "types" else ()) for name in CHECKS]
+)
 def test_house_stands(name: str) -> None:
     command, *arguments = CHECKS[name]
     found = shutil.which(command, path=f"{Path(sys.executable).parent}") or shutil.which(command)

@@ -100,6 +100,7 @@ def scripted_run(home: Path) -> Iterator[ScriptedRun]:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_tools_and_interaction_are_walked_by_every_row(scripted_run: ScriptedRun):
     engine: Any = scripted_run.trainer.parts.engine
     metrics = scripted_run.metrics
@@ -123,6 +124,7 @@ def test_tools_and_interaction_are_walked_by_every_row(scripted_run: ScriptedRun
     assert 0 < metrics["rollout/mask_ones_ratio"] < 0.7
 
 
+@pytest.mark.slow
 def test_rewards_of_the_script_move_the_weights(scripted_run: ScriptedRun):
     trainer, batch = scripted_run.trainer, scripted_run.batch.batch
     advantages, mask = batch["advantages"], batch["response_mask"].bool()
@@ -137,6 +139,7 @@ def test_rewards_of_the_script_move_the_weights(scripted_run: ScriptedRun):
     assert all(not torch.equal(old, after[name]) for name, old in scripted_run.before.items())
 
 
+@pytest.mark.slow
 def test_checkpoint_is_complete_and_loads_as_written(scripted_run: ScriptedRun):
     trainer, path = scripted_run.trainer, scripted_run.path
     saved = load_file(path / "model.safetensors")

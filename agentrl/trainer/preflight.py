@@ -7,7 +7,7 @@ from pathlib import Path
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose, RunConfig, check_config
 from agentrl.data.prepare.manifest import is_made, is_unfinished
-from agentrl.errors import AgentRLError, ConfigError, DataError
+from agentrl.errors import AgentRLError, ConfigError, DataError, MissingExtraError
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.engine_choice import check_engine
@@ -23,8 +23,12 @@ def check_run(
     world_size: int = 1,
     file: Path | None = None,
     purpose: Purpose = Purpose.TRAIN,
+    starts_here: bool = True,
 ) -> Plugins:
     """Refuse a run that cannot succeed, and say what its user should know.
+
+    A run file that is only looked at may be meant for another machine: with `starts_here` false
+    what is not installed on this one is a note.
 
     Returns:
         The run's plug-ins: building them is part of the check.
@@ -42,7 +46,7 @@ def check_run(
         check_names(config)
         check_inputs(config)
         if purpose is not Purpose.SFT:
-            check_engine(config)
+            _check_engine_here(config, journal, starts_here=starts_here)
         plugins = load_plugins(config)
     except AgentRLError as error:
         # What a plug-in's own YAML is to blame for names that file already.
@@ -51,6 +55,15 @@ def check_run(
         raise
     journal.say(*(f"note: {classes}" for classes in find_classes_of_verl(config)))
     return plugins
+
+
+def _check_engine_here(config: RunConfig, journal: Journal, *, starts_here: bool) -> None:
+    try:
+        check_engine(config)
+    except MissingExtraError as missing:
+        if starts_here:
+            raise
+        journal.say(f"note: on this machine, {missing}")
 
 
 def check_names(config: RunConfig) -> None:

@@ -243,7 +243,8 @@ def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -
     with telling_where(overrides, report):
         check_config(config, file=run_file)
         _say(console, describe(config))
-        plugins = check_run(config, Journal(config.trainer, console=console), file=run_file)
+        journal = Journal(config.trainer, console=console)
+        plugins = check_run(config, journal, file=run_file, starts_here=False)
     _say(console, f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")
     _say(console, f"interactions: {', '.join(plugins.interactions) or 'none'}")
     model = Path(config.model.tokenizer_path or config.model.path)

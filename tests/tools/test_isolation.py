@@ -44,8 +44,8 @@ async def test_blocking_code_on_a_thread_holds_up_nobody_and_times_out():
     silence = await longest_silence(running)
     outcomes = running.result()
     assert [o.outcome for o in outcomes] == [Outcome.TIMEOUT] * 2
-    assert max(o.seconds for o in outcomes) < 0.3
-    assert silence < 0.15
+    assert max(o.seconds for o in outcomes) < 0.45
+    assert silence < 0.4, "less than the half second that the tool blocks"
 
 
 async def test_a_thread_that_awaits_for_ever_is_ended():

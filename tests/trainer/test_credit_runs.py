@@ -52,6 +52,7 @@ def train(tiny_home: Path, tmp_path: Path, alone: None) -> Train:
     return run
 
 
+@pytest.mark.slow
 def test_law_11_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopped(
     train: Train, tmp_path: Path
 ):

@@ -12,6 +12,8 @@ from tests.fakes_engines import tiny_model
 from tests.fakes_ranks import ESTIMATORS, MODES, run
 from tests.fakes_torchrun import ranks_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
