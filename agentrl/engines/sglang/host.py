@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import psutil
@@ -174,6 +175,8 @@ class SGLangHost:
     ) -> None:
         asyncio.set_event_loop(self._loop)
         # Its processes inherit this: a Ctrl-C in the terminal is for the trainer alone to answer.
+        # Python lifts it where it starts its resource tracker, so that is started before.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _undisturbed(environment):
