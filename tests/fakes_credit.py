@@ -32,6 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rollout_rs": "token_k1,seq_mean_k2", "rollout_rs_threshold": "0.75_1.4,0.03",
         },
     },
+    "turns": {"rollout_correction": {"rollout_rs": "turn_mean_k2", "rollout_rs_threshold": 0.03}},
     "kl": {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_ctrl": ADAPTIVE},
     "kept": {
         "use_kl_in_reward": True, "kl_ctrl": ADAPTIVE,

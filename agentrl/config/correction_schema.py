@@ -107,6 +107,15 @@ class RolloutCorrectionConfig(Section):
     """`bypass_mode`: which loss."""
 
     @property
+    def reads_turns(self) -> bool:
+        """Whether a weight or a test is one of turns, so that tokens must be known by turn."""
+        own = self.effective
+        if own.rollout_is == "turn" or own.rollout_rs is None:
+            return own.rollout_is == "turn"
+        tests = parse_rejections(own.rollout_rs, own.rollout_rs_threshold)
+        return any(test.level == "turn" for test in tests)
+
+    @property
     def effective(self) -> "RolloutCorrectionConfig":
         """These settings with those of the preset."""
         if self.preset is None:

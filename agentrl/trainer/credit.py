@@ -145,7 +145,8 @@ class Credit:
         """What all of this reads."""
         tensors, objects = columns_read(batch, self.config)
         read = {*tensors, "token_level_scores", "response_mask"}
-        read |= set() if self.correction.bypass_mode else {*CORRECTED}
+        if not self.correction.bypass_mode:
+            read |= {*(CORRECTED if self.correction.reads_turns else CORRECTED[:2])}
         if self.config.use_kl_in_reward:
             read |= {"old_log_probs", "ref_log_prob", "in_baseline"}
         return [name for name in map(str, tensors_of(batch).keys()) if name in read], objects

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from agentrl.algorithms.advantages.discounting import compute_discounted_sums
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.trained_tokens import TrainedTokens
-from agentrl.algorithms.masked import masked_whiten
+from agentrl.algorithms.masked import WHITENING_EPSILON, masked_whiten
 
 
 @register_adv_est("gae")
@@ -66,7 +66,7 @@ def compute_gae_verl_advantage_return(
     trained_before = mask.cumsum(dim=-1) - mask.long()
     everywhere = pad(advantages, (0, 1)).gather(1, trained_before)
     kept = advantages[tokens.present]
-    whitened = (everywhere - kept.mean()) * (kept.var() + 1e-8).rsqrt()
+    whitened = (everywhere - kept.mean()) * (kept.var() + WHITENING_EPSILON).rsqrt()
     return whitened, everywhere + values
 
 

@@ -34,8 +34,8 @@ def compute_policy_loss_dppo_tv(
     and pi_old - pi > low. `clip_ratio_low` and `clip_ratio_high` are bounds of the difference of
     probabilities here, not of the ratio.
 
-    Source: Qi et al. 2026 (arXiv 2602.04879), the binary approximation of total variation;
-    section 5.4 for min(r, c), where c (`clip_ratio_c`) should be large: 20 in the paper's code.
+    Source: Qi et al. 2026 (arXiv 2602.04879), the binary approximation of total variation,
+    with min(r, c), where c (`clip_ratio_c`) should be large: 20 in verl.
 
     Returns:
         The loss, and `actor/ppo_kl`, `actor/pg_clipfrac` (share of dropped tokens),
