@@ -105,6 +105,12 @@ class RewardError(AgentRLError, ValueError):
     """A scorer that raised or returned no finite number; fails with `Fault.REWARD`."""
 
 
+class SandboxError(AgentRLError, RuntimeError):
+    """A sandbox that cannot start or went away: its own fault, not that of the code it runs
+    (details: `provider`, `expected`).
+    """
+
+
 class ToolLifeError(AgentRLError, RuntimeError):
     """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
 

@@ -2,7 +2,7 @@
 
 Leaf names are the field's. Models refuse unknown keys and are frozen: what was checked stays true.
 `actor`, `ref` and `critic` stand in `agentrl.config.update_schema`, `algorithm` in
-`agentrl.config.algorithm_schema`, `prepare` in
+`agentrl.config.algorithm_schema`, `reward` in `agentrl.config.reward_schema`, `prepare` in
 `agentrl.config.prepare_schema`. Checks across keys live in `agentrl.config.checks`; reading files
 in `agentrl.config.load`.
 """
@@ -34,6 +34,14 @@ from agentrl.config.prepare_schema import (
     SftConfig,
     TinyPolicyConfig,
 )
+from agentrl.config.reward_schema import (
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardWeightsConfig,
+)
+from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.config.section import FolderOrHubName, Section, Seed, UserPath
 from agentrl.config.update_schema import (
     ActorConfig,
@@ -71,12 +79,14 @@ __all__ = [
     "PrepareConfig",
     "RefConfig",
     "RewardConfig",
+    "RewardFunctionConfig",
     "RewardWeightsConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
     "SGLangConfig",
     "SGLangServerConfig",
+    "SandboxConfig",
     "ScriptedEngineConfig",
     "Section",
     "Seed",
@@ -266,54 +276,6 @@ class RolloutConfig(Section):
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     failure: FailureConfig = FailureConfig()
-
-
-class CustomRewardConfig(Section):
-    """A scorer of the user's own."""
-
-    path: str
-    """`package.module` or `path/to/file.py`."""
-    name: str = "compute_score"
-    """The function in it."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Passed to every call."""
-
-
-class RewardWeightsConfig(Section):
-    """How rewards of several sources become one."""
-
-    trajectory: float = 1.0
-    """Weight of the scorer's number for the finished request."""
-    turn: float = 0.0
-    """Weight of the interaction's and tools' rewards for single turns, on their own turns."""
-    tool: float = 0.0
-    """Weight of `calc_reward` of the tools."""
-
-
-class OverlongBufferConfig(Section):
-    """Soft punishment of training samples that come near `data.max_response_length`."""
-
-    enable: bool = False
-    len: int = Field(default=0, ge=0)
-    """Sampled tokens before the limit over which the punishment grows from 0 on."""
-    penalty_factor: float = Field(default=1.0, ge=0)
-    """What is taken off the reward at the limit."""
-
-
-class RewardConfig(Section):
-    """Scoring."""
-
-    manager: str = "naive"
-    """Name of a registered reward manager."""
-    custom_reward_function: CustomRewardConfig | None = None
-    """null: the bundled scorer of the row's `data_source`."""
-    weights: RewardWeightsConfig = RewardWeightsConfig()
-    placement: Literal["last", "spread"] = "last"
-    """On which trained tokens a reward lands: the last of its turn or trajectory, or all of them
-    in equal parts."""
-    timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one score."""
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 def _resume_path_by_its_short_name(mode: object) -> object:

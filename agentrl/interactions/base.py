@@ -106,6 +106,13 @@ class BaseInteraction:
             Exception: Recorded, and nothing more.
         """
 
+    async def shutdown(self) -> None:
+        """Give back what the whole run shares: connections, pools. Called once, when a run ends.
+
+        Raises:
+            Exception: Logged, and nothing more.
+        """
+
 
 def _content(value: Any, interaction: str) -> str:
     if value is None or isinstance(value, str):

@@ -32,6 +32,10 @@ class RewardManager(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Give back what the run shares: processes, connections. Called once, when a run ends."""
+        ...
+
 
 RewardManagerFactory = Callable[[ScoreFn, RewardConfig], RewardManager]
 F = TypeVar("F", bound=RewardManagerFactory)
@@ -88,6 +92,9 @@ class NaiveRewardManager:
             for request in requests:
                 if request.state is RequestState.COMPLETED:
                     group.create_task(self._score_one(request, room))
+
+    async def close(self) -> None:
+        """Hold nothing, so give nothing back."""
 
     async def _score_one(self, request: AsyncRolloutRequest, room: asyncio.Semaphore) -> None:
         async with room:

@@ -50,11 +50,23 @@ class CallRecord(Record):
     call_id: str = ""
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
-    outcome: Literal["ok", "tool_error", "malformed", "timeout", "crashed", "skipped"] = "ok"
-    """`tool_error`: the tool raised `ToolError`; `crashed`: it raised something else."""
+    outcome: Literal[
+        "ok", "tool_error", "malformed", "timeout", "crashed", "unavailable", "skipped"
+    ] = "ok"
+    """`tool_error`: the tool raised `ToolError`; `crashed`: it raised something else;
+    `unavailable`: it was not asked, for it has failed too often lately."""
     message: str = ""
     """What went wrong, in words; empty where nothing did."""
     seconds: float = 0.0
+    """Of the execution, all its attempts together."""
+    queue_seconds: float = 0.0
+    """Waited for a place before (concurrency, rate)."""
+    num_attempts: int = 1
+    """Executions, repeated ones included; 0 where a cache answered or nothing was asked."""
+    is_cached: bool = False
+    """Whether a cache answered."""
+    span: tuple[int, int] | None = None
+    """The call's own tokens in the response: the first, and behind the last; None: not located."""
     reward: float | None = None
     num_tokens: int = 0
     """Tokens of the observation as appended."""

@@ -167,6 +167,13 @@ class BaseTool:
             Exception: Recorded, and nothing more.
         """
 
+    async def shutdown(self) -> None:
+        """Give back what the whole run shares: connections, pools. Called once, when a run ends.
+
+        Raises:
+            Exception: Logged, and nothing more.
+        """
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as what it was built from."""
         return type(self), (self.config, self.tool_schema)

@@ -11,6 +11,7 @@ from agentrl.config.schema import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.interactions import registry as interaction_registry
+from agentrl.plugins.shutdown import shut_down
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.draws import draws_check
 from agentrl.rollout.formats import choose_parser
@@ -44,6 +45,11 @@ class Plugins:
     tools: list[BaseTool]
     interactions: dict[str, BaseInteraction]
     rewards: RewardManager
+
+    async def shutdown(self) -> None:
+        """Let every plug-in give back what the whole run shares; none of them can prevent that."""
+        await shut_down([*self.tools, *self.interactions.values()])
+        await self.rewards.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

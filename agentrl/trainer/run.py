@@ -25,7 +25,6 @@ from agentrl.config import (
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
-from agentrl.rewards import RewardManager
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import TemplateReport
@@ -164,7 +163,7 @@ def rollout_from_file(
             prompts, plan._replace(name=options.split, n=options.samples)
         )
         with Interruption(run.world).listening() as interruption, asyncio.Runner() as runner:
-            rolled_out = roll_out(manager, requests, run.plugins.rewards, run.journal)
+            rolled_out = roll_out(manager, requests, run.plugins, run.journal)
             finished = interruption.run(runner, rolled_out)
         show_rollouts(finished, setup, options, console)
         return finished
@@ -204,16 +203,17 @@ def load_engine(config: RunConfig, setup: RolloutSetup, world: World) -> Engine:
 async def roll_out(
     manager: RolloutManager,
     requests: Sequence[AsyncRolloutRequest],
-    rewards: RewardManager,
+    plugins: Plugins,
     journal: Journal,
 ) -> list[AsyncRolloutRequest]:
-    """Drive requests to their ends, score them, and close the engine."""
+    """Drive requests to their ends, score them, and close plug-ins and engine."""
     try:
         with journal.bar("rollout", len(requests)) as advance:
             finished = await manager.rollout(requests, on_finished=lambda _: advance(1))
-        await rewards.score(finished)
+        await plugins.rewards.score(finished)
         return finished
     finally:
+        await plugins.shutdown()
         await manager.house.engine.close()
 
 

@@ -353,15 +353,21 @@ class Trainer:
             )
 
     def close(self) -> None:
-        """Let go of the engine, the tracker and the event loop; may be called twice."""
+        """Let go of plug-ins, engine, tracker and event loop; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self._runner.run(self.parts.engine.close())
+            self._runner.run(self._release())
         finally:
             self._runner.close()
             self.parts.journal.close()
+
+    async def _release(self) -> None:
+        try:
+            await self.parts.setup.plugins.shutdown()
+        finally:
+            await self.parts.engine.close()
 
     def _rescue(self, error: Exception) -> None:
         """Save the last finished step before an error ends the run.

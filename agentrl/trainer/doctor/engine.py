@@ -78,6 +78,7 @@ def check_rollout(
     finished = runner.run(bounded(manager.drive(requests), "the rollout"))
     seconds = monotonic() - begun
     runner.run(bounded(setup.plugins.rewards.score(finished), "the scoring"))
+    runner.run(bounded(setup.plugins.shutdown(), "the end of the plug-ins"))
     return Checked(finished, _describe(finished, seconds), faults=tuple(_failures(finished)))
 
 

@@ -1,0 +1,82 @@
+"""Keys of the scoring: who scores, how rewards become one, and where they land."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.section import Section
+
+
+class CustomRewardConfig(Section):
+    """A scorer of the user's own."""
+
+    path: str
+    """`package.module` or `path/to/file.py`."""
+    name: str = "compute_score"
+    """The function in it."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Passed to every call."""
+
+
+class RewardFunctionConfig(Section):
+    """One of several scorers, whose numbers are weighted and summed."""
+
+    name: str
+    """Under which its number is logged; without `path`, also which bundled scorer it is."""
+    path: str | None = None
+    """A module or file of the user's own, as in `custom_reward_function`; null: a bundled one."""
+    function: str = "compute_score"
+    """The function in `path`."""
+    weight: float = 1.0
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Passed to every call."""
+
+
+class RewardWeightsConfig(Section):
+    """How rewards of several sources become one."""
+
+    trajectory: float = 1.0
+    """Weight of the scorer's number for the finished request."""
+    turn: float = 0.0
+    """Weight of the interaction's and tools' rewards for single turns, on their own turns."""
+    tool: float = 0.0
+    """Weight of `calc_reward` of the tools."""
+
+
+class OverlongBufferConfig(Section):
+    """Soft punishment of training samples that come near `data.max_response_length`."""
+
+    enable: bool = False
+    len: int = Field(default=0, ge=0)
+    """Sampled tokens before the limit over which the punishment grows from 0 on."""
+    penalty_factor: float = Field(default=1.0, ge=0)
+    """What is taken off the reward at the limit."""
+
+
+class RewardConfig(Section):
+    """Scoring."""
+
+    manager: str = "naive"
+    """Name of a registered reward manager."""
+    custom_reward_function: CustomRewardConfig | None = None
+    """null: the bundled scorer of the row's `data_source`."""
+    functions: list[RewardFunctionConfig] = Field(default_factory=list[RewardFunctionConfig])
+    """Several scorers, in place of the one; a row's reward is their weighted sum."""
+    launch_reward_fn_async: bool = True
+    """Score a request as soon as it has ended, while others still roll out."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Processes of the manager `prime`; null: one for each core."""
+    max_concurrent_scores: int = Field(default=64, ge=1)
+    """Scores at work at once."""
+    rate_limit: float | None = Field(default=None, gt=0)
+    """Scores begun in a second, at most; null: no limit."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where scorers run code that a model wrote."""
+    weights: RewardWeightsConfig = RewardWeightsConfig()
+    placement: Literal["last", "spread"] = "last"
+    """On which trained tokens a reward lands: the last of its turn or trajectory, or all of them
+    in equal parts."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds of one score."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()

@@ -1,0 +1,62 @@
+"""What every sandbox can do, whoever keeps the code in."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from agentrl.sandbox.records import Execution
+
+
+class Session(Protocol):
+    """One request's place in a sandbox: files, and for Python names, stay from call to call."""
+
+    async def run(self, source: str, *, timeout_s: float | None = None) -> Execution:
+        """Run Python code, or a shell script, behind what ran before.
+
+        What kills the interpreter ends its state: the next call begins in a new one, with the
+        files that are left, and its `stderr` says so. Cancelling kills what runs.
+
+        Raises:
+            SandboxError: where the sandbox itself failed, and not the code.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Kill what runs and delete the files. May be called twice."""
+        ...
+
+
+class Sandbox(Protocol):
+    """Runs code that a model wrote. One for a run (and event loop), for every request of it."""
+
+    async def open_python(self) -> Session:
+        """Open a session of a Python interpreter, from the warm ones where there is one."""
+        ...
+
+    async def open_shell(self) -> Session:
+        """Open a session of a shell; each call is a new shell in the same folder."""
+        ...
+
+    async def run_program(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout_s: float | None = None,
+    ) -> Execution:
+        """Run one program in a fresh folder that holds `files`, and forget it all.
+
+        Args:
+            argv: The program and its arguments; `python` is the sandbox's own interpreter.
+            files: Texts by relative path.
+            stdin: What it can read.
+            timeout_s: Seconds; None: the configuration's.
+
+        Raises:
+            SandboxError: where the sandbox itself failed, and not the program.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Kill everything and delete every file. May be called twice."""
+        ...
