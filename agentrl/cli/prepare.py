@@ -1,0 +1,57 @@
+"""Commands that make datasets and indices: `prepare`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.app import prepare_app
+from agentrl.cli.arguments import OutDir
+
+
+@prepare_app.command("arithmetic")
+def prepare_arithmetic(
+    out_dir: OutDir,
+    seed: Annotated[int, typer.Option(help="Other seeds make other problems.")] = 0,
+    num_train: Annotated[int, typer.Option(help="Training problems.", min=1)] = 2048,
+    num_val: Annotated[int, typer.Option(help="Problems of each validation set.", min=1)] = 256,
+    num_demos: Annotated[int, typer.Option(help="Conversations for a warm-up.", min=0)] = 16000,
+) -> None:
+    """Make word problems of one to three steps in the format of GSM8K, and demonstrations."""
+    from agentrl.config.schema import ArithmeticConfig
+    from agentrl.data.prepare import prepare_arithmetic as prepare
+
+    files = prepare(
+        ArithmeticConfig(
+            out_dir=out_dir, seed=seed, num_train=num_train, num_val=num_val, num_demos=num_demos
+        )
+    )
+    _list_files([files.train, files.val, files.val_unseen, files.demos], made=files.made)
+
+
+@prepare_app.command("gsm8k")
+def prepare_gsm8k(
+    out_dir: OutDir,
+    source_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with train.jsonl and test.jsonl; without it they are downloaded.",
+            show_default=False,
+        ),
+    ] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(help="Only so many rows of each.", min=1, show_default=False)
+    ] = None,
+) -> None:
+    """Turn the real GSM8K into rows with tools and an interaction."""
+    from agentrl.config.schema import Gsm8kConfig
+    from agentrl.data.prepare import prepare_gsm8k as prepare
+
+    files = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
+    _list_files([files.train, files.test], made=files.made)
+
+
+def _list_files(files: Sequence[Path], *, made: bool) -> None:
+    for file in files:
+        typer.echo(f"{'made' if made else 'there already'}: {file}")
