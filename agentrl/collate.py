@@ -274,6 +274,7 @@ def _own_columns(
         "request_id": [request.request_id for request in requests],
         "stop_reason": [str(request.stop_reason) for request in requests],
         "messages": [[m.to_template() for m in request.messages] for request in requests],
+        "multi_modal_data": [request.multi_modal_data for request in requests],
         "reward_scores": [request.reward_scores for request in requests],
         "reward_extra_info": [request.reward_extra_info for request in requests],
         "reward_index": [row.placement.index for row in rows],

@@ -23,6 +23,14 @@ class ContentPart(BaseModel):
     """`text`, `image`, `image_url`, `video`, ... as the row wrote it."""
     text: str | None = None
     """The text of a `text` part."""
+    shown: Literal[False] | None = None
+    """False: the part stands in the conversation, and no token of it does. So it is with the images
+    and videos of tools, as long as text alone is generated on."""
+
+    @classmethod
+    def kept(cls, type: str) -> "ContentPart":
+        """Stand in the conversation for an image or a video of a tool."""
+        return cls(type=type, shown=False)
 
 
 class FunctionCall(BaseModel):
@@ -133,13 +141,36 @@ class ToolResponse(BaseModel):
                     raise ValueError(f"{key} must be a list with one entry for each {key}")
         return data  # pyright: ignore[reportUnknownVariableType]
 
+    @property
+    def media(self) -> dict[str, list[Any]]:
+        """Images and videos, by kind; a kind of which there is none is left out."""
+        kinds = {"image": self.image, "video": self.video}
+        return {kind: values for kind, values in kinds.items() if values}
+
+    @property
+    def wording(self) -> str:
+        """The text; where there are only images or videos, a word for each: `[image]`."""
+        return self.text or " ".join(f"[{kind}]" for kind in self._kinds)
+
+    def content(self, text: str) -> str | list[ContentPart]:
+        """Give the content of the message that shows this response, worded as `text`.
+
+        Images come first, then videos, then the text, each a part; a text alone needs none.
+        """
+        media = [ContentPart.kept(kind) for kind in self._kinds]
+        return [*media, ContentPart(type="text", text=text)] if media else text
+
+    @property
+    def _kinds(self) -> list[str]:
+        return [kind for kind, values in self.media.items() for _ in values]
+
     def is_empty(self) -> bool:
         """Whether there is nothing to append."""
-        return not self.text and not self.image and not self.video
+        return not self.text and not self.media
 
     def is_text_only(self) -> bool:
         """Whether there is text and nothing else."""
-        return bool(self.text) and not self.image and not self.video
+        return bool(self.text) and not self.media
 
     @classmethod
     def of(cls, value: Self | str | dict[str, Any] | None) -> "ToolResponse":

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = """cli.py __main__.py trainer training collate.py algorithms rewards rollout engines tools
+FLOORS = """cli __main__.py trainer training collate.py algorithms rewards rollout engines tools
 interactions data plugins answers.py config protocol messages.py files.py errors.py __init__.py"""
 BESIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",

@@ -1,5 +1,6 @@
 """What is written down of a rollout: budgets, turns, tool calls, failures, differences."""
 
+from base64 import b64encode
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,8 +10,17 @@ from agentrl.errors import Fault
 
 
 def to_plain(value: Any) -> Any:
-    """Give a value that JSON cannot hold the nearest form that it can: arrays as lists."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """Give a value that JSON cannot hold the nearest form that it can.
+
+    Arrays are lists, images of PIL the address of their PNG (`data:image/png;base64,...`).
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return _to_png(value) if hasattr(value, "_repr_png_") else str(value)
+
+
+def _to_png(image: Any) -> str:
+    return f"data:image/png;base64,{b64encode(image._repr_png_()).decode()}"
 
 
 class Record(BaseModel):
@@ -74,10 +84,6 @@ class CallRecord(Record):
     """Tokens that the observation lost to its budget."""
     metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
     """What the tool itself reported."""
-    image: list[Any] | None = None
-    """Images of the tool's response: kept, and not shown, for only text is generated on so far."""
-    video: list[Any] | None = None
-    """Its videos, likewise."""
 
 
 class Turn(Record):

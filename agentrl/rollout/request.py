@@ -6,7 +6,7 @@ and turned into a row of tensors by `agentrl.collate`. Everything that can be de
 
 import copy
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -70,6 +70,9 @@ class AsyncRolloutRequest(Record):
     # What it was made from.
     messages: list[Message]
     """The conversation so far; assistant messages hold what the parser read in sampled tokens."""
+    multi_modal_data: dict[str, list[Any]] = Field(default_factory=dict[str, list[Any]])
+    """Images and videos of the conversation, by kind (`image`, `video`): one for each part of that
+    type in `messages`, in their order."""
     tool_schemas: list[OpenAIFunctionToolSchema] = Field(
         default_factory=list[OpenAIFunctionToolSchema]
     )
@@ -355,6 +358,11 @@ class AsyncRolloutRequest(Record):
     def _open(self, turn: Turn) -> Turn:
         self._turns.append(turn)
         return turn
+
+    def add_media(self, media: Mapping[str, Sequence[Any]]) -> None:
+        """Add the images and videos of a message that was appended, by kind."""
+        for kind, values in media.items():
+            self.multi_modal_data.setdefault(kind, []).extend(values)
 
     # The turns.
 

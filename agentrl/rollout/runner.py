@@ -220,8 +220,9 @@ class _Run:
             max_parallel_calls=house.settings.max_parallel_calls,
         )
         for opening in await self.tools.create():
-            shown = house.caller.show(opening.response.text or "", tool=opening.tool)
+            shown = house.caller.show(opening.response, tool=opening.tool)
             request.messages.append(shown.message)
+            request.add_media(opening.response.media)
             request.num_cut_prompt_tokens += shown.num_cut
 
     async def _start_interaction(self) -> None:
@@ -356,6 +357,9 @@ class _Run:
             observed = await self._observe([o.message for o in found], "tool", seconds)
         except TemplateError as error:
             return self._refuse_calls(self.request.turns[-1], error)
+        if observed:
+            for observation in found:
+                self.request.add_media(observation.response.media)
         if any(observation.should_stop for observation in found):
             return StopReason.TOOL_ENDED
         return RequestState.RUNNING if observed else self.request.nearest_limit

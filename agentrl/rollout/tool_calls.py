@@ -87,10 +87,15 @@ class ToolCaller:
         answered |= {call.index: self._complain(call) for call in checked.malformed}
         return [answered[index] for index in sorted(answered)]
 
-    def show(self, text: str, *, tool: str | None, call_id: str | None = None) -> ShownText:
-        """Word what a tool said (or what is said of it) as a message, cut to its budget."""
-        fitted = self._fit(text)
-        content = self._parser.render_result(fitted.text)
+    def show(
+        self, response: ToolResponse, *, tool: str | None, call_id: str | None = None
+    ) -> ShownText:
+        """Word what a tool said (or what is said of it) as a message, its text cut to its budget.
+
+        Images and videos stand in it as parts of their own, before the text.
+        """
+        fitted = self._fit(response.wording)
+        content = response.content(self._parser.render_result(fitted.text))
         role = self._parser.result_role
         if role != "tool":
             return ShownText(Message(role=role, content=content), fitted.num_cut)
@@ -99,7 +104,7 @@ class ToolCaller:
 
     def _observe(self, outcome: ToolOutcome) -> Observation:
         call, response = outcome.call, outcome.response
-        shown = self.show(response.text or "", tool=call.function.name, call_id=call.id)
+        shown = self.show(response, tool=call.function.name, call_id=call.id)
         record = CallRecord(
             call_id=call.id,
             name=call.function.name,
@@ -110,8 +115,6 @@ class ToolCaller:
             reward=outcome.reward,
             num_cut_tokens=shown.num_cut,
             metrics=outcome.metrics,
-            image=response.image,
-            video=response.video,
         )
         return Observation(
             message=shown.message,
@@ -124,7 +127,7 @@ class ToolCaller:
     def _complain(self, call: MalformedCall) -> Observation:
         response = ToolResponse(text=describe_malformed(call))
         record = _record_of(call, "malformed")
-        shown = self.show(response.text or "", tool=record.name or None, call_id=record.call_id)
+        shown = self.show(response, tool=record.name or None, call_id=record.call_id)
         record.num_cut_tokens = shown.num_cut
         return Observation(shown.message, response, record)
 

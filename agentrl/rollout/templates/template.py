@@ -236,7 +236,8 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if not isinstance(message.content, list):
                 continue
-            media = [part.type for part in message.content if part.type != "text"]
+            parts = [part for part in message.content if part.type != "text"]
+            media = [part.type for part in parts if part.shown is not False]
             if media:
                 raise TemplateError(
                     f"message {index} has a part of type {media[0]!r}, and only text is generated "
