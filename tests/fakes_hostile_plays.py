@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.errors import TemplateError
-from agentrl.messages import Message
+from agentrl.messages import Message, ToolResponse
 from agentrl.rollout.observations import TextFitter, as_unicode
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -173,7 +173,9 @@ class Stage:
         return assistant("", *(call(number=place, query="2 + 2") for place in range(number)))
 
     def _result(self, text: str, number: int) -> Message:
-        shown = self._caller.show(text, tool="search", call_id=f"call0000{number}")
+        shown = self._caller.show(
+            ToolResponse(text=text), tool="search", call_id=f"call0000{number}"
+        )
         assert shown.num_cut or shown.message.text == as_unicode(text)
         return shown.message
 

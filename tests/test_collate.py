@@ -69,6 +69,7 @@ def test_what_is_known_of_each_row_stands_beside_it():
         "uid": "g",
         "request_id": "r",
         "stop_reason": "max_tool_calls",
+        "multi_modal_data": {},
         "reward_scores": {"calculator": 0.5, "user_turn_rewards": []},
         "reward_extra_info": {"acc": 1.0},
         "reward_index": 1,
