@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """cli __main__.py trainer training collate.py algorithms rewards rollout engines tools
-interactions data sandbox chat_client.py plugins answers.py config protocol messages.py files.py errors.py __init__.py"""
+interactions data sandbox chat_client.py plugins answers.py
+config protocol messages.py files.py errors.py __init__.py"""
 BESIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",
     "configs/interaction_config/": "interactions of the bundled examples",
