@@ -32,6 +32,11 @@ class FakeChat:
     port: int = 0
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first call."""
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no call is under way."""
+
+    def __post_init__(self) -> None:
+        self.is_idle.set()
 
     @property
     def address(self) -> str:
@@ -46,12 +51,15 @@ class FakeChat:
         self.headers.append(dict(request.headers))
         self.arrived.set()
         self.num_open += 1
+        self.is_idle.clear()
         self.most_open = max(self.most_open, self.num_open)
         try:
             await asyncio.sleep(self.seconds)
             return await self._respond(self.reply(self.asked[-1]))
         finally:
             self.num_open -= 1
+            if not self.num_open:
+                self.is_idle.set()
 
     async def _respond(self, said: Answer) -> web.Response:
         match said:

@@ -5,7 +5,7 @@ from typing import Any
 
 from agentrl.messages import Message
 
-_END_OF_THOUGHT = "</think>"
+_BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -17,10 +17,10 @@ def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def without_thought(text: str) -> str:
-    """Return what stands behind the last thought: what is said aloud.
+    """Return what stands behind the last thought: what is said aloud. One that was cut hides all.
 
     Example:
         >>> without_thought("<think>hm</think> Left.")
         'Left.'
     """
-    return text.rpartition(_END_OF_THOUGHT)[2].strip()
+    return text.rpartition(_END_OF_THOUGHT)[2].partition(_BEGIN_OF_THOUGHT)[0].strip()
