@@ -22,6 +22,10 @@ from agentrl.interactions.simulated_user import (
 
 Message = dict[str, Any]
 
+TIMEOUT_S = 600.0
+"""Of one reply where the config has no `timeout_s`. Each call bounds itself; what adds up is the
+wait for a place among `chat.max_concurrency`, and that is no fault of the model's."""
+
 
 class UserSimulatorSettings(Section):
     """The `config` of `UserSimulatorInteraction`."""
@@ -74,7 +78,8 @@ class UserSimulatorInteraction(BaseInteraction):
     Args:
         config: The keys of `UserSimulatorSettings`: `chat` (those of `ChatConfig`), `persona`,
             `goal`, `stop_phrase` (`###STOP###`), `speaks_first` (false), `show_tools` (false),
-            `max_turns` (null), `max_tokens` (null), `goal_check` (null), `goal_check_at` (`end`).
+            `max_turns` (null), `max_tokens` (null), `goal_check` (null), `goal_check_at` (`end`);
+            and `timeout_s` (600), seconds of one reply with its waits, retries and goal check.
 
     Raises:
         MissingExtraError: without the extra `openai`.
@@ -82,7 +87,7 @@ class UserSimulatorInteraction(BaseInteraction):
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
+        super().__init__({"timeout_s": TIMEOUT_S, **config})
         self._settings = read_settings(UserSimulatorSettings, config)
         self._client = ChatClient(self._settings.chat)
         self._talks: dict[str, _Talk] = {}

@@ -1,5 +1,6 @@
 """Users that a language model plays: what it is told, when it ends, what fails."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -128,6 +129,16 @@ async def test_a_model_without_a_reply_is_the_interactions_failure(answer: Any):
     assert request.error is not None
     assert request.error.fault.value == "interaction"
     assert KEY not in request.model_dump_json()
+
+
+async def test_a_wait_for_a_place_is_no_fault_unless_the_config_says_so():
+    for config, any_failed in [({}, False), ({"timeout_s": 0.25}, True)]:
+        serve = serving(in_turn("###STOP###"), seconds=0.1)
+        async with serve as fake, user_of(fake, chat={"max_concurrency": 1}, **config) as user:
+            house = make_house(make_engine("Hi."), interactions=[user], interaction_timeout_s=0.25)
+            asked = [make_request(interaction_kwargs=ASKED) for _ in range(4)]
+            done = await asyncio.gather(*(run_request(request, house) for request in asked))
+        assert any(request.error is not None for request in done) == any_failed
 
 
 async def test_tools_are_hidden_or_shown_as_the_config_says():
