@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def breaking(
     def broken(method: str) -> Any:
         real = getattr(interaction, method)
 
+        @wraps(real)  # its parameters say what it is handed
         async def call(*args: Any, **kwargs: Any) -> Any:
             counts[method] += 1
             # Behind a start or an end: what was taken is there, and must be given back.

@@ -1,5 +1,7 @@
 """What is said of rows and interactions before a run begins."""
 
+from typing import Any
+
 import pytest
 
 from agentrl.data.dataset import PromptDataset
@@ -23,7 +25,7 @@ def test_rows_that_a_source_selects_are_answered():
 
 
 def test_a_row_that_leaves_open_which_is_named_unless_its_source_says():
-    kwargs = {"interaction_kwargs": {"ground_truth": "5"}}
+    kwargs: dict[str, Any] = {"interaction_kwargs": {"ground_truth": "5"}}
     check_interactions(
         PromptDataset(make_prompts(1, data_source="mine", **kwargs)), users("a", "b"), file="f"
     )
