@@ -309,9 +309,9 @@ def _count(usage: Any, messages: Sequence[Mapping[str, Any]], text: str) -> tupl
 def _import_openai() -> Any:
     try:
         import openai
-    except ImportError:
+    except ImportError as error:
         raise MissingExtraError(
             "a model behind an OpenAI-compatible address needs the package openai",
             install='pip install "agentrl[openai]"',
-        ) from None
+        ) from error
     return openai

@@ -192,11 +192,11 @@ def find_factory(env: str) -> Callable[..., Any]:
 def _registered(env: str) -> Callable[..., Any]:
     try:
         import gymnasium
-    except ImportError:
+    except ImportError as error:
         raise MissingExtraError(
             f"the environment {env!r} needs the package gymnasium",
             install='pip install "agentrl[gym]"',
-        ) from None
+        ) from error
     try:
         gymnasium.spec(env)
     except (gymnasium.error.Error, ImportError) as error:
