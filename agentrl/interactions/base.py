@@ -57,15 +57,23 @@ class BaseInteraction:
     `config`). A call that is late, or whose request is cancelled, is cancelled: that raises
     `asyncio.CancelledError` inside it; clean up and let it through.
 
+    A method that has a parameter `ground_truth` or `uid` is given the row's right answer, or the
+    id of the group, where the row's `interaction_kwargs` have none of that name. Others are not.
+
     Args:
         config: The YAML's `config` with the `name` of its entry.
     """
+
+    data_sources: tuple[str, ...] = ()
+    """Rows of these sources select it where they name none; the entry's `data_sources`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.name: str = config.get("name", "interaction_agent")
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> str | tuple[str, str]:
         """Make what one request needs. Called once per request, before its first turn.
 
         Args:
@@ -73,7 +81,8 @@ class BaseInteraction:
             **kwargs: The row's `interaction_kwargs`, whole.
 
         Returns:
-            The id under which the instance is kept.
+            The id under which the instance is kept; or that id and what the user says first, which
+            is appended to the prompt as a user message, cut to the budget of one observation.
 
         Raises:
             Exception: Any fails this request, and no other, with `Fault.INTERACTION`.

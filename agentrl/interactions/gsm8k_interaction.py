@@ -2,74 +2,146 @@
 
 import math
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
-from agentrl.answers import extract_gsm8k_answer, same_number
+from pydantic import Field
+
+from agentrl.answers import Method, extract_gsm8k_answer, same_number
+from agentrl.config.section import Section
 from agentrl.interactions.base import BaseInteraction, InteractionResult
-from agentrl.messages import Message
+from agentrl.interactions.conversation import last_answer
+from agentrl.interactions.settings import read_settings
 
 _RIGHT = "Your answer is correct."
 _WRONG = (
     "Your answer is not correct. Check your reasoning and answer again; write the number behind "
     "#### on the last line."
 )
+_CLOSER = "That is closer than before."
+_READABLE = "The form of your answer is right now."
+_REPEATED = "That is the answer that you gave before."
+
+
+class Gsm8kSettings(Section):
+    """The `config` of `Gsm8kInteraction`."""
+
+    max_hints: int | None = Field(default=2, ge=0)
+    """How often a wrong answer is answered; null: as often as the run allows."""
+    method: Method = "flexible"
+    """How an answer is read: `strict`, the number behind `####`; `flexible`, the last number."""
+    hints: list[str] = Field(default_factory=list[str])
+    """Told one after the other, one with each reply, and the last again; a row's own `hints`
+    replace them."""
+    score: float = 1.0
+    """Of a right answer."""
+    format_score: float = 0.0
+    """Of a wrong answer that can be read; what cannot be read scores 0."""
+    hint_penalty: float = Field(default=0.0, ge=0)
+    """Taken off `score` for each reply before the right answer; not below `format_score`."""
+    encourage: bool = False
+    """Say what is better than in the answer before: its form, or its distance from the right one,
+    which tells the policy something of it."""
 
 
 @dataclass(slots=True)
 class _Talk:
     ground_truth: str
+    hints: Sequence[str]
     num_hints: int = 0
+    before: str | None = None
+    """The answer before this one; None where it could not be read, or there was none."""
 
 
 class Gsm8kInteraction(BaseInteraction):
     """Say that an answer is wrong and ask again, at most `max_hints` times, then end.
 
-    Scores 1.0 for a right answer and 0.0 for a wrong one.
+    The right answer is the row's `interaction_kwargs.ground_truth`, else its
+    `reward_model.ground_truth`; `interaction_kwargs.hints` are the row's own hints.
 
     Args:
-        config: `max_hints` (default 2; null: as often as the run allows); `method`, `strict` or
-            `flexible` (the default): how an answer is read.
+        config: The keys of `Gsm8kSettings`: `max_hints` (2), `method` (`flexible`), `hints` (none),
+            `score` (1.0), `format_score` (0.0), `hint_penalty` (0.0), `encourage` (false).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        hints = config.get("max_hints", 2)
-        self._max_hints = math.inf if hints is None else int(hints)
-        self._method = config.get("method", "flexible")
-        if self._method not in ("strict", "flexible"):
-            raise ValueError(f"method is {self._method!r}; expected strict or flexible")
+        self._settings = read_settings(Gsm8kSettings, config)
         self._talks: dict[str, _Talk] = {}
 
     async def start_interaction(
-        self, instance_id: str | None = None, ground_truth: Any = "", **kwargs: Any
+        self,
+        instance_id: str | None = None,
+        ground_truth: Any = None,
+        hints: Sequence[str] | None = None,
+        **kwargs: Any,
     ) -> str:
-        """Note the right answer of one request."""
+        """Note the right answer and the hints of one request."""
+        if ground_truth is None:
+            raise ValueError(
+                "the row has no right answer; expected interaction_kwargs.ground_truth or "
+                "reward_model.ground_truth"
+            )
         instance_id = instance_id or uuid.uuid4().hex
-        self._talks[instance_id] = _Talk(str(ground_truth))
+        own = [hints] if isinstance(hints, str) else hints
+        self._talks[instance_id] = _Talk(str(ground_truth), own or self._settings.hints)
         return instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> InteractionResult:
         """Judge the last answer."""
-        talk = self._talks[instance_id]
-        answer = extract_gsm8k_answer(_last_answer(messages), self._method)
+        talk, settings = self._talks[instance_id], self._settings
+        answer = extract_gsm8k_answer(last_answer(messages), settings.method)
+        score = self._score(talk, answer)
         if answer is not None and same_number(answer, talk.ground_truth):
-            return InteractionResult(True, _RIGHT, 1.0, {"num_hints": talk.num_hints})
-        if talk.num_hints >= self._max_hints:
-            return InteractionResult(True, "", 0.0, {"num_hints": talk.num_hints})
+            return InteractionResult(True, _RIGHT, score, {"num_hints": talk.num_hints})
+        if settings.max_hints is not None and talk.num_hints >= settings.max_hints:
+            return InteractionResult(True, "", score, {"num_hints": talk.num_hints})
+        reply = self._reply(talk, answer)
         talk.num_hints += 1
-        return InteractionResult(False, _WRONG, 0.0, {"num_hints": talk.num_hints})
+        talk.before = answer
+        return InteractionResult(False, reply, score, {"num_hints": talk.num_hints})
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the request."""
         self._talks.pop(instance_id, None)
 
+    def _score(self, talk: _Talk, answer: str | None) -> float:
+        settings = self._settings
+        if answer is None:
+            return 0.0
+        if not same_number(answer, talk.ground_truth):
+            return settings.format_score
+        discounted = settings.score - settings.hint_penalty * talk.num_hints
+        return max(discounted, min(settings.format_score, settings.score))
 
-def _last_answer(messages: list[dict[str, Any]]) -> str:
-    """Return the text of the policy's last message."""
-    for message in reversed(messages):
-        if message["role"] == "assistant":
-            return Message.model_validate(message).text
-    return ""
+    def _reply(self, talk: _Talk, answer: str | None) -> str:
+        said = [_WRONG]
+        if self._settings.encourage and talk.num_hints and (progress := _progress(talk, answer)):
+            said.append(progress)
+        if talk.hints:
+            said.append(f"Hint: {talk.hints[min(talk.num_hints, len(talk.hints) - 1)]}")
+        return " ".join(said)
+
+
+def _progress(talk: _Talk, answer: str | None) -> str | None:
+    """Say what is better than in the answer before; None where nothing is."""
+    if answer is None:
+        return None
+    if talk.before is None:
+        return _READABLE
+    if same_number(answer, talk.before):
+        return _REPEATED
+    is_closer = _distance(answer, talk.ground_truth) < _distance(talk.before, talk.ground_truth)
+    return _CLOSER if is_closer else None
+
+
+def _distance(answer: str, truth: str) -> Decimal:
+    """How far an answer is from the truth; infinitely where that is no number."""
+    try:
+        return abs(Decimal(answer) - Decimal(truth.replace(",", "").replace("$", "").strip()))
+    except ArithmeticError:
+        return Decimal(math.inf)

@@ -5,7 +5,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
@@ -26,6 +26,8 @@ class InteractionSession:
         instance_id: What it is started with: the request's id.
         kwargs: The row's `interaction_kwargs`. Its `name` is handed on like the rest, but only to
             methods that take it.
+        offered: What else is there of the row (`ground_truth`, `uid`): given to a method that has a
+            parameter of that name, where `kwargs` have none.
         timeout_s: Seconds of one call, where the interaction's config has no `timeout_s`.
 
     Example:
@@ -44,25 +46,37 @@ class InteractionSession:
         *,
         instance_id: str,
         kwargs: Mapping[str, Any] | None = None,
+        offered: Mapping[str, Any] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self.interaction = interaction
         self._instance_id = instance_id
-        self._kwargs = copy.deepcopy(dict(kwargs or {}))  # samples of a group share the row's
+        # Copies: samples of a group share the row's.
+        self._kwargs = copy.deepcopy(dict(kwargs or {}))
+        there = {name: value for name, value in (offered or {}).items() if value is not None}
+        self._offered = copy.deepcopy(there)
         self._timeout_s = float(interaction.config.get("timeout_s") or timeout_s)
         self._must_finalize = False
         self._finalizing: asyncio.Task[InteractionError | None] | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> str:
         """Start the interaction, once.
+
+        Returns:
+            What the user says first; an empty string where that is nothing.
 
         Raises:
             InteractionError: whatever went wrong.
         """
         self._must_finalize = True
         method = self.interaction.start_interaction
-        started = await self._guarded(method, self._instance_id, **self._kwargs)
-        self._instance_id = started or self._instance_id
+        value = await self._guarded(method, self._instance_id, **self._kwargs)
+        try:
+            started = _Started.of(value, interaction=self.interaction.name)
+        except TypeError as error:
+            raise self._failure("start_interaction", error) from error
+        self._instance_id = started.instance_id or self._instance_id
+        return started.opening
 
     async def respond(self, messages: Sequence[Message]) -> InteractionResult:
         """Ask for the reply to the conversation's last answer. Cancelling cancels the interaction.
@@ -102,7 +116,7 @@ class InteractionSession:
 
     async def _guarded(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            positional, named = _fitted(method, args, kwargs)
+            positional, named = _fitted(method, args, kwargs, self._offered)
             return await call_bounded(
                 lambda: call_method(method, *positional, **named),
                 timeout_s=self._timeout_s,
@@ -117,8 +131,31 @@ class InteractionSession:
         return InteractionError(why, interaction=name, method=method)
 
 
+class _Started(NamedTuple):
+    """What `start_interaction` gave back."""
+
+    instance_id: Any
+    opening: str
+
+    @classmethod
+    def of(cls, value: Any, *, interaction: str) -> "_Started":
+        """Read an id, or an id and what is said first."""
+        if not isinstance(value, tuple):
+            return cls(value, "")
+        fields = cast("tuple[Any, ...]", value)
+        if len(fields) != 2 or not isinstance(fields[1], str | None):
+            raise TypeError(
+                f"interaction {interaction!r} returned {value!r:.80}; expected an id, or an id "
+                "and a text"
+            )
+        return cls(fields[0], fields[1] or "")
+
+
 def _fitted(
-    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offered: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fit arguments to methods of users.
 
@@ -128,5 +165,6 @@ def _fitted(
     if not parameters:
         return (), {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    asked = {name: value for name, value in offered.items() if name in parameters}
     named = {k: v for k, v in kwargs.items() if takes_any or k != "name" or k in parameters}
-    return args, named
+    return args, asked | named

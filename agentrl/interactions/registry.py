@@ -1,12 +1,12 @@
 """Read an interaction YAML into checked interactions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, DataError, PluginError
+from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
 from agentrl.plugins.file import read_entries
@@ -19,6 +19,9 @@ OWN_CLASSES = {
     )
 }
 """Class paths of bundled interactions that users bring along, and ours."""
+
+NO_INTERACTION = "none"
+"""What a row names that wants no interaction, whatever its source."""
 
 _BASE = "agentrl.interactions.BaseInteraction"
 
@@ -34,6 +37,10 @@ class InteractionEntry(BaseModel):
     name: str | None = Field(
         default=None, min_length=1, description="the name by which rows select it, or null"
     )
+    data_sources: list[str] = Field(
+        default_factory=list[str],
+        description="a list of data sources whose rows select it where they name none",
+    )
     config: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="a mapping that the class is given"
     )
@@ -46,23 +53,20 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
     `config`. Every class is found and checked before any is built.
 
     Raises:
-        ConfigError: for a file that cannot be read, a wrong or unknown key, two of one name.
+        ConfigError: for a file that cannot be read, a wrong or unknown key, two of one name, two
+            that claim one data source.
+        MissingExtraError: for a bundled one whose packages are not installed.
         PluginError: for a class path that leads nowhere, or not to a `BaseInteraction`.
     """
     entries = read_entries(path, "interaction", InteractionEntry)
     classes = [_class(entry, f"interaction[{i}]", path) for i, entry in enumerate(entries)]
     names = [entry.name or default_name(c) for entry, c in zip(entries, classes, strict=True)]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise ConfigError(
-                f"two interactions have the name {name!r}",
-                file=path,
-                key=f"interaction[{place}].name",
-                expected="a name for each interaction",
-            )
-        _check_timeout(entries[place].config, f"interaction[{place}].config.timeout_s", path)
+    _check_names(names, path)
+    _check_sources(entries, path)
+    for place, entry in enumerate(entries):
+        _check_timeout(entry.config, f"interaction[{place}].config.timeout_s", path)
     return {
-        name: _build(classes[place], name, _config(entries[place]), f"interaction[{place}]", path)
+        name: _build(classes[place], name, entries[place], f"interaction[{place}]", path)
         for place, name in enumerate(names)
     }
 
@@ -74,23 +78,57 @@ def classes_of_verl(path: str | Path) -> list[str]:
 
 
 def select_interaction(
-    interactions: Mapping[str, BaseInteraction], kwargs: Mapping[str, Any]
-) -> BaseInteraction:
-    """Select the interaction that a row names; a run with only one needs no name.
+    interactions: Mapping[str, BaseInteraction],
+    kwargs: Mapping[str, Any],
+    *,
+    data_source: str | None = None,
+) -> BaseInteraction | None:
+    """Select the interaction of a row: by name, else by source, else the only one of the run.
+
+    Args:
+        interactions: Those of the run.
+        kwargs: The row's `interaction_kwargs`. The name `none` asks for none.
+        data_source: The row's.
+
+    Returns:
+        The interaction; None for a row that asks for none.
 
     Raises:
         DataError: naming the interactions that there are.
     """
     name = kwargs.get("name")
-    if name is None and len(interactions) == 1:
-        return next(iter(interactions.values()))
+    if not interactions or name == NO_INTERACTION:
+        return None
+    if name is None:
+        return _by_source(interactions, data_source) or _unnamed(interactions, kwargs)
     if name not in interactions:
-        raise DataError(
-            f"the row asks for the interaction {name!r}",
-            key="extra_info.interaction_kwargs.name",
-            expected=f"one of {', '.join(sorted(interactions))}",
-        )
+        raise _unknown(name, interactions)
     return interactions[str(name)]
+
+
+def _by_source(
+    interactions: Mapping[str, BaseInteraction], data_source: str | None
+) -> BaseInteraction | None:
+    return next((i for i in interactions.values() if data_source in i.data_sources), None)
+
+
+def _unnamed(
+    interactions: Mapping[str, BaseInteraction], kwargs: Mapping[str, Any]
+) -> BaseInteraction | None:
+    """The interaction of a row that no source selects: it asks for one by having kwargs at all."""
+    if not kwargs:
+        return None
+    if len(interactions) > 1:
+        raise _unknown(None, interactions)
+    return next(iter(interactions.values()))
+
+
+def _unknown(name: Any, interactions: Mapping[str, BaseInteraction]) -> DataError:
+    return DataError(
+        f"the row asks for the interaction {name!r}",
+        key="extra_info.interaction_kwargs.name",
+        expected=f"one of {', '.join(sorted(interactions))}",
+    )
 
 
 def default_name(interaction: type[BaseInteraction]) -> str:
@@ -113,6 +151,32 @@ def _config(entry: InteractionEntry) -> dict[str, Any]:
     return {**own.config, **entry.config}
 
 
+def _check_names(names: Sequence[str], path: str | Path) -> None:
+    for place, name in enumerate(names):
+        told = None
+        if name == NO_INTERACTION:
+            told = f"{name!r} is what a row names that wants no interaction"
+        elif name in names[:place]:
+            told = f"two interactions have the name {name!r}"
+        if told is not None:
+            key = f"interaction[{place}].name"
+            raise ConfigError(told, file=path, key=key, expected="a name for each interaction")
+
+
+def _check_sources(entries: Sequence[InteractionEntry], path: str | Path) -> None:
+    claimed: set[str] = set()
+    for place, entry in enumerate(entries):
+        for source in entry.data_sources:
+            if source in claimed:
+                raise ConfigError(
+                    f"two interactions claim the data source {source!r}",
+                    file=path,
+                    key=f"interaction[{place}].data_sources",
+                    expected="one interaction for each source",
+                )
+            claimed.add(source)
+
+
 def _check_timeout(config: dict[str, Any], key: str, path: str | Path) -> None:
     timeout_s = config.get("timeout_s", 1.0)
     if not isinstance(timeout_s, int | float) or timeout_s <= 0:
@@ -122,10 +186,16 @@ def _check_timeout(config: dict[str, Any], key: str, path: str | Path) -> None:
 
 
 def _build(
-    found: type[BaseInteraction], name: str, config: dict[str, Any], key: str, path: str | Path
+    found: type[BaseInteraction], name: str, entry: InteractionEntry, key: str, path: str | Path
 ) -> BaseInteraction:
     try:
-        return found({**config, "name": name})
+        interaction = found({**_config(entry), "name": name})
+    except MissingExtraError:
+        raise
+    except (ConfigError, PluginError) as error:
+        place = error.details.get("key")
+        error.details |= {"file": path, "key": f"{key}.config" + (f".{place}" if place else "")}
+        raise
     except Exception as error:
         raise ConfigError(
             f"building {found.__name__} raised {type(error).__name__}: {error}",
@@ -133,3 +203,5 @@ def _build(
             key=f"{key}.config",
             expected="a config that the class takes",
         ) from error
+    interaction.data_sources = tuple(entry.data_sources)
+    return interaction

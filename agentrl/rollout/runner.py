@@ -227,15 +227,22 @@ class _Run:
 
     async def _start_interaction(self) -> None:
         request, house = self.request, self.house
-        if not (house.interactions and request.interaction_kwargs):
+        selected = select_interaction(
+            house.interactions, request.interaction_kwargs, data_source=request.data_source
+        )
+        if selected is None:
             return
         self.interaction = InteractionSession(
-            select_interaction(house.interactions, request.interaction_kwargs),
+            selected,
             instance_id=request.request_id,
             kwargs=request.interaction_kwargs,
+            offered={"ground_truth": request.ground_truth, "uid": request.uid},
             timeout_s=house.settings.interaction_timeout_s,
         )
-        await self.interaction.start()
+        if opening := await self.interaction.start():
+            fitted = house.fitter.fit(opening)
+            request.messages.append(Message(role="user", content=fitted.text))
+            request.num_cut_prompt_tokens += fitted.num_cut
 
     def _begin(self) -> None:
         request = self.request

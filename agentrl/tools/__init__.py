@@ -12,6 +12,7 @@ from agentrl.tools.registry import (
     load_all_tools,
     load_function_tools,
 )
+from agentrl.tools.trace import rollout_trace_op
 
 __all__ = [
     "BaseTool",
@@ -23,4 +24,5 @@ __all__ = [
     "initialize_tools_from_config",
     "load_all_tools",
     "load_function_tools",
+    "rollout_trace_op",
 ]

@@ -69,8 +69,8 @@ class _Loader:
         check_interactions(dataset, plugins.interactions, file=source)
         if self._config.reward.custom_reward_function is None:
             check_sources(dataset, file=source)
-        if plugins.interactions and not any(prompt.interaction_kwargs for prompt in dataset):
-            self._notes.append(f"{name}: no row has interaction_kwargs, so nobody answers")
+        if plugins.interactions and not is_answered(dataset, plugins.interactions):
+            self._notes.append(f"{name}: no row selects an interaction, so nobody answers")
         if not data.filter_overlong_prompts and data.truncation != "error":
             return dataset
         lengths = measure_prompts(
@@ -132,15 +132,25 @@ def check_interactions(
     Raises:
         DataError: with the first row that names another.
     """
-    if not interactions:
-        return
     for prompt in dataset:
-        if prompt.interaction_kwargs:
-            try:
-                select_interaction(interactions, prompt.interaction_kwargs)
-            except DataError as error:
-                error.details |= {"file": file, "row": prompt.index}
-                raise
+        try:
+            _interaction_of(prompt, interactions)
+        except DataError as error:
+            error.details |= {"file": file, "row": prompt.index}
+            raise
+
+
+def is_answered(dataset: PromptDataset, interactions: Mapping[str, BaseInteraction]) -> bool:
+    """Whether any row selects an interaction."""
+    return any(_interaction_of(prompt, interactions) for prompt in dataset)
+
+
+def _interaction_of(
+    prompt: Prompt, interactions: Mapping[str, BaseInteraction]
+) -> BaseInteraction | None:
+    return select_interaction(
+        interactions, prompt.interaction_kwargs, data_source=prompt.data_source
+    )
 
 
 def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:

@@ -260,8 +260,8 @@ class Quiet(BaseInteraction):
         (
             f"interaction:\n{GSM8K}    config: {{method: x}}\n",
             ConfigError,
-            "interaction[0].config",
-            "expected strict or flexible",
+            "interaction[0].config.method",
+            "'strict' or 'flexible'",
         ),
         (
             f"interaction:\n{GSM8K}    config: {{timeout_s: 0}}\n",

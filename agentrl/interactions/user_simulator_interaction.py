@@ -1,0 +1,199 @@
+"""A language model that plays the user, from a persona and a goal."""
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agentrl.chat_client import ChatBudget, ChatBudgetError, ChatClient, ChatConfig
+from agentrl.config.section import Section
+from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.interactions.conversation import without_thought
+from agentrl.interactions.settings import read_settings
+from agentrl.interactions.simulated_user import (
+    Role,
+    judge_messages,
+    read_verdict,
+    user_messages,
+)
+
+Message = dict[str, Any]
+
+TIMEOUT_S = 600.0
+"""Of one reply where the config has no `timeout_s`. Each call bounds itself; what adds up is the
+wait for a place among `chat.max_concurrency`, and that is no fault of the model's."""
+
+
+class UserSimulatorSettings(Section):
+    """The `config` of `UserSimulatorInteraction`."""
+
+    chat: ChatConfig
+    """The model that plays the user."""
+    persona: str = ""
+    """Who the user is; a row's own `persona` replaces it."""
+    goal: str = ""
+    """What the user wants; a row's own `goal` replaces it. One of the two is needed."""
+    stop_phrase: str = Field(default="###STOP###", min_length=1)
+    """What the simulator writes to end the conversation."""
+    speaks_first: bool = False
+    """Let the simulator open the conversation, behind the row's prompt."""
+    show_tools: bool = False
+    """Show it the policy's tool calls and their results, as text."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Replies of the simulator in one conversation; null: no limit of its own."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of its prompts and replies in one conversation; null: no limit of its own."""
+    goal_check: str | None = None
+    """A rubric: what the policy must have reached. The model then scores the conversation from 0
+    to 1 in a call of its own; a row's own `goal_check` replaces it. null: no score."""
+    goal_check_at: Literal["end", "every_turn"] = "end"
+    """Score only where the simulator or a budget ends the conversation; or each answer."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    role: Role
+    goal_check: str | None
+    budget: ChatBudget
+    checked: ChatBudget
+    """What the scoring used: for the record, without limit."""
+
+
+class UserSimulatorInteraction(BaseInteraction):
+    """Ask a language model what the user says next.
+
+    The roles are flipped: the policy's answers are what the simulator is told, and what it says is
+    the user's reply. It sees the conversation, its persona and its goal, and nothing of the row's
+    right answer unless persona or goal say it; not the policy's thoughts, and its tools only where
+    `show_tools` says so. A row may have `persona`, `goal` and `goal_check` in its
+    `interaction_kwargs`.
+
+    The conversation ends where the simulator writes the stop phrase, or a budget of calls or tokens
+    is spent (`metadata["ended_by"]`: `user` or `budget`). A model that gives no reply fails the
+    request, with `Fault.INTERACTION`.
+
+    Args:
+        config: The keys of `UserSimulatorSettings`: `chat` (those of `ChatConfig`), `persona`,
+            `goal`, `stop_phrase` (`###STOP###`), `speaks_first` (false), `show_tools` (false),
+            `max_turns` (null), `max_tokens` (null), `goal_check` (null), `goal_check_at` (`end`);
+            and `timeout_s` (600), seconds of one reply with its waits, retries and goal check.
+
+    Raises:
+        MissingExtraError: without the extra `openai`.
+        ConfigError: for an environment variable that holds no key.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__({"timeout_s": TIMEOUT_S, **config})
+        self._settings = read_settings(UserSimulatorSettings, config)
+        self._client = ChatClient(self._settings.chat)
+        self._talks: dict[str, _Talk] = {}
+
+    async def start_interaction(
+        self,
+        instance_id: str | None = None,
+        persona: str | None = None,
+        goal: str | None = None,
+        goal_check: str | None = None,
+        **kwargs: Any,
+    ) -> str | tuple[str, str]:
+        """Give the simulator its part; let it speak first where it shall."""
+        settings = self._settings
+        instance_id = instance_id or uuid.uuid4().hex
+        role = Role(persona or settings.persona, goal or settings.goal, settings.stop_phrase)
+        if not (role.persona or role.goal):
+            raise ValueError(
+                "nobody says who the user is; expected a persona or a goal in the row's "
+                "interaction_kwargs or in the config"
+            )
+        budget = ChatBudget(max_calls=settings.max_turns, max_tokens=settings.max_tokens)
+        talk = _Talk(role, goal_check or settings.goal_check, budget, ChatBudget())
+        self._talks[instance_id] = talk
+        if not settings.speaks_first:
+            return instance_id
+        opening, _ = await self._say(instance_id, talk, [])
+        return instance_id, opening
+
+    async def generate_response(
+        self, instance_id: str, messages: list[Message], **kwargs: Any
+    ) -> InteractionResult:
+        """Ask for the user's reply, or end the conversation."""
+        talk = self._talks[instance_id]
+        try:
+            said, is_over = await self._say(instance_id, talk, messages)
+        except ChatBudgetError as error:
+            return await self._end(instance_id, talk, messages, "budget", budget=error.args[0])
+        if is_over:
+            return await self._end(instance_id, talk, messages, "user", said)
+        score = None
+        if self._settings.goal_check_at == "every_turn":
+            score = await self._check(instance_id, talk, messages)
+        return InteractionResult(False, said, score, _used(talk))
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the request."""
+        self._talks.pop(instance_id, None)
+
+    async def shutdown(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _say(
+        self, instance_id: str, talk: _Talk, messages: Sequence[Message]
+    ) -> tuple[str, bool]:
+        """Ask for the user's next words, and whether they end the conversation."""
+        asked = user_messages(talk.role, messages, show_tools=self._settings.show_tools)
+        seed = self._seed(instance_id, f"say:{talk.budget.num_calls}")
+        reply = await self._client.complete(asked, budget=talk.budget, **seed)
+        said, stop, _ = without_thought(reply.text).partition(talk.role.stop_phrase)
+        if not said.strip() and not stop:
+            raise ValueError(f"the simulator said nothing (it ended by {reply.finish_reason!r})")
+        return said.strip(), bool(stop)
+
+    async def _end(
+        self,
+        instance_id: str,
+        talk: _Talk,
+        messages: Sequence[Message],
+        ended_by: str,
+        said: str = "",
+        **metadata: Any,
+    ) -> InteractionResult:
+        score = await self._check(instance_id, talk, messages)
+        return InteractionResult(
+            True, said, score, {**_used(talk), "ended_by": ended_by, **metadata}
+        )
+
+    async def _check(
+        self, instance_id: str, talk: _Talk, messages: Sequence[Message]
+    ) -> float | None:
+        """Score the conversation; None where there is no rubric, or no budget for it."""
+        if talk.goal_check is None:
+            return None
+        asked = judge_messages(
+            talk.role, talk.goal_check, messages, show_tools=self._settings.show_tools
+        )
+        seed = self._seed(instance_id, f"check:{talk.checked.num_calls}")
+        try:
+            reply = await self._client.complete(asked, budget=talk.checked, **seed)
+        except ChatBudgetError:
+            return None
+        return read_verdict(without_thought(reply.text))
+
+    def _seed(self, instance_id: str, call: str) -> dict[str, int]:
+        """Derive the call's seed from the configuration's; none where that has none."""
+        seed = self._settings.chat.seed
+        if seed is None:
+            return {}
+        digest = hashlib.blake2b(f"{seed}:{instance_id}:{call}".encode(), digest_size=4).digest()
+        return {"seed": int.from_bytes(digest) >> 1}
+
+
+def _used(talk: _Talk) -> dict[str, Any]:
+    return {
+        "num_calls": talk.budget.num_calls + talk.checked.num_calls,
+        "num_tokens": talk.budget.num_tokens + talk.checked.num_tokens,
+    }

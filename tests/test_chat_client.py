@@ -1,0 +1,224 @@
+"""The client of judges and simulated users: replies, limits, and errors that tell no secret."""
+
+import asyncio
+import logging
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.chat_client import (
+    ChatBudget,
+    ChatBudgetError,
+    ChatClient,
+    ChatConfig,
+    ChatError,
+    ChatReply,
+)
+from agentrl.errors import ConfigError, MissingExtraError
+from tests.fakes_chat import KEY, FakeChat, in_turn, serving
+
+HELLO = [{"role": "user", "content": "Hello?"}]
+
+
+@asynccontextmanager
+async def client_of(fake: FakeChat, **keys: Any) -> AsyncIterator[ChatClient]:
+    client = ChatClient(ChatConfig(**fake.config(**keys)))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def test_a_reply_is_its_text_its_tokens_and_why_it_ended():
+    async with serving(in_turn("Hi.")) as fake, client_of(fake) as client:
+        reply = await client.complete(HELLO)
+    assert reply == ChatReply(
+        text="Hi.", prompt_tokens=10, completion_tokens=5, finish_reason="stop"
+    )
+    assert fake.asked == [{"model": "m", "messages": HELLO}]
+
+
+async def test_sampling_keys_are_sent_and_a_call_may_override_them():
+    keys = {"temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ["#"], "extra_body": {"k": 1}}
+    async with serving(in_turn("Hi.")) as fake, client_of(fake, **keys) as client:
+        await client.complete(HELLO, temperature=0.0, response_format={"type": "json_object"})
+    (body,) = fake.asked
+    assert {name: body[name] for name in ("temperature", "max_tokens", "seed", "stop", "k")} == {
+        "temperature": 0.0, "max_tokens": 9, "seed": 3, "stop": ["#"], "k": 1,
+    }  # fmt: skip
+    assert body["response_format"] == {"type": "json_object"}
+
+
+async def test_tokens_are_estimated_where_the_server_does_not_count():
+    async with serving(in_turn("12345"), counts=False) as fake, client_of(fake) as client:
+        reply = await client.complete([{"role": "user", "content": "x" * 9}])
+    assert (reply.prompt_tokens, reply.completion_tokens) == (3, 2)
+
+
+async def test_what_fails_for_a_moment_is_tried_again():
+    async with serving(in_turn(503, "Hi.")) as fake, client_of(fake, max_retries=2) as client:
+        assert (await client.complete(HELLO)).text == "Hi."
+    assert len(fake.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "told"),
+    [
+        (400, 400, "status 400"),
+        (401, 401, "status 401"),
+        (500, 500, "status 500"),
+        ({"choices": []}, None, "no reply in what it sent"),
+        ({"choices": [{"message": 3}]}, None, "no reply in what it sent"),
+        (None, None, "no reply within"),
+    ],
+)
+async def test_no_reply_is_one_error_with_address_and_status_and_no_secret(
+    answer: Any, status: int | None, told: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG)
+    keys = {"api_key": KEY, "timeout_s": 0.2}
+    async with serving(in_turn(answer)) as fake, client_of(fake, **keys) as client:
+        with pytest.raises(ChatError, match=told) as caught:
+            await client.complete(HELLO)
+    assert caught.value.details.get("status") == status
+    assert fake.address in str(caught.value)
+    assert fake.headers[0]["Authorization"] == f"Bearer {KEY}"
+    shown = [str(caught.value), *traceback.format_exception(caught.value), repr(client.config)]
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("agentrl")]
+    assert not [text for text in [*shown, *ours] if KEY in text]
+
+
+async def test_nobody_at_the_address_is_an_error_of_the_same_kind():
+    config = ChatConfig(base_url="http://127.0.0.1:9/v1", model="m", max_retries=0)
+    client = ChatClient(config)
+    with pytest.raises(ChatError, match=r"the model 'm' did not reply"):
+        await client.complete(HELLO)
+    await client.close()
+
+
+async def test_a_call_ends_within_its_attempts_times_their_timeout():
+    keys = {"timeout_s": 0.2, "max_retries": 1}
+    async with serving(in_turn(None)) as fake, client_of(fake, **keys) as client:
+        started = time.monotonic()
+        with pytest.raises(ChatError):
+            await client.complete(HELLO)
+    assert time.monotonic() - started < 1.0
+
+
+async def test_the_clients_budget_of_calls_is_kept():
+    async with serving(in_turn("Hi.")) as fake, client_of(fake, max_calls=2) as client:
+        await client.complete(HELLO)
+        await client.complete(HELLO)
+        with pytest.raises(ChatBudgetError, match="2 of 2 calls"):
+            await client.complete(HELLO)
+    assert len(fake.asked) == 2
+
+
+async def test_a_conversations_budget_of_tokens_is_kept_beside_the_clients():
+    async with serving(in_turn("Hi.")) as fake, client_of(fake) as client:
+        small, other = ChatBudget(max_tokens=20), ChatBudget(max_tokens=20)
+        await client.complete(HELLO, budget=small)
+        await client.complete(HELLO, budget=small)
+        with pytest.raises(ChatBudgetError, match="30 of 20 tokens"):
+            await client.complete(HELLO, budget=small)
+        await client.complete(HELLO, budget=other)
+    assert (small.num_calls, small.num_tokens, other.num_tokens) == (2, 30, 15)
+    assert (client.budget.num_calls, client.budget.num_tokens) == (3, 45)
+
+
+async def test_so_many_calls_at_once_and_no_more():
+    serve = serving(in_turn("Hi."), seconds=0.02)
+    async with serve as fake, client_of(fake, max_concurrency=3) as client:
+        await asyncio.gather(*(client.complete(HELLO) for _ in range(12)))
+    assert fake.most_open == 3
+
+
+async def test_calls_keep_the_rate():
+    async with serving(in_turn("Hi.")) as fake, client_of(fake, rate_limit=20) as client:
+        started = time.monotonic()
+        await asyncio.gather(*(client.complete(HELLO) for _ in range(5)))
+        assert time.monotonic() - started > 0.15
+
+
+async def test_a_cancelled_call_gives_its_place_back():
+    serve = serving(in_turn(None, "Hi."))
+    async with serve as fake, client_of(fake, max_concurrency=1) as client:
+        hanging = asyncio.create_task(client.complete(HELLO))
+        await fake.arrived.wait()
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert (await client.complete(HELLO)).text == "Hi."
+
+
+def test_one_client_serves_several_event_loops():
+    async def main(client: ChatClient | None, port: int) -> tuple[ChatClient, int]:
+        async with serving(in_turn("Hi."), port=port) as fake:
+            client = client or ChatClient(ChatConfig(**fake.config()))
+            try:
+                assert (await client.complete(HELLO)).text == "Hi."
+            finally:
+                await client.close()
+                await client.close()
+            return client, fake.port
+
+    asyncio.run(main(*asyncio.run(main(None, 0))))
+
+
+async def test_without_a_key_none_of_the_environments_is_sent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    async with serving(in_turn("Hi.")) as fake, client_of(fake) as client:
+        await client.complete(HELLO)
+    assert KEY not in str(fake.headers)
+
+
+async def test_a_key_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", KEY)
+    async with serving(in_turn("Hi.")) as fake, client_of(fake, api_key_env="MY_KEY") as client:
+        await client.complete(HELLO)
+    assert KEY in fake.headers[0]["Authorization"]
+
+
+def test_a_variable_without_a_key_is_named_at_once():
+    config = ChatConfig(base_url="http://here/v1", model="m", api_key_env="NO_SUCH_KEY")
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+        ChatClient(config)
+
+
+def test_a_key_is_shown_nowhere():
+    config = ChatConfig(base_url="http://here/v1", model="m", api_key=KEY)  # type: ignore[arg-type]
+    for shown in (repr(config), str(config), config.model_dump_json(), str(config.model_dump())):
+        assert KEY not in shown
+    with pytest.raises(ValidationError) as caught:
+        ChatConfig.model_validate({"model": "m", "api_key": KEY})
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"base_url": "here/v1"},
+        {"base_url": f"http://user:{KEY}@here/v1"},
+        {"base_url": f"http://here/v1?key={KEY}"},
+        {"api_key": KEY, "api_key_env": "MY_KEY"},
+        {"modl": "m"},
+        {"timeout_s": 0},
+    ],
+)
+def test_a_config_that_means_nothing_is_refused_without_a_secret(keys: dict[str, Any]):
+    with pytest.raises(ValidationError) as caught:
+        ChatConfig.model_validate({"base_url": "http://here/v1", "model": "m", **keys})
+    assert KEY not in str(caught.value)
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(MissingExtraError) as caught:
+        ChatClient(ChatConfig(base_url="http://here/v1", model="m"))
+    assert caught.value.details["install"] == 'pip install "agentrl[openai]"'
