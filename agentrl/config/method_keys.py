@@ -100,7 +100,7 @@ READ_SQUARES = frozenset({
 """Estimators that read `sum_pi_squared`, which the pass for `old_log_probs` gives."""
 SUM_ESTIMATORS = frozenset({
     "grpo", "grpo_verl", "grpo_vectorized", "grpo_vectorized_verl", "grpo_passk", "grpo_passk_verl",
-    "reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline_verl", "remax", "rloo",
+    "reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline_verl", "rloo",
     "rloo_verl", "rloo_vectorized", "rloo_vectorized_verl", "opo", "opo_verl", "gpg", "gpg_verl",
     "maxrl",
 })  # fmt: skip

@@ -26,7 +26,6 @@ so that the parts always sum to the combined reward. A request of which nothing 
 nothing, and says so.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,7 +171,7 @@ def _uniform(lot: _Lot) -> _Shares:
 
 def _exponential_decay(lot: _Lot) -> _Shares:
     shares = [lot.decay**back for back in range(len(lot.tokens))]
-    total = math.fsum(shares)
+    total = sum(shares)
     return _Shares(lot.tokens, [share / total for share in reversed(shares)])
 
 

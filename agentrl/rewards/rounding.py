@@ -18,8 +18,8 @@ def split_evenly(total: float, count: int) -> list[float]:
 def split(total: float, shares: Sequence[float]) -> list[float]:
     """Cut a reward by shares, so that the parts, each a float32, sum to it in float32.
 
-    All but the last part are rounded towards 0, to multiples of a power of two so fine that the
-    last, which takes the rest, has no more digits than float32.
+    All but the last part are rounded to multiples of a power of two, coarse enough that the last,
+    which takes the rest, has no more digits than float32 holds.
 
     Args:
         total: The reward.
@@ -29,8 +29,8 @@ def split(total: float, shares: Sequence[float]) -> list[float]:
         return [total]
     total = to_float32(total)
     step = math.ldexp(1.0, math.frexp(total * shares[-1])[1] - 22)
-    parts = [math.trunc(total * share / step) * step for share in shares[:-1]]
-    return [*parts, total - math.fsum(parts)]
+    parts = [round(total * share / step) * step for share in shares[:-1]]
+    return [*parts, total - sum(parts)]  # exact: all are multiples of one power of two
 
 
 def settle(placed: Mapping[int, float], total: float, *, spare: Sequence[int]) -> dict[int, float]:

@@ -1,6 +1,6 @@
 """From places in the text of a turn to the tokens that were sampled there."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -35,14 +35,13 @@ class TokenPieces:
         if not any(spans):
             return [None] * len(spans)
         places, end_of = range(len(ids)), self._find_ends(ids, text)
-        return [
-            span
-            and (
-                bisect_right(places, span[0], key=end_of),
-                min(bisect_left(places, span[1], key=end_of) + 1, len(ids)),
-            )
-            for span in spans
-        ]
+
+        def tokens_of(span: tuple[int, int]) -> tuple[int, int]:
+            behind = bisect_right(places, span[1], key=end_of)
+            is_cut = behind < len(ids) and (behind == 0 or end_of(behind - 1) < span[1])
+            return bisect_right(places, span[0], key=end_of), behind + is_cut
+
+        return [span and tokens_of(span) for span in spans]
 
     def _find_ends(self, ids: Sequence[int], text: str) -> Callable[[int], int]:
         """Tell behind which character of the text a token ends, by the token's place."""
