@@ -1,5 +1,6 @@
 """Keys of the scoring: who scores, how rewards become one, and where they land."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -38,6 +39,10 @@ class RewardFunctionConfig(Section):
     """Passed to every call."""
 
 
+def _names(section: object, key: str) -> bool:
+    return isinstance(section, Mapping) and key in section
+
+
 class RewardWeightsConfig(Section):
     """How rewards of four sources become one: each number times its weight, summed."""
 
@@ -52,8 +57,8 @@ class RewardWeightsConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_what_turn_was(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "turn" in given:
+    def _name_what_turn_was(cls, given: object) -> object:
+        if _names(given, "turn"):
             raise ValueError("`turn` was two things: now `interaction` and `tool_call`")
         return given
 
@@ -110,7 +115,7 @@ class RewardConfig(Section):
 
     @field_validator("placement", mode="before")
     @classmethod
-    def _name_what_placements_were(cls, given: Any) -> Any:
+    def _name_what_placements_were(cls, given: object) -> object:
         if isinstance(given, str) and given in _RENAMED:
             raise ValueError(f"{given!r} is called {_RENAMED[given]!r}")
         return given
