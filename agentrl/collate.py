@@ -37,16 +37,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from agentrl.config.schema import RewardWeightsConfig
+from agentrl.config.schema import RewardConfig
 from agentrl.data.rows import RowReader
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
-from agentrl.rewards.placement import (
-    TRAJECTORY_ALONE,
-    Placement,
-    RewardPlacement,
-    place_rewards,
-)
+from agentrl.rewards.combination import TRAJECTORY_ALONE
+from agentrl.rewards.placement import RewardPlacement, place_rewards
 from agentrl.rollout.manager import RolloutManager, SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.turn_states import compute_turn_states
@@ -77,8 +73,7 @@ def collate(
     requests: Sequence[AsyncRolloutRequest],
     *,
     pad_token_id: int,
-    weights: RewardWeightsConfig = TRAJECTORY_ALONE,
-    placement: Placement = "last",
+    reward: RewardConfig = TRAJECTORY_ALONE,
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> DataProto:
@@ -88,15 +83,14 @@ def collate(
         requests: Scored, where there is to be anything to learn. None are a batch of no rows: what
             a rank without work trains on.
         pad_token_id: What stands on padding; no mask shows it.
-        weights: How rewards of several sources become one.
-        placement: On which trained tokens they land.
+        reward: How rewards of several sources become one, and on which trained tokens they land.
         prompt_width: P, where batches are to be joined; None: as the longest prompt.
         response_width: T; None: as the longest response.
 
     Raises:
         DataError: for a request that has not ended, and for a width that does not suffice.
     """
-    rows = [_read_request(request, pad_token_id, weights, placement) for request in requests]
+    rows = [_read_request(request, pad_token_id, reward) for request in requests]
     ids = [request.request_id for request in requests]
     prompt_width = _width("prompt", [len(row.prompt_ids) for row in rows], prompt_width, ids)
     response_width = _width(
@@ -158,12 +152,7 @@ def compute_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
     return counted.clamp(min=0) * attention_mask.long()
 
 
-def _read_request(
-    request: AsyncRolloutRequest,
-    pad_token_id: int,
-    weights: RewardWeightsConfig,
-    placement: Placement,
-) -> _Row:
+def _read_request(request: AsyncRolloutRequest, pad_token_id: int, reward: RewardConfig) -> _Row:
     if not request.is_finished:
         raise DataError(f"the request {request.request_id} is still {request.state}")
     num_tokens = request.num_response_tokens
@@ -175,7 +164,7 @@ def _read_request(
         turn_ids=_turn_ids(request),
         state_ids=_state_ids(request),
         versions=_versions(request),
-        placement=place_rewards(request, weights, placement),
+        placement=place_rewards(request, reward),
     )
 
 

@@ -8,8 +8,8 @@ import pickle
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from agentrl.config.schema import RewardWeightsConfig
-from agentrl.rewards.placement import Placement, place_rewards
+from agentrl.config.schema import RewardConfig
+from agentrl.rewards.placement import place_rewards
 from agentrl.rollout.records import Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 
@@ -166,18 +166,18 @@ def _assert_same_life(request: AsyncRolloutRequest, model: RequestModel) -> None
 def assert_rewards_land(
     request: AsyncRolloutRequest,
     model: RequestModel,
-    weights: RewardWeightsConfig,
-    placement: Placement,
+    config: RewardConfig,
 ) -> None:
     """Law 7: rewards lie on trained tokens alone, and sum to what the weights combine."""
-    placed = place_rewards(request, weights, placement)
+    placed, weights = place_rewards(request, config), config.weights
+    assert weights.interaction == weights.tool_call  # the model does not know which a turn had
     is_counted = model.counts and request.dropped is None
     trained = [i for i, is_trained in enumerate(model.mask) if is_trained and is_counted]
     of_turns = [turn.reward or 0.0 for turn in model.turns]
-    combined = weights.trajectory * (model.reward or 0.0) + weights.turn * sum(of_turns)
+    combined = weights.trajectory * (model.reward or 0.0) + weights.interaction * sum(of_turns)
     combined += weights.tool * sum(request.tool_rewards.values())
     assert abs(placed.combined - combined) < 1e-9
-    assert placed.index == (trained[-1] if trained else None)
+    assert (placed.index in trained) if trained else (placed.index is None)
     positions = [reward.position for reward in placed.rewards]
     assert positions == sorted(set(positions) & set(trained))
     total = sum(reward.value for reward in placed.rewards)

@@ -1,10 +1,12 @@
 """Finished requests without an engine: built from a few words, or generated."""
 
 from dataclasses import dataclass
-from typing import Literal
+from itertools import zip_longest
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from agentrl.config.schema import RewardConfig, RewardWeightsConfig
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import Message
@@ -19,6 +21,8 @@ class TurnPlan:
     num_tokens: int
     reward: float | None = None
     call_rewards: tuple[float, ...] = ()
+    call_spans: tuple[tuple[int, int] | None, ...] = ()
+    """Tokens of the calls, counted from the turn's first."""
     excluded: bool = False
     version: int = 0
     text: str = ""
@@ -50,6 +54,16 @@ def build_request(
     return request
 
 
+def weighted(
+    turns: float, *, trajectory: float = 1.0, tool: float = 0.0, **keys: Any
+) -> RewardConfig:
+    """Count what turns earned, from an interaction or by calls, with this weight."""
+    weights = RewardWeightsConfig(
+        trajectory=trajectory, interaction=turns, tool_call=turns, tool=tool
+    )
+    return RewardConfig(weights=weights, **keys)
+
+
 def make_failure() -> Failure:
     return Failure(fault=Fault.TOOL, kind="RuntimeError", message="broken", turn=0)
 
@@ -61,8 +75,9 @@ def _add_turn(request: AsyncRolloutRequest, plan: TurnPlan) -> None:
         log_probs = [-(i + 1) / 64 for i in range(plan.num_tokens)]
         spans = (VersionSpan(plan.version, 0, plan.num_tokens),)
         turn = request.append_sampled(ids, log_probs, weight_versions=spans)
-        calls = [CallRecord(name="calculator", reward=reward) for reward in plan.call_rewards]
-        turn.calls.extend(calls)
+        for reward, span in zip_longest(plan.call_rewards, plan.call_spans):
+            whole = span and (start + span[0], start + span[1])
+            turn.calls.append(CallRecord(name="calculator", reward=reward, span=whole))
         if plan.excluded:
             request.exclude_turn(turn.index, "malformed call")
     else:
@@ -82,6 +97,9 @@ def turn_plans() -> st.SearchStrategy[TurnPlan]:
         num_tokens=st.integers(0, 6),
         reward=maybe,
         call_rewards=st.lists(rewards, max_size=2).map(tuple),
+        call_spans=st.lists(st.none() | st.sampled_from([(0, 1), (0, 2), (1, 3)]), max_size=2).map(
+            tuple
+        ),
         excluded=st.booleans(),
         version=st.integers(0, 3),
     )

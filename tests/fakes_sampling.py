@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from agentrl.collate import collate
 from agentrl.config import parse_config
 from agentrl.data.order import DataOrder
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import SamplingParams
 from agentrl.rollout.manager import SamplingPlan
+from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, RequestState, StopReason
 from agentrl.trainer.sampling import StepSampler
@@ -89,6 +91,9 @@ class FakeLoop:
     def take(self, step: int = 1) -> Any:
         return self.sampler.take(step, self.load_prompts, self.roll_out)
 
+    def collate(self, requests: Sequence[AsyncRolloutRequest]) -> Any:
+        return collate(requests, pad_token_id=0, reward=self.config.reward)
+
     def load_prompts(self) -> list[Prompt]:
         places = self.order.next_batch(self.config.data.train_batch_size)
         return [self.rows[place] for place in places]
@@ -117,6 +122,7 @@ class FakeLoop:
             batch_data_id=place,
             rollout_offset=offset,
             sampling=plan.sampling,
+            budgets=Budgets(max_response_tokens=self.config.data.max_response_length),
             reward=None if failed else came.reward,
             reward_extra_info=dict(came.extra),
         )

@@ -1,4 +1,5 @@
 import asyncio
+from typing import get_args
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.collate import collate, compute_position_ids, generate_sequences
-from agentrl.config.schema import RewardWeightsConfig
+from agentrl.config.reward_schema import Placement
 from agentrl.engines.protocol import SamplingParams
 from agentrl.errors import DataError
 from agentrl.messages import Message
@@ -14,7 +15,7 @@ from agentrl.protocol import DataProto
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
-from tests.fakes_requests import build_request, finished_requests, observed, said
+from tests.fakes_requests import build_request, finished_requests, observed, said, weighted
 
 PAD = 0
 batches = st.lists(finished_requests(), min_size=1, max_size=5)
@@ -82,16 +83,16 @@ def test_what_is_known_of_each_row_stands_beside_it():
 
 def test_rewards_are_combined_and_placed_as_configured():
     request = build_request(said(2, reward=3.0), observed(1), said(2), reward=1.0)
-    weights = RewardWeightsConfig(trajectory=2.0, turn=1.0)
-    data = collate([request], pad_token_id=PAD, weights=weights, placement="spread")
+    config = weighted(1.0, trajectory=2.0, placement="uniform")
+    data = collate([request], pad_token_id=PAD, reward=config)
     assert data.batch["token_level_scores"].tolist() == [[2.0, 2.0, 0.0, 0.5, 0.5]]
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches, st.sampled_from(["last", "spread"]))
+@given(batches, st.sampled_from(get_args(Placement)))
 def test_law_7_scores_stand_on_trained_tokens_only(requests, placement):
-    weights = RewardWeightsConfig(trajectory=1.0, turn=1.0, tool=1.0)
-    batch = collate(requests, pad_token_id=PAD, weights=weights, placement=placement).batch
+    config = weighted(1.0, tool=1.0, placement=placement)
+    batch = collate(requests, pad_token_id=PAD, reward=config).batch
     assert not batch["token_level_scores"][batch["response_mask"] == 0].any()
 
 

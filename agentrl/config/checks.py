@@ -5,6 +5,12 @@ from pathlib import Path
 
 from agentrl.config.contradictions import Purpose, find_contradictions, longest_sequence
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys, set_keys, why_no_call
+from agentrl.config.method_keys import (
+    KEYS_OF_ESTIMATOR,
+    SUM_ESTIMATORS,
+    TURN_ESTIMATORS,
+    is_gdpo,
+)
 from agentrl.config.problems import Problem, raise_problems
 from agentrl.config.schema import RunConfig
 
@@ -59,13 +65,26 @@ def find_biases(config: RunConfig) -> list[Bias]:
         f"the gradient of {config.actor.kl_loss_type} says nothing of the KL; use k2, k3 or a "
         "straight-through form such as k1+"
     )
+    early = (
+        "what lies before a token is not counted in its return, though the token helped to earn it"
+    )
     is_empty_kl = config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl")
     found = (
         ("rollout.top_p", cut, config.rollout.top_p < 1),
         ("rollout.top_k", cut, config.rollout.top_k > 0),
         ("actor.kl_loss_type", kl, is_empty_kl),
+        ("reward.placement", early, _pays_early(config)),
     )
     return [Bias(key, reason) for key, reason, is_biased in found if is_biased]
+
+
+def _pays_early(config: RunConfig) -> bool:
+    """Whether a part of a reward lies before tokens that earned it, under returns-to-go."""
+    name, reward = config.algorithm.adv_estimator, config.reward
+    of_trajectory = (reward.weights.trajectory, reward.weights.tool, reward.length_penalty)
+    spreads = any(of_trajectory) or name not in TURN_ESTIMATORS
+    reads_places = name in KEYS_OF_ESTIMATOR.keys() - SUM_ESTIMATORS and not is_gdpo(config)
+    return reward.placement != "last_token" and reads_places and spreads
 
 
 def find_idle_tools(config: RunConfig) -> list[KeyNote]:

@@ -82,8 +82,9 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
-    weights = config.reward.weights
-    if weights.trajectory == weights.turn == weights.tool == 0:
+    reward = config.reward
+    extra = (reward.tool_call_bonus, reward.interaction_bonus, reward.length_penalty)
+    if not any((*reward.weights.model_dump().values(), *extra)):
         yield Problem("reward.weights", "are all 0, so every reward is 0", "one that is not")
 
 

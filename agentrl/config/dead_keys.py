@@ -5,6 +5,7 @@ Only keys that the user set are reported: a default that has no effect misleads 
 
 from collections.abc import Callable
 
+from agentrl.config.dead_credit_keys import CALL_KEYS, CREDIT_KEYS, CREDIT_RULES
 from agentrl.config.dead_method_keys import METHOD_RULES
 from agentrl.config.key_notes import DeadKey, DeadKeyRule, KeyNote, set_keys
 from agentrl.config.schema import ActorConfig, OptimConfig, RunConfig
@@ -68,8 +69,7 @@ def _only_training() -> tuple[str, ...]:
     actor = [name for name in ActorConfig.model_fields if name != "fsdp_config"]
     return (
         *(f"actor.{name}{'.*' if name in ('optim', 'policy_loss') else ''}" for name in actor),
-        *("algorithm.*", "ref.*", "reward.placement", "reward.weights.*"),
-        "reward.overlong_buffer.*",
+        *("algorithm.*", "ref.*", *CREDIT_KEYS, "reward.overlong_buffer.*"),
         *("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
         *("data.train_files", "data.train_batch_size", "data.train_max_samples"),
         *("data.shuffle", "data.seed", "model.enable_gradient_checkpointing"),
@@ -126,25 +126,32 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     # Tools and interactions.
     DeadKeyRule(
-        _multi_turn("max_parallel_calls", "on_tool_failure"),
+        (*_multi_turn("max_parallel_calls", "on_tool_failure"), *CALL_KEYS),
         lambda c: why_no_call(c) is not None,
         "the budgets of the run allow no tool call",
     ),
     DeadKeyRule(
         (*_multi_turn("tool_timeout_s", "max_parallel_calls", "max_tool_calls", "format",
-                      "on_malformed_call", "on_tool_failure"), "reward.weights.tool"),
+                      "on_malformed_call", "on_tool_failure"), "reward.weights.tool", *CALL_KEYS),
         lambda c: not has_tools(c),
         "the run has no tools (rollout.multi_turn.tool_config_path, function_tool_path)",
     ),
     DeadKeyRule(
-        _multi_turn("interaction_timeout_s", "interaction_interval", "interaction_prob",
-                    "max_user_turns"),
+        ("reward.placement",),
+        lambda c: (
+            c.reward.placement == "tool_call_tokens"
+            and (not has_tools(c) or why_no_call(c) is not None)
+        ),
+        "no tool is ever called, and tool_call_tokens is last_token then",
+    ),
+    DeadKeyRule(
+        (*_multi_turn("interaction_timeout_s", "interaction_interval", "interaction_prob",
+                      "max_user_turns"), "reward.weights.interaction", "reward.interaction_bonus"),
         lambda c: not has_interaction(c),
         "the run has no interaction (rollout.multi_turn.interaction_config_path)",
     ),
     DeadKeyRule(
-        (*_multi_turn("max_tool_response_length", "tool_response_truncate_side"),
-         "reward.weights.turn"),
+        _multi_turn("max_tool_response_length", "tool_response_truncate_side"),
         lambda c: not has_tools(c) and not has_interaction(c),
         "the run has neither tools nor an interaction",
     ),
@@ -213,6 +220,7 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     # The update.
     *METHOD_RULES,
+    *CREDIT_RULES,
     DeadKeyRule(
         ("actor.shuffle",),
         lambda c: num_mini_batches(c) == 1,

@@ -9,6 +9,7 @@ from agentrl.config.method_keys import (
     KEYS_OF_ESTIMATOR,
     KEYS_OF_LOSS,
     chosen_loss,
+    is_gdpo,
 )
 from agentrl.config.schema import RunConfig
 
@@ -104,40 +105,16 @@ KL_RULES = (
 )
 
 
-def _is_gdpo(config: RunConfig) -> bool:
-    return config.algorithm.adv_estimator in ("gdpo", "gdpo_verl")
-
-
-def _reads_no_sum(config: RunConfig) -> bool:
-    """Whether neither the advantages nor the choice of groups reads a sample's combined reward."""
-    return _is_gdpo(config) and not config.algorithm.filter_groups.enable
-
-
 GDPO_RULES = (
     DeadKeyRule(
         ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
-        _is_gdpo,
+        is_gdpo,
         "gdpo compares the rewards of gdpo_reward_keys, from which no KL is taken",
     ),
     DeadKeyRule(
         ("ref.path",),
-        lambda c: _is_gdpo(c) and not c.actor.use_kl_loss,
+        lambda c: is_gdpo(c) and not c.actor.use_kl_loss,
         "the KL to the reference changes no advantage of gdpo",
-    ),
-    DeadKeyRule(
-        ("reward.placement",),
-        _is_gdpo,
-        "gdpo compares the rewards of gdpo_reward_keys, wherever the sum lands",
-    ),
-    DeadKeyRule(
-        ("reward.weights.*",),
-        _reads_no_sum,
-        "gdpo compares the rewards of gdpo_reward_keys; the combined one is a figure alone",
-    ),
-    DeadKeyRule(
-        ("reward.overlong_buffer.*",),
-        lambda c: _reads_no_sum(c) and "overlong_reward" not in c.algorithm.gdpo_reward_keys,
-        "overlong_reward is none of algorithm.gdpo_reward_keys",
     ),
 )
 METHOD_RULES: tuple[DeadKeyRule, ...] = (
@@ -166,16 +143,6 @@ METHOD_RULES: tuple[DeadKeyRule, ...] = (
         ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
         lambda c: not c.algorithm.filter_groups.enable,
         "algorithm.filter_groups.enable is false",
-    ),
-    DeadKeyRule(
-        ("reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"),
-        lambda c: not c.reward.overlong_buffer.enable,
-        "reward.overlong_buffer.enable is false",
-    ),
-    DeadKeyRule(
-        ("reward.overlong_buffer.*",),
-        lambda c: c.reward.weights.trajectory == 0,
-        "reward.weights.trajectory is 0, and the punishment is a part of the trajectory's reward",
     ),
     *KL_RULES,
     *GDPO_RULES,

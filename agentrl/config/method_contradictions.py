@@ -75,6 +75,9 @@ def find_negative_scores(config: RunConfig) -> Iterator[Problem]:
     buffer = config.reward.overlong_buffer
     if buffer.enable and buffer.penalty_factor and config.reward.weights.trajectory:
         yield Problem("reward.overlong_buffer.enable", told, expected)
+    if penalty := config.reward.length_penalty:
+        told = f"is {penalty:g}, and algorithm.adv_estimator maxrl takes no score below 0"
+        yield Problem("reward.length_penalty", told, "0, or another estimator")
 
 
 def find_wild_kl_weight(config: RunConfig) -> Iterator[Problem]:

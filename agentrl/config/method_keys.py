@@ -98,6 +98,15 @@ READ_SQUARES = frozenset({
     "tir_optimal_token_baseline_verl",
 })  # fmt: skip
 """Estimators that read `sum_pi_squared`, which the pass for `old_log_probs` gives."""
+SUM_ESTIMATORS = frozenset({
+    "grpo", "grpo_verl", "grpo_vectorized", "grpo_vectorized_verl", "grpo_passk", "grpo_passk_verl",
+    "reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline_verl", "rloo",
+    "rloo_verl", "rloo_vectorized", "rloo_vectorized_verl", "opo", "opo_verl", "gpg", "gpg_verl",
+    "maxrl",
+})  # fmt: skip
+"""Those that read the sum of a row's rewards: on which tokens these lie is nothing to them."""
+TURN_ESTIMATORS = frozenset({"gigpo", "step_reinforce", "turn_gae", "turn_rloo"})
+"""Those that read the sum of each turn's rewards."""
 FIXED_AGGREGATION: Mapping[str, str] = {
     "dr_grpo": "seq-mean-token-sum-norm",
     "bnpo": "token-mean",
@@ -111,3 +120,8 @@ def chosen_loss(config: RunConfig) -> str:
     """Name the loss that trains: under `bypass_mode` it is that mode's own."""
     bypasses = config.algorithm.rollout_correction.effective.bypass_mode
     return "bypass_mode" if bypasses else config.actor.policy_loss.loss_mode
+
+
+def is_gdpo(config: RunConfig) -> bool:
+    """Whether the estimator compares single rewards of the scorer's, and not their sum."""
+    return config.algorithm.adv_estimator in ("gdpo", "gdpo_verl")

@@ -1,11 +1,17 @@
 """Keys of the scoring: who scores, how rewards become one, and where they land."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.config.section import Section
+
+Placement = Literal[
+    "last_token", "turn_last_token", "uniform", "exponential_decay", "tool_call_tokens"
+]
+_RENAMED = {"last": "last_token", "spread": "uniform"}
 
 
 class CustomRewardConfig(Section):
@@ -33,15 +39,28 @@ class RewardFunctionConfig(Section):
     """Passed to every call."""
 
 
+def _names(section: object, key: str) -> bool:
+    return isinstance(section, Mapping) and key in section
+
+
 class RewardWeightsConfig(Section):
-    """How rewards of several sources become one."""
+    """How rewards of four sources become one: each number times its weight, summed."""
 
     trajectory: float = 1.0
     """Weight of the scorer's number for the finished request."""
-    turn: float = 0.0
-    """Weight of the interaction's and tools' rewards for single turns, on their own turns."""
+    interaction: float = 0.0
+    """Weight of the scores that the interaction gave to turns, on those turns."""
+    tool_call: float = 0.0
+    """Weight of what `execute` returned for single calls, on the turns that made them."""
     tool: float = 0.0
-    """Weight of `calc_reward` of the tools."""
+    """Weight of `calc_reward` of the tools, for the trajectory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_turn_was(cls, given: object) -> object:
+        if _names(given, "turn"):
+            raise ValueError("`turn` was two things: now `interaction` and `tool_call`")
+        return given
 
 
 class OverlongBufferConfig(Section):
@@ -73,10 +92,30 @@ class RewardConfig(Section):
     """Scores begun in a second, at most; null: no limit."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where scorers run code that a model wrote."""
-    weights: RewardWeightsConfig = RewardWeightsConfig()
-    placement: Literal["last", "spread"] = "last"
-    """On which trained tokens a reward lands: the last of its turn or trajectory, or all of them
-    in equal parts."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds of one score."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+    # How rewards become one, and where they land.
+    weights: RewardWeightsConfig = RewardWeightsConfig()
+    tool_call_bonus: float = Field(default=0.0, ge=0)
+    """Added for a call that its tool answered (outcome `ok`), on the turn that made it."""
+    max_bonus_calls: int = Field(default=1, ge=1)
+    """Calls of one trajectory that earn `tool_call_bonus`, the first ones."""
+    interaction_bonus: float = Field(default=0.0, ge=0)
+    """Added where the interaction itself ended the conversation (not an answer that it did not
+    hear, nor a limit), on the turn that it heard last."""
+    length_penalty: float = Field(default=0.0, ge=0)
+    """Taken off for a response of `data.max_response_length` sampled tokens; of fewer, their share
+    of it."""
+    placement: Placement = "last_token"
+    """On which trained tokens a reward lands: see `agentrl.rewards.placement`."""
+    placement_decay: float = Field(default=0.99, ge=0, le=1)
+    """Under `exponential_decay`: a token's share of the share of the next trained one."""
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _name_what_placements_were(cls, given: object) -> object:
+        if isinstance(given, str) and given in _RENAMED:
+            raise ValueError(f"{given!r} is called {_RENAMED[given]!r}")
+        return given

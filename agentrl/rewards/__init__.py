@@ -1,5 +1,6 @@
 """From a finished request to its rewards, and from those to rewards of tokens. Plain numbers."""
 
+from agentrl.rewards.combination import CombinedReward, RewardPart, Source, combine_rewards
 from agentrl.rewards.manager import (
     RewardManager,
     get_reward_manager,
@@ -10,9 +11,13 @@ from agentrl.rewards.placement import PlacedReward, RewardPlacement, place_rewar
 from agentrl.rewards.sources import default_compute_score, find_scorer
 
 __all__ = [
+    "CombinedReward",
     "PlacedReward",
     "RewardManager",
+    "RewardPart",
     "RewardPlacement",
+    "Source",
+    "combine_rewards",
     "default_compute_score",
     "find_scorer",
     "get_reward_manager",

@@ -1,12 +1,7 @@
 """Soft punishment of answers that come near the limit of their length."""
 
-from collections.abc import Sequence
-
 from agentrl.config.schema import OverlongBufferConfig
 from agentrl.rollout.request import AsyncRolloutRequest
-
-OVERLONG_REWARD = "overlong_reward"
-"""Under which name `reward_extra_info` keeps what was added to a request's reward."""
 
 
 def compute_overlong_reward(
@@ -34,27 +29,10 @@ def compute_overlong_reward(
     return -share * config.penalty_factor if share else 0.0
 
 
-def shape_overlong(
-    requests: Sequence[AsyncRolloutRequest],
-    *,
-    max_response_length: int,
-    config: OverlongBufferConfig,
-) -> None:
-    """Add to each scored request's reward what its length earns, in place.
-
-    `reward_extra_info["overlong_reward"]` keeps what was added, 0 included. Only tokens that the
-    policy sampled count, those of excluded turns among them: a tool's long result is not the
-    policy's doing, and no observed token may change a return (law 8).
-    """
-    for request in requests:
-        if request.reward is not None:
-            added = compute_overlong_reward(
-                count_sampled_tokens(request), max_response_length, config
-            )
-            request.reward += added
-            request.reward_extra_info[OVERLONG_REWARD] = added
-
-
 def count_sampled_tokens(request: AsyncRolloutRequest) -> int:
-    """Count the tokens of a request that the policy sampled, trained or not."""
+    """Count the tokens of a request that the policy sampled, those of excluded turns among them.
+
+    What it was shown does not count: a tool's long result is not the policy's doing, and no
+    observed token may change a return (law 8).
+    """
     return sum(turn.num_tokens for turn in request.turns if turn.role == "assistant")

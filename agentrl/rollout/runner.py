@@ -31,7 +31,7 @@ from agentrl.rollout.failures import describe_failure, find_fault
 from agentrl.rollout.limits import turn_limit, why_not_call, why_not_reply
 from agentrl.rollout.observations import TextFitter
 from agentrl.rollout.prompts import EncodedPrompt
-from agentrl.rollout.records import TokenDifference, Turn
+from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.templates import ChatTemplate
@@ -44,6 +44,7 @@ from agentrl.rollout.tool_calls import (
     skip_calls,
 )
 from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
+from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.base import BaseTool
 from agentrl.tools.life import ToolSession
 from agentrl.tools.registry import select_tools
@@ -119,6 +120,7 @@ class _Run:
         self.last_ids: Sequence[int] = ()
         self.wording: list[Callable[[], str]] = []
         self.calls = CheckedCalls()
+        self.call_spans: list[Span | None] = []
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
 
@@ -264,7 +266,7 @@ class _Run:
         turn = self._append(completion, time.monotonic() - started)
         way = self._leave_turn(turn)
         if way is not RequestState.TOOL_CALLING:
-            turn.calls = skip_calls(self.calls)
+            self._note_calls(turn, skip_calls(self.calls))
         if way is StopReason.ABORTED:
             raise EngineAbortError("the engine was told to abort the call")
         return way
@@ -310,10 +312,12 @@ class _Run:
         """Read a turn, without its stop token, as a message with calls."""
         request, template = self.request, self.house.template
         stop = template.stop_texts.get(ids[-1], "") if ids else ""
-        text = template.decode(ids[:-1] if stop else ids)
+        said = ids[:-1] if stop else ids
+        text = template.decode(said)
         self.wording.append(lambda: text + stop)
         parsed = self._parse(text)
         self.calls = check_calls(parsed, request.tool_schemas)
+        self.call_spans = template.pieces.locate(said, text, self.calls.spans)
         calls = [call.tool_call for call in parsed.calls]
         request.messages.append(
             Message(role="assistant", content=parsed.content, tool_calls=calls or None)
@@ -372,10 +376,15 @@ class _Run:
         return RequestState.RUNNING if observed else self.request.nearest_limit
 
     def _record_calls(self, turn: Turn, found: Sequence[Observation]) -> None:
-        turn.calls = [observation.record for observation in found]
+        self._note_calls(turn, [observation.record for observation in found])
         rewards = [call.reward for call in turn.calls if call.reward is not None]
         if rewards:
             turn.reward = sum(rewards)
+
+    def _note_calls(self, turn: Turn, records: list[CallRecord]) -> None:
+        turn.calls = records
+        for call, span in zip(records, self.call_spans, strict=True):
+            call.span = span and (turn.start + span[0], turn.start + span[1])
 
     def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
         """The model made calls that its template cannot answer, such as two tools in one turn."""

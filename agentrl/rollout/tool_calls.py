@@ -18,6 +18,7 @@ from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
+from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.instance import ToolOutcome
 from agentrl.tools.life import ToolSession
 
@@ -34,6 +35,12 @@ class CheckedCalls(NamedTuple):
     def num_calls(self) -> int:
         """Calls of the turn, malformed ones included."""
         return len(self.calls) + len(self.malformed)
+
+    @property
+    def spans(self) -> list[Span | None]:
+        """Where each call stands in the turn's text, in their order."""
+        calls = sorted([*self.calls, *self.malformed], key=lambda call: call.index)
+        return [call.span for call in calls]
 
 
 class ShownText(NamedTuple):
@@ -148,7 +155,7 @@ def check_calls(parsed: ParsedTurn, tools: Iterable[OpenAIFunctionToolSchema]) -
             calls.append(call)
         else:
             text = f"{call.name}({call.arguments})"
-            malformed.append(MalformedCall(text, reason, call.name, call.index))
+            malformed.append(MalformedCall(text, reason, call.name, call.index, call.span))
     return CheckedCalls(calls, sorted(malformed, key=lambda call: call.index))
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from agentrl.config.schema import RewardWeightsConfig
+from agentrl.config.schema import RewardConfig
 from agentrl.protocol import DataProto
-from agentrl.rewards.placement import place_rewards
+from agentrl.rewards.combination import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.columns_asked import REWARD_BASELINES
 from agentrl.training.distributed import World
@@ -24,7 +24,7 @@ def is_greedy(request: AsyncRolloutRequest) -> bool:
 
 
 def read_baselines(
-    greedy: Sequence[AsyncRolloutRequest], weights: RewardWeightsConfig, world: World
+    greedy: Sequence[AsyncRolloutRequest], reward: RewardConfig, world: World
 ) -> dict[int, float]:
     """Read the combined reward of each prompt's greedy rollout, over all ranks. A collective.
 
@@ -34,7 +34,7 @@ def read_baselines(
         By the prompt's place; without those whose rollout failed.
     """
     counted = [request for request in greedy if request.in_baseline]
-    mine = [(one.batch_data_id, place_rewards(one, weights).combined) for one in counted]
+    mine = [(one.batch_data_id, combine_rewards(one, reward).total) for one in counted]
     for request in greedy:
         request.dropped = request.dropped or IS_BASELINE
     return dict(world.gather_flat(mine))

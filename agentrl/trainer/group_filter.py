@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentrl.config.schema import FilterGroupsConfig, RewardWeightsConfig
+from agentrl.config.schema import FilterGroupsConfig, RewardConfig
 from agentrl.errors import ConfigError
-from agentrl.rewards.placement import place_rewards
+from agentrl.rewards.combination import combine_rewards
 from agentrl.rewards.scoring import check_number
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.training.distributed import World
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 def find_signal(
     requests: Sequence[AsyncRolloutRequest],
     config: FilterGroupsConfig,
-    weights: RewardWeightsConfig,
+    reward: RewardConfig,
     world: World,
 ) -> list[int]:
     """Find the groups whose members differ, over all ranks. A collective.
@@ -45,7 +45,7 @@ def find_signal(
     Args:
         requests: This rank's, scored.
         config: What must differ.
-        weights: How rewards of several sources become one.
+        reward: How rewards of several sources become one.
         world: The ranks.
 
     Returns:
@@ -57,7 +57,7 @@ def find_signal(
     mine: list[Measured] = []
     with world.agreeing():
         counted = (request for request in requests if request.in_baseline)
-        mine += (Measured(r.batch_data_id, measure(r, config.metric, weights)) for r in counted)
+        mine += (Measured(r.batch_data_id, measure(r, config.metric, reward)) for r in counted)
     return places_that_differ(world.gather_flat(mine))
 
 
@@ -69,14 +69,14 @@ def places_that_differ(measured: Iterable[Measured]) -> list[int]:
     return sorted(place for place, values in groups.items() if max(values) != min(values))
 
 
-def measure(request: AsyncRolloutRequest, metric: str, weights: RewardWeightsConfig) -> float:
+def measure(request: AsyncRolloutRequest, metric: str, reward: RewardConfig) -> float:
     """Read what of a request is compared, as float32 holds it: what batches hold rewards in.
 
     Raises:
         ConfigError: where the scorer's dict has no such key, or no number under it.
     """
     if metric in COMBINED:
-        return float(np.float32(place_rewards(request, weights).combined))
+        return float(np.float32(combine_rewards(request, reward).total))
     found = request.reward_extra_info
     if metric not in found:
         raise ConfigError(

@@ -47,7 +47,7 @@ class TrajectorySummary(BaseModel):
     mask_ones_ratio: float
     """Share of the response that is trained; 0 for an empty one."""
     reward_index: int | None
-    """Response token on which the trajectory's reward sits under `placement: last`: the last
+    """Response token on which the trajectory's reward sits under `placement: last_token`: the last
     trained one. None where nothing is trained."""
 
     @classmethod

@@ -2,7 +2,7 @@
 
     load_prompts        the data's order                     -> a generation batch of prompts
     roll_out            prompts                              -> finished requests, scored
-    shape_overlong      requests                             -> long ones lose reward
+    record_shaping      requests                             -> bonuses and penalties, written down
     read_baselines      greedy rollouts                      -> a baseline for each prompt
     find_signal         groups                               -> those whose members differ
     choose              groups with a signal, or all         -> those that are trained
@@ -13,11 +13,16 @@ The decisions are those of all ranks together, and the same on every one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import RewardConfig, RunConfig
 from agentrl.data.prompt import Prompt
 from agentrl.protocol import DataProto
-from agentrl.rewards.overlong import OVERLONG_REWARD, shape_overlong
-from agentrl.rewards.placement import place_rewards
+from agentrl.rewards.combination import (
+    SHAPING,
+    Source,
+    active_sources,
+    combine_rewards,
+    record_shaping,
+)
 from agentrl.rollout.manager import RolloutManager, SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.columns_asked import REWARD_BASELINES, estimator_names
@@ -116,7 +121,7 @@ class StepSampler:
             samples.batch = self._roll_out_batch(samples, 0, load_prompts, roll_out)
         else:
             self._fill(samples, step, load_prompts, roll_out)
-        samples.figures |= self._overlong_figures(samples.sampled)
+        samples.figures |= source_figures(samples.sampled, self._config.reward)
         samples.figures |= _greedy_figures(samples.greedy, samples.baselines)
         return samples
 
@@ -135,10 +140,10 @@ class StepSampler:
         self, samples: StepSamples, step: int, load_prompts: LoadPrompts, roll_out: RollOut
     ) -> None:
         """Take batches until enough groups have a signal, and choose among them."""
-        weights, places, num_batches = self._config.reward.weights, list[int](), 0
+        reward, places, num_batches = self._config.reward, list[int](), 0
         while len(places) < self._size and num_batches < self._max_batches:
             requests = self._roll_out_batch(samples, num_batches, load_prompts, roll_out)
-            places += find_signal(requests, self._filter, weights, self._world)
+            places += find_signal(requests, self._filter, reward, self._world)
             num_batches += 1
         samples.figures |= self._filter_figures(samples, len(places), num_batches)
         samples.batch = choose_groups(samples.sampled, places, self._size)
@@ -154,11 +159,12 @@ class StepSampler:
     ) -> list[AsyncRolloutRequest]:
         """Roll out one batch of prompts; returns its training samples."""
         requests = roll_out(load_prompts(), *self._plans(first_place=number * self._size))
-        self._shape(requests)
+        for request in requests:
+            record_shaping(request, self._config.reward)
         sampled = [request for request in requests if not is_greedy(request)]
         if self._has_baselines:
             greedy = [request for request in requests if is_greedy(request)]
-            found = read_baselines(greedy, self._config.reward.weights, self._world)
+            found = read_baselines(greedy, self._config.reward, self._world)
             leave_out_without_baseline(sampled, found)
             samples.baselines = (samples.baselines or {}) | found
             samples.greedy += greedy
@@ -170,20 +176,6 @@ class StepSampler:
         plans += [self._manager.greedy_plan()] if self._has_baselines else []
         return [plan._replace(first_place=first_place) for plan in plans]
 
-    def _shape(self, requests: Sequence[AsyncRolloutRequest]) -> None:
-        buffer = self._config.reward.overlong_buffer
-        if buffer.enable:
-            budget = self._config.data.max_response_length
-            shape_overlong(requests, max_response_length=budget, config=buffer)
-
-    def _overlong_figures(self, sampled: Sequence[AsyncRolloutRequest]) -> Figures:
-        if not self._config.reward.overlong_buffer.enable:
-            return {}
-        scored = [request for request in sampled if request.reward is not None]
-        added = [float(request.reward_extra_info[OVERLONG_REWARD]) for request in scored]
-        is_over = {"rollout/overlong_frac": Mean.of([reward < 0 for reward in added])}
-        return spread("rollout/overlong_reward", added) | (is_over if added else {})
-
     def _filter_figures(
         self, samples: StepSamples, num_with_signal: int, num_batches: int
     ) -> Figures:
@@ -194,9 +186,9 @@ class StepSampler:
             "num_surplus": max(0, num_with_signal - self._size),
             "num_missing": max(0, self._size - num_with_signal),
         }
-        weights = self._config.reward.weights
+        reward = self._config.reward
         scored = [request for request in samples.sampled if request.in_baseline]
-        rewards = [place_rewards(request, weights).combined for request in scored]
+        rewards = [combine_rewards(request, reward).total for request in scored]
         figures: Figures = {
             f"filter_groups/{name}": Largest(float(count)) for name, count in counts.items()
         }
@@ -223,6 +215,28 @@ def choose_groups(
             request.dropped = request.dropped or why
     kept = chosen or range(size)
     return [request for request in sampled if request.batch_data_id in kept]
+
+
+def source_figures(sampled: Sequence[AsyncRolloutRequest], config: RewardConfig) -> Figures:
+    """Describe, apart, what each source beside the scorer gave, as far as the run asks for it.
+
+    What was earned is told with its weight, bonuses and penalties as they stand in
+    `reward_extra_info`.
+    """
+    scored = [request for request in sampled if request.reward is not None]
+    figures: Figures = {}
+    for source in active_sources(config):
+        given = [_given_by(source, request, config) for request in scored]
+        figures |= spread(f"rollout/{source}", given)
+        if source is Source.OVERLONG and given:
+            figures["rollout/overlong_frac"] = Mean.of([reward < 0 for reward in given])
+    return figures
+
+
+def _given_by(source: Source, request: AsyncRolloutRequest, config: RewardConfig) -> float:
+    if source in SHAPING:
+        return float(request.reward_extra_info[source.value])
+    return combine_rewards(request, config).of(source)
 
 
 def _greedy_figures(

@@ -206,13 +206,11 @@ class Trainer:
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:
         """Turn requests into tensors, as wide as the widest of all ranks."""
-        reward = self.config.reward
         prompt_width, response_width = map(int, self.world.max(widest(requests)))
         return collate(
             requests,
             pad_token_id=self.parts.setup.pad_token_id,
-            weights=reward.weights,
-            placement=reward.placement,
+            reward=self.config.reward,
             prompt_width=prompt_width,
             response_width=response_width,
         )

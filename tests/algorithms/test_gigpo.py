@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
-from agentrl.config.schema import AlgorithmConfig, RewardWeightsConfig
+from agentrl.config.schema import AlgorithmConfig
 from tests.fakes_requests import build_request, observed, said
 from tests.fakes_turns import TurnRows, turn_rows
 
@@ -98,7 +98,7 @@ def test_a_collated_batch_compares_the_turns_that_saw_the_same_answer_of_a_tool(
         build_request(said(first), observed(second), said(1), uid="g", reward=reward)
         for (first, second), reward in zip(lengths, earned, strict=True)
     ]
-    data = collate(requests, pad_token_id=0, weights=RewardWeightsConfig())
+    data = collate(requests, pad_token_id=0)
     config = AlgorithmConfig(adv_estimator="gigpo", norm_adv_by_std_in_grpo=False)
     advantages = compute_advantage(data, config).batch["advantages"]
     episode = torch.tensor([2 / 3, -1 / 3, -1 / 3])

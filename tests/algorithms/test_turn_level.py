@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
-from agentrl.config.schema import AlgorithmConfig, RewardWeightsConfig
+from agentrl.config.schema import AlgorithmConfig
 from tests.algorithms.test_gae import naive_whiten
-from tests.fakes_requests import build_request, observed, said
+from tests.fakes_requests import build_request, observed, said, weighted
 from tests.fakes_turns import TurnRows, turn_rows
 
 decays = st.sampled_from([0.0, 0.5, 1.0])
@@ -154,7 +154,7 @@ def test_rewards_of_turns_reach_their_own_turn(name):
         build_request(said(2, reward=reward), observed(2), said(1), uid="g", reward=1.0)
         for reward in (0.0, 1.0)
     ]
-    data = collate(requests, pad_token_id=0, weights=RewardWeightsConfig(turn=1.0))
+    data = collate(requests, pad_token_id=0, reward=weighted(1.0))
     data.batch["values"] = torch.zeros(2, 5)
     config = AlgorithmConfig(adv_estimator=name)
     found = compute_advantage(data, config).batch["advantages"]

@@ -232,6 +232,17 @@ DEAD = [
         "rollout.failure.max_failed_frac",
         {"rollout": {"failure": {"policy": "raise", "max_failed_frac": 0.1}}},
     ),
+    *((f"reward.{key}", {"reward": {key: 1}})
+      for key in ("tool_call_bonus", "max_bonus_calls", "interaction_bonus")),
+    *((f"reward.weights.{source}", {"reward": {"weights": {source: 1}}})
+      for source in ("interaction", "tool_call", "tool")),
+    ("reward.tool_call_bonus",
+     {"reward": {"tool_call_bonus": 1},
+      "rollout": {"multi_turn": {"tool_config_path": "t", "max_tool_calls": 0}}}),
+    ("reward.max_bonus_calls",
+     {"reward": {"max_bonus_calls": 2}, "rollout": {"multi_turn": {"tool_config_path": "t"}}}),
+    ("reward.placement",
+     {"reward": {"placement": "tool_call_tokens"}, "algorithm": {"adv_estimator": "turn_rloo"}}),
     ("trainer.plot", {"trainer": {"plot": True, "logger": ["console"]}}),
     ("actor.kl_loss_coef", {"actor": {"kl_loss_coef": 0.1}}),
     ("ref.path", {"ref": {"path": "p"}}),
@@ -276,8 +287,48 @@ def test_keys_with_an_effect_are_not_reported():
                                 "interaction_config_path": "i.yaml", "interaction_interval": 2}},
         actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "ppo_mini_batch_size": 8, "shuffle": True},
         ref={"path": "base"},
+        reward={"tool_call_bonus": 0.1, "max_bonus_calls": 2, "interaction_bonus": 0.1,
+                "length_penalty": 0.1, "weights": {"interaction": 1, "tool_call": 1, "tool": 1}},
         trainer={"save_freq": 5, "max_ckpt_to_keep": 2, "test_freq": 5},
     )  # fmt: skip
+
+
+def test_a_reward_of_bonuses_alone_is_a_reward():
+    weights = {"trajectory": 0}
+    assert contradicted(reward={"weights": weights}) == {"reward.weights"}
+    assert not contradicted(reward={"weights": weights, "length_penalty": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"placement": "last"}, r"reward.placement: 'last' is called 'last_token'"),
+        ({"placement": "spread"}, r"reward.placement: 'spread' is called 'uniform'"),
+        ({"placement": "tool_tokens"}, r"expected: one of 'last_token', .*'tool_call_tokens'"),
+        ({"weights": {"turn": 1}}, r"reward.weights: `turn` .* `interaction` and `tool_call`"),
+        ({"tool_call_bonus": -1}, r"reward.tool_call_bonus: -1 is not allowed here"),
+    ],
+)
+def test_an_old_name_of_the_rewards_is_told_with_the_new_one(given, told):
+    with pytest.raises(ConfigError, match=told):
+        config_of(reward=given)
+
+
+def biased(placement: str, estimator: str, **reward) -> set[str]:
+    reward |= {"placement": placement}
+    config = config_of(reward=reward, algorithm={"adv_estimator": estimator})
+    return {note.key for note in find_biases(config)}
+
+
+def test_a_reward_that_lies_before_tokens_that_earned_it_is_told_as_a_bias():
+    for estimator in ("turn_rloo", "gigpo", "reinforce_plus_plus"):
+        assert biased("uniform", estimator) == {"reward.placement"}
+        assert not biased("last_token", estimator)
+    for estimator in ("grpo", "gdpo_verl", "my_own"):
+        assert not biased("uniform", estimator)
+    of_turns = {"weights": {"trajectory": 0, "tool_call": 1}}
+    assert not biased("uniform", "turn_rloo", **of_turns)  # a turn's reward stays on its turn
+    assert biased("uniform", "reinforce_plus_plus", **of_turns) == {"reward.placement"}
 
 
 def test_law_12_where_nothing_is_trained_the_keys_of_training_are_dead():

@@ -24,9 +24,9 @@ from agentrl.config.method_keys import (
     KEYS_OF_ESTIMATOR,
     KEYS_OF_LOSS,
     READ_SQUARES,
+    SUM_ESTIMATORS,
 )
 from agentrl.config.schema import ActorConfig, AlgorithmConfig
-from agentrl.rewards.overlong import OVERLONG_REWARD
 
 
 def config_of(**sections: Any) -> Any:
@@ -192,14 +192,20 @@ DEAD: list[tuple[str, dict[str, Any]]] = [
     ("reward.overlong_buffer.penalty_factor",
      {"reward": {"overlong_buffer": {"penalty_factor": 0.5}}}),
     ("reward.overlong_buffer.enable",
-     {"reward": {"overlong_buffer": {"enable": True}, "weights": {"trajectory": 0, "turn": 1}},
+     {"reward": {"overlong_buffer": {"enable": True}, "weights": {"trajectory": 0, "tool_call": 1}},
       "rollout": {"multi_turn": {"function_tool_path": "tools.py"}}}),
     *((key, gdpo(**sections)) for key, sections in {
         "algorithm.use_kl_in_reward": {"algorithm": {"use_kl_in_reward": True}},
-        "reward.placement": {"reward": {"placement": "spread"}},
+        "reward.placement": {"reward": {"placement": "uniform"}},
+        "reward.length_penalty": {"reward": {"length_penalty": 0.5}},
         "reward.weights.trajectory": {"reward": {"weights": {"trajectory": 0.5}}},
         "reward.overlong_buffer.enable": {"reward": {"overlong_buffer": {"enable": True}}},
     }.items()),
+    *(("reward.placement",
+       {"reward": {"placement": "uniform"}, "algorithm": {"adv_estimator": name}})
+      for name in sorted(SUM_ESTIMATORS)),
+    ("reward.placement_decay",
+     {"reward": {"placement_decay": 0.9}, "algorithm": {"adv_estimator": "turn_rloo"}}),
     ("algorithm.rollout_correction.rollout_is_threshold", corrected(rollout_is_threshold=3.0)),
     ("algorithm.rollout_correction.rollout_is_mode", corrected(rollout_is_mode="mask")),
     ("algorithm.rollout_correction.rollout_is_mode",
@@ -238,11 +244,16 @@ def test_keys_of_methods_that_are_read_are_not_called_dead():
         {"algorithm": {"filter_groups": {"enable": True, "metric": "acc",
                                          "max_num_gen_batches": 3}}},
         {"reward": {"overlong_buffer": {"enable": True, "len": 8, "penalty_factor": 0.5}}},
-        gdpo(algorithm={"gdpo_reward_keys": [OVERLONG_REWARD]},
+        gdpo(algorithm={"gdpo_reward_keys": ["overlong_reward"]},
              reward={"overlong_buffer": {"enable": True, "len": 8}}),
         gdpo(algorithm={"filter_groups": {"enable": True}},
              reward={"weights": {"trajectory": 0.5}}),
         gdpo(actor={"use_kl_loss": True}, ref={"path": "base"}),
+        gdpo(algorithm={"gdpo_reward_keys": ["format", "length_penalty"]},
+             reward={"length_penalty": 0.5}),
+        {"reward": {"placement": "exponential_decay", "placement_decay": 0.9},
+         "algorithm": {"adv_estimator": "reinforce_plus_plus"}},
+        {"reward": {"placement": "uniform"}, "algorithm": {"adv_estimator": "my_own"}},
     ):  # fmt: skip
         assert not dead(**sections)
 
@@ -274,6 +285,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     ("reward.overlong_buffer.enable",
      {"algorithm": {"adv_estimator": "maxrl"},
       "reward": {"overlong_buffer": {"enable": True, "len": 8}}}),
+    ("reward.length_penalty",
+     {"algorithm": {"adv_estimator": "maxrl"}, "reward": {"length_penalty": 0.5}}),
     ("algorithm.rollout_correction.rollout_is",
      corrected(preset="decoupled_token_is", rollout_is="sequence")),
     ("actor.policy_loss.rollout_correction",

@@ -633,14 +633,14 @@ def test_keys_of_ours_may_stand_beside_verls():
             "rollout.multi_turn.tool_timeout_s": 5,
             f"{R}.multi_turn.max_tokens_per_turn": 99,
             "data.cache_dir": "cache",
-            "reward.weights.turn": 0.5,
+            "reward.weights.tool_call": 0.5,
             f"{M}.dtype": "float32",
         }
     )
     turns = config.rollout.multi_turn
     assert (turns.tool_timeout_s, turns.max_tokens_per_turn) == (5, 99)
     assert config.data.cache_dir == Path("cache")
-    assert config.reward.weights.turn == 0.5
+    assert config.reward.weights.tool_call == 0.5
     assert config.model.dtype == "float32"
 
 

@@ -4,11 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import OverlongBufferConfig
-from agentrl.rewards.overlong import compute_overlong_reward, shape_overlong
+from agentrl.config.schema import OverlongBufferConfig, RewardConfig
+from agentrl.rewards.combination import combine_rewards, record_shaping
+from agentrl.rewards.overlong import compute_overlong_reward
+from agentrl.rollout.records import Budgets
 from tests.fakes_requests import build_request, observed, said
 
 PAPER = OverlongBufferConfig(enable=True, len=4096)
+BUFFER = RewardConfig(overlong_buffer=OverlongBufferConfig(enable=True, len=5))
+BUDGETS = Budgets(max_response_tokens=15)
 
 
 @pytest.mark.parametrize(
@@ -42,22 +46,21 @@ def test_reward_is_that_of_the_three_cases(num_tokens: int, length: int, factor:
 
 
 def test_law_8_tokens_that_the_policy_was_shown_do_not_count():
-    buffer = OverlongBufferConfig(enable=True, len=5)
-    plain = build_request(said(4), said(3), reward=1.0)
-    shown = build_request(said(4), observed(6), said(3), observed(2), reward=1.0)
-    shape_overlong([plain, shown], max_response_length=10, config=buffer)
-    assert plain.reward == shown.reward == pytest.approx(1 - 2 / 5)
-    assert plain.reward_extra_info == shown.reward_extra_info == {"overlong_reward": -2 / 5}
+    plain = build_request(said(6), said(6), reward=1.0, budgets=BUDGETS)
+    shown = build_request(said(6), observed(2), said(6), observed(1), reward=1.0, budgets=BUDGETS)
+    for request in (plain, shown):
+        assert combine_rewards(request, BUFFER).total == pytest.approx(1 - 2 / 5)
+        record_shaping(request, BUFFER)
+        assert request.reward == 1.0
+        assert request.reward_extra_info == {"overlong_reward": -2 / 5}
 
 
 def test_tokens_of_an_excluded_turn_count():
-    buffer = OverlongBufferConfig(enable=True, len=5)
-    request = build_request(said(4, excluded=True), said(3), reward=1.0)
-    shape_overlong([request], max_response_length=10, config=buffer)
-    assert request.reward == pytest.approx(0.6)
+    request = build_request(said(6, excluded=True), said(6), reward=1.0, budgets=BUDGETS)
+    assert combine_rewards(request, BUFFER).total == pytest.approx(0.6)
 
 
 def test_what_the_scorer_said_besides_stays():
-    request = build_request(said(2), reward=1.0, reward_extra_info={"acc": 1.0})
-    shape_overlong([request], max_response_length=10, config=OverlongBufferConfig(len=1))
+    request = build_request(said(2), reward=1.0, reward_extra_info={"acc": 1.0}, budgets=BUDGETS)
+    record_shaping(request, BUFFER)
     assert request.reward_extra_info == {"acc": 1.0, "overlong_reward": 0.0}

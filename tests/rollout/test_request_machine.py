@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,11 +25,11 @@ from hypothesis.stateful import (
 )
 from pydantic import ValidationError
 
-from agentrl.config.schema import RewardWeightsConfig
+from agentrl.config.reward_schema import Placement
+from agentrl.config.schema import RewardConfig
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import LedgerError, TransitionError
 from agentrl.messages import Message
-from agentrl.rewards.placement import Placement
 from agentrl.rollout.manager import next_attempt
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -51,7 +51,9 @@ from tests.fakes_request_model import (
     assert_same,
     snapshot,
 )
+from tests.fakes_requests import weighted
 
+placements = st.sampled_from(get_args(Placement))
 SIZES = st.integers(0, 5)
 REASONS = st.sampled_from(list(StopReason))
 
@@ -232,18 +234,18 @@ class RequestMachine(RuleBasedStateMachine):
 
         self.step("reward", call, may=True, error=LedgerError)
 
-    @rule(placement=st.sampled_from(["last", "spread"]), turn=st.sampled_from([0.0, 0.5]))
+    @rule(placement=placements, turn=st.sampled_from([0.0, 0.5]))
     def place(self, placement: Placement, turn: float) -> None:
-        weights = RewardWeightsConfig(trajectory=1.0, turn=turn, tool=2 * turn)
-        call = partial(assert_rewards_land, self.request, self.model, weights, placement)
+        config = weighted(turn, tool=2 * turn, placement=placement)
+        call = partial(assert_rewards_land, self.request, self.model, config)
         self.step("place rewards", call, may=True, error=LedgerError)
 
     @precondition(lambda self: self.model.reason)
-    @rule(reward=st.sampled_from([1.0, -2.5]), placement=st.sampled_from(["last", "spread"]))
+    @rule(reward=st.sampled_from([1.0, -2.5]), placement=placements)
     def score(self, reward: float, placement: Placement) -> None:
         def call() -> None:
             self.request.reward = self.model.reward = reward
-            assert_rewards_land(self.request, self.model, RewardWeightsConfig(), placement)
+            assert_rewards_land(self.request, self.model, RewardConfig(placement=placement))
 
         self.step("score", call, may=True, error=LedgerError)
 

@@ -1,15 +1,17 @@
 """Random walks through the real runner: the laws at every step, engine call and end."""
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 
-from agentrl.config.schema import RewardWeightsConfig
+from agentrl.config.reward_schema import Placement
 from agentrl.engines.protocol import FinishReason
 from agentrl.errors import Fault
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes import assert_lawful, check_life
 from tests.fakes_request_model import FAILURES, assert_rewards_land
+from tests.fakes_requests import weighted
 from tests.fakes_runner_walks import Walk, WatchedRequest, walk
 
 FAULTS = {
@@ -32,9 +34,9 @@ def assert_ended_lawfully(played: Walk) -> None:
         check_life(tool.lives, "create", "release")
     check_life(played.user.lives, "start", "finalize")
     request.reward = 0.75
-    for placement in ("last", "spread"):
-        weights = RewardWeightsConfig(trajectory=1.0, turn=0.5, tool=0.25)
-        assert_rewards_land(request, request.model, weights, placement)
+    for placement in get_args(Placement):
+        config = weighted(0.5, tool=0.25, placement=placement)
+        assert_rewards_land(request, request.model, config)
 
 
 def _assert_explained(played: Walk) -> None:

@@ -205,7 +205,9 @@ def test_long_answers_lose_reward_and_it_is_written_down(world: World):
     lengths = {(0, 0): 6, (0, 1): 7, (1, 0): 10, (1, 1): 2}
     loop = FakeLoop(world, lambda row, at: Came(1.0, num_tokens=lengths[row, at]), **BUFFER)
     samples = loop.take()
-    assert [request.reward for request in samples.batch] == [1.0, 0.5, -1.0, 1.0]
+    assert [request.reward for request in samples.batch] == [1.0] * 4  # what the scorer said
+    scores = loop.collate(samples.batch).batch["token_level_scores"].sum(-1)
+    assert scores.tolist() == [1.0, 0.5, -1.0, 1.0]
     extra = [request.reward_extra_info["overlong_reward"] for request in samples.batch]
     assert extra == [0.0, -0.5, -2.0, 0.0]
     assert {name: figure.value for name, figure in samples.figures.items()} == {
@@ -226,6 +228,23 @@ def test_what_failed_has_no_reward_to_lose(world: World):
     samples = FakeLoop(world, lambda *_: FAILED, **BUFFER).take()
     assert {request.reward for request in samples.batch} == {None}
     assert samples.figures == {}
+
+
+# Bonuses and penalties.
+
+
+def test_each_source_beside_the_scorer_is_told_apart(world: World):
+    lengths = {(0, 0): 6, (0, 1): 7, (1, 0): 10, (1, 1): 2}
+    reward = {"reward": {"length_penalty": 0.5, "weights": {"tool": 2.0}}}
+    loop = FakeLoop(world, lambda row, at: Came(1.0, num_tokens=lengths[row, at]), **reward)
+    samples = loop.take()
+    penalties = [request.reward_extra_info["length_penalty"] for request in samples.batch]
+    assert penalties == pytest.approx([-0.3, -0.35, -0.5, -0.1])
+    assert {name: figure.value for name, figure in samples.figures.items()} == pytest.approx({
+        "rollout/length_penalty/mean": -0.3125, "rollout/length_penalty/min": -0.5,
+        "rollout/length_penalty/max": -0.1, "rollout/tool_reward/mean": 0.0,
+        "rollout/tool_reward/min": 0.0, "rollout/tool_reward/max": 0.0,
+    })  # fmt: skip
 
 
 # Greedy baselines.

@@ -148,3 +148,18 @@ def test_long_answers_are_punished_in_training_and_not_in_validation(
     assert line["critic/score/mean"] == pytest.approx(line["rollout/overlong_reward/mean"])
     assert line["critic/score/mean"] < 0
     assert line["val/arithmetic/reward/mean"] == 0
+
+
+def test_a_penalty_of_length_reaches_the_gradient_and_not_the_validation(
+    train: Train, tmp_path: Path, tiny_home: Path
+):
+    trainer = train(
+        tmp_path / "run", kinds=1, reward__length_penalty=0.5, reward__placement="uniform",
+        algorithm__adv_estimator="reinforce_plus_plus", trainer__total_training_steps=1,
+        data__val_files={"arithmetic": str(tiny_home / "data/val.parquet")},
+    )  # fmt: skip
+    [line] = metrics(tmp_path / "run")
+    assert line["rollout/reward/mean"] == line["val/arithmetic/reward/mean"] == 0
+    assert line["critic/score/mean"] == pytest.approx(line["rollout/length_penalty/mean"])
+    assert -0.5 <= line["critic/score/mean"] < 0
+    assert weights_moved(trainer)

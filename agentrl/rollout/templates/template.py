@@ -21,6 +21,7 @@ from agentrl.rollout.templates.observed import (
     PreparedDelta,
     borrowed_names,
 )
+from agentrl.rollout.templates.pieces import TokenPieces
 from agentrl.rollout.templates.queue import EncodingQueue
 from agentrl.rollout.templates.rendering import Renderer
 from agentrl.rollout.templates.shape import (
@@ -56,6 +57,7 @@ class ChatTemplate:
     Attributes:
         anatomy: What the template is made of.
         queue: Encodes texts of many requests together.
+        pieces: Finds the tokens behind a piece of sampled text.
 
     Raises:
         TemplateError: where there is no template, or it is no valid Jinja.
@@ -85,6 +87,7 @@ class ChatTemplate:
         eos_id: Any = tokenizer.eos_token_id
         self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id)
         self.queue = EncodingQueue(self.encode_texts)
+        self.pieces = TokenPieces(self.decode)
         self._shapes: dict[Any, Any] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
 

@@ -17,6 +17,9 @@ from agentrl.messages import FunctionCall, OpenAIFunctionToolSchema, Role, ToolC
 Tools = Sequence[OpenAIFunctionToolSchema]
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
+Span = tuple[int, int]
+"""Where the text of a call stands in its turn: the first character, and behind the last. Calls of
+one list share that of the list. None: the format does not tell."""
 MAX_DEPTH = 64
 """Levels of a call's arguments: enough for any tool, and few enough for every JSON library."""
 
@@ -29,6 +32,7 @@ class ParsedCall:
     arguments: dict[str, Any]
     index: int = 0
     """Place among all calls of the turn, malformed ones included."""
+    span: Span | None = field(default=None, compare=False)
 
     @property
     def id(self) -> str:
@@ -53,6 +57,7 @@ class MalformedCall:
     """The tool that is meant, where that much can be read."""
     index: int = 0
     """Place among all calls of the turn."""
+    span: Span | None = field(default=None, compare=False)
 
     @property
     def id(self) -> str:
@@ -97,6 +102,8 @@ class Piece(NamedTuple):
     found: tuple[Call | Problem, ...]
     rest: str = ""
     """What it says beside its calls, where all of them can be read."""
+    is_located: bool = True
+    """Whether it is the calls and nothing else."""
 
 
 class ToolParser(ABC):
@@ -138,7 +145,7 @@ class ToolParser(ABC):
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
                 found = [_in_depth(item) for item in piece.found]
-                turn.add(match.start(), piece.end, found, rest=piece.rest)
+                turn.add(match.start(), piece._replace(found=tuple(found)))
                 position = max(piece.end, match.end(), match.start() + 1)
         return turn.parsed()
 
@@ -158,19 +165,18 @@ class _Turn:
         self._calls: list[ParsedCall] = []
         self._malformed: list[MalformedCall] = []
 
-    def add(
-        self, start: int, end: int, pieces: Sequence[Call | Problem], *, rest: str = ""
-    ) -> None:
-        for found in pieces:
+    def add(self, start: int, piece: Piece) -> None:
+        span = (start, piece.end) if piece.is_located else None
+        for found in piece.found:
             index = len(self._calls) + len(self._malformed)
             if isinstance(found, Call):
-                self._calls.append(ParsedCall(found.name, found.arguments, index))
+                self._calls.append(ParsedCall(found.name, found.arguments, index, span))
             else:
-                sampled = self._text[start:end]
-                self._malformed.append(MalformedCall(sampled, found.reason, found.name, index))
-        if pieces and all(isinstance(found, Call) for found in pieces):
-            self._kept += [self._text[self._position : start], rest]
-            self._position = end
+                text = self._text[start : piece.end]
+                self._malformed.append(MalformedCall(text, found.reason, found.name, index, span))
+        if piece.found and all(isinstance(found, Call) for found in piece.found):
+            self._kept += [self._text[self._position : start], piece.rest]
+            self._position = piece.end
 
     def parsed(self) -> ParsedTurn:
         rest = self._text[self._position :]

@@ -80,8 +80,8 @@ class DetectorParser(ToolParser):
         region = nearest if region.num_lost else region
         end = start + len(region.text)
         if region.num_lost:
-            return Piece(end, self._read_one_by_one(region, tools))
-        return Piece(end, _found_in(region), rest=region.detection.rest)
+            return Piece(end, self._read_one_by_one(region, tools), is_located=False)
+        return Piece(end, _found_in(region), rest=region.detection.rest, is_located=False)
 
     def _read_region(self, text: str, tools: Tools) -> _Region:
         detection = self._detector.detect(text.lstrip(), tools)

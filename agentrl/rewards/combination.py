@@ -1,0 +1,170 @@
+"""From all that a request earned to one reward: the one declared rule (law 7).
+
+    combined = weights.trajectory  * (scorer's number + overlong punishment)
+             + weights.interaction * sum of the interaction's scores of turns
+             + weights.tool_call   * sum of what `execute` returned for single calls
+             + weights.tool        * sum of `calc_reward` of the tools
+             + tool_call_bonus     * answered calls, at most max_bonus_calls
+             + interaction_bonus     where the interaction ended the conversation
+             - length_penalty      * sampled tokens / data.max_response_length
+
+Bonuses and penalties are the configuration's own numbers: no weight multiplies them. Nothing here
+changes a request: the scorer's number, `success` and `acc` stay what the scorer said, and whoever
+reads them (validation, `rollout/reward`) sees no bonus.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import islice
+
+from agentrl.config.schema import RewardConfig
+from agentrl.rewards.overlong import compute_overlong_reward, count_sampled_tokens
+from agentrl.rollout.records import CallRecord, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.states import StopReason
+
+TRAJECTORY_ALONE = RewardConfig()
+
+
+class Source(StrEnum):
+    """Whose number a part of the reward is; the value is its name in `reward_extra_info`."""
+
+    TRAJECTORY = "trajectory_reward"
+    """The scorer's, for the finished request."""
+    INTERACTION = "interaction_reward"
+    """The interaction's score of a turn."""
+    TOOL_CALL = "tool_call_reward"
+    """What `execute` returned for a call."""
+    TOOL = "tool_reward"
+    """What `calc_reward` of the tools returned, at the end."""
+    OVERLONG = "overlong_reward"
+    """The punishment of `reward.overlong_buffer`."""
+    TOOL_CALL_BONUS = "tool_call_bonus"
+    INTERACTION_BONUS = "interaction_bonus"
+    LENGTH_PENALTY = "length_penalty"
+
+
+SHAPING = frozenset({
+    Source.OVERLONG, Source.TOOL_CALL_BONUS, Source.INTERACTION_BONUS, Source.LENGTH_PENALTY,
+})  # fmt: skip
+"""What nobody scored: the configuration gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One number that a request earned, weighted, and what it belongs to."""
+
+    source: Source
+    value: float
+    """As it enters the combined reward; a penalty is negative."""
+    turn: Turn | None = None
+    """None: it belongs to the trajectory."""
+    call: CallRecord | None = None
+    """Of the turn's calls; None: it belongs to the turn as a whole."""
+
+
+@dataclass(frozen=True)
+class CombinedReward:
+    """All parts of a request's reward. Parts of 0 are left out."""
+
+    parts: tuple[RewardPart, ...] = ()
+
+    @cached_property
+    def total(self) -> float:
+        """What the request earned, summed without a rounding on the way."""
+        return math.fsum(part.value for part in self.parts)
+
+    def of(self, source: Source) -> float:
+        """What one source gave."""
+        return math.fsum(part.value for part in self.parts if part.source is source)
+
+
+def combine_rewards(
+    request: AsyncRolloutRequest, config: RewardConfig = TRAJECTORY_ALONE
+) -> CombinedReward:
+    """Combine what a finished request earned, by the configured weights, bonuses and penalties.
+
+    Example:
+        A score of 1 and two answered calls of 0.25 each: with the default weights `total` is 1.0;
+        under `weights.tool_call: 1` it is 1.5, in three parts.
+    """
+    sources = (_of_trajectory, _of_turns, _of_bonuses)
+    found = (part for source in sources for part in source(request, config))
+    return CombinedReward(tuple(part for part in found if part.value))
+
+
+def active_sources(config: RewardConfig) -> list[Source]:
+    """List the sources that may enter the combined reward beside the scorer's number."""
+    weights = config.weights
+    sizes = {
+        Source.INTERACTION: weights.interaction,
+        Source.TOOL_CALL: weights.tool_call,
+        Source.TOOL: weights.tool,
+        Source.OVERLONG: config.overlong_buffer.enable,
+        Source.TOOL_CALL_BONUS: config.tool_call_bonus,
+        Source.INTERACTION_BONUS: config.interaction_bonus,
+        Source.LENGTH_PENALTY: config.length_penalty,
+    }
+    return [source for source, size in sizes.items() if size]
+
+
+def record_shaping(request: AsyncRolloutRequest, config: RewardConfig) -> None:
+    """Write down what each bonus and penalty gave a scored request, under its source's name.
+
+    So a saved rollout shows it, and `algorithm.gdpo_reward_keys` may name it. 0 is written too. Of
+    the overlong punishment it is the number before `weights.trajectory`.
+    """
+    if request.reward is None:
+        return
+    reward = combine_rewards(request, config)
+    for source in SHAPING & {*active_sources(config)}:
+        value = _overlong(request, config) if source is Source.OVERLONG else reward.of(source)
+        request.reward_extra_info[source.value] = value
+
+
+def _of_trajectory(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
+    weights = config.weights
+    if request.reward is not None:
+        yield RewardPart(Source.TRAJECTORY, weights.trajectory * request.reward)
+        yield RewardPart(Source.OVERLONG, weights.trajectory * _overlong(request, config))
+    yield RewardPart(Source.TOOL, weights.tool * math.fsum(request.tool_rewards.values()))
+
+
+def _overlong(request: AsyncRolloutRequest, config: RewardConfig) -> float:
+    buffer, budget = config.overlong_buffer, request.budgets.max_response_tokens
+    if not buffer.enable:
+        return 0.0
+    return compute_overlong_reward(count_sampled_tokens(request), budget, buffer)
+
+
+def _of_turns(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
+    """A turn either made calls or was heard by the interaction: its calls tell which."""
+    weights = config.weights
+    for turn in request.turns:
+        if not turn.calls:
+            yield RewardPart(Source.INTERACTION, weights.interaction * (turn.reward or 0.0), turn)
+        for call in turn.calls:
+            value = weights.tool_call * (call.reward or 0.0)
+            yield RewardPart(Source.TOOL_CALL, value, turn, call)
+
+
+def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
+    answered = ((turn, call) for turn in request.turns for call in turn.calls if _is_answered(call))
+    for turn, call in islice(answered, config.max_bonus_calls):
+        yield RewardPart(Source.TOOL_CALL_BONUS, config.tool_call_bonus, turn, call)
+    if request.stop_reason is StopReason.INTERACTION_ENDED:
+        heard = _last_sampled(request.turns)
+        yield RewardPart(Source.INTERACTION_BONUS, config.interaction_bonus, heard)
+    share = count_sampled_tokens(request) / request.budgets.max_response_tokens
+    yield RewardPart(Source.LENGTH_PENALTY, -config.length_penalty * share)
+
+
+def _is_answered(call: CallRecord) -> bool:
+    return call.outcome == "ok"
+
+
+def _last_sampled(turns: Sequence[Turn]) -> Turn | None:
+    return next((turn for turn in reversed(turns) if turn.role == "assistant"), None)

@@ -1,0 +1,134 @@
+"""From the text of a call to the tokens that were sampled for it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.rollout.records import Budgets, CallRecord
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.runner import run_request
+from agentrl.rollout.templates.pieces import TokenPieces
+from agentrl.rollout.tool_parsers import get_tool_parser
+from tests.fakes import (
+    FakeTool,
+    calling,
+    decode,
+    encode,
+    make_engine,
+    make_house,
+    make_request,
+    tiny_template,
+)
+
+WORDS = st.sampled_from(["ab ", "é", "日本", "x", "<tool_call>", "🙂", "</tool_call>"])
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(WORDS, min_size=1, max_size=6).map("".join), st.data())
+def test_the_tokens_of_a_span_are_those_whose_text_is_in_it(text: str, data: Any):
+    ids = encode(text)
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(start + 1, len(text)))
+    [span] = TokenPieces(decode).locate(ids, text, [(start, end)])
+    assert span is not None
+    found = decode(ids[slice(*span)])
+    assert text[start:end] in found
+    assert len(found) <= end - start + len("</tool_call>") * 2 - 2
+
+
+class ByWord:
+    """Decodes word by word; a word at the start of a text has no blank before it."""
+
+    words = ("it", " is", " (", "2", "+", "3", ")", " !")
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def __call__(self, ids: Any) -> str:
+        self.num_decoded += 1
+        return "".join(self.words[i] for i in ids).removeprefix(" ")
+
+
+def test_a_tokenizer_that_writes_a_token_differently_at_the_start_is_asked_for_beginnings():
+    decode_words = ByWord()
+    ids = list(range(8))
+    text = decode_words(ids)
+    start = text.index("(")
+    pieces = TokenPieces(decode_words)
+    assert pieces.locate(ids, text, [(start, text.index(")") + 1), None]) == [(2, 7), None]
+
+
+def test_what_a_token_says_is_decoded_once_in_a_run():
+    decode_words = ByWord()
+    pieces = TokenPieces(decode_words)
+    for _ in range(3):
+        assert pieces.locate([0, 3, 4], "it2+", [(2, 3)]) == [(1, 2)]
+    assert decode_words.num_decoded == 3
+
+
+def test_where_no_call_is_nothing_is_decoded():
+    decode_words = ByWord()
+    assert TokenPieces(decode_words).locate([0, 1], "it is", [None]) == [None]
+    assert decode_words.num_decoded == 0
+
+
+# Through the runner.
+
+
+async def roll_out(*answers: str, **fields: Any) -> AsyncRolloutRequest:
+    engine = make_engine(*answers)
+    return await run_request(make_request(**fields), make_house(engine, tools=[FakeTool()]))
+
+
+def texts_of(request: AsyncRolloutRequest) -> list[str | None]:
+    ids = request.response_ids
+    calls: list[CallRecord] = [call for turn in request.turns for call in turn.calls]
+    return [call.span and decode(ids[slice(*call.span)]) for call in calls]
+
+
+GOOD, OTHER = calling("lookup", q="日本"), calling("lookup", q="Bern")
+BAD = "<tool_call>{oops</tool_call>"
+
+
+async def test_each_call_knows_its_own_tokens_in_every_turn():
+    request = await roll_out(f"So: {GOOD} and {OTHER}", f"é {BAD}{OTHER}!", "Done.")
+    assert texts_of(request) == [GOOD, OTHER, BAD, OTHER]
+    inside = [
+        turn.start <= call.span[0] < call.span[1] <= turn.end
+        for turn in request.turns
+        for call in turn.calls
+        if call.span
+    ]
+    assert inside == [True] * 4
+
+
+async def test_a_call_that_nobody_executes_knows_its_tokens_too():
+    request = await roll_out(f"So: {GOOD}", budgets=Budgets(max_assistant_turns=1))
+    assert [call.outcome for call in request.turns[0].calls] == ["skipped"]
+    assert texts_of(request) == [GOOD]
+
+
+async def test_an_unknown_tool_and_wrong_arguments_are_calls_as_well():
+    wrong = [calling("nobody"), calling("lookup", q=3)]
+    assert texts_of(await roll_out("".join(wrong), "Done.")) == wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "spans"),
+    [
+        ("hermes", f"a {GOOD}", [(2, 2 + len(GOOD))]),
+        ("pythonic", "[f(), g()]", [(0, 10), (0, 10)]),
+        ("json", 'x {"name": "f", "arguments": {}} y', [(2, 32)]),
+    ],
+)
+def test_a_format_tells_where_its_calls_stand(name: str, text: str, spans: list[Any]):
+    assert [call.span for call in get_tool_parser(name).parse(text).calls] == spans
+
+
+def test_a_span_survives_the_template_s_own_pieces():
+    ids = encode(f"a {GOOD}")
+    [span] = tiny_template().pieces.locate(ids, decode(ids), [(2, 2 + len(GOOD))])
+    assert span is not None
+    assert decode(ids[slice(*span)]) == GOOD
