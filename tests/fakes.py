@@ -23,11 +23,11 @@ from agentrl.engines.protocol import Engine, FinishReason, SamplingParams
 from agentrl.engines.scripted import Answer, Script, ScriptedEngine
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.messages import Message, ToolResponse
+from agentrl.rollout.house import House
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.observations import TextFitter
 from agentrl.rollout.prompts import PromptEncoder
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.runner import House
 from agentrl.rollout.states import RequestState
 from agentrl.rollout.templates import ChatTemplate, check_request
 from agentrl.rollout.tool_calls import ToolCaller

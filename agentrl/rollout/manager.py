@@ -13,10 +13,11 @@ from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.rollout.census import Census
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.draws import draw_seed
+from agentrl.rollout.house import House
 from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.rounds import Admission, FreeAdmission, Rounds
-from agentrl.rollout.runner import House, run_request
+from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import RequestState, StopReason
 
 _UNBOUNDED = 1 << 30

@@ -8,12 +8,11 @@ another state, or to its end.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from agentrl.config.schema import MultiTurnConfig
-from agentrl.engines.protocol import Completion, CompletionSource, Engine, FinishReason
+from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import (
     DataError,
     EngineError,
@@ -21,55 +20,30 @@ from agentrl.errors import (
     TemplateError,
     TransitionError,
 )
-from agentrl.interactions.base import BaseInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
 from agentrl.rollout.cancellation import finish_despite_cancellation, is_cancelled
 from agentrl.rollout.draws import draws_interaction, turn_seed
 from agentrl.rollout.failures import describe_failure, find_fault
+from agentrl.rollout.house import House
 from agentrl.rollout.limits import turn_limit, why_not_call, why_not_reply
-from agentrl.rollout.observations import TextFitter
-from agentrl.rollout.prompts import EncodedPrompt
+from agentrl.rollout.reading import read_turn
 from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
-from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.tool_calls import (
     CheckedCalls,
     Observation,
-    ToolCaller,
-    check_calls,
     raise_tool_failure,
     skip_calls,
 )
-from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
 from agentrl.rollout.tool_parsers.base import Span
-from agentrl.tools.base import BaseTool
 from agentrl.tools.life import ToolSession
 from agentrl.tools.registry import select_tools
 
 Way = RequestState | StopReason
 """Where a request goes next."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class House:
-    """What all requests of a run share."""
-
-    engine: Engine
-    template: ChatTemplate
-    parser: ToolParser
-    caller: ToolCaller
-    fitter: TextFitter
-    tools: Sequence[BaseTool]
-    interactions: Mapping[str, BaseInteraction]
-    settings: MultiTurnConfig
-    encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
-    """Renders a request's prompt within its budget."""
-    check_tokens: Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]
-    """Holds a finished ledger against its conversation, and records what differs; the function
-    gives the ledger's wording, part by part."""
 
 
 class EngineAbortError(EngineError):
@@ -309,28 +283,11 @@ class _Run:
         return "response" if nearest is StopReason.RESPONSE_BUDGET else "model"
 
     def _read(self, ids: Sequence[int]) -> None:
-        """Read a turn, without its stop token, as a message with calls."""
-        request, template = self.request, self.house.template
-        stop = template.stop_texts.get(ids[-1], "") if ids else ""
-        said = ids[:-1] if stop else ids
-        text = template.decode(said)
-        self.wording.append(lambda: text + stop)
-        parsed = self._parse(text)
-        self.calls = check_calls(parsed, request.tool_schemas)
-        self.call_spans = template.pieces.locate(said, text, self.calls.spans)
-        calls = [call.tool_call for call in parsed.calls]
-        request.messages.append(
-            Message(role="assistant", content=parsed.content, tool_calls=calls or None)
-        )
-
-    def _parse(self, text: str) -> ParsedTurn:
-        """Find the calls in a turn; where there are no tools, nothing is a call."""
-        if not self.request.tool_schemas:
-            return ParsedTurn(text)
-        starts_in_thought = self.house.template.starts_in_thought
-        return self.house.parser.parse(
-            text, starts_in_thought=starts_in_thought, tools=self.request.tool_schemas
-        )
+        request, house = self.request, self.house
+        read = read_turn(ids, house.template, house.parser, tools=request.tool_schemas)
+        self.wording.append(lambda: read.text)
+        self.calls, self.call_spans = read.calls, read.call_spans
+        request.messages.append(read.message)
 
     def _leave_turn(self, turn: Turn) -> Way:
         """Where a completion leads."""

@@ -15,11 +15,11 @@ from agentrl.plugins.shutdown import shut_down
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.draws import draws_check
 from agentrl.rollout.formats import choose_parser
+from agentrl.rollout.house import House
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.observations import TextFitter
 from agentrl.rollout.prompts import PromptEncoder
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.runner import House
 from agentrl.rollout.templates import (
     ChatTemplate,
     TemplateNeeds,

@@ -14,9 +14,9 @@ from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, RolloutError, TransitionError
 from agentrl.rollout.census import Census
+from agentrl.rollout.house import House
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.runner import House
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes import (
     FakeTool,

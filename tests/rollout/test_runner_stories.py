@@ -10,9 +10,10 @@ from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, TemplateError
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
+from agentrl.rollout.house import House
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.runner import House, run_request
+from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.tools import ToolResult

@@ -1,0 +1,54 @@
+"""From the tokens of a turn to what they say: a message, and the calls in it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.tool_calls import CheckedCalls, check_calls
+from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
+from agentrl.rollout.tool_parsers.base import Span
+
+
+class ReadTurn(NamedTuple):
+    """What a completion says."""
+
+    text: str
+    """All of it, its stop token too."""
+    message: Message
+    """To be appended to the conversation."""
+    calls: CheckedCalls
+    call_spans: list[Span | None]
+    """Of each call, malformed ones included: its tokens in the turn; None: not located."""
+
+
+def read_turn(
+    ids: Sequence[int],
+    template: ChatTemplate,
+    parser: ToolParser,
+    *,
+    tools: Sequence[OpenAIFunctionToolSchema],
+) -> ReadTurn:
+    """Read a completion. Its tokens stay what they are, whatever is read in them (law 2).
+
+    Args:
+        ids: What was sampled.
+        template: Decodes, and knows its stop tokens.
+        parser: Finds calls in the text.
+        tools: Of the request; where there are none, nothing is a call.
+    """
+    stop = template.stop_texts.get(ids[-1], "") if ids else ""
+    said = ids[:-1] if stop else ids
+    text = template.decode(said)
+    parsed = ParsedTurn(text)
+    if tools:
+        in_thought = template.starts_in_thought
+        parsed = parser.parse(text, starts_in_thought=in_thought, tools=tools)
+    checked = check_calls(parsed, tools)
+    calls = [call.tool_call for call in parsed.calls]
+    return ReadTurn(
+        text=text + stop,
+        message=Message(role="assistant", content=parsed.content, tool_calls=calls or None),
+        calls=checked,
+        call_spans=template.pieces.locate(said, text, checked.spans),
+    )
