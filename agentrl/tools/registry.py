@@ -1,12 +1,12 @@
 """Read a tool YAML, and a module of function tools, into checked tools."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, DataError, PluginError
+from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import read_entries
@@ -14,11 +14,33 @@ from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated,
 from agentrl.tools.base import BaseTool
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.instance import ToolSettings
+from agentrl.tools.mcp.sessions import Hub
+from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
 
 OWN_CLASSES = {
     "verl.tools.gsm8k_tool.Gsm8kTool": OwnClass("agentrl.tools.gsm8k_tool.Gsm8kTool"),
+    "verl.tools.mcp_base_tool.MCPBaseTool": OwnClass("agentrl.tools.mcp_tool.MCPTool"),
+    "verl.tools.mcp_search_tool.MCPSearchTool": OwnClass("agentrl.tools.mcp_tool.MCPTool"),
+    "verl.tools.search_tool.SearchTool": OwnClass(
+        "agentrl.tools.search_tool.SearchTool", config={"result_format": "json"}
+    ),
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": OwnClass(
+        "agentrl.tools.sandbox_fusion_tool.SandboxFusionTool"
+    ),
 }
 """Class paths of bundled tools that users bring along, and ours."""
+
+RENAMED_KEYS: Mapping[str, Mapping[str, str | None]] = {
+    "agentrl.tools.mcp_tool.MCPTool": {"timeout": "timeout_s"},
+    "agentrl.tools.search_tool.SearchTool": {
+        "retrieval_service_url": "url",
+        "topk": "top_k",
+        "timeout": "timeout_s",
+        "num_workers": "max_concurrency",
+    },
+}
+"""Keys of `config` that verl's tools have under other names, by the class of ours that has them, or
+that a class derives from; None: a key that has nothing to say here, and is dropped."""
 
 _BASE = "agentrl.tools.BaseTool"
 
@@ -35,7 +57,9 @@ class ToolEntry(BaseModel):
     tool_schema: OpenAIFunctionToolSchema | None = Field(
         default=None, description="a function schema as OpenAI writes it, or null"
     )
-    mcp: dict[str, Any] | None = Field(default=None, description="nothing: not yet supported")
+    mcp: dict[str, Any] | None = Field(
+        default=None, description="for tools of MCP servers: a mapping that says where they are"
+    )
 
 
 def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
@@ -51,10 +75,10 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     for place, entry in enumerate(entries):
         _check_entry(entry, f"tools[{place}]", path)
     classes = [_class(entry, f"tools[{place}]", path) for place, entry in enumerate(entries)]
-    tools = [
-        _build(found, entry, f"tools[{place}]", path)
-        for place, (found, entry) in enumerate(zip(classes, entries, strict=True))
-    ]
+    hub = Hub()
+    tools: list[BaseTool] = []
+    for place, (found, entry) in enumerate(zip(classes, entries, strict=True)):
+        tools += _build(found, entry, hub, key=f"tools[{place}]", path=Path(path))
     refuse_duplicates(tools, file=path)
     return tools
 
@@ -151,16 +175,23 @@ def refuse_duplicates(tools: Iterable[BaseTool], *, file: str | Path | None = No
 
 def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
     kind = entry.config.get("type", "native")
-    if kind == "mcp" or entry.mcp is not None:
+    if kind not in ("native", "mcp"):
         raise ConfigError(
-            "tools of an MCP server are not yet supported",
-            file=path,
-            key=f"{key}.config.type" if kind == "mcp" else f"{key}.mcp",
-            expected="native",
+            f"unknown type {kind!r}", file=path, key=f"{key}.config.type", expected="native or mcp"
         )
-    if kind != "native":
+    if kind == "mcp" and entry.mcp is None:
         raise ConfigError(
-            f"unknown type {kind!r}", file=path, key=f"{key}.config.type", expected="native"
+            "an entry of type mcp that names no servers",
+            file=path,
+            key=f"{key}.mcp",
+            expected="mcp: {mcp_servers_config_path: FILE} or mcp: {servers: {...}}",
+        )
+    if entry.mcp is not None and entry.tool_schema is not None:
+        raise ConfigError(
+            "a tool_schema for tools of MCP servers, which give their schemas themselves",
+            file=path,
+            key=f"{key}.tool_schema",
+            expected="no tool_schema",
         )
     ToolSettings.check(entry.config, file=path, key=f"{key}.config")
 
@@ -175,9 +206,25 @@ def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
         raise PluginError(str(told.args[0]), **details) from error
 
 
-def _build(found: type[BaseTool], entry: ToolEntry, key: str, path: str | Path) -> BaseTool:
+def _build(
+    found: type[BaseTool], entry: ToolEntry, hub: Hub, *, key: str, path: Path
+) -> list[BaseTool]:
+    """Build the tools of an entry: one, or those of its MCP servers."""
+    config = _renamed(found, entry, key, path)
     try:
-        return found(entry.config, entry.tool_schema)
+        if entry.mcp is None:
+            return [found(config, entry.tool_schema)]
+        if not issubclass(found, MCPTool):
+            raise ConfigError(
+                f"{entry.class_name} is no tool of MCP servers",
+                key="mcp",
+                expected="agentrl.tools.mcp_tool.MCPTool or a subclass of it, or no section mcp",
+            )
+        return load_mcp_tools(found, config, entry.mcp, hub=hub, file=path, key=key)
+    except MissingExtraError as error:
+        raise MissingExtraError(str(error.args[0]), file=path, key=key, **error.details) from error
+    except ConfigError as error:
+        raise _placed(error, key, path) from error
     except Exception as error:
         raise ConfigError(
             f"building {entry.class_name} raised {type(error).__name__}: {error}",
@@ -185,6 +232,37 @@ def _build(found: type[BaseTool], entry: ToolEntry, key: str, path: str | Path) 
             key=key,
             expected="a config and a tool_schema that the class takes",
         ) from error
+
+
+def _placed(error: ConfigError, key: str, path: Path) -> ConfigError:
+    """Say in which file and entry the mistake is that a class found in what it was given."""
+    if "file" in error.details:
+        return error
+    inner = error.details.get("key")
+    details = error.details | {"file": path, "key": f"{key}.{inner}" if inner else key}
+    return ConfigError(str(error.args[0]), **details)
+
+
+def _renamed(found: type[BaseTool], entry: ToolEntry, key: str, path: Path) -> dict[str, Any]:
+    """Give an entry's `config` with verl's names of keys read as ours."""
+    names: dict[str, str | None] = {}
+    for base in found.__mro__:
+        names |= RENAMED_KEYS.get(f"{base.__module__}.{base.__qualname__}", {})
+    own = OWN_CLASSES.get(entry.class_name)
+    config = dict(own.config) if own else {}
+    for name, value in entry.config.items():
+        ours = names.get(name, name)
+        if ours != name and ours in entry.config:
+            raise ConfigError(
+                f"{name} and {ours} say the same thing",
+                file=path,
+                key=f"{key}.config.{name}",
+                expected=f"{ours} alone",
+            )
+        if ours is not None:
+            config[ours] = value
+    ToolSettings.check(config, file=path, key=f"{key}.config")
+    return config
 
 
 def _is_marked(value: Any) -> bool:
