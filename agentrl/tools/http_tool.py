@@ -56,8 +56,8 @@ class HTTPTool(BaseTool):
     * `url`: the address. `method`: POST by default.
     * `headers`: by name, secrets from the environment (`${oc.env:NAME}`); never shown, not even
       where the endpoint sends them back.
-    * `send_arguments`: `json` as the body, `query` in the address; by default what fits the method.
-    * `response_path`: which part of the answer is shown (`data.items.0.text`); the whole by default.
+    * `send_arguments`: `json` as the body, `query` in the address; what fits the method by default.
+    * `response_path`: the part of the answer that is shown (`data.items.0.text`); all by default.
     * `max_response_bytes`: 1 MiB by default.
 
     A status of 400 and more is shown to the model, which may do better (`ToolError`), with the

@@ -55,7 +55,9 @@ def read_keys(
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        wrong = error.errors(include_url=False, include_input=False)
+    # A key that is misspelt is also one that is missing: that it is unknown tells more.
+    first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
     place = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         raise unknown_key(

@@ -82,7 +82,7 @@ class McpSection(Section):
     """A JSON file of servers; looked for beside the YAML, then in the current folder."""
     servers: dict[str, dict[str, Any]] | None = Field(default=None, repr=False)
     """Servers by name, in place of the file: {command, args, env, cwd} or {url, headers}."""
-    tool_selected_list: tuple[str, ...] | None = None
+    tool_selected_list: tuple[str, ...] | None = Field(default=None, min_length=1)
     """A list of names of the tools to take, as the servers name them; null: all of them."""
     session: SessionScope = SessionScope.SHARED
     """shared or per_request."""
@@ -115,7 +115,7 @@ def read_servers(section: McpSection, *, file: Path, key: str) -> list[Server]:
         file, key = _located(section.mcp_servers_config_path, file, key), "mcpServers"
         found = _read_file(file)
     else:
-        found = cast("dict[str, dict[str, Any]]", section.servers)
+        found, key = cast("dict[str, dict[str, Any]]", section.servers), f"{key}.servers"
     if not found:
         raise ConfigError("there is no server", file=file, key=key, expected="at least one")
     return [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.errors import ServiceError, ToolError
 from agentrl.tools.mcp.connection import MAX_LAST_WORDS, connect
-from agentrl.tools.mcp.servers import Server
+from agentrl.tools.mcp.servers import HttpServer, Server
 
 if TYPE_CHECKING:
     from mcp.client import Client
@@ -79,7 +79,9 @@ class Session:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(f"Error: {error.message}") from error
-            self._is_broken = self._is_broken or _breaks(error.code)
+            # Over HTTP an error may mean that the server has forgotten the session, however it says
+            # so. That a process is gone, its stream has told.
+            self._is_broken = self._is_broken or isinstance(self._server.spec, HttpServer)
             raise self.unavailable(error) from error
         finally:
             self._num_calls -= 1
@@ -138,10 +140,3 @@ def innermost(error: BaseException) -> BaseException:
         group = cast("BaseExceptionGroup[BaseException]", error)
         return innermost(group.exceptions[0])
     return error
-
-
-def _breaks(code: int) -> bool:
-    """Whether an error of the protocol says that the session is gone, and not just the call."""
-    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
-
-    return code in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT)

@@ -8,10 +8,10 @@ NOTHING = "No results."
 
 
 class Document(NamedTuple):
-    """One document that was found.
+    r"""One document that was found.
 
     Example:
-        >>> Document.of('"Ada Lovelace"\\nShe wrote the first program.', score=7.5)
+        >>> Document.of('"Ada Lovelace"\nShe wrote the first program.', score=7.5)
         Document(title='Ada Lovelace', text='She wrote the first program.', score=7.5)
     """
 
@@ -43,11 +43,11 @@ class Retriever(Protocol):
 
 
 def show(documents: Sequence[Document], *, max_characters: int) -> str:
-    """Write what one query found, as Search-R1 does.
+    r"""Write what one query found, as Search-R1 does.
 
     Example:
         >>> show([Document("Ada", "She wrote programs.", 1.0)], max_characters=9)
-        'Doc 1 (Title: Ada)\\nShe wrote ...\\n'
+        'Doc 1 (Title: Ada)\nShe wrote ...\n'
     """
     if not documents:
         return NOTHING

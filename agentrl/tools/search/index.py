@@ -4,11 +4,11 @@ The index and the texts stay on the disk and are mapped into memory: what is not
 read. Threads share one index.
 """
 
+import importlib
 import json
 import mmap
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -41,15 +41,14 @@ def read_parts(folder: Path) -> IndexParts:
     Raises:
         ConfigError: where there is none, or one of another form.
     """
-    told = "expected a folder that `agentrl prepare search-index` made"
+    expected = "a folder that `agentrl prepare search-index` made"
+    key = "config.index_dir"
     try:
         data = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise ConfigError(
-            f"{folder} holds no search index: {told}", key="config.index_dir"
-        ) from None
+        raise ConfigError(f"{folder} holds no search index", key=key, expected=expected) from None
     if not isinstance(data, dict) or cast("Any", data).get("format") != FORMAT:
-        raise ConfigError(f"{folder} holds another kind of index: {told}", key="config.index_dir")
+        raise ConfigError(f"{folder} holds another kind of index", key=key, expected=expected)
     fields = cast("dict[str, str]", data)
     names = {name: fields[name] for name in IndexParts._fields if name != "folder"}
     return IndexParts(folder, **names)
@@ -86,12 +85,11 @@ class _Loaded:
     """An index that is mapped into memory."""
 
     def __init__(self, parts: IndexParts) -> None:
-        import bm25s
         import numpy as np
 
         self._parts = parts
         try:
-            self._scores: Any = bm25s.BM25.load(parts.folder / parts.scores, mmap=True)
+            self._scores = _library().BM25.load(parts.folder / parts.scores, mmap=True)
             self._offsets = np.load(parts.folder / parts.offsets, mmap_mode="r")
             with (parts.folder / parts.texts).open("rb") as file:
                 self._texts = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -104,12 +102,11 @@ class _Loaded:
 
     def search(self, query: str, top_k: int) -> list[Document]:
         """Find the documents that share words with a query."""
-        import bm25s
         import numpy as np
 
-        untyped: Any = bm25s
-        [words] = untyped.tokenize(
-            [query], stopwords=self._parts.stopwords, return_ids=False, show_progress=False
+        stopwords = None if self._parts.stopwords == "none" else self._parts.stopwords
+        [words] = _library().tokenize(
+            [query], stopwords=stopwords, return_ids=False, show_progress=False
         )
         if not words:
             return []
@@ -122,10 +119,14 @@ class _Loaded:
 
     def close(self) -> None:
         """Unmap the texts."""
-        with suppress(BufferError):  # a search is under way: the last one to hold it unmaps it
-            self._texts.close()
+        self._texts.close()
 
     def _document(self, place: int, score: float) -> Document:
         begin, end = int(self._offsets[place]), int(self._offsets[place + 1])
         row = json.loads(self._texts[begin:end])
         return Document(row["title"], row["text"], score)
+
+
+def _library() -> Any:
+    """Import bm25s, which is optional and ships no types."""
+    return importlib.import_module("bm25s")

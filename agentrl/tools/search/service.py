@@ -1,9 +1,9 @@
 """A retrieval service in the convention of Search-R1.
 
-It is sent `{"queries": [...], "topk": 3, "return_scores": true}` and answers
-`{"result": [[{"document": {"contents": "\"Title\"\nText"}, "score": 7.5}, ...], ...]}`, one list for
-each query. Documents by themselves, without scores, and documents of `title` and `text` are read
-too.
+It is sent `{"queries": [...], "topk": 3, "return_scores": true}` and answers with one list for each
+query: `{"result": [[{"document": {"contents": text}, "score": 7.5}, ...], ...]}`, where a text's
+first line is its title. Documents by themselves, without scores, and documents of `title` and
+`text` are read too.
 """
 
 from collections.abc import Sequence
