@@ -18,6 +18,7 @@ from pydantic import Field
 from agentrl.config.section import Section
 from agentrl.errors import ServiceError, ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.http_client import Answer, HttpClient
 from agentrl.tools.own_config import read_own_config, refuse_isolation
@@ -84,6 +85,7 @@ class HTTPTool(BaseTool):
             ToolError: for a status that other arguments may mend, or an answer that is too long.
             ServiceError: for every other failure.
         """
+        refuse_unsendable(parameters)
         answer = await self._ask(parameters)
         self._check(answer)
         text = answer.text

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.section import Section
 from agentrl.errors import ConfigError, ServiceError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.mcp.results import read_result
 from agentrl.tools.mcp.servers import McpSection, Server, read_servers
@@ -103,6 +104,7 @@ class MCPTool(BaseTool):
             ToolError: what the server says of a call that failed, or of arguments that it refuses.
             ServiceError: where there is no server, or none that keeps to the protocol.
         """
+        refuse_unsendable(parameters)
         session = self._remote.sessions.of(instance_id)
         return ToolResult(read_result(await session.call(self._remote.name, parameters)))
 

@@ -1,6 +1,6 @@
 """Read a tool YAML, and a module of function tools, into checked tools."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +10,13 @@ from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginErro
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import read_entries
-from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated, translate
+from agentrl.plugins.from_verl import explain_import, name_translated, translate
 from agentrl.tools.base import BaseTool
+from agentrl.tools.from_verl import OWN_CLASSES, with_our_keys
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.instance import ToolSettings
 from agentrl.tools.mcp.sessions import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
-
-OWN_CLASSES = {
-    "verl.tools.gsm8k_tool.Gsm8kTool": OwnClass("agentrl.tools.gsm8k_tool.Gsm8kTool"),
-    "verl.tools.mcp_base_tool.MCPBaseTool": OwnClass("agentrl.tools.mcp_tool.MCPTool"),
-    "verl.tools.mcp_search_tool.MCPSearchTool": OwnClass("agentrl.tools.mcp_tool.MCPTool"),
-    "verl.tools.search_tool.SearchTool": OwnClass(
-        "agentrl.tools.search_tool.SearchTool", config={"result_format": "json"}
-    ),
-    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": OwnClass(
-        "agentrl.tools.sandbox_fusion_tool.SandboxFusionTool"
-    ),
-}
-"""Class paths of bundled tools that users bring along, and ours."""
-
-RENAMED_KEYS: Mapping[str, Mapping[str, str | None]] = {
-    "agentrl.tools.mcp_tool.MCPTool": {"timeout": "timeout_s"},
-    "agentrl.tools.search_tool.SearchTool": {
-        "retrieval_service_url": "url",
-        "topk": "top_k",
-        "timeout": "timeout_s",
-        "num_workers": "max_concurrency",
-    },
-}
-"""Keys of `config` that verl's tools have under other names, by the class of ours that has them, or
-that a class derives from; None: a key that has nothing to say here, and is dropped."""
 
 _BASE = "agentrl.tools.BaseTool"
 
@@ -193,7 +169,6 @@ def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
             key=f"{key}.tool_schema",
             expected="no tool_schema",
         )
-    ToolSettings.check(entry.config, file=path, key=f"{key}.config")
 
 
 def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
@@ -210,7 +185,9 @@ def _build(
     found: type[BaseTool], entry: ToolEntry, hub: Hub, *, key: str, path: Path
 ) -> list[BaseTool]:
     """Build the tools of an entry: one, or those of its MCP servers."""
-    config = _renamed(found, entry, key, path)
+    place = f"{key}.config"
+    config = with_our_keys(entry.config, named=entry.class_name, found=found, file=path, key=place)
+    ToolSettings.check(config, file=path, key=place)
     try:
         if entry.mcp is None:
             return [found(config, entry.tool_schema)]
@@ -222,7 +199,8 @@ def _build(
             )
         return load_mcp_tools(found, config, entry.mcp, hub=hub, file=path, key=key)
     except MissingExtraError as error:
-        raise MissingExtraError(str(error.args[0]), file=path, key=key, **error.details) from error
+        details = {"file": path, "key": key, **error.details}
+        raise MissingExtraError(str(error.args[0]), **details) from error
     except ConfigError as error:
         raise _placed(error, key, path) from error
     except Exception as error:
@@ -241,28 +219,6 @@ def _placed(error: ConfigError, key: str, path: Path) -> ConfigError:
     inner = error.details.get("key")
     details = error.details | {"file": path, "key": f"{key}.{inner}" if inner else key}
     return ConfigError(str(error.args[0]), **details)
-
-
-def _renamed(found: type[BaseTool], entry: ToolEntry, key: str, path: Path) -> dict[str, Any]:
-    """Give an entry's `config` with verl's names of keys read as ours."""
-    names: dict[str, str | None] = {}
-    for base in found.__mro__:
-        names |= RENAMED_KEYS.get(f"{base.__module__}.{base.__qualname__}", {})
-    own = OWN_CLASSES.get(entry.class_name)
-    config = dict(own.config) if own else {}
-    for name, value in entry.config.items():
-        ours = names.get(name, name)
-        if ours != name and ours in entry.config:
-            raise ConfigError(
-                f"{name} and {ours} say the same thing",
-                file=path,
-                key=f"{key}.config.{name}",
-                expected=f"{ours} alone",
-            )
-        if ours is not None:
-            config[ours] = value
-    ToolSettings.check(config, file=path, key=f"{key}.config")
-    return config
 
 
 def _is_marked(value: Any) -> bool:

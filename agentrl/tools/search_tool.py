@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Section, UserPath
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.http_client import HttpClient
 from agentrl.tools.own_config import read_own_config, refuse_isolation, require_package
@@ -112,6 +113,7 @@ class SearchTool(BaseTool):
             ToolError: for a call without queries, or with too many.
             ServiceError: where the search itself failed.
         """
+        refuse_unsendable(parameters)
         queries = self._queries(parameters)
         found = await self._retriever.search(queries, self._keys.top_k)
         limit = self._keys.max_document_characters

@@ -237,6 +237,17 @@ async def test_arguments_arrive_as_they_are(tmp_path: Path):
     await shut_down(tools)
 
 
+@pytest.mark.parametrize("value", ["\ud800", float("nan")])
+async def test_law_5_arguments_that_nobody_can_be_sent_break_no_session(tmp_path: Path, value: Any):
+    tools = load(tmp_path, one())
+    waiting = asyncio.create_task(said(tools["wait"], s=0.3))
+    await asyncio.sleep(0.15)
+    with pytest.raises(ToolError, match="no JSON"):
+        await said(tools["echo"], a=value)
+    assert await waiting == {"s": 0.3}
+    await shut_down(tools)
+
+
 async def test_calls_of_one_session_run_side_by_side(tmp_path: Path):
     tools = load(tmp_path, one())
     await said(tools["echo"])
