@@ -98,8 +98,7 @@ class HttpClient:
                     content += chunk
                     if len(content) > self._max_bytes:
                         is_cut = True
-                        response.close()  # the rest is not wanted, however long it is
-                        break
+                        break  # leaving closes the connection: the rest may have no end
                 text = bytes(content[: self._max_bytes]).decode(
                     _charset(response.charset), "replace"
                 )

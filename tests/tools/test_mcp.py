@@ -340,6 +340,19 @@ async def test_law_6_a_request_with_a_session_of_its_own_gives_it_back(tmp_path:
     assert servers_alive() == 0
 
 
+async def test_law_6_a_requests_session_lives_until_the_last_of_its_tools_is_released(
+    tmp_path: Path,
+):
+    tools = load(tmp_path, one(session="per_request", tool_selected_list=["echo", "count"]))
+    for tool in tools.values():
+        await tool.create("r")
+    await said(tools["count"])
+    await tools["echo"].release("r")
+    assert (await said(tools["count"]))["count"] == 2
+    await tools["count"].release("r")
+    assert servers_alive() == 0
+
+
 async def test_law_6_a_creation_that_was_cancelled_leaves_no_server(tmp_path: Path):
     tools = load(tmp_path, one(session="per_request"))
     for wait_s in (0.0, 0.03):
