@@ -253,7 +253,7 @@ async def test_calls_of_one_session_run_side_by_side(tmp_path: Path):
     await said(tools["echo"])
     started = time.monotonic()
     await asyncio.gather(*(said(tools["wait"], s=0.4) for _ in range(10)))
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 3
     await shut_down(tools)
 
 
@@ -302,7 +302,7 @@ async def test_a_server_that_dies_between_calls_costs_none(tmp_path: Path):
 
     tools = load(tmp_path, one())
     psutil.Process((await said(tools["count"]))["pid"]).kill()
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.5)
     assert (await said(tools["count"]))["count"] == 1
     await shut_down(tools)
 

@@ -6,6 +6,7 @@ It is installed by npm, once, into `AGENTRL_TEST_CACHE` (`~/.cache/agentrl`).
 import asyncio
 import base64
 import json
+import logging
 import os
 import shutil
 import socket
@@ -165,12 +166,16 @@ async def test_a_call_over_stdio_shows_texts_images_and_errors(everything: str, 
 
 
 @pytest.mark.slow
-async def test_calls_of_a_slow_tool_run_side_by_side(everything: str, tmp_path: Path):
+async def test_calls_of_a_slow_tool_run_side_by_side_and_tell_how_far_they_are(
+    everything: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG, "agentrl.tools.mcp")
     tools = load(tmp_path, stdio(everything, tool_selected_list=["trigger-long-running-operation"]))
     [slow] = tools.values()
     started = time.monotonic()
     await asyncio.gather(*(shown(slow, duration=1, steps=2) for _ in range(5)))
     assert time.monotonic() - started < 4
+    assert any(": 1 of 2" in message for message in caplog.messages)
     await shut_down(tools)
 
 

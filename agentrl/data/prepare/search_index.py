@@ -1,8 +1,8 @@
 """Make a BM25 index of a corpus, which `SearchTool` maps into memory.
 
 The corpus is read line by line: its texts go to the disk at once, and in memory are the number of
-each word, in four bytes, and the index. That is built beside its place and moved into it, `index.json` last: a folder that
-has that file is whole.
+each word, in four bytes, and the index. All is made beside its place and moved into it,
+`index.json` last: a folder that has that file is whole.
 """
 
 import importlib

@@ -6,8 +6,10 @@ calls that are under way, and nothing else.
 """
 
 import asyncio
+import logging
 from collections import deque
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.errors import ServiceError, ToolError
@@ -17,6 +19,8 @@ from agentrl.tools.mcp.servers import HttpServer, Server
 if TYPE_CHECKING:
     from mcp.client import Client
     from mcp_types import CallToolResult
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -75,7 +79,9 @@ class Session:
         client = await self.open()
         self._num_calls += 1
         try:
-            return await client.call_tool(tool, arguments)
+            # A server reports how far it is only where it is asked to.
+            progress = partial(_note_progress, f"{self._server.name}: {tool}")
+            return await client.call_tool(tool, arguments, progress_callback=progress)
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(f"Error: {error.message}") from error
@@ -126,6 +132,12 @@ class Session:
             else None,
             last_words="\n".join(self._last_words) or None,
         )
+
+
+async def _note_progress(
+    call: str, progress: float, total: float | None, message: str | None
+) -> None:
+    logger.debug("%s: %g of %s %s", call, progress, total or "?", message or "")
 
 
 def describe(error: BaseException) -> str:
