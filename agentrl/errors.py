@@ -111,6 +111,12 @@ class SandboxError(AgentRLError, RuntimeError):
     """
 
 
+class ServiceError(AgentRLError, ConnectionError):
+    """A service behind a tool that cannot be reached, or does not answer as it should (details:
+    `service`, `expected`, `last_words`): its own fault, not that of the call.
+    """
+
+
 class ToolLifeError(AgentRLError, RuntimeError):
     """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
 

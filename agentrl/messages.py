@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import jsonschema
+from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -84,6 +85,14 @@ class Message(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
+def schema_validator(schema: Mapping[str, Any]) -> Any:
+    """Give the class that checks by the draft that a JSON Schema names; 2020-12 if it names none.
+
+    Servers write what their libraries do: many a schema is of draft 7.
+    """
+    return validator_for(schema, default=jsonschema.Draft202012Validator)
+
+
 class OpenAIFunctionSchema(BaseModel):
     """Name, description and JSON Schema of a tool's parameters; unknown keys are kept."""
 
@@ -101,7 +110,7 @@ class OpenAIFunctionSchema(BaseModel):
     @classmethod
     def _is_json_schema(cls, value: dict[str, Any]) -> dict[str, Any]:
         try:
-            jsonschema.Draft202012Validator.check_schema(value)
+            schema_validator(value).check_schema(value)
         except jsonschema.SchemaError as error:
             raise ValueError(f"not a JSON Schema: {error.message}") from None
         return value

@@ -1,4 +1,8 @@
-"""Keys of what `agentrl train` makes first: data, a small policy, a supervised warm-up."""
+"""Keys of what `agentrl train` makes first: data, a small policy, a supervised warm-up; and of what
+`agentrl prepare` makes beside it.
+"""
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,6 +28,26 @@ class Gsm8kConfig(Section):
     source_dir: UserPath | None = None
     """Folder with `train.jsonl` and `test.jsonl`; null: the hub."""
     max_samples: int | None = Field(default=None, ge=1)
+
+
+Stopwords = Literal[
+    "none", "en", "da", "de", "es", "fr", "it", "ko", "nl", "no", "pt", "ru", "sv", "tr", "zh"
+]
+
+
+class SearchIndexConfig(Section):
+    """A BM25 index of a corpus, for `SearchTool` with `retriever: bm25`."""
+
+    out_dir: UserPath
+    corpus: UserPath
+    """JSON lines of `{"id", "contents"}`, where the first line of the contents is a title, or of
+    `{"id", "title", "text"}`; `id` and `title` may be missing."""
+    stopwords: Stopwords = "en"
+    """The language whose commonest words are neither indexed nor searched for."""
+    k1: float = Field(default=1.5, ge=0)
+    """How much a word's further occurrences count."""
+    b: float = Field(default=0.75, ge=0, le=1)
+    """How much a long document counts for less."""
 
 
 class TinyPolicyConfig(Section):

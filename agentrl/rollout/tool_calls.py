@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
-import jsonschema
 from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.protocols import Validator
 from referencing import Registry
 
 from agentrl.errors import ToolCallError
-from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolResponse
+from agentrl.messages import (
+    Message,
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    schema_validator,
+)
 from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
@@ -205,14 +210,14 @@ class _Validators:
     """The validator of each schema, made once: a run checks many calls of few tools."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[dict[str, Any], jsonschema.Draft202012Validator]] = {}
+        self._made: dict[int, tuple[dict[str, Any], Validator]] = {}
 
-    def of(self, schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
-        kept, validator = self._made.get(id(schema), (None, None))
-        if kept is schema and validator is not None:
-            return validator
+    def of(self, schema: dict[str, Any]) -> Validator:
+        made = self._made.get(id(schema))
+        if made is not None and made[0] is schema:
+            return made[1]
         # An empty registry: a `$ref` to somewhere on the network is never followed.
-        validator = jsonschema.Draft202012Validator(schema, registry=Registry())
+        validator: Validator = schema_validator(schema)(schema, registry=Registry())
         if len(self._made) >= _MOST_VALIDATORS:
             self._made.clear()
         self._made[id(schema)] = schema, validator

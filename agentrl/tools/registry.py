@@ -6,19 +6,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, DataError, PluginError
+from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import read_entries
-from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated, translate
+from agentrl.plugins.from_verl import explain_import, name_translated, translate
 from agentrl.tools.base import BaseTool
+from agentrl.tools.from_verl import OWN_CLASSES, with_our_keys
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.instance import ToolSettings
-
-OWN_CLASSES = {
-    "verl.tools.gsm8k_tool.Gsm8kTool": OwnClass("agentrl.tools.gsm8k_tool.Gsm8kTool"),
-}
-"""Class paths of bundled tools that users bring along, and ours."""
+from agentrl.tools.mcp.sessions import Hub
+from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
 
 _BASE = "agentrl.tools.BaseTool"
 
@@ -35,7 +33,9 @@ class ToolEntry(BaseModel):
     tool_schema: OpenAIFunctionToolSchema | None = Field(
         default=None, description="a function schema as OpenAI writes it, or null"
     )
-    mcp: dict[str, Any] | None = Field(default=None, description="nothing: not yet supported")
+    mcp: dict[str, Any] | None = Field(
+        default=None, description="for tools of MCP servers: a mapping that says where they are"
+    )
 
 
 def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
@@ -51,10 +51,10 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     for place, entry in enumerate(entries):
         _check_entry(entry, f"tools[{place}]", path)
     classes = [_class(entry, f"tools[{place}]", path) for place, entry in enumerate(entries)]
-    tools = [
-        _build(found, entry, f"tools[{place}]", path)
-        for place, (found, entry) in enumerate(zip(classes, entries, strict=True))
-    ]
+    hub = Hub()
+    tools: list[BaseTool] = []
+    for place, (found, entry) in enumerate(zip(classes, entries, strict=True)):
+        tools += _build(found, entry, hub, key=f"tools[{place}]", path=Path(path))
     refuse_duplicates(tools, file=path)
     return tools
 
@@ -151,18 +151,24 @@ def refuse_duplicates(tools: Iterable[BaseTool], *, file: str | Path | None = No
 
 def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
     kind = entry.config.get("type", "native")
-    if kind == "mcp" or entry.mcp is not None:
+    if kind not in ("native", "mcp"):
         raise ConfigError(
-            "tools of an MCP server are not yet supported",
+            f"unknown type {kind!r}", file=path, key=f"{key}.config.type", expected="native or mcp"
+        )
+    if kind == "mcp" and entry.mcp is None:
+        raise ConfigError(
+            "an entry of type mcp that names no servers",
             file=path,
-            key=f"{key}.config.type" if kind == "mcp" else f"{key}.mcp",
-            expected="native",
+            key=f"{key}.mcp",
+            expected="mcp: {mcp_servers_config_path: FILE} or mcp: {servers: {...}}",
         )
-    if kind != "native":
+    if entry.mcp is not None and entry.tool_schema is not None:
         raise ConfigError(
-            f"unknown type {kind!r}", file=path, key=f"{key}.config.type", expected="native"
+            "a tool_schema for tools of MCP servers, which give their schemas themselves",
+            file=path,
+            key=f"{key}.tool_schema",
+            expected="no tool_schema",
         )
-    ToolSettings.check(entry.config, file=path, key=f"{key}.config")
 
 
 def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
@@ -175,9 +181,28 @@ def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
         raise PluginError(str(told.args[0]), **details) from error
 
 
-def _build(found: type[BaseTool], entry: ToolEntry, key: str, path: str | Path) -> BaseTool:
+def _build(
+    found: type[BaseTool], entry: ToolEntry, hub: Hub, *, key: str, path: Path
+) -> list[BaseTool]:
+    """Build the tools of an entry: one, or those of its MCP servers."""
+    place = f"{key}.config"
+    config = with_our_keys(entry.config, named=entry.class_name, found=found, file=path, key=place)
+    ToolSettings.check(config, file=path, key=place)
     try:
-        return found(entry.config, entry.tool_schema)
+        if entry.mcp is None:
+            return [found(config, entry.tool_schema)]
+        if not issubclass(found, MCPTool):
+            raise ConfigError(
+                f"{entry.class_name} is no tool of MCP servers",
+                key="mcp",
+                expected="agentrl.tools.mcp_tool.MCPTool or a subclass of it, or no section mcp",
+            )
+        return load_mcp_tools(found, config, entry.mcp, hub=hub, file=path, key=key)
+    except MissingExtraError as error:
+        details = {"file": path, "key": key, **error.details}
+        raise MissingExtraError(str(error.args[0]), **details) from error
+    except ConfigError as error:
+        raise _placed(error, key, path) from error
     except Exception as error:
         raise ConfigError(
             f"building {entry.class_name} raised {type(error).__name__}: {error}",
@@ -185,6 +210,15 @@ def _build(found: type[BaseTool], entry: ToolEntry, key: str, path: str | Path) 
             key=key,
             expected="a config and a tool_schema that the class takes",
         ) from error
+
+
+def _placed(error: ConfigError, key: str, path: Path) -> ConfigError:
+    """Say in which file and entry the mistake is that a class found in what it was given."""
+    if "file" in error.details:
+        return error
+    inner = error.details.get("key")
+    details = error.details | {"file": path, "key": f"{key}.{inner}" if inner else key}
+    return ConfigError(str(error.args[0]), **details)
 
 
 def _is_marked(value: Any) -> bool:

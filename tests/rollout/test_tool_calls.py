@@ -54,6 +54,27 @@ def test_arguments_are_checked_against_the_whole_schema():
     assert "Additional properties" in (objection(seats=1, x=1) or "")
 
 
+def test_a_schema_is_read_by_the_draft_that_it_names():
+    pair = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}]}
+    parameters = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"pair": pair},
+    }
+    function = {"name": "old", "parameters": parameters}
+    old = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+    def reasons(value: Any) -> list[str]:
+        checked = check_calls(ParsedTurn("", [ParsedCall("old", {"pair": value})]), [old])
+        return [call.reason for call in checked.malformed]
+
+    assert reasons([1, "a"]) == []
+    assert reasons([1, 2]) == ["arguments['pair'][1]: 2 is not of type 'string'"]
+    del parameters["$schema"]
+    with pytest.raises(ValueError, match="not a JSON Schema"):  # the newest has no such `items`
+        OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
 def test_an_unknown_tool_is_answered_with_those_there_are():
     assert objection("boook", seats=1) == "there is no tool 'boook'; the tools are: book"
 

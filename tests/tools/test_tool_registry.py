@@ -10,7 +10,8 @@ from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.tools import initialize_tools_from_config, load_all_tools
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.gsm8k_tool import Gsm8kTool
-from agentrl.tools.registry import select_tools
+from agentrl.tools.registry import classes_of_verl, select_tools
+from agentrl.tools.search_tool import SearchTool
 from tests.fakes_tools import FlakyTool
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/tool_config"
@@ -31,7 +32,15 @@ def refused(path: Path, kind: type[AgentRLError] = ConfigError) -> AgentRLError:
     return error.value
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+NEEDS_A_SERVER = "mcp_tool"
+"""Loaded where there is one: see test_mcp_everything."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(CONFIGS.glob("*.yaml")) if path.stem != NEEDS_A_SERVER],
+    ids=lambda path: path.stem,
+)
 def test_every_config_we_ship_loads(path: Path):
     assert initialize_tools_from_config(path)
 
@@ -44,15 +53,8 @@ def test_a_file_written_for_verl_loads_as_ours(tmp_path: Path):
     assert tool.name == "calc_gsm8k_reward"
 
 
-@pytest.mark.parametrize(
-    "class_path",
-    [
-        "verl.tools.search_tool.SearchTool",
-        "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
-        "verl.tools.image_zoom_in_tool.ImageZoomInTool",
-    ],
-)
-def test_a_tool_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path, class_path: str):
+def test_a_tool_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path):
+    class_path = "verl.tools.image_zoom_in_tool.ImageZoomInTool"
     text = f"tools:\n  - class_name: {class_path}\n    config: {{type: native}}\n"
     error = refused(written(tmp_path, text), PluginError)
     assert f"{class_path} is bundled with verl" in str(error)
@@ -60,13 +62,57 @@ def test_a_tool_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path, 
     assert "agentrl.tools.BaseTool" in str(error.details["expected"])
 
 
-def test_an_mcp_tool_of_verls_is_refused_as_such(tmp_path: Path):
+def test_an_mcp_tool_of_verls_is_ours_and_asks_for_its_servers(tmp_path: Path):
     text = (
         "tools:\n  - class_name: verl.tools.mcp_search_tool.MCPSearchTool\n"
         "    config: {rate_limit: 120, timeout: 120, type: mcp}\n"
         "    mcp: {mcp_servers_config_path: ./mcp_server.json, tool_selected_list: [search]}\n"
     )
-    assert "MCP" in str(refused(written(tmp_path, text)))
+    error = refused(written(tmp_path, text))
+    assert "no file mcp_server.json" in str(error)
+    assert error.details["key"] == "tools[0].mcp.mcp_servers_config_path"
+
+
+def test_every_class_that_stands_for_one_of_verls_names_what_became_of_it(tmp_path: Path):
+    names = ["verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.search_tool.SearchTool"]
+    text = "tools:\n" + "".join(f"  - class_name: {name}\n" for name in names)
+    assert classes_of_verl(written(tmp_path, text)) == [
+        "verl.tools.mcp_base_tool.MCPBaseTool -> agentrl.tools.mcp_tool.MCPTool",
+        "verl.tools.search_tool.SearchTool -> agentrl.tools.search_tool.SearchTool with "
+        '{"result_format": "json"}',
+    ]
+
+
+def test_keys_are_renamed_for_subclasses_too(tmp_path: Path):
+    name = "tests.tools.test_tool_registry.MySearch"
+    config = "{retrieval_service_url: 'http://here', topk: 7, timeout: 3}"
+    [tool] = initialize_tools_from_config(
+        written(tmp_path, f"tools: [{{class_name: {name}, config: {config}}}]\n")
+    )
+    assert tool.config == {"url": "http://here", "top_k": 7, "timeout_s": 3}
+
+
+class MySearch(SearchTool):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "what"),
+    [
+        ("{url: 'http://x', top_k: 0}", "config.top_k", "(found 0)"),
+        ("{url: 'http://x', tok: 3}", "config.tok", "did you mean 'top_k'"),
+        ("{}", "config", "needs url"),
+        ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "say the same thing"),
+    ],
+)
+def test_what_a_bundled_tool_refuses_is_named_with_file_and_key(
+    tmp_path: Path, config: str, key: str, what: str
+):
+    name = "agentrl.tools.search_tool.SearchTool"
+    text = f"tools: [{{class_name: {name}, config: {config}}}]\n"
+    error = refused(written(tmp_path, text))
+    assert what in str(error)
+    assert error.details["key"] == f"tools[0].{key}"
 
 
 def test_a_subclass_of_verls_base_is_told_what_to_import(
@@ -159,9 +205,9 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         ),
         (f"tools:\n{CALCULATOR}    confg: {{}}\n", "tools[0].confg", "did you mean 'config'"),
         (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "dictionary"),
-        (f"tools:\n{CALCULATOR}    config: {{type: mcp}}\n", "tools[0].config.type", "not yet"),
+        (f"tools:\n{CALCULATOR}    config: {{type: mcp}}\n", "tools[0].mcp", "names no servers"),
         (f"tools:\n{CALCULATOR}    config: {{type: x}}\n", "tools[0].config.type", "'x'"),
-        (f"tools:\n{CALCULATOR}    mcp: {{a: 1}}\n", "tools[0].mcp", "not yet supported"),
+        (f"tools:\n{CALCULATOR}    mcp: {{a: 1}}\n", "tools[0].mcp", "no tool of MCP servers"),
         (
             f"tools:\n{CALCULATOR}    config: {{isolation: jail}}\n",
             "tools[0].config.isolation",
@@ -253,8 +299,8 @@ def test_a_tool_that_only_the_data_knows_is_named():
 def test_the_doors_load_nothing_heavy():
     code = (
         "import sys, agentrl.tools, agentrl.interactions; "
-        "print([m for m in ('torch', 'transformers', 'ray', 'sglang', 'multiprocessing.forkserver')"
-        " if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'ray', 'sglang', 'multiprocessing.forkserver',"
+        " 'mcp', 'aiohttp', 'httpx', 'bm25s') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -6,7 +6,7 @@ from datetime import datetime
 from itertools import chain
 from pathlib import Path
 
-from jsonschema import Draft202012Validator, SchemaError
+from jsonschema import SchemaError
 
 from agentrl.config import (
     RunConfig,
@@ -19,6 +19,7 @@ from agentrl.config import (
 from agentrl.data.prepare.manifest import is_made
 from agentrl.data.prompt import Prompt
 from agentrl.errors import AgentRLError
+from agentrl.messages import schema_validator
 from agentrl.tools import BaseTool
 from agentrl.tools.life import ToolSession
 from agentrl.trainer.build import make_order
@@ -150,7 +151,8 @@ async def _live_once(tool: BaseTool, row: Prompt | None, timeout_s: float) -> li
 
 def _wrong_schema(tool: BaseTool) -> str | None:
     try:
-        Draft202012Validator.check_schema(tool.tool_schema.function.parameters)
+        parameters = tool.tool_schema.function.parameters
+        schema_validator(parameters).check_schema(parameters)
     except SchemaError as error:
         return f"the parameters of {tool.name!r} are no JSON Schema: {error.message}"
     return None

@@ -1,0 +1,230 @@
+"""Tools of MCP servers: whatever a server offers, the policy can call.
+
+One entry of a tool YAML becomes one tool for each tool of its servers, with the schemas that the
+servers give:
+
+    tools:
+      - class_name: agentrl.tools.mcp_tool.MCPTool
+        config: {timeout_s: 60}
+        mcp:
+          mcp_servers_config_path: mcp_servers.json
+          tool_selected_list: [echo, get-sum]
+"""
+
+import difflib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config.section import Section
+from agentrl.errors import ConfigError, ServiceError
+from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.tools.arguments import refuse_unsendable
+from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.mcp.results import read_result
+from agentrl.tools.mcp.servers import McpSection, Server, read_servers
+from agentrl.tools.mcp.sessions import Hub, Sessions
+from agentrl.tools.own_config import (
+    read_keys,
+    read_own_config,
+    refuse_isolation,
+    require_package,
+)
+
+if TYPE_CHECKING:
+    from mcp_types import Tool
+
+Offer = tuple[Server, "Tool"]
+"""A tool, and whose it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTool:
+    """A tool where it really is."""
+
+    name: str
+    """As its server names it."""
+    sessions: Sessions
+
+
+class MCPTool(BaseTool):
+    """Pass calls on to a tool of an MCP server, over stdio or streamable HTTP.
+
+    `config` has the keys of every tool. `mcp` says where the servers are:
+
+    * `mcp_servers_config_path`: a JSON file `{"mcpServers": {...}}`, looked for beside the YAML and
+      then in the current folder; or `servers`: the same by name, in the YAML itself. A server is
+      `{command, args, env, cwd}`, which is started, or `{url, headers}`.
+    * `tool_selected_list`: names of the tools to take; all of them by default.
+    * `session`: `shared` (default), one session for each server and run, opened by the first call;
+      or `per_request`, opened in `create`, closed in `release`, for servers that keep state.
+    * `prefix`: put before each name, `{server}` standing for the server's; empty by default.
+    * `connect_timeout_s`: seconds for a server to start and to greet; 30 by default.
+
+    Arguments reach the server, and its schema the model, as they are. A result that the server
+    marks as an error is shown to the model (`ToolError`); a server that dies, or breaks the
+    protocol, fails that call alone, and the next call opens another session.
+
+    Args:
+        config: The YAML's `config`, whole.
+        tool_schema: What the server says of the tool.
+        remote: Where the tool is.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tool_schema: OpenAIFunctionToolSchema | None = None,
+        remote: RemoteTool | None = None,
+    ) -> None:
+        if remote is None:
+            raise ConfigError(
+                f"{type(self).__name__} is not told of any server",
+                expected="a section mcp beside config",
+            )
+        super().__init__(config, tool_schema)
+        self._remote = remote
+
+    async def create(
+        self, instance_id: str | None = None, **create_kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Open the request's session, where it has one of its own."""
+        instance_id = instance_id or uuid.uuid4().hex
+        await self._remote.sessions.begin(instance_id, self.name)
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
+        """Call the tool on its server.
+
+        Raises:
+            ToolError: what the server says of a call that failed, or of arguments that it refuses.
+            ServiceError: where there is no server, or none that keeps to the protocol.
+        """
+        refuse_unsendable(parameters)
+        session = self._remote.sessions.of(instance_id)
+        return ToolResult(read_result(await session.call(self._remote.name, parameters)))
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Close the request's session, where it has one of its own."""
+        await self._remote.sessions.end(instance_id, self.name)
+
+    async def shutdown(self) -> None:
+        """Close the sessions, and end the servers that were started for them."""
+        await self._remote.sessions.close()
+
+
+class _NoKeys(Section):
+    """What an MCP tool reads of its `config` itself: nothing."""
+
+
+def load_mcp_tools(
+    kind: type[MCPTool],
+    config: dict[str, Any],
+    mcp: Mapping[str, Any],
+    *,
+    hub: Hub,
+    file: Path,
+    key: str,
+) -> list[BaseTool]:
+    """Make a tool of each tool that an entry's servers have.
+
+    Args:
+        kind: The entry's class.
+        config: Its `config`.
+        mcp: Its `mcp`.
+        hub: The servers of the file.
+        file: The YAML.
+        key: Of the entry.
+
+    Raises:
+        ConfigError: for a wrong key, a selected tool that no server has, two tools of one name, a
+            server that gives no list of its tools.
+        MissingExtraError: where the client library is not installed.
+    """
+    read_own_config(_NoKeys, config)
+    refuse_isolation(config, tool="an MCP tool")
+    section = read_keys(McpSection, mcp, file=file, key=f"{key}.mcp")
+    servers = read_servers(section, file=file, key=f"{key}.mcp")
+    require_package("mcp", extra="mcp", what="an MCP tool")
+    try:
+        listed = hub.tools(servers)
+    except ServiceError as error:
+        raise ConfigError(
+            f"no list of tools: {error.args[0]}",
+            file=file,
+            key=f"{key}.mcp",
+            expected="a server that starts, and lists its tools",
+            last_words=error.details.get("last_words"),
+        ) from error
+    _check_selected(section, listed, file=file, key=f"{key}.mcp")
+    offers = _name(section, listed, file=file, key=f"{key}.mcp")
+    return [
+        kind(
+            dict(config),
+            _schema(tool, name=name, server=server),
+            RemoteTool(tool.name, hub.sessions(server, section.session)),
+        )
+        for name, (server, tool) in offers.items()
+    ]
+
+
+def _check_selected(
+    section: McpSection, listed: Sequence[tuple[Server, list["Tool"]]], *, file: Path, key: str
+) -> None:
+    there = [tool.name for _, tools in listed for tool in tools]
+    for name in section.tool_selected_list or ():
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"no server has a tool {name!r}{guess}",
+                file=file,
+                key=f"{key}.tool_selected_list",
+                expected=f"some of {', '.join(there) or 'none: there is no tool'}",
+            )
+
+
+def _name(
+    section: McpSection, listed: Sequence[tuple[Server, list["Tool"]]], *, file: Path, key: str
+) -> dict[str, Offer]:
+    """Choose the tools of an entry, by the names that the model is told."""
+    offers: dict[str, Offer] = {}
+    for server, tool in ((server, tool) for server, tools in listed for tool in tools):
+        if tool.name not in (section.tool_selected_list or (tool.name,)):
+            continue
+        name = section.prefix.replace("{server}", server.name) + tool.name
+        if name in offers:
+            first = offers[name][0].name
+            raise ConfigError(
+                f"the servers {first!r} and {server.name!r} both have a tool {name!r}",
+                file=file,
+                key=f"{key}.prefix",
+                expected="'{server}_', or an entry for each server with its tool_selected_list",
+            )
+        offers[name] = server, tool
+    return offers
+
+
+def _schema(tool: "Tool", *, name: str, server: Server) -> OpenAIFunctionToolSchema:
+    """Tell the model of a tool: its parameters are what the server sent, key for key.
+
+    Raises:
+        ConfigError: for parameters that are no JSON Schema.
+    """
+    function = {
+        "name": name,
+        "description": tool.description or tool.title or "",
+        "parameters": tool.input_schema,
+    }
+    try:
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    except ValueError as error:
+        raise ConfigError(
+            f"MCP server {server.name!r}, tool {tool.name!r}: its parameters cannot be used: "
+            f"{error}",
+            expected="a JSON Schema, or a tool_selected_list without this tool",
+        ) from None

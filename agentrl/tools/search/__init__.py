@@ -1,0 +1,1 @@
+"""Where `SearchTool` finds documents: a service, or an index on this machine."""
