@@ -55,3 +55,26 @@ def prepare_gsm8k(
 def _list_files(files: Sequence[Path], *, made: bool) -> None:
     for file in files:
         typer.echo(f"{'made' if made else 'there already'}: {file}")
+
+
+@prepare_app.command("search-index")
+def prepare_search_index(
+    out_dir: OutDir,
+    corpus: Annotated[
+        Path,
+        typer.Option(help="JSON lines of {id, contents} or {id, title, text}.", show_default=False),
+    ],
+    stopwords: Annotated[str, typer.Option(help="Language of the words left out, or none.")] = "en",
+    k1: Annotated[float, typer.Option(help="How much further occurrences of a word count.")] = 1.5,
+    b: Annotated[float, typer.Option(help="How much a long document counts for less.")] = 0.75,
+) -> None:
+    """Index a corpus for SearchTool with `retriever: bm25` (extra `search`)."""
+    from agentrl.config.prepare_schema import SearchIndexConfig
+    from agentrl.data.prepare.search_index import prepare_search_index as prepare
+    from agentrl.tools.own_config import read_keys
+
+    given = {"out_dir": out_dir, "corpus": corpus, "stopwords": stopwords, "k1": k1, "b": b}
+    config = read_keys(SearchIndexConfig, given, key="prepare search-index")
+    files = prepare(config)
+    _list_files([files.index_dir], made=files.made)
+    typer.echo(f"{files.num_documents:,} documents")
