@@ -106,6 +106,11 @@ class OpenAIFunctionSchema(BaseModel):
     """Any JSON Schema of an object, whole: nested, `anyOf`, `items`, `default`, `$defs`."""
     strict: bool | None = None
 
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _of_record(cls, value: Any) -> Any:
+        return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
     @field_validator("parameters")
     @classmethod
     def _is_json_schema(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,11 @@ import pytest
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
+from agentrl.tools import (
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionPropertySchema,
+    OpenAIFunctionToolSchema,
+)
 from agentrl.tools.registry import load_all_tools
 from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
 
@@ -216,3 +221,19 @@ def roll_out(tools: Any, interactions: Any, *answers: str) -> AsyncRolloutReques
     manager = make_manager(house, n=1)
     requests = manager.make_requests(make_prompts(1, **ROW), manager.train_plan())
     return asyncio.run(manager.rollout(requests))[0]
+
+
+def test_a_schema_spelt_with_verls_records_is_any_json_schema() -> None:
+    item = OpenAIFunctionPropertySchema(type="string", description="What to take.")
+    sizes = OpenAIFunctionPropertySchema.model_validate({"type": "array", "items": {"type": "int"}})
+    parameters = OpenAIFunctionParametersSchema(
+        type="object", properties={"item": item}, required=["item"]
+    )
+    function = {"name": "shop", "description": "Take it.", "parameters": parameters}
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    assert sizes.model_dump()["items"] == {"type": "int"}
+    assert schema.function.parameters == {
+        "type": "object",
+        "properties": {"item": {"type": "string", "description": "What to take."}},
+        "required": ["item"],
+    }

@@ -4,7 +4,7 @@ Importing this package loads neither torch nor transformers.
 """
 
 from agentrl.errors import ToolError
-from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.messages import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.function_tool import function_tool
 from agentrl.tools.registry import (
@@ -12,10 +12,17 @@ from agentrl.tools.registry import (
     load_all_tools,
     load_function_tools,
 )
-from agentrl.tools.trace import rollout_trace_op
+from agentrl.tools.verl_names import (
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionPropertySchema,
+    rollout_trace_op,
+)
 
 __all__ = [
     "BaseTool",
+    "OpenAIFunctionParametersSchema",
+    "OpenAIFunctionPropertySchema",
+    "OpenAIFunctionSchema",
     "OpenAIFunctionToolSchema",
     "ToolError",
     "ToolResponse",
