@@ -25,11 +25,12 @@ from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
+from agentrl.tools.process_server import ensure_server
 
 _KILL_WAIT_S = 5.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["__main__", __name__])
+_context.set_forkserver_preload(["__main__", __name__, ensure_server.__module__])
 
 
 class ProcessLane:
@@ -106,6 +107,7 @@ class _Worker:
 
     def start(self) -> None:
         with self._starting:
+            ensure_server()
             self._process.start()
             self._far.close()
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tools import BaseTool, ToolResponse, ToolResult, function_tool, load_function_tools
 from agentrl.tools.function_tool import FunctionTool
+from agentrl.tools.life import ToolSession
+from tests.fakes_tools import call
 
 
 class Place(BaseModel):
