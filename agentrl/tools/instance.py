@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self, TypedDict, cast
+from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -119,6 +119,7 @@ class ToolInstance:
         self.tool = tool
         self._kwargs = kwargs
         self._settings = settings
+        self._goes_straight = not settings.is_guarded
         self._timeout_s = settings.timeout_s or timeout_s
         self._lane = _lane(tool, settings.isolation)
         self._instance_id = instance_id
@@ -143,19 +144,27 @@ class ToolInstance:
             call: Checked.
             arrived: When its time in the queue began, by the monotonic clock; None: now.
         """
-        visit = Visit(call, self._kwargs.execute_kwargs, self._lane.gate, self._attempt)
         arrived = time.monotonic() if arrived is None else arrived
+        visit = Visit(call, self._kwargs.execute_kwargs, self._lane.gate, self._attempt)
+        way = self._attempt if self._goes_straight else way_of(self.tool, self._settings)
+        outcome, message = Outcome.OK, ""
         try:
-            result = await way_of(self.tool, self._settings)(visit)
+            result = await way(visit)
         except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
-            return self._excuse(visit, error, arrived)
+            outcome, text, message = self._excuse(call, error)
+            result = ToolResult(ToolResponse(text=text))
         return ToolOutcome(
-            outcome=Outcome.OK,
+            call=call,
+            outcome=outcome,
             response=result.response,
             reward=result.reward,
             metrics=result.metrics or {},
             should_stop=result.should_stop,
-            **_course(visit, arrived),
+            message=message,
+            seconds=visit.run_s,
+            queue_seconds=max(0.0, time.monotonic() - arrived - visit.run_s),
+            num_attempts=visit.num_attempts,
+            is_cached=visit.is_cached,
         )
 
     async def calc_reward(self) -> float:
@@ -225,15 +234,13 @@ class ToolInstance:
             lambda: self._lane.run(call), timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
         )
 
-    def _excuse(self, visit: Visit, error: Exception, arrived: float) -> ToolOutcome:
+    def _excuse(self, call: ToolCall, error: Exception) -> tuple[Outcome, str, str]:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
         outcome, text = self._describe(error)
         message = f"{type(error).__name__}: {error}"
         if outcome is not Outcome.TOOL_ERROR:
-            logger.warning("tool %r, call %s: %s", self.tool.name, visit.call.id, message)
-        response = ToolResponse(text=text)
-        course = _course(visit, arrived)
-        return ToolOutcome(outcome=outcome, response=response, message=message, **course)
+            logger.warning("tool %r, call %s: %s", self.tool.name, call.id, message)
+        return outcome, text, message
 
     def _describe(self, error: Exception) -> tuple[Outcome, str]:
         """Sort what went wrong, and put it into words for the model."""
@@ -253,26 +260,6 @@ class ToolInstance:
         why = f"tool {self.tool.name!r}, {method}: {type(error).__name__}: {error}"
         logger.warning("%s", why)
         return ToolLifeError(why, tool=self.tool.name, method=method)
-
-
-class _Course(TypedDict):
-    """How a call went, whatever came of it."""
-
-    call: ToolCall
-    seconds: float
-    queue_seconds: float
-    num_attempts: int
-    is_cached: bool
-
-
-def _course(visit: Visit, arrived: float) -> _Course:
-    return _Course(
-        call=visit.call,
-        seconds=visit.run_s,
-        queue_seconds=max(0.0, time.monotonic() - arrived - visit.run_s),
-        num_attempts=visit.num_attempts,
-        is_cached=visit.is_cached,
-    )
 
 
 def _is_inherited(tool: BaseTool, method: str) -> bool:

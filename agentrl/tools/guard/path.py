@@ -48,7 +48,7 @@ def way_of(tool: BaseTool, settings: ToolSettings) -> Way:
 
     What `settings` says of stations counts when the first call of a loop comes.
     """
-    return _ways.of(tool, settings) if settings.is_guarded else _attempt
+    return _ways.of(tool, settings)
 
 
 def _attempt(visit: Visit) -> Awaitable[ToolResult]:
