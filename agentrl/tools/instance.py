@@ -131,8 +131,9 @@ class ToolInstance:
         Raises:
             ToolLifeError: whatever went wrong.
         """
-        self._must_release = True
         try:
+            await self._lane.open()
+            self._must_release = True
             return await self._create()
         except Exception as error:
             raise self._failure("create", error) from error

@@ -8,7 +8,6 @@ As with every Python library that starts processes, a script that trains must gu
 
 import asyncio
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
@@ -25,12 +24,9 @@ from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
-from agentrl.tools.process_server import ensure_server
+from agentrl.tools.process_server import context, ensure_server, wait_for_server
 
 _KILL_WAIT_S = 5.0
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["__main__", __name__, ensure_server.__module__])
 
 
 class ProcessLane:
@@ -51,6 +47,14 @@ class ProcessLane:
     def is_lost(self) -> bool:
         """Whether a process was killed, or died, since the last `create`."""
         return self._is_lost
+
+    async def open(self) -> None:
+        """Wait until processes can be started.
+
+        Raises:
+            ToolLifeError: where they cannot.
+        """
+        await wait_for_server()
 
     async def run(self, call: MethodCall) -> Any:
         """Make the call in the process; start one where there is none.
@@ -93,10 +97,10 @@ class _Worker:
     """The near end of one process. Its methods block; `kill` may be called beside `ask`."""
 
     def __init__(self, tool: BaseTool) -> None:
-        self._connection, far = _context.Pipe()
+        self._connection, far = context.Pipe()
         self._far = far
         self._name = tool.name
-        self._process = _context.Process(
+        self._process = context.Process(
             target=_serve,
             args=(far, _source_file(tool), pickle.dumps(tool)),
             name=f"tool:{tool.name}",

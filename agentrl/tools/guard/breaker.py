@@ -8,6 +8,7 @@ from agentrl.tools.base import ToolResult
 from agentrl.tools.guard.path import UnavailableError, Visit, Way
 from agentrl.tools.settings import BreakerSettings
 
+
 class Breaker:
     """Open after `max_failures` failed attempts in a row; after `reset_s`, try with one call.
 

@@ -64,7 +64,9 @@ class Cache:
             if not told.done():
                 told.set_result(None)  # nothing to share: each of those who wait tries itself
 
-    def _keep(self, key: str, result: ToolResult, told: "asyncio.Future[ToolResult | None]") -> None:
+    def _keep(
+        self, key: str, result: ToolResult, told: "asyncio.Future[ToolResult | None]"
+    ) -> None:
         try:
             kept = copy.deepcopy(result)
         except Exception:  # noqa: BLE001 - whatever a user's value raises in copying
