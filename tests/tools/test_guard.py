@@ -67,7 +67,7 @@ async def ask_all(tool: BaseTool, number: int, **kwargs: Any) -> list[ToolOutcom
 async def cancel_when(work: Awaitable[Any], is_time: Callable[[], bool]) -> None:
     """Begin some work, and cancel it as soon as it is time."""
     task = asyncio.ensure_future(work)
-    while not is_time():
+    while not is_time():  # noqa: ASYNC110 - what is waited for knows of no event
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.005)
     task.cancel()
