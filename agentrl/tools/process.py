@@ -106,33 +106,37 @@ class _Worker:
             name=f"tool:{tool.name}",
             daemon=True,
         )
-
         self._starting = threading.Lock()
+        self._asking = threading.Lock()
+        self._is_killed = False
 
     def start(self) -> None:
         with self._starting:
+            if self._is_killed:
+                return  # whoever wanted it was cancelled
             ensure_server()
             self._process.start()
             self._far.close()
 
     def ask(self, call: MethodCall) -> Any:
-        try:
-            self._connection.send(call)
-            value, error = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(_KILL_WAIT_S)
-            raise _ProcessDiedError(
-                f"the process of tool {self._name!r} died in {call.method}",
-                exit_code=self._process.exitcode,
-                reason=_why(self._process.exitcode),
-            ) from None
+        with self._asking:
+            try:
+                self._connection.send(call)
+                value, error = self._connection.recv()
+            except (EOFError, OSError):
+                self._process.join(_KILL_WAIT_S)
+                raise _ProcessDiedError(
+                    f"the process of tool {self._name!r} died in {call.method}",
+                    exit_code=self._process.exitcode,
+                    reason=_why(self._process.exitcode),
+                ) from None
         if error is not None:
             raise error
         return value
 
     def kill(self) -> None:
-        # The connection is not closed here: `ask` may still be reading from it.
         with self._starting:
+            self._is_killed = True
             pid = self._process.pid
         if pid is not None:
             # The process leads a group of its own, with whatever the tool started.
@@ -140,6 +144,18 @@ class _Worker:
                 os.killpg(pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(_KILL_WAIT_S)
+        self._close()
+
+    def _close(self) -> None:
+        """Give the descriptors back now: the collector, which would, comes by rarely in a rollout.
+
+        Not while `ask` reads from them; it ends with the process.
+        """
+        if self._asking.acquire(timeout=_KILL_WAIT_S):
+            self._connection.close()
+            self._far.close()
+            if self._process.pid is None or self._process.exitcode is not None:
+                self._process.close()
 
 
 def _why(exit_code: int | None) -> str | None:
