@@ -1,4 +1,4 @@
-"""`benchmarks/soak.py`: one failure is one failure, thousands of times, and nothing is left over."""
+"""`benchmarks/soak.py`: one failure is one failure, thousands of times, and nothing is left."""
 
 import asyncio
 import logging

@@ -1,8 +1,9 @@
 """Run a tool in a process that can be killed.
 
-One process serves one tool of one request, from `create` to `release`. It is forked from a server
-that has imported agentrl and the main module, but no torch of the trainer and none of its threads.
-As with every Python library that starts processes, a script that trains must guard its entry with
+One process serves one tool of one request, from `create` to `release`; it is used for no other, so
+that no state can cross. It is forked from a server that has imported agentrl and the main module
+(`agentrl.tools.process_server`), but has none of the trainer's state and threads. As with every
+Python library that starts processes, a script that trains must guard its entry with
 `if __name__ == "__main__"`.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.errors import AgentRLError
 from agentrl.messages import ToolCall
@@ -39,8 +39,13 @@ class Visit:
 Way = Callable[[Visit], Awaitable[ToolResult]]
 """The rest of a call's way, to the tool."""
 
-Station = Callable[[Visit, Way], Awaitable[ToolResult]]
-"""Lets a visit go on along the rest of its way, or not, or later, or again."""
+
+class Station(Protocol):
+    """Lets a visit go on along the rest of its way, or not, or later, or again."""
+
+    def __call__(self, visit: Visit, go_on: Way) -> Awaitable[ToolResult]:
+        """Answer the visit's call; raises what went wrong."""
+        ...
 
 
 def way_of(tool: BaseTool, settings: ToolSettings) -> Way:
