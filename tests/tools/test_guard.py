@@ -1,6 +1,7 @@
 """What stands round every tool: limits, retries, the breaker, and that each gives back its all."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tools import BaseTool, ToolResult
+from agentrl.tools.guard.path import _ways
 from agentrl.tools.instance import Outcome, ToolOutcome
 from agentrl.tools.life import ToolSession
 from agentrl.tools.settings import ToolSettings
@@ -44,6 +46,9 @@ class PlayedTool(BaseTool):
                 raise act
             case float():
                 await asyncio.sleep(act)
+            case (float() as seconds, Exception() as error):
+                await asyncio.sleep(seconds)
+                raise error
             case "hang":
                 await asyncio.Event().wait()
         return ToolResult.of((f"answer {len(self.begun)}", 0.5, {"n": [1]}), tool="played")
@@ -228,8 +233,19 @@ def test_a_tool_serves_one_event_loop_after_another():
     tool = PlayedTool(
         0.002, max_concurrency=1, rate_limit=1000, cache={}, circuit_breaker={}, retry=QUICK_RETRY
     )
-    for _ in range(3):
+    for _ in range(4):
         assert kinds(asyncio.run(ask_all(tool, 4))) == ["ok"] * 4
+    assert len(_ways._of_tools[id(tool)]) == 1, "loops that are closed are forgotten"
+
+
+def test_what_stands_round_a_tool_goes_with_it():
+    tool = PlayedTool(max_concurrency=1)
+    number = id(tool)
+    asyncio.run(ask_all(tool, 2))
+    assert number in _ways._of_tools
+    del tool
+    gc.collect()
+    assert number not in _ways._of_tools
 
 
 # The circuit breaker.
@@ -284,18 +300,20 @@ async def test_a_try_that_is_cancelled_leaves_it_to_the_next():
 
 
 async def test_what_began_before_the_breaker_opened_does_not_close_or_open_it():
-    breaker = {"max_failures": 1, "reset_s": 0.05}
-    tool = PlayedTool(0.03, 0.1, ValueError("x"), 0.08, circuit_breaker=breaker)
+    breaker = {"max_failures": 1, "reset_s": 0.1}
+    late = (0.25, ValueError("late"))
+    tool = PlayedTool(0.05, late, ValueError("x"), 0.15, None, circuit_breaker=breaker)
     early = [asyncio.create_task(ask(tool, i)) for i in range(2)]
     await asyncio.sleep(0.005)
     await ask(tool, 2)
     assert (await early[0]).outcome is Outcome.OK
     assert (await ask(tool, 3)).outcome is Outcome.UNAVAILABLE, "the early answer does not close it"
-    await asyncio.sleep(0.04)
+    await asyncio.sleep(0.1)
     trying = asyncio.create_task(ask(tool, 4))
-    assert (await early[1]).outcome is Outcome.OK
+    assert (await early[1]).outcome is Outcome.CRASHED
     assert (await ask(tool, 5)).outcome is Outcome.UNAVAILABLE, "the try is still under way"
     assert (await trying).outcome is Outcome.OK
+    assert (await ask(tool, 6)).outcome is Outcome.OK, "the late failure does not open it again"
 
 
 async def test_who_queued_before_the_breaker_opened_is_refused_when_it_is_its_turn():

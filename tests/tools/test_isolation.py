@@ -21,6 +21,7 @@ from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome, ToolSettings
 from agentrl.tools.life import ToolSession
+from agentrl.tools.process import _Worker
 from tests.fakes_tools import BlockingTool, CountingProcessTool, call, schema
 
 
@@ -239,19 +240,14 @@ async def test_a_process_gives_its_descriptors_back_at_once(tmp_path: Path):
         gc.enable()
 
 
-async def test_a_process_whose_caller_was_cancelled_is_never_started(tmp_path: Path):
+def test_a_process_that_is_killed_before_it_starts_never_does(tmp_path: Path):
     tool = CountingProcessTool({"isolation": "process", "log": str(tmp_path / "log")})
-    for turns in range(12):
-        creating = asyncio.create_task(session_of(tool).create())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        creating.cancel()
-        await asyncio.wait({creating})
-    for _ in range(100):
-        if not _children_named("tool:counting"):
-            break
-        await asyncio.sleep(0.02)
+    before = len(os.listdir("/proc/self/fd"))
+    worker = _Worker(tool)
+    worker.kill()
+    worker.start()
     assert not _children_named("tool:counting")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_main_module_is_imported_once_for_all_processes(tmp_path: Path):
