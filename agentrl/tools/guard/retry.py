@@ -1,11 +1,15 @@
 """Repeat a call that the tool failed."""
 
+import logging
+
 from stamina import AsyncRetryingCaller
 
 from agentrl.errors import ToolError
 from agentrl.tools.base import ToolResult
 from agentrl.tools.guard.path import UnavailableError, Visit, Way
 from agentrl.tools.settings import RetrySettings
+
+logger = logging.getLogger(__name__)
 
 
 class Retry:
@@ -36,6 +40,9 @@ class Retry:
             if isinstance(error, ToolError | UnavailableError):
                 return False
             last[:] = [error]
+            what = f"{type(error).__name__}: {error}"
+            place = visit.call.function.name, visit.call.id, visit.num_attempts
+            logger.info("tool %r, call %s, attempt %d: %s", *place, what)
             return True
 
         try:
