@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -107,13 +107,15 @@ class ToolSettings(BaseModel):
     @classmethod
     def check(
         cls, config: Mapping[str, Any], *, file: str | Path | None = None, key: str = "config"
-    ) -> Self:
+    ) -> "ToolSettings":
         """Read a tool's `config`.
 
         Raises:
             ConfigError: for a value that cannot be meant, and for an unknown key of a section,
                 with the nearest known one.
         """
+        if _KEYS.isdisjoint(config):
+            return _NOTHING  # read for each tool of each request: this costs next to nothing
         try:
             return cls.model_validate(dict(config))
         except ValidationError as error:
@@ -131,6 +133,9 @@ class ToolSettings(BaseModel):
                 expected=known[name].description,
             ) from None
 
+
+_KEYS = frozenset(ToolSettings.model_fields)
+_NOTHING = ToolSettings()
 
 _SECTIONS: dict[str, type[Section]] = {
     "retry": RetrySettings,
