@@ -70,11 +70,12 @@ class CallRecord(Record):
     seconds: float = 0.0
     """Of the execution, all its attempts together."""
     queue_seconds: float = 0.0
-    """Waited for a place before (concurrency, rate)."""
+    """Waited: for a place (parallel calls, concurrency, rate), for an equal call, and between two
+    attempts."""
     num_attempts: int = 1
     """Executions, repeated ones included; 0 where a cache answered or nothing was asked."""
     is_cached: bool = False
-    """Whether a cache answered."""
+    """Whether a cache answered, or an equal call that was under way."""
     span: tuple[int, int] | None = None
     """The call's own tokens in the response: the first, and behind the last; None: not located."""
     reward: float | None = None

@@ -69,7 +69,7 @@ class Observation:
     should_stop: bool = False
     """The tool ends the request."""
     is_infrastructure_failure: bool = False
-    """The tool crashed or hung: the call says nothing of the model."""
+    """The tool crashed, hung or was down: the call says nothing of the model."""
 
 
 class ToolCaller:
@@ -124,6 +124,9 @@ class ToolCaller:
             outcome=outcome.outcome.value,
             message=outcome.message,
             seconds=outcome.seconds,
+            queue_seconds=outcome.queue_seconds,
+            num_attempts=outcome.num_attempts,
+            is_cached=outcome.is_cached,
             reward=outcome.reward,
             num_cut_tokens=shown.num_cut,
             metrics=outcome.metrics,
@@ -232,5 +235,17 @@ def _record_of(
     call: ParsedCall | MalformedCall, outcome: Literal["skipped", "malformed"]
 ) -> CallRecord:
     if isinstance(call, MalformedCall):
-        return CallRecord(call_id=call.id, name=call.name, outcome=outcome, message=call.reason)
-    return CallRecord(call_id=call.id, name=call.name, arguments=call.arguments, outcome=outcome)
+        return CallRecord(
+            call_id=call.id,
+            name=call.name,
+            outcome=outcome,
+            message=call.reason,
+            num_attempts=0,
+        )
+    return CallRecord(
+        call_id=call.id,
+        name=call.name,
+        arguments=call.arguments,
+        outcome=outcome,
+        num_attempts=0,
+    )

@@ -79,6 +79,17 @@ class BaseTool:
     again in a new process, where `release` and `create` run before the next call. Only there can
     code that never returns be stopped.
 
+    These keys of `config` are agentrl's, for whatever class; the rest is the tool's own
+    (docs/tools.md has every sub-key):
+
+        isolation: none          none, thread or process
+        timeout_s: null          seconds of one call and of each attempt; null: the run's
+        retry: null              attempts and pauses of a call that crashed or was late
+        max_concurrency: null    calls of `execute` that run at once, over all requests
+        rate_limit: null         calls of `execute` per second, over all requests
+        cache: null              declares that equal calls have equal answers
+        circuit_breaker: null    fails calls at once after too many failures in a row
+
     Args:
         config: The YAML's `config`, whole.
         tool_schema: What the model is told; None asks `get_openai_tool_schema`.
@@ -144,8 +155,9 @@ class BaseTool:
 
         Raises:
             ToolError: Its text is shown to the model, which may try again.
-            Exception: The model is shown a neutral text, and the call is counted as crashed; the
-                request goes on, or fails under `on_tool_failure: fail`.
+            Exception: The call is repeated where `config.retry` says so; at the last attempt the
+                model is shown a neutral text, and the call is counted as crashed; the request goes
+                on, or fails under `on_tool_failure: fail`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 

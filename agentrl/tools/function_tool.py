@@ -15,9 +15,13 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.messages import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.call import call_method
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.settings import ToolSettings
 
 MARK = "__agentrl_function_tool__"
 """Attribute of a decorated function that holds its schema."""
+
+CONFIG_MARK = "__agentrl_function_tool_config__"
+"""Attribute of a decorated function that holds its `config`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,11 +33,15 @@ def function_tool(
     target: str | None = None,
     *,
     schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Callable[[F], F]: ...
 def function_tool(
-    target: Any = None, *, schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None
+    target: Any = None,
+    *,
+    schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Any:
-    """Mark a function as a tool; written `@function_tool`, with a name, or with a schema.
+    """Mark a function as a tool; written `@function_tool`, with a name, or with keywords.
 
     The function itself is left as it is, to be called and tested. What it may return is what
     `BaseTool.execute` may, or any other JSON value or pydantic model. A plain `def` runs off the
@@ -42,9 +50,11 @@ def function_tool(
     Args:
         target: The function, or the tool's name (default: the function's).
         schema: Told to the model as it is, in place of the one read from the function.
+        config: What a tool YAML's `config` would say: `timeout_s`, `cache`, ... (`ToolSettings`).
 
     Raises:
-        ConfigError: for a signature that no JSON Schema can describe.
+        ConfigError: for a signature that no JSON Schema can describe, and a `config` that cannot
+            be meant.
 
     Example:
         >>> @function_tool
@@ -55,8 +65,8 @@ def function_tool(
         'Add two numbers.'
     """
     if callable(target):
-        return _mark(cast("Callable[..., Any]", target), None, schema)
-    return partial(_mark, name=target, schema=schema)
+        return _mark(cast("Callable[..., Any]", target), None, schema, None)
+    return partial(_mark, name=target, schema=schema, config=config)
 
 
 class FunctionTool(BaseTool):
@@ -69,7 +79,8 @@ class FunctionTool(BaseTool):
         tool_schema: OpenAIFunctionToolSchema | None = None,
     ) -> None:
         self.function = function
-        super().__init__(config or {}, tool_schema or vars(function)[MARK])
+        told = vars(function)
+        super().__init__(config or told.get(CONFIG_MARK) or {}, tool_schema or told[MARK])
         self._arguments = _arguments_model(function)
 
     async def execute(
@@ -134,10 +145,15 @@ class _PlainSchema(GenerateJsonSchema):
 
 
 def _mark(
-    function: F, name: str | None, schema: OpenAIFunctionToolSchema | dict[str, Any] | None
+    function: F,
+    name: str | None,
+    schema: OpenAIFunctionToolSchema | dict[str, Any] | None,
+    config: dict[str, Any] | None,
 ) -> F:
+    ToolSettings.check(config or {}, key=f"{function.__name__}.config")
     chosen = schema_of(function, name) if schema is None else _checked(schema)
     setattr(function, MARK, chosen)
+    setattr(function, CONFIG_MARK, config)
     return function
 
 

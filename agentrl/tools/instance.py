@@ -7,49 +7,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError
+from agentrl.errors import DataError, ToolError, ToolLifeError
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.file import unknown_key
 from agentrl.tools.base import BaseTool, ToolResult, finite
+from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
+from agentrl.tools.settings import ToolSettings
 
 logger = logging.getLogger(__name__)
-
-
-class ToolSettings(BaseModel):
-    """The keys of a tool's `config` that agentrl itself reads; the rest is the tool's."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    isolation: Isolation = Field(default=Isolation.NONE, description="none, thread or process")
-    timeout_s: float | None = Field(default=None, gt=0, description="seconds, more than 0")
-    """Of one call of one method; None: the run's `tool_timeout_s`."""
-
-    @classmethod
-    def check(
-        cls, config: Mapping[str, Any], *, file: str | Path | None = None, key: str = "config"
-    ) -> Self:
-        """Read a tool's `config`.
-
-        Raises:
-            ConfigError: for a value that cannot be meant.
-        """
-        try:
-            return cls.model_validate(dict(config))
-        except ValidationError as error:
-            name = str(error.errors()[0]["loc"][0])
-            raise ConfigError(
-                f"{name} is {config[name]!r}",
-                file=file,
-                key=f"{key}.{name}",
-                expected=cls.model_fields[name].description,
-            ) from None
 
 
 class ToolKwargs(BaseModel):
@@ -99,6 +70,8 @@ class Outcome(StrEnum):
     """No answer in time; the call was abandoned."""
     CRASHED = "crashed"
     """It raised something else, or gave back what is no result: a failure of the tool."""
+    UNAVAILABLE = "unavailable"
+    """It was not asked, for it has failed too often lately (`circuit_breaker`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +88,18 @@ class ToolOutcome:
     message: str = ""
     """What went wrong, for the record and not for the model; empty where nothing did."""
     seconds: float = 0.0
-    """From the start of the execution; time in the queue is not counted."""
+    """Of all attempts; time in the queue is not counted."""
+    queue_seconds: float = 0.0
+    """The rest of the call's time: waited for a place, for an equal call, for another attempt."""
+    num_attempts: int = 1
+    """Executions; 0 where the tool was not asked."""
+    is_cached: bool = False
+    """Whether it is the answer of an equal call."""
 
     @property
     def is_infrastructure_failure(self) -> bool:
         """Whether the tool, not the model, is to blame."""
-        return self.outcome in (Outcome.TIMEOUT, Outcome.CRASHED)
+        return self.outcome in (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.UNAVAILABLE)
 
 
 class ToolInstance:
@@ -139,6 +118,8 @@ class ToolInstance:
         settings = ToolSettings.check(tool.config, key=f"{tool.name}.config")
         self.tool = tool
         self._kwargs = kwargs
+        self._settings = settings
+        self._goes_straight = not settings.is_guarded
         self._timeout_s = settings.timeout_s or timeout_s
         self._lane = _lane(tool, settings.isolation)
         self._instance_id = instance_id
@@ -150,33 +131,42 @@ class ToolInstance:
         Raises:
             ToolLifeError: whatever went wrong.
         """
-        self._must_release = True
         try:
+            await self._lane.open()
+            self._must_release = True
             return await self._create()
         except Exception as error:
             raise self._failure("create", error) from error
 
-    async def execute(self, call: ToolCall) -> ToolOutcome:
-        """Answer a call of the model. Raises nothing; cancelling it cancels the tool."""
-        async with self._lane.gate:
-            started = time.monotonic()
-            try:
-                await self._revive()
-                kwargs = self._kwargs.execute_kwargs
-                arguments = copy.deepcopy(call.function.arguments)
-                value = await self._run("execute", self._instance_id, arguments, **kwargs)
-                result = ToolResult.of(value, tool=self.tool.name)
-            except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
-                return self._excuse(call, error, seconds=time.monotonic() - started)
-            return ToolOutcome(
-                call=call,
-                outcome=Outcome.OK,
-                response=result.response,
-                reward=result.reward,
-                metrics=result.metrics or {},
-                should_stop=result.should_stop,
-                seconds=time.monotonic() - started,
-            )
+    async def execute(self, call: ToolCall, *, arrived: float | None = None) -> ToolOutcome:
+        """Answer a call of the model. Raises nothing; cancelling it cancels the tool.
+
+        Args:
+            call: Checked.
+            arrived: When its time in the queue began, by the monotonic clock; None: now.
+        """
+        arrived = time.monotonic() if arrived is None else arrived
+        visit = Visit(call, self._kwargs.execute_kwargs, self._lane.gate, self._attempt)
+        way = self._attempt if self._goes_straight else way_of(self.tool, self._settings)
+        outcome, message = Outcome.OK, ""
+        try:
+            result = await way(visit)
+        except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
+            outcome, text, message = self._excuse(call, error)
+            result = ToolResult(ToolResponse(text=text))
+        return ToolOutcome(
+            call=call,
+            outcome=outcome,
+            response=result.response,
+            reward=result.reward,
+            metrics=result.metrics or {},
+            should_stop=result.should_stop,
+            message=message,
+            seconds=visit.run_s,
+            queue_seconds=max(0.0, time.monotonic() - arrived - visit.run_s),
+            num_attempts=visit.num_attempts,
+            is_cached=visit.is_cached,
+        )
 
     async def calc_reward(self) -> float:
         """Ask for the tool's reward.
@@ -218,6 +208,18 @@ class ToolInstance:
         self._instance_id = instance_id or self._instance_id
         return response
 
+    async def _attempt(self, visit: Visit) -> ToolResult:
+        """Execute a call, once."""
+        started = time.monotonic()
+        visit.num_attempts += 1
+        try:
+            await self._revive()
+            arguments = copy.deepcopy(visit.call.function.arguments)
+            value = await self._run("execute", self._instance_id, arguments, **visit.execute_kwargs)
+            return ToolResult.of(value, tool=self.tool.name)
+        finally:
+            visit.run_s += time.monotonic() - started
+
     async def _revive(self) -> None:
         """Make the instance again where its process was killed under it."""
         if self._lane.is_lost:
@@ -233,23 +235,27 @@ class ToolInstance:
             lambda: self._lane.run(call), timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
         )
 
-    def _excuse(self, call: ToolCall, error: Exception, *, seconds: float) -> ToolOutcome:
+    def _excuse(self, call: ToolCall, error: Exception) -> tuple[Outcome, str, str]:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
-        name = self.tool.name
-        if isinstance(error, ToolError):
-            outcome, text = Outcome.TOOL_ERROR, str(error) or f"Error: tool {name!r} failed"
-        elif isinstance(error, CallTimeoutError):
-            outcome = Outcome.TIMEOUT
-            text = f"Error: tool {name!r} timed out after {self._timeout_s:g} seconds"
-        else:
-            outcome, text = Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
+        outcome, text = self._describe(error)
         message = f"{type(error).__name__}: {error}"
         if outcome is not Outcome.TOOL_ERROR:
-            logger.warning("tool %r, call %s: %s", name, call.id, message)
-        response = ToolResponse(text=text)
-        return ToolOutcome(
-            call=call, outcome=outcome, response=response, message=message, seconds=seconds
-        )
+            logger.warning("tool %r, call %s: %s", self.tool.name, call.id, message)
+        return outcome, text, message
+
+    def _describe(self, error: Exception) -> tuple[Outcome, str]:
+        """Sort what went wrong, and put it into words for the model."""
+        name = self.tool.name
+        match error:
+            case ToolError():
+                return Outcome.TOOL_ERROR, str(error) or f"Error: tool {name!r} failed"
+            case CallTimeoutError():
+                text = f"Error: tool {name!r} timed out after {self._timeout_s:g} seconds"
+                return Outcome.TIMEOUT, text
+            case UnavailableError():
+                return Outcome.UNAVAILABLE, f"Error: tool {name!r} is not available at the moment"
+            case _:
+                return Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
         why = f"tool {self.tool.name!r}, {method}: {type(error).__name__}: {error}"

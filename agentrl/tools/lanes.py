@@ -52,6 +52,10 @@ class Lane(Protocol):
         """Whether the instance went down with what it ran in, and must be made again."""
         ...
 
+    async def open(self) -> None:
+        """Wait for what must be there before the first call; no time-out of the tool counts it."""
+        ...
+
     async def run(self, call: MethodCall) -> Any:
         """Make the call; raises what it raises. Cancelling ends it, as far as that can be."""
         ...
@@ -69,6 +73,9 @@ class LoopLane:
     gate: AbstractAsyncContextManager[None] = field(default_factory=nullcontext[None])
     is_lost: bool = False
 
+    async def open(self) -> None:
+        """Need nothing."""
+
     async def run(self, call: MethodCall) -> Any:
         """Make the call here."""
         return await call.on(self.tool)
@@ -84,6 +91,9 @@ class ThreadLane:
     tool: BaseTool
     gate: AbstractAsyncContextManager[None] = field(default_factory=nullcontext[None])
     is_lost: bool = False
+
+    async def open(self) -> None:
+        """Need nothing."""
 
     async def run(self, call: MethodCall) -> Any:
         """Make the call on a thread; one that blocks for ever keeps that thread."""

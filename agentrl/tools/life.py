@@ -1,6 +1,7 @@
 """The tools of one request, from its first turn to its end (law 6)."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,8 +135,9 @@ class ToolSession:
         return any(instance.needs_release for instance in self._instances.values())
 
     async def _execute(self, call: ToolCall) -> ToolOutcome:
+        arrived = time.monotonic()
         async with self._slots:
-            return await self._instances[call.function.name].execute(call)
+            return await self._instances[call.function.name].execute(call, arrived=arrived)
 
     async def _release(self) -> list[BaseException]:
         failures = await _each([instance.release() for instance in self._instances.values()])

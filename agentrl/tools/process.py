@@ -1,14 +1,14 @@
 """Run a tool in a process that can be killed.
 
-One process serves one tool of one request, from `create` to `release`. It is forked from a server
-that has imported agentrl and the main module, but no torch of the trainer and none of its threads.
-As with every Python library that starts processes, a script that trains must guard its entry with
+One process serves one tool of one request, from `create` to `release`; it is used for no other, so
+that no state can cross. It is forked from a server that has imported agentrl and the main module
+(`agentrl.tools.process_server`), but has none of the trainer's state and threads. As with every
+Python library that starts processes, a script that trains must guard its entry with
 `if __name__ == "__main__"`.
 """
 
 import asyncio
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
@@ -25,11 +25,9 @@ from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
+from agentrl.tools.process_server import context, ensure_server, wait_for_server
 
 _KILL_WAIT_S = 5.0
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["__main__", __name__])
 
 
 class ProcessLane:
@@ -50,6 +48,14 @@ class ProcessLane:
     def is_lost(self) -> bool:
         """Whether a process was killed, or died, since the last `create`."""
         return self._is_lost
+
+    async def open(self) -> None:
+        """Wait until processes can be started.
+
+        Raises:
+            ToolLifeError: where they cannot.
+        """
+        await wait_for_server()
 
     async def run(self, call: MethodCall) -> Any:
         """Make the call in the process; start one where there is none.
@@ -92,41 +98,46 @@ class _Worker:
     """The near end of one process. Its methods block; `kill` may be called beside `ask`."""
 
     def __init__(self, tool: BaseTool) -> None:
-        self._connection, far = _context.Pipe()
+        self._connection, far = context.Pipe()
         self._far = far
         self._name = tool.name
-        self._process = _context.Process(
+        self._process = context.Process(
             target=_serve,
             args=(far, _source_file(tool), pickle.dumps(tool)),
             name=f"tool:{tool.name}",
             daemon=True,
         )
-
         self._starting = threading.Lock()
+        self._asking = threading.Lock()
+        self._is_killed = False
 
     def start(self) -> None:
         with self._starting:
+            if self._is_killed:
+                return  # whoever wanted it was cancelled
+            ensure_server()
             self._process.start()
             self._far.close()
 
     def ask(self, call: MethodCall) -> Any:
-        try:
-            self._connection.send(call)
-            value, error = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(_KILL_WAIT_S)
-            raise _ProcessDiedError(
-                f"the process of tool {self._name!r} died in {call.method}",
-                exit_code=self._process.exitcode,
-                reason=_why(self._process.exitcode),
-            ) from None
+        with self._asking:
+            try:
+                self._connection.send(call)
+                value, error = self._connection.recv()
+            except (EOFError, OSError):
+                self._process.join(_KILL_WAIT_S)
+                raise _ProcessDiedError(
+                    f"the process of tool {self._name!r} died in {call.method}",
+                    exit_code=self._process.exitcode,
+                    reason=_why(self._process.exitcode),
+                ) from None
         if error is not None:
             raise error
         return value
 
     def kill(self) -> None:
-        # The connection is not closed here: `ask` may still be reading from it.
         with self._starting:
+            self._is_killed = True
             pid = self._process.pid
         if pid is not None:
             # The process leads a group of its own, with whatever the tool started.
@@ -134,6 +145,18 @@ class _Worker:
                 os.killpg(pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(_KILL_WAIT_S)
+        self._close()
+
+    def _close(self) -> None:
+        """Give the descriptors back now: the collector, which would, comes by rarely in a rollout.
+
+        Not while `ask` reads from them; it ends with the process.
+        """
+        if self._asking.acquire(timeout=_KILL_WAIT_S):
+            self._connection.close()
+            self._far.close()
+            if self._process.pid is None or self._process.exitcode is not None:
+                self._process.close()
 
 
 def _why(exit_code: int | None) -> str | None:

@@ -9,16 +9,16 @@ Each sees one rank; `agentrl.trainer.figures` puts the ranks' figures together.
 import resource
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast, get_args
+from typing import cast
 
 import torch
 
 from agentrl.errors import Fault
 from agentrl.protocol import DataProto
-from agentrl.rollout.records import CallRecord, Turn
+from agentrl.rollout.records import Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, RequestState, StopReason
 from agentrl.trainer.figures import (
@@ -35,12 +35,9 @@ from agentrl.trainer.figures import (
     tail,
     tensor_spread,
 )
+from agentrl.trainer.tool_figures import call_figures, calls_of
 from agentrl.trainer.tracking import NO_SIGNAL
 
-OUTCOMES: tuple[str, ...] = get_args(CallRecord.model_fields["outcome"].annotation)
-"""Every way in which a tool call can come out."""
-
-_NEVER_RAN = frozenset({"malformed", "skipped"})
 _GIB = 1024**3
 _CUT_BY_LENGTH = frozenset({StopReason.RESPONSE_BUDGET, StopReason.MODEL_LENGTH})
 
@@ -81,7 +78,7 @@ def rollout_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
         **spread("rollout/reward", scored),
         **_length_figures(requests),
         **_turn_figures(requests),
-        **_call_figures(requests),
+        **call_figures(requests),
         **_end_figures(requests),
         **_ledger_figures(requests),
     }
@@ -114,7 +111,7 @@ def _turn_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
 
 
 def _cut_observation_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
-    cut_calls = [call for call in _calls(requests) if call.num_cut_tokens]
+    cut_calls = [call for call in calls_of(requests) if call.num_cut_tokens]
     cut_replies = sum(
         turn.role == "user" and turn.cut is not None for r in requests for turn in r.turns
     )
@@ -123,30 +120,6 @@ def _cut_observation_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures
         "rollout/cut_observations/mean": _per_request(len(cut_calls) + cut_replies, requests),
         "rollout/cut_observation_tokens/mean": _per_request(lost, requests),
     }
-
-
-def _call_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
-    """Calls per request, in all and by outcome (they sum to the mean); by tool, those that ran."""
-    outcomes = Counter(call.outcome for call in _calls(requests))
-    figures = spread("rollout/tool_calls", [request.num_tool_calls for request in requests])
-    for outcome in OUTCOMES:
-        figures[f"rollout/tool_calls/{outcome}"] = _per_request(outcomes[outcome], requests)
-    for tool, seconds in sorted(_seconds_by_tool(requests).items()):
-        figures[f"rollout/tool/{tool}/num_calls"] = Total(float(len(seconds)))
-        figures |= tail(f"rollout/tool/{tool}/seconds", seconds)
-    return figures
-
-
-def _seconds_by_tool(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[float]]:
-    # A policy can call by any name: names that no schema has are counted together, so that what a
-    # model invents cannot fill the log with columns.
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for request in requests:
-        known = {schema.name for schema in request.tool_schemas}
-        for call in _calls([request]):
-            if call.outcome not in _NEVER_RAN:
-                seconds[call.name if call.name in known else "unknown"].append(call.seconds)
-    return seconds
 
 
 def _end_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
@@ -218,10 +191,6 @@ def _version_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
 
 def _versions(turns: Sequence[Turn]) -> set[int]:
     return {span.version for turn in turns for span in turn.weight_versions}
-
-
-def _calls(requests: Sequence[AsyncRolloutRequest]) -> Iterator[CallRecord]:
-    return (call for request in requests for turn in request.turns for call in turn.calls)
 
 
 # Tensors.

@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tools import BaseTool, ToolResponse, ToolResult, function_tool, load_function_tools
 from agentrl.tools.function_tool import FunctionTool
+from agentrl.tools.life import ToolSession
+from tests.fakes_tools import call
 
 
 class Place(BaseModel):
@@ -220,3 +222,26 @@ def test_a_file_without_function_tools_is_refused(tmp_path: Path):
     source.write_text("x = 1\n")
     with pytest.raises(ConfigError, match="no function is marked"):
         load_function_tools(source)
+
+
+async def test_a_function_may_say_what_stands_round_it():
+    calls: list[int] = []
+
+    @function_tool(config={"cache": {}})
+    def square(x: int) -> str:
+        calls.append(x)
+        return str(x * x)
+
+    tool = FunctionTool(square)
+    session = ToolSession({"square": tool}, instance_id="r")
+    outcomes = [(await session.execute([call("square", x=3)]))[0] for _ in range(2)]
+    assert [outcome.response.text for outcome in outcomes] == ["9", "9"]
+    assert calls == [3]
+
+
+def test_a_config_of_a_function_that_cannot_be_meant_is_refused_where_it_stands():
+    with pytest.raises(ConfigError, match=r"cache\.max_entries is 0"):
+
+        @function_tool(config={"cache": {"max_entries": 0}})
+        def never() -> str:
+            return ""

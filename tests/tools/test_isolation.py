@@ -2,9 +2,12 @@
 """Where tools run: a tool that blocks or never returns costs its own call."""
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome, ToolSettings
 from agentrl.tools.life import ToolSession
+from agentrl.tools.process import _Worker
 from tests.fakes_tools import BlockingTool, CountingProcessTool, call, schema
 
 
@@ -214,6 +218,67 @@ def test_a_setting_that_cannot_be_meant_names_its_key(config: dict[str, Any], ke
     with pytest.raises(ConfigError) as error:
         ToolSettings.check(config, file="tools.yaml", key="tools[0].config")
     assert error.value.details["key"] == f"tools[0].config.{key}"
+
+
+async def test_a_process_gives_its_descriptors_back_at_once(tmp_path: Path):
+    tool = CountingProcessTool({"isolation": "process", "log": str(tmp_path / "log")})
+
+    async def live(do: str) -> None:
+        session = session_of(tool, timeout_s=0.3)
+        await session.create()
+        await session.execute([call("counting", do=do)])
+        await session.release()
+
+    await live("count")
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for do in ("count", "raise", "die", "spin"):
+            await live(do)
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+
+
+def test_a_process_that_is_killed_before_it_starts_never_does(tmp_path: Path):
+    tool = CountingProcessTool({"isolation": "process", "log": str(tmp_path / "log")})
+    before = len(os.listdir("/proc/self/fd"))
+    worker = _Worker(tool)
+    worker.kill()
+    worker.start()
+    assert not _children_named("tool:counting")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_main_module_is_imported_once_for_all_processes(tmp_path: Path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import asyncio, os\n"
+        "from pathlib import Path\n"
+        "from agentrl.tools.life import ToolSession\n"
+        "from tests.fakes_tools import CountingProcessTool, call\n"
+        "async def live(folder, name):\n"
+        "    tool = CountingProcessTool({'isolation': 'process', 'log': folder + '/log'})\n"
+        "    session = ToolSession({'counting': tool}, instance_id=name)\n"
+        "    await session.create()\n"
+        "    [outcome] = await session.execute([call('counting')])\n"
+        "    await session.release()\n"
+        "    print(outcome.outcome)\n"
+        "async def main(folder):\n"
+        "    for name in 'abc':\n"
+        "        await live(folder, name)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main(os.environ['FOLDER']))\n"
+        "else:\n"
+        "    Path(os.environ['FOLDER'], 'imports').open('a').write('x')\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"FOLDER": str(tmp_path), "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["ok"] * 3
+    assert (tmp_path / "imports").read_text() == "x"
 
 
 def _children_named(name: str) -> list[Any]:

@@ -23,13 +23,13 @@ from agentrl.trainer.figures import (
     to_metrics,
 )
 from agentrl.trainer.metrics import (
-    OUTCOMES,
     Timer,
     batch_figures,
     perf_figures,
     rollout_figures,
     time_figures,
 )
+from agentrl.trainer.tool_figures import OUTCOMES
 from tests.fakes_seeing import finish, finished_requests, sample, started, tool_story
 
 
@@ -86,6 +86,27 @@ def test_calls_are_counted_per_request_and_by_outcome():
     assert metrics["rollout/tool/calculator/seconds/mean"] == pytest.approx(1.5)
     assert metrics["rollout/tool/calculator/seconds/max"] == 3
     assert "rollout/tool/unknown/num_calls" not in metrics, "what is malformed never ran"
+
+
+def test_a_tools_queue_retries_and_cache_are_told_apart_from_its_work():
+    request = started()
+    calls = [
+        CallRecord(name="calculator", seconds=2.0, queue_seconds=1.0, num_attempts=3),
+        CallRecord(name="calculator", queue_seconds=0.5, num_attempts=0, is_cached=True),
+        CallRecord(name="calculator", num_attempts=0, outcome="unavailable"),
+        CallRecord(name="calculator", seconds=4.0, outcome="crashed"),
+    ]
+    sample(request, "a", calls=calls)
+    request.tool_schemas = tool_story().tool_schemas
+    finish(request, StopReason.ANSWERED)
+    metrics = rollout_metrics([request])
+    of_tool = {k.removeprefix("rollout/tool/calculator/"): v for k, v in metrics.items()}
+    assert of_tool["num_calls"] == 4
+    assert of_tool["seconds/mean"] == 3, "what was not executed took no time"
+    assert (of_tool["queue_seconds/mean"], of_tool["queue_seconds/max"]) == (0.375, 1)
+    assert of_tool["retries"] == 2
+    assert (of_tool["cache_hit_frac"], of_tool["unavailable_frac"]) == (0.25, 0.25)
+    assert of_tool["failed_frac"] == 0.5
 
 
 def test_names_that_a_model_invents_make_no_columns():

@@ -1,0 +1,154 @@
+"""What agentrl itself reads in a tool's `config`: where it runs, and what stands around it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentrl.errors import ConfigError
+from agentrl.plugins.file import unknown_key
+from agentrl.tools.lanes import Isolation
+
+
+class Section(BaseModel):
+    """A mapping inside `config` of which agentrl knows every key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RetrySettings(Section):
+    """`retry`: how often, and after which pauses, a call is repeated that the tool failed.
+
+    The pause doubles from one attempt to the next; a random part is added, and the sum is cut.
+    """
+
+    max_attempts: int = Field(default=1, ge=1, description="attempts of one call, at least 1")
+    wait_initial_s: float = Field(default=0.1, ge=0, description="seconds, at least 0")
+    wait_max_s: float = Field(default=5.0, ge=0, description="seconds, at least 0")
+    wait_jitter_s: float = Field(default=1.0, ge=0, description="seconds, at least 0")
+
+
+class RateSettings(Section):
+    """`rate_limit`: so many calls at once, and no more than that in each period on average."""
+
+    calls: float = Field(ge=1, description="calls, at least 1")
+    per_s: float = Field(default=1.0, gt=0, description="seconds, more than 0")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_number(cls, value: Any) -> Any:
+        """Take a bare number as calls per second; half a call a second is one in two."""
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return value
+        if value <= 0:
+            raise ValueError("not more than 0")
+        return {"calls": max(1.0, value), "per_s": max(1.0, 1 / value)}
+
+
+class CacheSettings(Section):
+    """`cache`: how many answers are kept, and for how long."""
+
+    max_entries: int = Field(default=1024, ge=1, description="answers, at least 1")
+    ttl_s: float | None = Field(default=None, gt=0, description="seconds, more than 0, or null")
+
+
+class BreakerSettings(Section):
+    """`circuit_breaker`: after how many failures in a row, and for how long, nobody calls."""
+
+    max_failures: int = Field(default=5, ge=1, description="failures in a row, at least 1")
+    reset_s: float = Field(default=30.0, gt=0, description="seconds, more than 0")
+
+
+class ToolSettings(BaseModel):
+    """The keys of a tool's `config` that agentrl itself reads; the rest is the tool's.
+
+    All but the first two stand around `execute` alone, for all requests of a rank together
+    (`agentrl.tools.guard`). None asks for nothing.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    isolation: Isolation = Field(default=Isolation.NONE, description="none, thread or process")
+    timeout_s: float | None = Field(default=None, gt=0, description="seconds, more than 0")
+    """Of one call of one method, and of each attempt; None: the run's `tool_timeout_s`."""
+    retry: RetrySettings | None = Field(
+        default=None,
+        description="a mapping of max_attempts, wait_initial_s, wait_max_s, wait_jitter_s",
+    )
+    """Repeats a call that crashed or was late; only you know whether it may be repeated."""
+    max_concurrency: int | None = Field(default=None, ge=1, description="calls, at least 1")
+    """Calls of this tool that run at once."""
+    rate_limit: RateSettings | None = Field(
+        default=None, description="calls per second, more than 0, or a mapping of calls, per_s"
+    )
+    """Calls of this tool in a period."""
+    cache: CacheSettings | None = Field(
+        default=None, description="a mapping of max_entries, ttl_s; {} takes the defaults"
+    )
+    """Declares that equal arguments get equal answers, whoever asks."""
+    circuit_breaker: BreakerSettings | None = Field(
+        default=None, description="a mapping of max_failures, reset_s; {} takes the defaults"
+    )
+    """Lets calls fail at once while what the tool needs is down."""
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether a call meets anything on its way to the tool."""
+        return (
+            self.isolation is Isolation.PROCESS
+            or self.max_concurrency is not None
+            or self.retry is not None
+            or self.cache is not None
+            or self.rate_limit is not None
+            or self.circuit_breaker is not None
+        )
+
+    @classmethod
+    def check(
+        cls, config: Mapping[str, Any], *, file: str | Path | None = None, key: str = "config"
+    ) -> "ToolSettings":
+        """Read a tool's `config`.
+
+        Raises:
+            ConfigError: for a value that cannot be meant, and for an unknown key of a section,
+                with the nearest known one.
+        """
+        if _KEYS.isdisjoint(config):
+            return _NOTHING  # read for each tool of each request: this costs next to nothing
+        try:
+            return cls.model_validate(dict(config))
+        except ValidationError as error:
+            # A key that nobody knows is what explains the one that is missing.
+            first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+            *parents, name = map(str, first["loc"])
+            parent = ".".join([key, *parents])
+            known = _SECTIONS[parents[0]].model_fields if parents else cls.model_fields
+            if first["type"] == "extra_forbidden":
+                raise unknown_key(name, known, file=file, parent=parent) from None
+            raise ConfigError(
+                f"{'.'.join([*parents, name])} is {_value_at(config, first['loc'])!r}",
+                file=file,
+                key=f"{parent}.{name}",
+                expected=known[name].description,
+            ) from None
+
+
+_KEYS = frozenset(ToolSettings.model_fields)
+_NOTHING = ToolSettings()
+
+_SECTIONS: dict[str, type[Section]] = {
+    "retry": RetrySettings,
+    "rate_limit": RateSettings,
+    "cache": CacheSettings,
+    "circuit_breaker": BreakerSettings,
+}
+
+
+def _value_at(config: Mapping[str, Any], path: tuple[int | str, ...]) -> Any:
+    """Find what was written; None where a key is missing."""
+    value: Any = config
+    for part in path:
+        mapping = cast("Mapping[Any, Any]", value if isinstance(value, Mapping) else {})
+        value = mapping.get(part)
+    return value

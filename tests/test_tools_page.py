@@ -1,0 +1,103 @@
+"""What docs/tools.md shows works as it stands there, and what it lists is what there is."""
+
+import asyncio
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.tools import BaseTool
+from agentrl.tools.registry import load_all_tools
+from agentrl.tools.settings import ToolSettings
+from agentrl.trainer.metrics import rollout_figures
+from agentrl.trainer.tool_figures import OUTCOMES
+from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/tools.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
+
+
+def cells(heading: str) -> list[list[str]]:
+    """Return the rows of the first table behind a heading."""
+    section = PAGE.split(f"\n## {heading}\n")[1]
+    rows = re.search(r"(?:^\|.*\n)+", section, re.M)
+    assert rows is not None
+    lines = rows[0].splitlines()[2:]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncRolloutRequest:
+    library, function = blocks("python")
+    (tmp_path / "my_library.py").write_text(library, encoding="utf-8")
+    (tmp_path / "my_functions.py").write_text(function, encoding="utf-8")
+    (tmp_path / "tools.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    tools = load_all_tools(tmp_path / "tools.yaml", str(tmp_path / "my_functions.py"))
+    engine = make_engine(
+        calling("library", title="Emma") + calling("library", title="Dune"),
+        calling("is_leap", year=1900) + calling("is_leap", year=1900),
+        "Done.",
+    )
+    manager = make_manager(make_house(engine, tools=tools), n=1)
+    prompts = make_prompts(1, tools_kwargs=json.loads(blocks("json")[0]))
+    requests = manager.make_requests(prompts, manager.train_plan())
+    return asyncio.run(manager.rollout(requests))[0]
+
+
+def test_the_tools_of_the_page_work(finished: AsyncRolloutRequest):
+    assert finished.error is None
+    texts = [message.text for message in finished.messages if message.role == "tool"]
+    assert texts == ["lent Emma", "there is no 'Dune'; there are Emma, Ulysses", "False", "False"]
+    calls = [call for turn in finished.turns for call in turn.calls]
+    assert [call.outcome for call in calls] == ["ok", "tool_error", "ok", "ok"]
+    assert [call.is_cached for call in calls] == [False, False, False, True]
+    assert finished.tool_rewards["library"] == 1.0
+
+
+def test_the_tool_of_the_page_is_short():
+    assert all(len(block.splitlines()) < 30 for block in blocks("python"))
+
+
+def test_every_key_stands_in_the_table_with_its_default():
+    def keys(model: type[BaseModel], parent: str = "") -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, field in model.model_fields.items():
+            default = "" if field.is_required() else str(field.default)
+            found[parent + name] = "null" if default == "None" else default
+            inner = [
+                part
+                for part in getattr(field.annotation, "__args__", ())
+                if isinstance(part, type) and issubclass(part, BaseModel)
+            ]
+            for section in inner:
+                found |= keys(section, f"{name}.")
+        return found
+
+    table = {row[0]: row[1] for row in cells("What stands around it")}
+    assert table == keys(ToolSettings)
+
+
+def test_every_outcome_stands_in_the_table():
+    assert sorted(row[0] for row in cells("What the model sees")) == sorted(OUTCOMES)
+
+
+def test_every_metric_of_the_table_is_logged(finished: AsyncRolloutRequest):
+    logged = set(rollout_figures([finished]))
+    for name, _ in cells("What is recorded"):
+        pattern = re.escape(name).replace("<name>", "library").replace(r"/\*", "/.*")
+        pattern = pattern.replace("<outcome>", "ok")
+        assert any(re.fullmatch(pattern, metric) for metric in logged), name
+
+
+def test_every_bundled_tool_of_the_table_is_there():
+    for path, _ in cells("Bundled tools"):
+        module, name = path.rsplit(".", 1)
+        assert issubclass(getattr(import_module(module), name), BaseTool)
