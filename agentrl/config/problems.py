@@ -1,6 +1,7 @@
 """What is wrong with a run file, in words: one record and one line for each problem."""
 
 import difflib
+import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ _BOUNDS = {
 }
 
 
+_PLACE = re.compile(r"\[\d+\]")
 ON_COMMAND_LINE = "(given on the command line)"
 
 
@@ -111,7 +113,8 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     leaves = {other.rpartition(".")[2]: other for other in reversed(there)}
     if leaf in leaves:
         return leaves[leaf]
-    beside = [k.rpartition(".")[2] for k in there if k.rpartition(".")[0] == section]
+    listed = _PLACE.sub("", section)  # all items of a list have the same keys
+    beside = [k.rpartition(".")[2] for k in there if k.rpartition(".")[0] == listed]
     if found := difflib.get_close_matches(leaf, beside, n=1, cutoff=0.6):
         return f"{section}.{found[0]}".removeprefix(".")
     if found := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75):

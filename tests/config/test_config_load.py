@@ -181,9 +181,13 @@ def test_a_key_of_another_section_leads_to_it():
     assert nearest_key("zzzzzzzz") is None
 
 
+LISTED = {"functions"}
+"""Keys whose value is a list of sections."""
+
+
 def nested(key: str, value: object) -> dict:
     for part in reversed(key.split(".")):
-        value = {part: value}
+        value = {part: [value] if part in LISTED else value}
     return value  # pyright: ignore[reportReturnType]
 
 
@@ -204,7 +208,8 @@ def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key, data):
     wrong = f"{key.removesuffix(leaf)}{leaf[:place]}{letter}{leaf[place:]}"
     with pytest.raises(ConfigError) as caught:
         parse_config(nested(wrong, 1))
-    told = [line for line in str(caught.value).splitlines() if f"{wrong}: unknown key" in line]
+    shown = wrong.replace("functions.", "functions[0].")
+    told = [line for line in str(caught.value).splitlines() if f"{shown}: unknown key" in line]
     assert len(told) == 1
     assert "did you mean" in told[0]
 
