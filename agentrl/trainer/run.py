@@ -25,6 +25,7 @@ from agentrl.config import (
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
+from agentrl.rewards import drive_and_score
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import TemplateReport
@@ -163,7 +164,13 @@ def rollout_from_file(
             prompts, plan._replace(name=options.split, n=options.samples)
         )
         with Interruption(run.world).listening() as interruption, asyncio.Runner() as runner:
-            rolled_out = roll_out(manager, requests, run.plugins, run.journal)
+            rolled_out = roll_out(
+                manager,
+                requests,
+                run.plugins,
+                run.journal,
+                at_once=config.reward.launch_reward_fn_async,
+            )
             finished = interruption.run(runner, rolled_out)
         show_rollouts(finished, setup, options, console)
         return finished
@@ -205,12 +212,20 @@ async def roll_out(
     requests: Sequence[AsyncRolloutRequest],
     plugins: Plugins,
     journal: Journal,
+    *,
+    at_once: bool,
 ) -> list[AsyncRolloutRequest]:
     """Drive requests to their ends, score them, and close plug-ins and engine."""
     try:
         with journal.bar("rollout", len(requests)) as advance:
-            finished = await manager.rollout(requests, on_finished=lambda _: advance(1))
-        await plugins.rewards.score(finished)
+            finished = await drive_and_score(
+                manager,
+                plugins.rewards,
+                requests,
+                at_once=at_once,
+                on_finished=lambda _: advance(1),
+            )
+        manager.apply_failure_policy(finished)
         return finished
     finally:
         await plugins.shutdown()

@@ -25,6 +25,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.prompt import Prompt
 from agentrl.errors import CheckpointError
 from agentrl.protocol import DataProto
+from agentrl.rewards import drive_and_score
 from agentrl.rollout.census import Census
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.manager import SamplingPlan
@@ -193,12 +194,15 @@ class Trainer:
         finished: list[AsyncRolloutRequest] = []
         bar = self.parts.journal.bar(plans[0].name, len(requests))
         with self._interruption.together(), bar as advance:
-            with self._timer("gen"):
-                driven = manager.drive(requests, on_finished=lambda _: advance(1))
-                finished += self._interruption.run(self._runner, driven)
-            with self._timer("reward"):
-                scored = self.parts.setup.plugins.rewards.score(finished)
-                self._interruption.run(self._runner, scored)
+            scored = drive_and_score(
+                manager,
+                self.parts.setup.plugins.rewards,
+                requests,
+                at_once=self.config.reward.launch_reward_fn_async,
+                on_finished=lambda _: advance(1),
+                timer=self._timer,
+            )
+            finished += self._interruption.run(self._runner, scored)
         census = Census.together(self.world.gather(Census.of(finished)))
         with self.world.agreeing():
             manager.apply_failure_policy(finished, census)
