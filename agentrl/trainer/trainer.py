@@ -46,6 +46,7 @@ from agentrl.trainer.resume import (
     find_checkpoint,
     policy_origin,
 )
+from agentrl.trainer.reward_figures import reward_figures
 from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.superseded import set_aside_superseded
@@ -268,6 +269,7 @@ class Trainer:
     def measure(self, samples: StepSamples, batch: DataProto) -> dict[str, float]:
         """Describe a training step, merged over the ranks."""
         mine = step_figures(samples.sampled, batch, self._timer.pop_metrics())
+        mine |= reward_figures(samples.sampled, self.config.reward)
         mine |= samples.figures | self.hand_over.figures()
         metrics = to_metrics(merge_figures(self.world.gather(mine)))
         self.summary.note_signal(metrics)
