@@ -132,7 +132,7 @@ class Judge:
         asked = self._messages(mark, task, judged, reference)
         reply = ""
         for attempt in range(self.config.max_unreadable + 1):
-            reply = (await self._client.complete(asked, **self._seed(attempt))).text
+            reply = await self._ask(asked, attempt)
             verdict = read_verdict(reply, mark, [c.name for c in self.config.scored])
             if verdict is not None:
                 return self._score(*verdict)
@@ -145,9 +145,11 @@ class Judge:
         """Close the connections."""
         await self._client.close()
 
-    def _seed(self, attempt: int) -> dict[str, int]:
+    async def _ask(self, messages: Sequence[Mapping[str, Any]], attempt: int) -> str:
         seed = self.config.seed
-        return {} if seed is None else {"seed": seed + attempt}
+        if seed is None:
+            return (await self._client.complete(messages)).text
+        return (await self._client.complete(messages, seed=seed + attempt)).text
 
     def _messages(self, mark: str, task: str, judged: str, reference: str) -> list[dict[str, str]]:
         criteria = "\n".join(f"- {c.name}: {c.description}" for c in self.config.scored)
@@ -238,7 +240,7 @@ def _number(value: Any) -> float | None:
 
 
 def first_reply(conversation: Sequence[Mapping[str, Any]]) -> int:
-    """Find where the policy's part begins: behind the last prompt of a conversation of one turn."""
+    """Find the first message that is the policy's, or stands in its name in the prompt."""
     roles = [message.get("role") for message in conversation]
     return roles.index("assistant") if "assistant" in roles else len(roles)
 

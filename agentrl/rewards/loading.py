@@ -33,8 +33,9 @@ class LoadedScorer(partial[Any]):
 
     async def close(self) -> None:
         """Let a scorer that is an object close what it holds, where it has a `close`."""
-        if not inspect.isroutine(self.func) and hasattr(self.func, "close"):
-            await call_method(self.func.close)
+        holder = cast("Any", self.func)
+        if not inspect.isroutine(holder) and hasattr(holder, "close"):
+            await call_method(holder.close)
 
 
 def load_scorer(path: str, kwargs: Mapping[str, Any], bundled: Bundled | None = None) -> ScoreFn:
@@ -82,7 +83,7 @@ def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:
     Raises:
         RewardError: for a data source that has none.
     """
-    whole = scorer if isinstance(scorer, partial) else partial(scorer)
+    whole = cast("partial[Any]", scorer if isinstance(scorer, partial) else partial(scorer))
     if whole.func is not default_compute_score:
         return scorer
     return load_bundled(find_bundled(data_source), whole.keywords)

@@ -30,7 +30,15 @@ _SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|\\[,! ]|~| |(?<!\\),)\d{3})+(?!\d)")
 _SCIENTIFIC = re.compile(r"(?<![\w.])([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _PERCENT = re.compile(r"([+-]?[\d.]+)\s*(?:\\?%|\\text\{\s*percent\s*\}|percent)")
-_MARKS = {"−": "-", "–": "-", "﹣": "-", "％": "%", "×": r"\times ", "π": r"\pi ", "∞": r"\infty "}
+_MARKS = {
+    "\u2212": "-",
+    "\u2013": "-",
+    "\ufe63": "-",
+    "\uff05": "%",
+    "\u00d7": r"\times ",
+    "\u03c0": r"\pi ",
+    "\u221e": r"\infty ",
+}
 _BEFORE = re.compile(r"^(?:\\\$|\$|\\left|=|:)+|(?:\.|\\\$|\$)+$")
 
 
@@ -63,8 +71,9 @@ def compute_score(
         MissingExtraError: without the extra `math`.
         RewardError: for a ground truth that is empty.
     """
-    listed = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    truths = [str(truth).strip() for truth in cast("list[Any]", listed)]
+    many = isinstance(ground_truth, list)
+    listed = cast("list[Any]", ground_truth if many else [ground_truth])
+    truths = [str(truth).strip() for truth in listed]
     if not any(truths):
         raise RewardError(f"the ground truth is {ground_truth!r}", expected="an answer")
     answer = last_boxed(solution_str)
@@ -191,7 +200,7 @@ def _alarm_s() -> int | None:
 
 def _import() -> Any:
     try:
-        import math_verify
+        import math_verify  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         raise MissingExtraError(
             "scoring mathematics needs the package math-verify",

@@ -17,14 +17,14 @@ LONGEST_TAIL = 2000
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)
 _SAID = re.compile(
-    r"(?:answer|choice|option|solution)(?:\s+(?:choice|option|letter))?\s*(?:is|:|=|would be|must be)"
-    r"\s*:?\s*([^\n]{1,200})",
+    r"(?:answer|choice|option|solution)(?:\s+(?:choice|option|letter))?\s*"
+    r"(?:is|:|=|would be|must be)\s*:?\s*([^\n]{1,200})",
     re.I,
 )
 _MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b|[*_$`{}]|\\[()\[\]]")
 _LETTER = re.compile(
     r"^\W*(?:(?:option|choice|answer)\s*:?\s*)?"
-    r"(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Z])(?=$|\s*[).:,;\]]|\s+[-–—]|\s*$)|([a-z])(?=\s*$|[).]\s))"
+    r"(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Z])(?=$|\s*[).:,;\]]|\s+[-\u2013\u2014]|\s*$)|([a-z])(?=\s*$|[).]\s))"
 )
 
 

@@ -18,7 +18,17 @@ LONGEST_ANSWER = 2000
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "´": "'", "–": "-", "—": "-"})
+_QUOTES = str.maketrans(
+    {
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u00b4": "'",
+        "\u2013": "-",
+        "\u2014": "-",
+    }
+)
 
 
 def compute_score(
