@@ -83,7 +83,7 @@ def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:
     Raises:
         RewardError: for a data source that has none.
     """
-    whole = cast("partial[Any]", scorer if isinstance(scorer, partial) else partial(scorer))
+    whole: partial[Any] = partial(scorer)  # of a partial it is that one, flattened
     if whole.func is not default_compute_score:
         return scorer
     return load_bundled(find_bundled(data_source), whole.keywords)
