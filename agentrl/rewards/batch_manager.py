@@ -68,7 +68,7 @@ class BatchRewardManager:
                 _settle(request, item)
         seconds = time.monotonic() - begun
         for request in requests:
-            request.metrics["reward_seconds"] = seconds
+            request.metrics["seconds_reward"] = seconds
 
     async def _call(self, requests: Sequence[AsyncRolloutRequest]) -> list[Any]:
         told = [make_told(request) for request in requests]

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from agentrl.rewards.loading import (
     is_async,
     parts_of,
 )
-from agentrl.rewards.pool import ScorePool, check_sendable
+from agentrl.rewards.pool import ScorePool, check_sendable, num_cores
 from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
 from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -54,6 +55,7 @@ class ScoreCaller:
         )
         self._pace: tuple[asyncio.AbstractEventLoop, AsyncLimiter] | None = None
         self._sandbox: Sandbox | None = None
+        self._gradings = asyncio.Semaphore(num_cores())
         for part in parts_of(scorer):
             if self._lane_of(part) is Lane.PROCESS and not is_async(part):
                 check_sendable(part)
@@ -76,7 +78,7 @@ class ScoreCaller:
             calls = (self.call(part.scorer, make_told(request)) for part in parts)
             return self._scorer.combine(await asyncio.gather(*calls, return_exceptions=True))
         finally:
-            request.metrics["reward_seconds"] = time.monotonic() - begun
+            request.metrics["seconds_reward"] = time.monotonic() - begun
 
     async def call(self, scorer: ScoreFn, told: Mapping[str, Any]) -> Any:
         """Call a scorer, as soon as the rate limit lets it begin.
@@ -85,12 +87,12 @@ class ScoreCaller:
             Exception: what the scorer raised, or `TimeoutError`.
         """
         scorer = choose_scorer(scorer, str(told.get("data_source")))
-        told = {**told, **self._resources(scorer)}
         await self._keep_pace()
         if self._lane_of(scorer) is Lane.PROCESS and not is_async(scorer):
             return await self._pool.run(scorer, told)
-        call = partial(call_method, scorer, **told)
-        return await call_bounded(call, timeout_s=self._config.timeout_s, name=NAME)
+        async with self._room_of(scorer):
+            call = partial(call_method, scorer, **told, **self._resources(scorer))
+            return await call_bounded(call, timeout_s=self._config.timeout_s, name=NAME)
 
     async def close(self) -> None:
         """Give back processes and sandbox. May be called twice."""
@@ -106,10 +108,15 @@ class ScoreCaller:
         bundled = bundled_of(scorer)
         return Lane.PROCESS if bundled and bundled.lane is Lane.PROCESS else self._lane
 
+    def _room_of(self, scorer: ScoreFn) -> AbstractAsyncContextManager[None]:
+        """Where code is run, as many solutions at once as there are cores: they compute."""
+        bundled = bundled_of(scorer)
+        return self._gradings if bundled and bundled.needs_sandbox else nullcontext()
+
     def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
         """What a bundled scorer is called with beside the convention."""
         bundled = bundled_of(scorer)
-        if bundled is None or not bundled.needs_sandbox:
+        if bundled is None or not bundled.needs_sandbox or "sandbox" in _keywords(scorer):
             return {}
         if self._sandbox is None:
             from agentrl.sandbox import make_sandbox
@@ -124,3 +131,7 @@ class ScoreCaller:
         if self._pace is None or self._pace[0] is not loop:
             self._pace = loop, AsyncLimiter(1, 1 / self._config.rate_limit)
         await self._pace[1].acquire()
+
+
+def _keywords(scorer: ScoreFn) -> dict[str, Any]:
+    return scorer.keywords if isinstance(scorer, LoadedScorer) else {}

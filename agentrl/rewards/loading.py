@@ -29,7 +29,7 @@ class LoadedScorer(partial[Any]):
 
     def __reduce__(self) -> Any:
         """Pickle the path: a module that was loaded from a file has no name to import."""
-        return load_scorer, (self.path, self.made_with, self.bundled)
+        return load_scorer, (self.path, self.made_with)
 
     async def close(self) -> None:
         """Let a scorer that is an object close what it holds, where it has a `close`."""
@@ -38,7 +38,7 @@ class LoadedScorer(partial[Any]):
             await call_method(holder.close)
 
 
-def load_scorer(path: str, kwargs: Mapping[str, Any], bundled: Bundled | None = None) -> ScoreFn:
+def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
     """Load a function, and bind its arguments; a class is built with them, and called.
 
     Raises:
@@ -51,7 +51,8 @@ def load_scorer(path: str, kwargs: Mapping[str, Any], bundled: Bundled | None = 
         scorer = LoadedScorer(_build(found, kwargs, path))
     else:
         scorer = LoadedScorer(found, **kwargs)
-    scorer.path, scorer.made_with, scorer.bundled = path, dict(kwargs), bundled
+    scorer.path, scorer.made_with = path, dict(kwargs)
+    scorer.bundled = next((one for one in BUNDLED.values() if one.path == path), None)
     return scorer
 
 
@@ -73,8 +74,7 @@ def load_bundled(name: str, kwargs: Mapping[str, Any] | None = None) -> ScoreFn:
     Raises:
         PluginError: where it is not there, or does not take the arguments.
     """
-    bundled = BUNDLED[name]
-    return load_scorer(bundled.path, kwargs or {}, bundled)
+    return load_scorer(BUNDLED[name].path, kwargs or {})
 
 
 def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:

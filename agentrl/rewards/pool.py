@@ -43,7 +43,7 @@ class ScorePool:
     """
 
     def __init__(self, *, num_workers: int | None, timeout_s: float, max_waiting: int) -> None:
-        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._num_workers = num_workers or num_cores()
         self._timeout_s = timeout_s
         # Each place in the queue may wait for as many late scores as stand before it.
         self._patience_s = START_S + timeout_s * (1 + -(-max_waiting // self._num_workers)) * 2
@@ -89,6 +89,11 @@ class ScorePool:
             # Asking starts the workers, which takes a while: here, and not on the event loop.
             _ = self._pool.active
             return self._pool
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_sendable(scorer: ScoreFn) -> None:

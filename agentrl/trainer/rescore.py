@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -25,6 +26,7 @@ from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.overlong import OVERLONG_REWARD
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
+from agentrl.trainer.preflight import claim_file
 from agentrl.trainer.rollout_log import SavedTrajectory, read_trajectories, save_lines, to_line
 
 AT_ONCE = 1024
@@ -106,15 +108,10 @@ def read_reward_config(run_file: Path | None, overrides: Sequence[str]) -> Rewar
         config = read_config(run_file, overrides).config
     else:
         merged = apply_overrides(OmegaConf.create(_NO_RUN), overrides)
-        config = parse_config({str(k): v for k, v in _plain(merged).items()})
+        config = parse_config(cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True)))
     if problems := list(find_reward_problems(config)):
         raise_problems(problems, run_file)
     return config.reward
-
-
-def _plain(merged: object) -> dict[str, object]:
-    found = OmegaConf.to_container(merged, resolve=True)  # pyright: ignore[reportArgumentType]
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dict[str, Change]:
@@ -138,6 +135,8 @@ def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dic
     """
     if out is not None and out.exists():
         raise ConfigError(f"{out} is there already", key="--out", expected="a new file")
+    if out is not None:
+        claim_file(out, key="--out")
     manager = make_reward_manager(config)
     changes: dict[str, Change] = {}
     with asyncio.Runner() as runner:

@@ -17,9 +17,9 @@ def reward_figures(requests: Sequence[AsyncRolloutRequest], config: RewardConfig
     """
     scored = [r.reward_extra_info for r in requests if r.in_baseline and r.reward is not None]
     seconds = [
-        request.metrics["reward_seconds"]
+        request.metrics["seconds_reward"]
         for request in requests
-        if "reward_seconds" in request.metrics
+        if "seconds_reward" in request.metrics
     ]
     figures = tail("reward/seconds", seconds)
     for function in config.functions:
