@@ -23,7 +23,7 @@ _SAID = re.compile(
 )
 _MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b|[*_$`{}]|\\[()\[\]]")
 _LETTER = re.compile(
-    r"^\W*(?:(?:option|choice|answer)\s*:?\s*)?"
+    r"^\W*(?:(?i:option|choice|answer)\s*:?\s*)?"
     r"(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Z])(?=$|\s*[).:,;\]]|\s+[-\u2013\u2014]|\s*$)|([a-z])(?=\s*$|[).]\s))"
 )
 

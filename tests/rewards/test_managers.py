@@ -298,7 +298,7 @@ def launch(driver, manager, requests, *, at_once=True):
 
 
 async def _slow(**_):
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.3)
     return 1.0
 
 
@@ -308,16 +308,18 @@ async def _slow_in_lists(data_sources, **_):
 
 
 def test_a_slow_scorer_costs_no_more_than_its_last_score():
-    rollout_s = 10 * 0.06
-    # What rolled out first is long scored when the last one ends.
-    early = launch(Driver(pause_s=0.06), make(_slow), answers(*range(10)))
-    late = launch(Driver(pause_s=0.06), make(_slow), answers(*range(10)), at_once=False)
-    assert late >= rollout_s + 0.5
-    assert early < rollout_s + 0.5 + 0.25
-    # With room for two at a time scoring takes 2.5 s: nearly all of it beside the rollout.
-    narrow = {"max_concurrent_scores": 2}
-    early = launch(Driver(pause_s=0.25), make(_slow, **narrow), answers(*range(10)))
-    assert early < 2.5 + 0.5 + 0.4
+    rollout_s, score_s = 10 * 0.04, 0.3
+    early = launch(Driver(pause_s=0.04), make(_slow), answers(*range(10)))
+    late = launch(Driver(pause_s=0.04), make(_slow), answers(*range(10)), at_once=False)
+    assert late >= rollout_s + score_s
+    # What rolled out first is long scored when the last one ends: with room for two at a time
+    # scoring takes 1.5 s, as long as the rollout, and nearly all of it is beside the rollout.
+    room = {"max_concurrent_scores": 2}
+    narrow = launch(Driver(pause_s=0.15), make(_slow, **room), answers(*range(10)))
+    behind = launch(Driver(pause_s=0.15), make(_slow, **room), answers(*range(10)), at_once=False)
+    assert behind >= 10 * 0.15 + 5 * score_s
+    assert narrow < behind - 0.8
+    assert early < rollout_s + score_s + 0.25
 
 
 def test_a_batch_is_what_has_ended_meanwhile_or_all_at_once():
@@ -427,7 +429,7 @@ def test_stations_are_timed():
 def test_seconds_of_a_score_stand_on_its_request():
     requests = answers(1)
     score(make(_slow), requests)
-    assert 0.5 <= requests[0].metrics["seconds_reward"] < 1.0
+    assert 0.3 <= requests[0].metrics["seconds_reward"] < 1.0
 
 
 # Several functions.
