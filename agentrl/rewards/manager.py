@@ -87,5 +87,15 @@ def make_reward_manager(config: RewardConfig) -> RewardManager:
         ConfigError: for an unknown manager.
         PluginError: where a scorer cannot be loaded.
     """
-    factory = get_reward_manager(config.manager)
-    return factory(load_scorers(config), config)
+    made = get_reward_manager(config.manager)(load_scorers(config), config)
+    return made if hasattr(made, "close") else _WithClose(made)
+
+
+class _WithClose:
+    """Stands for a manager that has a `score` and nothing to give back."""
+
+    def __init__(self, manager: RewardManager) -> None:
+        self.score = manager.score
+
+    async def close(self) -> None:
+        """Do nothing."""
