@@ -85,7 +85,9 @@ class ScorePool:
     def _started(self) -> ProcessPool:
         with self._lock:
             if self._pool is None or not self._pool.active:
-                self._pool = ProcessPool(max_workers=self._num_workers, context=_context)
+                self._pool = ProcessPool(
+                    self._num_workers, initializer=_end_with_parent, context=_context
+                )
             # Asking starts the workers, which takes a while: here, and not on the event loop.
             _ = self._pool.active
             return self._pool
@@ -113,6 +115,17 @@ def _pack(sent: object) -> bytes:
             f"{sent!r:.200} cannot be sent to the process that is to score: {error}",
             expected="a function at the top of a module or file: no lambda, no closure",
         ) from error
+
+
+def _end_with_parent() -> None:
+    """In the worker: see that no scorer outlives a trainer that was killed."""
+    threading.Thread(target=_await_parents_end, name="agentrl-parent", daemon=True).start()
+
+
+def _await_parents_end() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(scorer: bytes, told: bytes) -> bytes:

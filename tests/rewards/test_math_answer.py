@@ -51,7 +51,9 @@ MISJUDGED = [
     # A tuple passes for a list, a comma for thousands: what was meant is not to be seen.
     ("(1,2,3)", "1,2,3"), ("100,200", "100200"),
     # Numbers are compared to six decimals.
-    ("0.33333333", r"\frac{1}{3}"),
+    ("0.33333333", r"\frac{1}{3}"), (r"\frac{\pi}{9000}", r"\frac{\pi}{9001}"),
+    # Units are not looked at.
+    (r"5\text{ cm}", r"5\text{ m}"),
 ]  # fmt: skip
 """Taken for right, and documented as such."""
 HANGING = ["9^{9^{9}}", "9^{9^{9^9}}", "10^{10^{10}}!", "(" * 400 + "1" + ")" * 400]
