@@ -27,7 +27,9 @@ LONGEST_TAIL = 1000
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
-_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|\\[,! ]|~| |(?<!\\),)\d{3})+(?!\d)")
+_SPACED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|\\[,! ]|~| )\d{3})+(?!\d)")
+_COMMAS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
+_BRACKETS = re.compile(r"[()\[\]]|\\\{")
 _SCIENTIFIC = re.compile(r"(?<![\w.])([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _PERCENT = re.compile(r"([+-]?[\d.]+)\s*(?:\\?%|\\text\{\s*percent\s*\}|percent)")
 _MARKS = {
@@ -126,7 +128,9 @@ def normalize_answer(answer: str) -> str:
     for mark, plain in _MARKS.items():
         answer = answer.replace(mark, plain)
     answer = _BEFORE.sub("", answer.strip()).strip()
-    answer = _THOUSANDS.sub(_join_thousands, answer)
+    answer = _SPACED.sub(_join_thousands, answer)
+    if not _BRACKETS.search(answer):  # between which a comma parts two numbers
+        answer = _COMMAS.sub(_join_thousands, answer)
     return _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", answer)
 
 
