@@ -17,7 +17,6 @@ async def drive_and_score(
     rewards: RewardManager,
     requests: Sequence[AsyncRolloutRequest],
     *,
-    at_once: bool,
     on_finished: Callable[[AsyncRolloutRequest], None],
     timer: Callable[[str], AbstractContextManager[None]] = _untimed,
 ) -> list[AsyncRolloutRequest]:
@@ -28,17 +27,16 @@ async def drive_and_score(
 
     Args:
         manager: Rolls out.
-        rewards: Scores.
-        requests: Pending requests.
-        at_once: Score what has ended while others still roll out, where the manager can; a slow
+        rewards: Scores; a `LaunchingManager` what has ended, while others still roll out: a slow
             scorer then costs what it is slower than the rest of the rollout.
+        requests: Pending requests.
         on_finished: Told of each request when it has ended, before it is scored.
         timer: Entered as `gen` for the rollout, and as `reward` for what is waited for behind it.
 
     Raises:
         Exception: see `RolloutManager.drive`.
     """
-    if not (at_once and isinstance(rewards, LaunchingManager)):
+    if not isinstance(rewards, LaunchingManager):
         with timer("gen"):
             finished = await manager.drive(requests, on_finished=on_finished)
         with timer("reward"):

@@ -88,14 +88,25 @@ def make_reward_manager(config: RewardConfig) -> RewardManager:
         PluginError: where a scorer cannot be loaded.
     """
     made = get_reward_manager(config.manager)(load_scorers(config), config)
-    return made if hasattr(made, "close") else _WithClose(made)
+    launches = config.launch_reward_fn_async and isinstance(made, LaunchingManager)
+    return made if launches else ScoringBehind(made)
 
 
-class _WithClose:
-    """Stands for a manager that has a `score` and nothing to give back."""
+class ScoringBehind:
+    """Hides that a manager can score early; it is asked when all have rolled out.
+
+    Args:
+        manager: One that can, or a user's own that has a `score` alone.
+    """
 
     def __init__(self, manager: RewardManager) -> None:
-        self.score = manager.score
+        self._manager = manager
+
+    async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
+        """See `RewardManager.score`."""
+        await self._manager.score(requests)
 
     async def close(self) -> None:
-        """Do nothing."""
+        """See `RewardManager.close`."""
+        if hasattr(self._manager, "close"):
+            await self._manager.close()

@@ -164,13 +164,7 @@ def rollout_from_file(
             prompts, plan._replace(name=options.split, n=options.samples)
         )
         with Interruption(run.world).listening() as interruption, asyncio.Runner() as runner:
-            rolled_out = roll_out(
-                manager,
-                requests,
-                run.plugins,
-                run.journal,
-                at_once=config.reward.launch_reward_fn_async,
-            )
+            rolled_out = roll_out(manager, requests, run.plugins, run.journal)
             finished = interruption.run(runner, rolled_out)
         show_rollouts(finished, setup, options, console)
         return finished
@@ -212,18 +206,12 @@ async def roll_out(
     requests: Sequence[AsyncRolloutRequest],
     plugins: Plugins,
     journal: Journal,
-    *,
-    at_once: bool,
 ) -> list[AsyncRolloutRequest]:
     """Drive requests to their ends, score them, and close plug-ins and engine."""
     try:
         with journal.bar("rollout", len(requests)) as advance:
             finished = await drive_and_score(
-                manager,
-                plugins.rewards,
-                requests,
-                at_once=at_once,
-                on_finished=lambda _: advance(1),
+                manager, plugins.rewards, requests, on_finished=lambda _: advance(1)
             )
         manager.apply_failure_policy(finished)
         return finished

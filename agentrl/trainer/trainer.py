@@ -190,18 +190,13 @@ class Trainer:
         Raises:
             RolloutError: on every rank, where too much of the batch failed.
         """
-        manager = self.parts.manager
+        manager, rewards = self.parts.manager, self.parts.setup.plugins.rewards
         requests = self.parts.sampler.make_requests(self.step, prompts, plans)
         finished: list[AsyncRolloutRequest] = []
         bar = self.parts.journal.bar(plans[0].name, len(requests))
         with self._interruption.together(), bar as advance:
             scored = drive_and_score(
-                manager,
-                self.parts.setup.plugins.rewards,
-                requests,
-                at_once=self.config.reward.launch_reward_fn_async,
-                on_finished=lambda _: advance(1),
-                timer=self._timer,
+                manager, rewards, requests, on_finished=lambda _: advance(1), timer=self._timer
             )
             finished += self._interruption.run(self._runner, scored)
         census = Census.together(self.world.gather(Census.of(finished)))

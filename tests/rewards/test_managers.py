@@ -16,8 +16,10 @@ from agentrl.rewards import (
     drive_and_score,
     get_reward_manager,
     make_reward_manager,
+    register_reward_manager,
 )
 from agentrl.rewards.loading import is_async, load_scorer, load_scorers
+from agentrl.rewards.manager import ScoringBehind
 from agentrl.rewards.pool import ScorePool
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
@@ -305,16 +307,15 @@ class Driver:
         return list(requests)
 
 
-def launch(driver, manager, requests, *, at_once=True):
+def launch(driver, manager, requests):
     begun = time.monotonic()
     told = []
 
     async def main():
         try:
-            return await drive_and_score(
-                driver, manager, requests, at_once=at_once, on_finished=told.append
-            )
+            return await drive_and_score(driver, manager, requests, on_finished=told.append)
         finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
             await manager.close()
 
     assert asyncio.run(main()) == requests
@@ -337,7 +338,8 @@ def test_a_slow_scorer_costs_no_more_than_its_last_score():
     # is beside the rollout.
     room = {"max_concurrent_scores": 2}
     early = launch(Driver(pause_s=0.15), make(_slow, **room), answers(*range(6)))
-    late = launch(Driver(pause_s=0.15), make(_slow, **room), answers(*range(6)), at_once=False)
+    behind = ScoringBehind(make(_slow, **room))
+    late = launch(Driver(pause_s=0.15), behind, answers(*range(6)))
     assert late >= 0.9 + 0.9
     assert early < 0.9 + 0.3 + 0.3
 
@@ -355,7 +357,7 @@ def test_a_batch_is_what_has_ended_meanwhile_or_all_at_once():
     assert 1 < len(sizes) < 10
     assert [request.reward for request in requests] == [1.0] * 10
     sizes.clear()
-    launch(Driver(pause_s=0.0), make(note, "batch"), answers(*range(10)), at_once=False)
+    launch(Driver(pause_s=0.0), ScoringBehind(make(note, "batch")), answers(*range(10)))
     assert sizes == [10]
 
 
@@ -386,9 +388,8 @@ def test_cancelling_behind_the_rollout_cancels_the_scores(name):
             ended.append(True)
 
     async def main():
-        work = drive_and_score(
-            Driver(pause_s=0.0), make(wait, name), answers(1), at_once=True, on_finished=id
-        )
+        manager = make(wait, name)
+        work = drive_and_score(Driver(pause_s=0.0), manager, answers(1), on_finished=id)
         task = asyncio.create_task(work)
         await asyncio.sleep(0.05)
         task.cancel()
@@ -400,26 +401,31 @@ def test_cancelling_behind_the_rollout_cancels_the_scores(name):
     assert ended == [True]
 
 
-def test_a_manager_that_only_scores_batches_is_asked_behind_the_rollout():
+def test_a_manager_with_a_score_alone_is_asked_behind_the_rollout():
+    seen = []
+
     class Plain:
-        def __init__(self):
-            self.seen = []
-
-        async def score(self, requests):
-            self.seen.append(list(requests))
-
-        async def close(self):
+        def __init__(self, compute_score, config):
             pass
 
-    plain, requests = Plain(), answers(1, 2)
-    assert not isinstance(plain, LaunchingManager)
-    launch(Driver(pause_s=0.0), plain, requests)
-    assert plain.seen == [requests]
+        async def score(self, requests):
+            seen.append(list(requests))
+
+    register_reward_manager("plain-of-a-test")(Plain)
+    requests = answers(1, 2)
+    launch(
+        Driver(pause_s=0.0), make_reward_manager(RewardConfig(manager="plain-of-a-test")), requests
+    )
+    assert seen == [requests]
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_every_bundled_manager_can_score_early(name):
+def test_every_bundled_manager_scores_early_unless_it_is_told_not_to(name):
     assert isinstance(by_path(SCORERS[name], name), LaunchingManager)
+    behind = by_path(SCORERS[name], name, launch_reward_fn_async=False)
+    assert not isinstance(behind, LaunchingManager)
+    score(behind, requests := answers("good"))
+    assert requests[0].reward == 1.0
 
 
 def test_stations_are_timed():
@@ -435,14 +441,13 @@ def test_stations_are_timed():
         def __exit__(self, *_):
             pass
 
-    async def main(at_once):
-        manager = make(fakes_scorers.misbehave_later)
-        await drive_and_score(
-            Driver(pause_s=0.0), manager, answers(1), at_once=at_once, on_finished=id, timer=Timer
-        )
+    async def main(manager):
+        driver = Driver(pause_s=0.0)
+        await drive_and_score(driver, manager, answers(1), on_finished=id, timer=Timer)
 
-    asyncio.run(main(True))
-    asyncio.run(main(False))
+    manager = make(fakes_scorers.misbehave_later)
+    asyncio.run(main(manager))
+    asyncio.run(main(ScoringBehind(manager)))
     assert entered == ["gen", "reward"] * 2
 
 
