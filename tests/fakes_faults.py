@@ -113,7 +113,8 @@ def files_at_most(size: int | None) -> Iterator[None]:
 
 def without_clock(line: Mapping[str, Any]) -> dict[str, Any]:
     clocks = (
-        "timing_s/", "perf/", "rollout/turn_seconds", "rollout/tool/", "weight_sync/seconds",
+        "timing_s/", "perf/", "rollout/turn_seconds", "rollout/tool/", "reward/seconds",
+        "weight_sync/seconds",
     )  # fmt: skip
     return {name: value for name, value in line.items() if not name.startswith(clocks)}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 CLOCKS_OF_METRICS = re.compile(
-    r"timing_s/.*|weight_sync/seconds|perf/(throughput|time_per_step|max_.*)|rollout/(turn_seconds|tool/.*/seconds)/.*"
+    r"timing_s/.*|weight_sync/seconds|perf/(throughput|time_per_step|max_.*)|reward/seconds/.*|"
+    r"rollout/(turn_seconds|tool/.*/seconds)/.*"
 )
 """Figures that are read off a clock or off the process's memory; every other one is compared."""
 CLOCKS_OF_RECORDS = re.compile(r"seconds(_.*)?")

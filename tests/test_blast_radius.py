@@ -26,7 +26,7 @@ from agentrl.engines.protocol import Completion, EngineCall
 from agentrl.errors import Fault
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
-from agentrl.rewards.manager import NaiveRewardManager
+from agentrl.rewards import NaiveRewardManager
 from agentrl.rewards.scoring import solution_text
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason

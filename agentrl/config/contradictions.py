@@ -17,6 +17,7 @@ from agentrl.config.method_contradictions import (
     find_wild_kl_weight,
 )
 from agentrl.config.problems import Problem
+from agentrl.config.reward_contradictions import find_reward_problems
 from agentrl.config.schema import RunConfig
 
 Check = Callable[[RunConfig], Iterator[Problem]]
@@ -172,7 +173,9 @@ def _sum_in_words(config: RunConfig) -> str:
     )
 
 
-_GENERATION: tuple[Check, ...] = (_lengths, _budgets, _engine, _tiny_policy)
+_GENERATION: tuple[Check, ...] = (
+    _lengths, _budgets, _engine, _tiny_policy, find_reward_problems,
+)  # fmt: skip
 VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
 """What must hold under `trainer.val_only`."""
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {

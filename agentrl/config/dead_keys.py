@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from agentrl.config.dead_credit_keys import CALL_KEYS, CREDIT_KEYS, CREDIT_RULES
 from agentrl.config.dead_method_keys import METHOD_RULES
+from agentrl.config.dead_scoring_keys import SCORING_RULES
 from agentrl.config.key_notes import DeadKey, DeadKeyRule, KeyNote, set_keys
 from agentrl.config.schema import ActorConfig, OptimConfig, RunConfig
 
@@ -218,6 +219,8 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         lambda c: c.rollout.failure.policy == "raise",
         "rollout.failure.policy is raise, so the first failure ends the run",
     ),
+    # The scoring.
+    *SCORING_RULES,
     # The update.
     *METHOD_RULES,
     *CREDIT_RULES,

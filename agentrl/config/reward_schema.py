@@ -12,6 +12,8 @@ Placement = Literal[
     "last_token", "turn_last_token", "uniform", "exponential_decay", "tool_call_tokens"
 ]
 _RENAMED = {"last": "last_token", "spread": "uniform"}
+BUNDLED_SCORERS = ("gsm8k", "math", "multiple_choice", "qa", "code", "judge", "data_source")
+"""What a reward function without a path may be called; `data_source` is that of each row's own."""
 
 
 class CustomRewardConfig(Section):
@@ -20,7 +22,7 @@ class CustomRewardConfig(Section):
     path: str
     """`package.module` or `path/to/file.py`."""
     name: str = "compute_score"
-    """The function in it."""
+    """The function in it; or a class, built once with `reward_kwargs`, whose objects are called."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Passed to every call."""
 
@@ -28,13 +30,16 @@ class CustomRewardConfig(Section):
 class RewardFunctionConfig(Section):
     """One of several scorers, whose numbers are weighted and summed."""
 
-    name: str
-    """Under which its number is logged; without `path`, also which bundled scorer it is."""
+    name: str = Field(min_length=1)
+    """Under which its number is logged and stands in `reward_extra_info`; without `path`, also
+    which bundled scorer it is: gsm8k, math, multiple_choice, qa, code, judge, or data_source, which
+    is that of each row's `data_source`."""
     path: str | None = None
     """A module or file of the user's own, as in `custom_reward_function`; null: a bundled one."""
     function: str = "compute_score"
-    """The function in `path`."""
+    """The function (or class) in `path`."""
     weight: float = 1.0
+    """Times which its number enters the reward; 0: it is logged alone."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Passed to every call."""
 
@@ -83,17 +88,20 @@ class RewardConfig(Section):
     functions: list[RewardFunctionConfig] = Field(default_factory=list[RewardFunctionConfig])
     """Several scorers, in place of the one; a row's reward is their weighted sum."""
     launch_reward_fn_async: bool = True
-    """Score a request as soon as it has ended, while others still roll out."""
+    """Score a request as soon as it has ended, while others still roll out. The manager `batch`
+    then gets a group when the last of its samples has ended; false: all at once."""
     num_workers: int | None = Field(default=None, ge=1)
-    """Processes of the manager `prime`; null: one for each core."""
+    """Processes of scorers that compute: those of the manager `prime`, and the bundled `math`;
+    null: one for each core."""
     max_concurrent_scores: int = Field(default=64, ge=1)
-    """Scores at work at once."""
+    """Requests that are scored at once."""
     rate_limit: float | None = Field(default=None, gt=0)
-    """Scores begun in a second, at most; null: no limit."""
+    """Calls of scorers begun in a second, evenly spaced; null: no limit."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where scorers run code that a model wrote."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one score."""
+    """Seconds of one call of a scorer; what it waits for its place is not counted. A late one fails
+    its request; of the manager `batch`, all requests of the call."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
     # How rewards become one, and where they land.

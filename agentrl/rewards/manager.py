@@ -1,24 +1,14 @@
-"""Reward managers, by name: they score the finished requests of a batch."""
+"""What a reward manager is; managers are found by name."""
 
-import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar, runtime_checkable
 
 from agentrl.config.schema import RewardConfig
-from agentrl.errors import Fault
 from agentrl.plugins.registry import Registry
-from agentrl.rewards.scoring import (
-    ScoreFn,
-    check_number,
-    compute_request_score,
-    load_compute_score,
-)
-from agentrl.rollout.failures import describe_failure
+from agentrl.rewards.loading import load_scorers
+from agentrl.rewards.scoring import ScoreFn
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.states import RequestState
-
-MAX_CONCURRENT_SCORES = 64
-"""Scores at work at once: enough to wait for judges, few enough not to drown the machine."""
 
 
 class RewardManager(Protocol):
@@ -34,6 +24,41 @@ class RewardManager(Protocol):
 
     async def close(self) -> None:
         """Give back what the run shares: processes, connections. Called once, when a run ends."""
+        ...
+
+
+class Scoring(Protocol):
+    """The scoring of one batch, under way while requests of it still roll out."""
+
+    def begin(self, request: AsyncRolloutRequest) -> None:
+        """Begin to score a request that has ended; returns at once."""
+        ...
+
+    async def done(self) -> None:
+        """Wait until all are scored that were begun."""
+        ...
+
+
+@runtime_checkable
+class LaunchingManager(Protocol):
+    """A manager that also scores requests one by one, as they end."""
+
+    async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
+        """See `RewardManager.score`."""
+        ...
+
+    async def close(self) -> None:
+        """See `RewardManager.close`."""
+        ...
+
+    def scoring(
+        self, requests: Sequence[AsyncRolloutRequest]
+    ) -> AbstractAsyncContextManager[Scoring]:
+        """Open the scoring of requests that are about to roll out; each is begun when it has ended.
+
+        Under the failure policy `retry` what is begun may be a later attempt, of the same `uid`.
+        Leaving the block early cancels what is under way.
+        """
         ...
 
 
@@ -62,67 +87,32 @@ def get_reward_manager(name: str) -> RewardManagerFactory:
 
 
 def make_reward_manager(config: RewardConfig) -> RewardManager:
-    """Make the configured manager with the configured scorer.
+    """Make the configured manager with the configured scorer, or scorers.
 
     Raises:
         ConfigError: for an unknown manager.
-        PluginError: where the scorer cannot be loaded.
+        PluginError: where a scorer cannot be loaded.
     """
-    factory = get_reward_manager(config.manager)
-    return factory(load_compute_score(config.custom_reward_function), config)
+    made = get_reward_manager(config.manager)(load_scorers(config), config)
+    launches = config.launch_reward_fn_async and isinstance(made, LaunchingManager)
+    return made if launches else ScoringBehind(made)
 
 
-@register_reward_manager("naive")
-class NaiveRewardManager:
-    """Scores each request by itself, many at once.
+class ScoringBehind:
+    """Hides that a manager can score early; it is asked when all have rolled out.
 
     Args:
-        compute_score: The scorer, its `reward_kwargs` bound.
-        config: The time-out of one score.
+        manager: One that can, or a user's own that has a `score` alone.
     """
 
-    def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
-        self._compute_score = compute_score
-        self._timeout_s = config.timeout_s
+    def __init__(self, manager: RewardManager) -> None:
+        self._manager = manager
 
     async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
-        """Score the completed requests; see `RewardManager.score`."""
-        room = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
-        async with asyncio.TaskGroup() as group:
-            for request in requests:
-                if request.state is RequestState.COMPLETED:
-                    group.create_task(self._score_one(request, room))
+        """See `RewardManager.score`."""
+        await self._manager.score(requests)
 
     async def close(self) -> None:
-        """Hold nothing, so give nothing back."""
-
-    async def _score_one(self, request: AsyncRolloutRequest, room: asyncio.Semaphore) -> None:
-        async with room:
-            try:
-                score = await compute_request_score(
-                    request, self._compute_score, timeout_s=self._timeout_s
-                )
-                check_rollout_rewards(request)
-            except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
-                turn = len(request.turns)
-                request.fail_scoring(describe_failure(error, Fault.REWARD, turn=turn))
-            else:
-                request.reward, request.reward_extra_info = score.value, score.extra
-
-
-# What it adds to `naive` elsewhere is a setting of every manager here: `reward.overlong_buffer`.
-register_reward_manager("dapo")(NaiveRewardManager)
-
-
-def check_rollout_rewards(request: AsyncRolloutRequest) -> None:
-    """Hold the rewards of tools and turns to what a scorer's are held to.
-
-    Raises:
-        RewardError: naming the tool or turn whose reward is no finite number.
-    """
-    for name, reward in request.tool_rewards.items():
-        check_number(reward, f"the reward of the tool {name!r}")
-    for turn in request.turns:
-        for reward in (turn.reward, *(call.reward for call in turn.calls)):
-            if reward is not None:
-                check_number(reward, f"a reward of turn {turn.index}")
+        """See `RewardManager.close`."""
+        if hasattr(self._manager, "close"):
+            await self._manager.close()

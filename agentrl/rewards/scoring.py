@@ -1,4 +1,4 @@
-"""The convention of scorers, and one call of one, whatever it does.
+"""The convention of scorers: what they are told, and what they may return.
 
 A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`, a
 plain or an `async` function that returns a number, or a dict with the number under `score`.
@@ -8,15 +8,10 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, SupportsFloat, cast
 
-from agentrl.config.schema import CustomRewardConfig
-from agentrl.errors import PluginError, RewardError
-from agentrl.plugins import load_object
-from agentrl.plugins.call import call_bounded, call_method
-from agentrl.rewards.sources import default_compute_score
+from agentrl.errors import RewardError
 from agentrl.rollout.request import AsyncRolloutRequest
 
 ScoreFn = Callable[..., Any]
@@ -34,41 +29,14 @@ class Score(NamedTuple):
     """What else it returned; of a bare number, the number as `acc`."""
 
 
-def load_compute_score(config: CustomRewardConfig | None) -> ScoreFn:
-    """Find the configured scorer: the user's own, or the bundled one of each `data_source`.
-
-    Raises:
-        PluginError: where the path does not lead to a function.
-    """
-    if config is None:
-        return default_compute_score
-    path = f"{config.path}:{config.name}"
-    function = load_object(path)
-    if not callable(function):
-        raise PluginError(f"{path!r} leads to {function!r}", expected="a function")
-    return partial(function, **config.reward_kwargs)
-
-
-async def compute_request_score(
-    request: AsyncRolloutRequest, compute_score: ScoreFn, *, timeout_s: float
-) -> Score:
-    """Score one finished request. A plain function runs off the event loop.
-
-    Cancelling cancels an `async` scorer; one that blocks is left behind on its thread.
-
-    Raises:
-        RewardError: where the scorer returned no finite number.
-        Exception: what the scorer raised, or `TimeoutError`.
-    """
-    call = partial(
-        call_method,
-        compute_score,
-        data_source=request.data_source,
-        solution_str=solution_text(request),
-        ground_truth=copy.deepcopy(request.ground_truth),
-        extra_info=make_extra_info(request),
-    )
-    return read_score(await call_bounded(call, timeout_s=timeout_s, name="agentrl-reward"))
+def make_told(request: AsyncRolloutRequest) -> dict[str, Any]:
+    """Gather what a scorer is called with. It may do with it what it likes: it is a copy."""
+    return {
+        "data_source": request.data_source,
+        "solution_str": solution_text(request),
+        "ground_truth": copy.deepcopy(request.ground_truth),
+        "extra_info": make_extra_info(request),
+    }
 
 
 def solution_text(request: AsyncRolloutRequest) -> str:
@@ -86,8 +54,6 @@ def solution_text(request: AsyncRolloutRequest) -> str:
 
 def make_extra_info(request: AsyncRolloutRequest) -> dict[str, Any]:
     """What a scorer is told beside the solution: the row's own `extra_info`, and of the rollout.
-
-    The scorer may do with it what it likes: it is a copy.
 
     Returns:
         The row's entries and `num_turns` (the prompt counts as one, several tool results in

@@ -1,33 +1,135 @@
-"""Which bundled scorer applies to which `data_source`."""
+"""The bundled scorers: by name, and by the `data_source` of a row.
 
+A source is looked up among the exact names first, and then among the patterns, from the top down.
+The names are those that verl's `default_compute_score` knows.
+"""
+
+import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from agentrl.errors import RewardError
-from agentrl.rewards import gsm8k
+from agentrl.plugins import load_object
 
-SOURCES: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+BY_SOURCE = "data_source"
+"""Names no scorer of its own, but that of each row's `data_source`."""
+
+
+class Lane(StrEnum):
+    """Where a plain function scores. An `async` one always runs on the event loop."""
+
+    THREAD = "thread"
+    """On a thread of its own, which cannot be killed."""
+    PROCESS = "process"
+    """In a process, which is killed where it is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A scorer that agentrl brings along; imported when it is first asked for."""
+
+    path: str
+    lane: Lane = Lane.THREAD
+    needs_sandbox: bool = False
+    """Whether it is called with `sandbox`, in which it runs code that a model wrote."""
+
+    def load(self) -> Callable[..., Any]:
+        """Import it.
+
+        Raises:
+            PluginError: where it is not there.
+        """
+        return load_object(self.path)
+
+
+BUNDLED: MappingProxyType[str, Bundled] = MappingProxyType(
     {
-        "openai/gsm8k": gsm8k.compute_score,
-        "agentrl/arithmetic": gsm8k.compute_score,
+        "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
+        # Some answers make computer algebra compute for ever: it must be in a process.
+        "math": Bundled("agentrl.rewards.math_answer:compute_score", Lane.PROCESS),
+        "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),
+        "qa": Bundled("agentrl.rewards.qa:compute_score"),
+        "code": Bundled("agentrl.rewards.code:compute_score", needs_sandbox=True),
+        "judge": Bundled("agentrl.rewards.judge:Judge"),
     }
 )
-"""The bundled scorers."""
+"""By name, as `reward.functions` calls them."""
+
+SOURCES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "openai/gsm8k": "gsm8k",
+        "agentrl/arithmetic": "gsm8k",
+        "lighteval/MATH": "math",
+        "DigitalLearningGmbH/MATH-lighteval": "math",
+        "HuggingFaceH4/MATH-500": "math",
+        "hiyouga/geometry3k": "math",
+        "math_dapo": "math",
+        "math": "math",
+        "codecontests": "code",
+        "apps": "code",
+        "codeforces": "code",
+        "taco": "code",
+        "openai_humaneval": "code",
+        "mbpp": "code",
+        "cais/mmlu": "multiple_choice",
+        "TIGER-Lab/MMLU-Pro": "multiple_choice",
+        "allenai/ai2_arc": "multiple_choice",
+        "tau/commonsense_qa": "multiple_choice",
+        "hotpotqa": "qa",
+        "nq": "qa",
+        "triviaqa": "qa",
+    }
+)
+"""The scorer's name for a data source."""
+
+PATTERNS: tuple[tuple[str, str], ...] = (
+    ("math_dapo*", "math"),
+    ("aime*", "math"),
+    ("amc*", "math"),
+    ("numina_*", "math"),
+    ("searchR1_*", "qa"),
+    ("Idavidrein/gpqa*", "multiple_choice"),
+)
+"""The scorer's name for data sources of a shape, in the manner of a shell (`*`)."""
+
+
+def find_bundled(data_source: str) -> str:
+    """Name the bundled scorer of a data source.
+
+    Raises:
+        RewardError: for a source that has none, with the nearest that has one.
+    """
+    if data_source in SOURCES:
+        return SOURCES[data_source]
+    fitting = (name for pattern, name in PATTERNS if fnmatchcase(data_source, pattern))
+    if (name := next(fitting, None)) is not None:
+        return name
+    known = [*SOURCES, *(pattern for pattern, _ in PATTERNS)]
+    near = difflib.get_close_matches(data_source, known, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    raise RewardError(
+        f"no bundled scorer for the data source {data_source!r}{guess}",
+        expected=f"one of {', '.join(known)}, or reward.custom_reward_function",
+    )
 
 
 def find_scorer(data_source: str) -> Callable[..., Any]:
     """Find the bundled scorer of a data source.
 
     Raises:
-        RewardError: for a source that has none, with those that have one.
+        RewardError: for a source that has none.
     """
-    if data_source not in SOURCES:
-        raise RewardError(
-            f"no bundled scorer for the data source {data_source!r}",
-            expected=f"one of {', '.join(SOURCES)}, or reward.custom_reward_function",
-        )
-    return SOURCES[data_source]
+    return _load(find_bundled(data_source))
+
+
+@cache
+def _load(name: str) -> Callable[..., Any]:
+    return BUNDLED[name].load()
 
 
 def default_compute_score(
@@ -37,7 +139,7 @@ def default_compute_score(
     extra_info: dict[str, Any] | None = None,
     **reward_kwargs: Any,
 ) -> Any:
-    """Score by the bundled scorer of the data source.
+    """Score by the bundled scorer of the data source; what an `async` one gives is awaitable.
 
     Raises:
         RewardError: for a source that has none.

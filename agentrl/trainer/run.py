@@ -25,6 +25,7 @@ from agentrl.config import (
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
+from agentrl.rewards import drive_and_score
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import TemplateReport
@@ -209,8 +210,10 @@ async def roll_out(
     """Drive requests to their ends, score them, and close plug-ins and engine."""
     try:
         with journal.bar("rollout", len(requests)) as advance:
-            finished = await manager.rollout(requests, on_finished=lambda _: advance(1))
-        await plugins.rewards.score(finished)
+            finished = await drive_and_score(
+                manager, plugins.rewards, requests, on_finished=lambda _: advance(1)
+            )
+        manager.apply_failure_policy(finished)
         return finished
     finally:
         await plugins.shutdown()

@@ -25,6 +25,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.prompt import Prompt
 from agentrl.errors import CheckpointError
 from agentrl.protocol import DataProto
+from agentrl.rewards import drive_and_score
 from agentrl.rollout.census import Census
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.manager import SamplingPlan
@@ -45,6 +46,7 @@ from agentrl.trainer.resume import (
     find_checkpoint,
     policy_origin,
 )
+from agentrl.trainer.reward_figures import reward_figures
 from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.superseded import set_aside_superseded
@@ -188,17 +190,15 @@ class Trainer:
         Raises:
             RolloutError: on every rank, where too much of the batch failed.
         """
-        manager = self.parts.manager
+        manager, rewards = self.parts.manager, self.parts.setup.plugins.rewards
         requests = self.parts.sampler.make_requests(self.step, prompts, plans)
         finished: list[AsyncRolloutRequest] = []
         bar = self.parts.journal.bar(plans[0].name, len(requests))
         with self._interruption.together(), bar as advance:
-            with self._timer("gen"):
-                driven = manager.drive(requests, on_finished=lambda _: advance(1))
-                finished += self._interruption.run(self._runner, driven)
-            with self._timer("reward"):
-                scored = self.parts.setup.plugins.rewards.score(finished)
-                self._interruption.run(self._runner, scored)
+            scored = drive_and_score(
+                manager, rewards, requests, on_finished=lambda _: advance(1), timer=self._timer
+            )
+            finished += self._interruption.run(self._runner, scored)
         census = Census.together(self.world.gather(Census.of(finished)))
         with self.world.agreeing():
             manager.apply_failure_policy(finished, census)
@@ -262,6 +262,7 @@ class Trainer:
     def measure(self, samples: StepSamples, batch: DataProto) -> dict[str, float]:
         """Describe a training step, merged over the ranks."""
         mine = step_figures(samples.sampled, batch, self._timer.pop_metrics())
+        mine |= reward_figures(samples.sampled, self.config.reward)
         mine |= samples.figures | self.hand_over.figures()
         metrics = to_metrics(merge_figures(self.world.gather(mine)))
         self.summary.note_signal(metrics)

@@ -20,7 +20,8 @@ from agentrl.rewards import (
     make_reward_manager,
     register_reward_manager,
 )
-from agentrl.rewards.scoring import load_compute_score, make_extra_info, read_score, solution_text
+from agentrl.rewards.loading import load_compute_score
+from agentrl.rewards.scoring import make_extra_info, read_score, solution_text
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes_requests import build_request, observed, said

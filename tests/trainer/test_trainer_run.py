@@ -68,7 +68,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:
     clocks = (
-        "timing_s/", "perf/", "rollout/turn_seconds", "rollout/tool/", "weight_sync/seconds",
+        "timing_s/", "perf/", "rollout/turn_seconds", "rollout/tool/", "reward/seconds",
+        "weight_sync/seconds",
     )  # fmt: skip
     return {name: value for name, value in line.items() if not name.startswith(clocks)}
 

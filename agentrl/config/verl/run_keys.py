@@ -1,5 +1,7 @@
 """The table's rows of the data, the rewards, the credit and the loop."""
 
+from typing import Any
+
 from agentrl.config.verl import readers
 from agentrl.config.verl import run_values as values
 from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, part, refused, same, taken, under
@@ -53,8 +55,25 @@ DATA = under("data", [
 ])  # fmt: skip
 
 _NO_MODEL = "no reward model is here yet; a function scores (custom_reward_function.path)"
-_NO_SANDBOX = "no scorer that is bundled runs code; custom_reward_function.path may"
 _OVERLONG = {name: f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")}
+_LAUNCH = "reward.launch_reward_fn_async"
+_FUSION = ("reward.sandbox.provider", "reward.sandbox.url")
+
+
+def _sandbox(section: str, default: Any) -> list[VerlKey]:
+    """Make the rows of a code execution service; verl has had it in three places."""
+    url, room, memory = (
+        f"{section}sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb")
+    )
+    return [
+        taken("sandbox_fusion.url", default, values.sandbox_url, *_FUSION),
+        taken("sandbox_fusion.max_concurrent", UNSET, values.of_sandbox(
+            url, room, "reward.max_concurrent_scores"), "reward.max_concurrent_scores"),
+        taken("sandbox_fusion.memory_limit_mb", UNSET, values.of_sandbox(
+            url, memory, "reward.sandbox.memory_bytes", times=1024**2),
+            "reward.sandbox.memory_bytes"),
+    ]  # fmt: skip
+
 
 REWARD = [
     taken("custom_reward_function.path", None, values.custom_reward("custom_reward_function"),
@@ -67,10 +86,11 @@ REWARD = [
       for name, ours in _OVERLONG.items()),
     *left("reward_extra_info always has it", {"reward_model.overlong_buffer.log": UNSET}),
     refused("reward_model.enable", False, None, why=_NO_MODEL),
-    refused("reward_model.sandbox_fusion.url", None, why=_NO_SANDBOX),
-    *dead("reward_model.sandbox_fusion.url is null", {"reward_model.sandbox_fusion.*": UNSET}),
-    *left("scores are always computed while others still roll out",
-          {"reward_model.launch_reward_fn_async": False}),
+    *under("reward_model", _sandbox("reward_model.", None)),
+    taken("reward_model.launch_reward_fn_async", False,
+          values.launch_async("reward_model.launch_reward_fn_async"), _LAUNCH),
+    *left("trainer.rollout_data_dir saves what was scored, agentrl view shows it",
+          {"reward_model.num_examine": UNSET, "reward.num_examine": UNSET}),
     *dead("reward_model.enable is false", {"reward_model.*": UNSET}),
     # As verl 0.9.1 writes them.
     taken("reward.custom_reward_function.path", UNSET,
@@ -85,11 +105,12 @@ REWARD = [
     *dead("reward.reward_manager.source is register", {"reward.reward_manager.module.*": UNSET}),
     refused("reward.reward_model.enable", UNSET, False, why=_NO_MODEL),
     *dead("reward.reward_model.enable is false", {"reward.reward_model.*": UNSET}),
-    refused("reward.sandbox_fusion.url", UNSET, None, why=_NO_SANDBOX),
-    *dead("reward.sandbox_fusion.url is null", {"reward.sandbox_fusion.*": UNSET}),
-    *left("scorers run on threads", {"reward.num_workers": UNSET}),
-    refused("sandbox_fusion.url", UNSET, None, why=_NO_SANDBOX),
-    *dead("sandbox_fusion.url is null", {"sandbox_fusion.*": UNSET}),
+    *under("reward", _sandbox("reward.", UNSET)),
+    taken("reward.launch_reward_fn_async", UNSET,
+          values.launch_async("reward.launch_reward_fn_async"), _LAUNCH),
+    taken("reward.num_workers", UNSET, readers.keep("reward.num_workers", note="processes of "
+          "scorers that compute: the manager prime's, and the bundled math"), "reward.num_workers"),
+    *_sandbox("", UNSET),
 ]  # fmt: skip
 
 _OWN_MASK = "no token vetoes its sequence; rollout_rs seq_max_k2 rejects one by its worst token"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from agentrl.config.schema import TrainerConfig
-from agentrl.config.verl.keys import Reader, Reading, Tree
+from agentrl.config.verl.keys import Reader, Reading, Tree, Unused
 from agentrl.config.verl.readers import as_list, integer
 from agentrl.errors import ConfigError
 
@@ -101,6 +101,38 @@ def reward_kwargs(value: Any, tree: Tree) -> Reading:
     kept = {name: buffer[name] for name in ("enable", "len", "penalty_factor") if name in buffer}
     note = "tokens that the policy sampled count, and not those that it was shown" if kept else ""
     return Reading({f"reward.overlong_buffer.{name}": kept[name] for name in kept}, note)
+
+
+def launch_async(theirs: str) -> Reader:
+    """Take whether scores begin early; but for batches, verl's default is no better than ours."""
+
+    def read(value: Any, tree: Tree) -> Reading:
+        if tree.is_changed(theirs):
+            return Reading({"reward.launch_reward_fn_async": value})
+        if tree.value("reward_model.reward_manager") != "batch":
+            return Reading()
+        note = "the manager batch gets the whole batch in one call, as there"
+        return Reading({"reward.launch_reward_fn_async": False}, note)
+
+    return read
+
+
+def sandbox_url(value: Any, tree: Tree) -> Reading:
+    """Take the address of the service that runs code."""
+    if value is None:
+        return Reading()
+    return Reading({"reward.sandbox.provider": "sandbox_fusion", "reward.sandbox.url": value})
+
+
+def of_sandbox(url: str, theirs: str, ours: str, *, times: int = 1) -> Reader:
+    """Take a limit of the service, where there is a service."""
+
+    def read(value: Any, tree: Tree) -> Reading | Unused:
+        if tree.value(url) is None:
+            return Unused(f"{url} is null")
+        return Reading({ours: integer(value, theirs) * times})
+
+    return read
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""Settings of the scoring that cannot hold together."""
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator
+
+from agentrl.config.problems import Problem
+from agentrl.config.reward_schema import BUNDLED_SCORERS, RewardConfig, RewardFunctionConfig
+from agentrl.config.schema import RunConfig
+
+_FUNCTIONS = "reward.functions"
+_CUSTOM = "reward.custom_reward_function"
+
+
+def find_reward_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find reward functions that cannot be told apart or found, or that nobody can call."""
+    reward = config.reward
+    if reward.functions:
+        yield from _function_problems(reward)
+    if reward.manager == "batch" and (reward.functions or reward.custom_reward_function is None):
+        told = "is batch, whose scorer gets lists, and every bundled one scores one answer"
+        yield Problem("reward.manager", told, f"{_CUSTOM}, or naive or prime")
+
+
+def _function_problems(reward: RewardConfig) -> Iterator[Problem]:
+    if reward.custom_reward_function is not None:
+        told = f"is set beside {_CUSTOM}"
+        yield Problem(_FUNCTIONS, told, f"one of the two: what {_CUSTOM} says may stand in it")
+    counts = Counter(function.name for function in reward.functions)
+    for name, count in counts.items():
+        if count > 1:
+            yield Problem(_FUNCTIONS, f"has {count} functions named {name!r}", "a name for each")
+    if all(function.weight == 0 for function in reward.functions):
+        yield Problem(_FUNCTIONS, "has only weights of 0, so every reward is 0", "one that is not")
+    for place, function in enumerate(reward.functions):
+        yield from _name_problems(f"{_FUNCTIONS}[{place}]", function)
+
+
+def _name_problems(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
+    if function.path is None and function.name not in BUNDLED_SCORERS:
+        near = difflib.get_close_matches(function.name, BUNDLED_SCORERS, n=1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(BUNDLED_SCORERS)
+        told = f"{function.name!r} is no bundled scorer, and there is no path{guess}"
+        yield Problem(f"{key}.name", told, f"one of {known}, or a path")
+    if function.path is None and function.function != "compute_score":
+        told = f"is {function.function!r}, and without a path there is nothing to find it in"
+        yield Problem(f"{key}.function", told, "a path")

@@ -1,0 +1,137 @@
+"""One call of a scorer, where it belongs: on the event loop, on a thread, or in a process."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from aiolimiter import AsyncLimiter
+
+from agentrl.config.schema import RewardConfig
+from agentrl.plugins.call import call_bounded, call_method
+from agentrl.rewards.functions import WeightedScorers
+from agentrl.rewards.loading import (
+    LoadedScorer,
+    bundled_of,
+    choose_scorer,
+    is_async,
+    parts_of,
+)
+from agentrl.rewards.pool import ScorePool, check_sendable, num_cores
+from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
+from agentrl.rewards.sources import Lane
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.sandbox import Sandbox
+
+NAME = "agentrl-reward"
+"""Of the tasks that run scorers, for the watchdog."""
+
+
+class ScoreCaller:
+    """Calls scorers, each within its time; holds what they share: processes, a sandbox, a pace.
+
+    An `async` scorer runs on the event loop. A plain one runs in the manager's lane, but for a
+    bundled one that belongs in a process.
+
+    Args:
+        scorer: One, or several.
+        config: Time-out, rate limit, processes, sandbox.
+        lane: Where plain scorers run.
+
+    Raises:
+        PluginError: for a scorer that is to run in a process, and cannot be sent to one.
+    """
+
+    def __init__(self, scorer: ScoreFn, config: RewardConfig, lane: Lane) -> None:
+        self._scorer = scorer
+        self._config = config
+        self._lane = lane
+        self._pool = ScorePool(
+            num_workers=config.num_workers,
+            timeout_s=config.timeout_s,
+            max_waiting=config.max_concurrent_scores,
+        )
+        self._pace: tuple[asyncio.AbstractEventLoop, AsyncLimiter] | None = None
+        self._sandbox: Sandbox | None = None
+        self._gradings = asyncio.Semaphore(num_cores())
+        for part in parts_of(scorer):
+            if self._lane_of(part) is Lane.PROCESS and not is_async(part):
+                check_sendable(part)
+
+    async def score(self, request: AsyncRolloutRequest) -> Score:
+        """Score one finished request, by one function or by several at once.
+
+        Cancelling cancels an `async` scorer and kills one in a process; one that blocks a thread is
+        left behind there.
+
+        Raises:
+            RewardError: where a scorer returned no finite number.
+            Exception: what the scorer raised, or `TimeoutError`.
+        """
+        begun = time.monotonic()
+        try:
+            if not isinstance(self._scorer, WeightedScorers):
+                return read_score(await self.call(self._scorer, make_told(request)))
+            parts = self._scorer.parts
+            calls = (self.call(part.scorer, make_told(request)) for part in parts)
+            return self._scorer.combine(await asyncio.gather(*calls, return_exceptions=True))
+        finally:
+            request.metrics["seconds_reward"] = time.monotonic() - begun
+
+    async def call(self, scorer: ScoreFn, told: Mapping[str, Any]) -> Any:
+        """Call a scorer, as soon as the rate limit lets it begin.
+
+        Raises:
+            Exception: what the scorer raised, or `TimeoutError`.
+        """
+        scorer = choose_scorer(scorer, str(told.get("data_source")))
+        await self._keep_pace()
+        if self._lane_of(scorer) is Lane.PROCESS and not is_async(scorer):
+            return await self._pool.run(scorer, told)
+        async with self._room_of(scorer):
+            call = partial(call_method, scorer, **told, **self._resources(scorer))
+            return await call_bounded(call, timeout_s=self._config.timeout_s, name=NAME)
+
+    async def close(self) -> None:
+        """Give back processes and sandbox. May be called twice."""
+        await self._pool.close()
+        for part in parts_of(self._scorer):
+            if isinstance(part, LoadedScorer):
+                await part.close()
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+    def _lane_of(self, scorer: ScoreFn) -> Lane:
+        bundled = bundled_of(scorer)
+        return Lane.PROCESS if bundled and bundled.lane is Lane.PROCESS else self._lane
+
+    def _room_of(self, scorer: ScoreFn) -> AbstractAsyncContextManager[None]:
+        """Where code is run, as many solutions at once as there are cores: they compute."""
+        bundled = bundled_of(scorer)
+        return self._gradings if bundled and bundled.needs_sandbox else nullcontext()
+
+    def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
+        """What a bundled scorer is called with beside the convention."""
+        bundled = bundled_of(scorer)
+        if bundled is None or not bundled.needs_sandbox or "sandbox" in _keywords(scorer):
+            return {}
+        if self._sandbox is None:
+            from agentrl.sandbox import make_sandbox
+
+            self._sandbox = make_sandbox(self._config.sandbox)
+        return {"sandbox": self._sandbox}
+
+    async def _keep_pace(self) -> None:
+        if self._config.rate_limit is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._pace is None or self._pace[0] is not loop:
+            self._pace = loop, AsyncLimiter(1, 1 / self._config.rate_limit)
+        await self._pace[1].acquire()
+
+
+def _keywords(scorer: ScoreFn) -> dict[str, Any]:
+    return scorer.keywords if isinstance(scorer, LoadedScorer) else {}

@@ -1,0 +1,144 @@
+"""From the reward section to the scorer that it names."""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from agentrl.config.schema import CustomRewardConfig, RewardConfig, RewardFunctionConfig
+from agentrl.errors import PluginError
+from agentrl.plugins import load_object
+from agentrl.plugins.call import call_method
+from agentrl.rewards.functions import NamedScorer, WeightedScorers
+from agentrl.rewards.scoring import ScoreFn
+from agentrl.rewards.sources import (
+    BUNDLED,
+    BY_SOURCE,
+    Bundled,
+    default_compute_score,
+    find_bundled,
+)
+
+
+class LoadedScorer(partial[Any]):
+    """A scorer found by its path. Another process gets the path, and loads it anew."""
+
+    path: str
+    made_with: dict[str, Any]
+    bundled: Bundled | None
+
+    def __reduce__(self) -> Any:
+        """Pickle the path: a module that was loaded from a file has no name to import."""
+        return load_scorer, (self.path, self.made_with)
+
+    async def close(self) -> None:
+        """Let a scorer that is an object close what it holds, where it has a `close`."""
+        holder = cast("Any", self.func)
+        if not inspect.isroutine(holder) and hasattr(holder, "close"):
+            await call_method(holder.close)
+
+
+def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
+    """Load a function, and bind its arguments; a class is built with them, and called.
+
+    Raises:
+        PluginError: where the path leads to neither, or the class cannot be built.
+    """
+    found = load_object(path)
+    if not callable(found):
+        raise PluginError(f"{path!r} leads to {found!r}", expected="a function")
+    if isinstance(found, type):
+        scorer = LoadedScorer(_build(found, kwargs, path))
+    else:
+        scorer = LoadedScorer(found, **kwargs)
+    scorer.path, scorer.made_with = path, dict(kwargs)
+    scorer.bundled = next((one for one in BUNDLED.values() if one.path == path), None)
+    return scorer
+
+
+def _build(kind: type, kwargs: Mapping[str, Any], path: str) -> ScoreFn:
+    try:
+        made = kind(**kwargs)
+    except TypeError as error:
+        raise PluginError(f"{path!r}: {error}", expected="reward_kwargs that it takes") from error
+    if not callable(made):
+        raise PluginError(
+            f"{path!r} leads to a class", expected="one with `__call__`, or a function"
+        )
+    return made
+
+
+def load_bundled(name: str, kwargs: Mapping[str, Any] | None = None) -> ScoreFn:
+    """Load a bundled scorer by its name.
+
+    Raises:
+        PluginError: where it is not there, or does not take the arguments.
+    """
+    return load_scorer(BUNDLED[name].path, kwargs or {})
+
+
+def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:
+    """Put the bundled scorer of a row in the place of the function that would look for it.
+
+    Raises:
+        RewardError: for a data source that has none.
+    """
+    whole: partial[Any] = partial(scorer)  # of a partial it is that one, flattened
+    if whole.func is not default_compute_score:
+        return scorer
+    return load_bundled(find_bundled(data_source), whole.keywords)
+
+
+def bundled_of(scorer: ScoreFn) -> Bundled | None:
+    """Say which of the bundled scorers this is; None: none of them."""
+    return scorer.bundled if isinstance(scorer, LoadedScorer) else None
+
+
+def parts_of(scorer: ScoreFn) -> list[ScoreFn]:
+    """List the scorers that one is made of."""
+    return [p.scorer for p in scorer.parts] if isinstance(scorer, WeightedScorers) else [scorer]
+
+
+def is_async(scorer: ScoreFn) -> bool:
+    """Whether a scorer is to be awaited: an `async def`, or an object that is called so."""
+    function = scorer
+    while isinstance(function, partial):
+        function = cast("ScoreFn", function.func)
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        return inspect.iscoroutinefunction(function)
+    return inspect.iscoroutinefunction(type(function).__call__)
+
+
+def load_compute_score(config: CustomRewardConfig | None) -> ScoreFn:
+    """Find the configured scorer: the user's own, or the bundled one of each `data_source`.
+
+    Raises:
+        PluginError: where the path does not lead to a function.
+    """
+    if config is None:
+        return default_compute_score
+    return load_scorer(f"{config.path}:{config.name}", config.reward_kwargs)
+
+
+def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:
+    """Find all that a reward section names.
+
+    Raises:
+        PluginError: where a path does not lead to a function.
+    """
+    if not config.functions:
+        return load_compute_score(config.custom_reward_function)
+    return WeightedScorers(
+        tuple(NamedScorer(f.name, _load_function(f), f.weight) for f in config.functions)
+    )
+
+
+def _load_function(config: RewardFunctionConfig) -> ScoreFn:
+    if config.path is not None:
+        return load_scorer(f"{config.path}:{config.function}", config.reward_kwargs)
+    if config.name == BY_SOURCE:
+        return partial(default_compute_score, **config.reward_kwargs)
+    if config.name not in BUNDLED:
+        names = ", ".join([*BUNDLED, BY_SOURCE])
+        raise PluginError(f"no bundled scorer {config.name!r}", expected=f"a path, or {names}")
+    return load_bundled(config.name, config.reward_kwargs)

@@ -1,0 +1,147 @@
+r"""Score the answer to a question with lettered options.
+
+The letter is read where it is given as the answer, the clearest place first: in the last
+`\boxed{}`, in `<answer>`, behind "answer is" or "answer:", and at last where the solution's last
+line is nothing but an option. A letter in the middle of an argument ("(A) is wrong") is none.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agentrl.errors import RewardError
+from agentrl.rewards.math_answer import last_boxed
+
+LONGEST_TAIL = 2000
+"""Characters at the end of a solution that are read."""
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)
+_SAID = re.compile(
+    r"(?:answer|choice|option|solution)(?:\s+(?:choice|option|letter))?\s*"
+    r"(?:is|:|=|would be|must be)\s*:?\s*([^\n]{1,200})",
+    re.I,
+)
+_MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b|[*_$`{}]|\\[()\[\]]")
+_LETTER = re.compile(
+    r"^\W*(?:(?i:option|choice|answer)\s*:?\s*)?"
+    r"(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Z])(?=$|\s*[).:,;\]]|\s+[-\u2013\u2014]|\s*$)|([a-z])(?=\s*$|[).]\s))"
+)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    score: float = 1.0,
+    format_score: float = 0.0,
+) -> dict[str, Any]:
+    r"""Compare the option that a solution chooses with the right one.
+
+    Args:
+        data_source: Taken for the convention of scorers; not read.
+        solution_str: The solution.
+        ground_truth: The right letter ("B", "(B)"), its place among the options (0 is A), or the
+            right option's own text.
+        extra_info: Of it, `options` (or `choices`) is read: the texts of the options in order, or a
+            mapping of letters to texts. With them, an answer may also be an option's text.
+        score: For the right option.
+        format_score: For a wrong one that could be read.
+
+    Returns:
+        `score`, `acc` (1.0 where the option is right), `answered` (1.0 where one could be read).
+
+    Raises:
+        RewardError: for a ground truth that is neither a letter nor an option.
+    """
+    options = _options(extra_info or {})
+    truth = _truth(ground_truth, options)
+    chosen = find_choice(solution_str, options)
+    right = chosen == truth
+    earned = score if right else format_score if chosen is not None else 0.0
+    return {"score": earned, "acc": float(right), "answered": float(chosen is not None)}
+
+
+def find_choice(solution: str, options: Mapping[str, str] | None = None) -> str | None:
+    """Find the letter of the option that a solution gives as its answer; None: none is clear.
+
+    Args:
+        solution: A text.
+        options: The options' texts by letter; other letters are then no answers.
+
+    Example:
+        >>> find_choice("(A) is too small. The answer is (B).")
+        'B'
+    """
+    known = options or {}
+    for given in _given_answers(solution[-LONGEST_TAIL:]):
+        chosen = _read_choice(given, known)
+        if chosen is not None:
+            return chosen
+    return None
+
+
+def _given_answers(tail: str) -> list[str]:
+    """List the places at which an answer may be given, the clearest and last ones first."""
+    boxed = last_boxed(tail)
+    tagged, said = _TAG.findall(tail), _SAID.findall(tail)
+    lines = tail.strip().splitlines()
+    return [
+        *([boxed] if boxed is not None else []),
+        *tagged[-1:],
+        *reversed(said),
+        *lines[-1:],
+    ]
+
+
+def _read_choice(given: str, options: Mapping[str, str]) -> str | None:
+    plain = _MARKUP.sub(" ", given).strip()
+    by_text = [letter for letter, text in options.items() if _same_text(plain, text)]
+    if len(by_text) == 1:
+        return by_text[0]
+    found = _LETTER.match(plain)
+    if found is None:
+        return None
+    letter = next(group for group in found.groups() if group).upper()
+    return letter if not options or letter in options else None
+
+
+def _same_text(left: str, right: str) -> bool:
+    return _words(left) == _words(right) != ""
+
+
+def _words(text: str) -> str:
+    return " ".join(_MARKUP.sub(" ", text).casefold().split()).rstrip(".")
+
+
+def _options(extra_info: Mapping[str, Any]) -> dict[str, str]:
+    found = extra_info.get("options", extra_info.get("choices"))
+    if isinstance(found, Mapping):
+        named = cast("Mapping[Any, Any]", found)
+        if "text" in named and "label" in named:  # as ARC writes them
+            return dict(zip(map(str, named["label"]), map(str, named["text"]), strict=True))
+        return {str(letter).upper(): str(text) for letter, text in named.items()}
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        texts = cast("Sequence[Any]", found)
+        return {_letter(place): str(text) for place, text in enumerate(texts)}
+    return {}
+
+
+def _truth(ground_truth: Any, options: Mapping[str, str]) -> str:
+    if isinstance(ground_truth, int) and 0 <= ground_truth < 26:
+        return _letter(ground_truth)
+    text = str(ground_truth).strip()
+    letter = text.strip("().").upper()
+    if len(letter) == 1 and letter.isalpha():
+        return letter
+    matching = [letter for letter, option in options.items() if _same_text(text, option)]
+    if len(matching) != 1:
+        raise RewardError(
+            f"the ground truth is {ground_truth!r}", expected="a letter, or the text of an option"
+        )
+    return matching[0]
+
+
+def _letter(place: int) -> str:
+    return chr(ord("A") + place)

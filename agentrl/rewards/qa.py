@@ -1,0 +1,141 @@
+"""Score a short answer to a question: exact match and F1, after the normalisation of SQuAD.
+
+Source: Rajpurkar et al. 2016 (arXiv 1606.05250), section 6.1 (both measures); the answer between
+`<answer>` and `</answer>` is the convention of Search-R1 (arXiv 2503.09516).
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from agentrl.errors import RewardError
+
+LONGEST_ANSWER = 2000
+"""Characters of an answer that are read."""
+
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_QUOTES = str.maketrans(
+    {
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u00b4": "'",
+        "\u2013": "-",
+        "\u2014": "-",
+    }
+)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    metric: Literal["em", "f1", "contains"] = "em",
+    require_tags: bool = True,
+    score: float = 1.0,
+    format_score: float = 0.0,
+) -> dict[str, Any]:
+    """Compare a solution's answer with the golden ones; the best of them counts.
+
+    Args:
+        data_source: Taken for the convention of scorers; not read.
+        solution_str: The solution.
+        ground_truth: A golden answer, a list of them, or a mapping with them under `target`.
+        extra_info: Not read.
+        metric: `em`: the same words in the same order; `f1`: the share of words in common;
+            `contains`: a golden answer stands in the answer.
+        require_tags: Whether the answer must stand in `<answer>`; of several the last counts. If
+            not, a solution without tags is its own answer.
+        score: For the best possible answer.
+        format_score: At least so much for an answer that could be read.
+
+    Returns:
+        `score`, `acc` (1.0 for an exact match), `em`, `f1`, `answered` (1.0 where one was given).
+
+    Raises:
+        RewardError: for a ground truth without an answer.
+    """
+    golden = _golden(ground_truth)
+    answer = find_answer(solution_str, require_tags=require_tags)
+    if answer is None:
+        return {"score": 0.0, "acc": 0.0, "em": 0.0, "f1": 0.0, "answered": 0.0}
+    em = max(float(_is_same(answer, one)) for one in golden)
+    f1 = max(compute_f1(answer, one) for one in golden)
+    found = {"em": em, "f1": f1, "contains": max(_contains(answer, one) for one in golden)}
+    earned = max(score * found[metric], format_score)
+    return {"score": earned, "acc": em, "em": em, "f1": f1, "answered": 1.0}
+
+
+def find_answer(solution: str, *, require_tags: bool = True) -> str | None:
+    """Find the answer in a solution; None where it gives none.
+
+    Example:
+        >>> find_answer("<answer>Rome</answer> no: <answer> Paris </answer>")
+        'Paris'
+    """
+    tagged = _TAG.findall(solution)
+    if tagged:
+        return str(tagged[-1]).strip()[:LONGEST_ANSWER]
+    return None if require_tags else solution.strip()[-LONGEST_ANSWER:]
+
+
+def normalize(text: str) -> str:
+    """Lower the case, and drop punctuation, articles and superfluous white space.
+
+    Example:
+        >>> normalize("The  Eiffel Tower.")
+        'eiffel tower'
+    """
+    plain = text.translate(_QUOTES).casefold().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", plain).split())
+
+
+def _is_same(answer: str, golden: str) -> bool:
+    # Of "The The" nothing is left, and of an empty answer neither.
+    if normalize(golden):
+        return normalize(answer) == normalize(golden)
+    return answer.casefold().split() == golden.casefold().split()
+
+
+def compute_f1(answer: str, golden: str) -> float:
+    """Compute the harmonic mean of precision and recall over the words of two answers.
+
+    Yes, no and "no answer" have nothing in common with anything but themselves.
+
+    Example:
+        >>> compute_f1("Barack Obama", "Barack Hussein Obama")
+        0.8
+    """
+    ours, theirs = normalize(answer), normalize(golden)
+    if _is_same(answer, golden):
+        return 1.0
+    if {ours, theirs} & {"yes", "no", "noanswer"}:
+        return 0.0
+    left, right = ours.split(), theirs.split()
+    common = sum((Counter(left) & Counter(right)).values())
+    return 2 * common / (len(left) + len(right)) if common else 0.0
+
+
+def _contains(answer: str, golden: str) -> float:
+    wanted = normalize(golden)
+    return float(bool(wanted) and f" {wanted} " in f" {normalize(answer)} ")
+
+
+def _golden(ground_truth: Any) -> list[str]:
+    found = ground_truth
+    if isinstance(found, dict):
+        found = cast("dict[str, Any]", found).get("target")
+    if hasattr(found, "tolist"):  # an array, as parquet files give them
+        found = cast("Any", found).tolist()
+    many = isinstance(found, Sequence) and not isinstance(found, str)
+    answers = [str(one) for one in cast("Sequence[Any]", found if many else [found])]
+    if found is None or not any(answer.strip() for answer in answers):
+        raise RewardError(f"the ground truth is {ground_truth!r}", expected="an answer, or a list")
+    return answers

@@ -1,0 +1,145 @@
+"""The managers `naive`, `dapo` and `prime`: each request is scored by itself, many at once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+from agentrl.config.schema import RewardConfig
+from agentrl.errors import Fault
+from agentrl.rewards.calling import ScoreCaller
+from agentrl.rewards.manager import register_reward_manager
+from agentrl.rewards.scoring import Score, ScoreFn, check_number
+from agentrl.rewards.sources import Lane
+from agentrl.rollout.failures import describe_failure
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.states import RequestState
+
+ScoreOne = Callable[[AsyncRolloutRequest], Awaitable[None]]
+
+
+class SingleScoring:
+    """Scores each request in a task of its own. An async context manager.
+
+    Args:
+        score_one: Scores a request in place; raises nothing.
+        room: Scores at work at once.
+    """
+
+    def __init__(self, score_one: ScoreOne, *, room: int) -> None:
+        self._score_one = score_one
+        self._room = asyncio.Semaphore(room)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel_and_wait(self._tasks)
+
+    def begin(self, request: AsyncRolloutRequest) -> None:
+        """Begin to score a request, where it completed."""
+        if request.state is RequestState.COMPLETED:
+            self._tasks.append(asyncio.create_task(self._score(request)))
+
+    async def done(self) -> None:
+        """Wait for all of them."""
+        await asyncio.gather(*self._tasks)
+
+    async def _score(self, request: AsyncRolloutRequest) -> None:
+        async with self._room:
+            await self._score_one(request)
+
+
+async def cancel_and_wait(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel what is not done, and let it clean up."""
+    waiting = [task for task in tasks if not task.done()]
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        await asyncio.wait(waiting)
+
+
+@register_reward_manager("naive")
+class NaiveRewardManager:
+    """Scores each request by itself; plain functions run on threads.
+
+    Args:
+        compute_score: The scorer, its `reward_kwargs` bound; or several, weighted.
+        config: Time-out, concurrency, rate limit.
+    """
+
+    lane = Lane.THREAD
+
+    def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
+        self._caller = ScoreCaller(compute_score, config, self.lane)
+        self._room = config.max_concurrent_scores
+
+    def scoring(self, requests: Sequence[AsyncRolloutRequest]) -> SingleScoring:
+        """Open the scoring of one batch; see `LaunchingManager.scoring`."""
+        return SingleScoring(self._score_one, room=self._room)
+
+    async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
+        """Score the completed requests; see `RewardManager.score`."""
+        async with self.scoring(requests) as scores:
+            for request in requests:
+                scores.begin(request)
+            await scores.done()
+
+    async def close(self) -> None:
+        """Give back what the scorers share."""
+        await self._caller.close()
+
+    async def _score_one(self, request: AsyncRolloutRequest) -> None:
+        try:
+            score = await self._caller.score(request)
+            set_score(request, score)
+        except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
+            fail_scoring(request, error)
+
+
+# What it adds to `naive` elsewhere is a setting of every manager here: `reward.overlong_buffer`.
+register_reward_manager("dapo")(NaiveRewardManager)
+
+
+@register_reward_manager("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """Scores each request by itself; plain functions run in processes, which can be killed.
+
+    For scorers that compute: threads of one process compute one after another, and none of them
+    can be stopped. `num_workers` processes serve the run; one that is late or dies is replaced.
+
+    Args:
+        compute_score: The scorer: at the top of a module or file, no lambda and no closure.
+        config: Time-out, processes, rate limit.
+    """
+
+    lane = Lane.PROCESS
+
+
+def set_score(request: AsyncRolloutRequest, score: Score) -> None:
+    """Give a request its reward.
+
+    Raises:
+        RewardError: where another reward of it is no finite number.
+    """
+    check_rollout_rewards(request)
+    request.reward, request.reward_extra_info = score.value, score.extra
+
+
+def fail_scoring(request: AsyncRolloutRequest, error: Exception) -> None:
+    """Let a request fail by its reward."""
+    request.fail_scoring(describe_failure(error, Fault.REWARD, turn=len(request.turns)))
+
+
+def check_rollout_rewards(request: AsyncRolloutRequest) -> None:
+    """Hold the rewards of tools and turns to what a scorer's are held to.
+
+    Raises:
+        RewardError: naming the tool or turn whose reward is no finite number.
+    """
+    for name, reward in request.tool_rewards.items():
+        check_number(reward, f"the reward of the tool {name!r}")
+    for turn in request.turns:
+        for reward in (turn.reward, *(call.reward for call in turn.calls)):
+            if reward is not None:
+                check_number(reward, f"a reward of turn {turn.index}")

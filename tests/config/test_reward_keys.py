@@ -1,0 +1,109 @@
+"""What of the scoring's keys cannot be meant together, and what changes nothing."""
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from agentrl.config import parse_config
+from agentrl.config.contradictions import Purpose, find_contradictions
+from agentrl.config.dead_keys import find_dead_keys
+from agentrl.config.verl.reading import read_verl_tree
+
+
+def run(**reward: Any):
+    return parse_config({"data": {"train_files": ["a"]}, "model": {"path": "m"}, "reward": reward})
+
+
+def problems(purpose=Purpose.TRAIN, **reward: Any) -> list[str]:
+    return [str(problem) for problem in find_contradictions(run(**reward), purpose=purpose)]
+
+
+CUSTOM = {"path": "mine.py"}
+
+
+@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.ROLLOUT])
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ({"functions": [{"name": "math"}], "custom_reward_function": CUSTOM}, "is set beside"),
+        ({"functions": [{"name": "math"}, {"name": "math"}]}, "2 functions named 'math'"),
+        ({"functions": [{"name": "maths"}]}, "did you mean 'math'"),
+        ({"functions": [{"name": "math"}, {"name": "gms8k"}]}, "reward.functions[1].name"),
+        ({"functions": [{"name": "math", "function": "mine"}]}, "nothing to find it in"),
+        ({"functions": [{"name": "math", "weight": 0}]}, "only weights of 0"),
+        ({"manager": "batch"}, "gets lists"),
+        ({"manager": "batch", "functions": [{"name": "mine", "path": "mine.py"}]}, "gets lists"),
+    ],
+)
+def test_what_cannot_be_meant_is_told(reward, told, purpose):
+    [found] = problems(purpose, **reward)
+    assert told in found
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {}, {"manager": "batch", "custom_reward_function": CUSTOM}, {"manager": "prime"},
+        {"functions": [{"name": "math"}, {"name": "mine", "path": "mine.py", "function": "f"}]},
+        {"functions": [{"name": "data_source"}, {"name": "judge", "weight": 0.0}]},
+    ],
+)  # fmt: skip
+def test_what_can_be_meant_is_not(reward):
+    assert problems(**reward) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "dead"),
+    [
+        ({"num_workers": 2}, []),
+        ({"num_workers": 2, "custom_reward_function": CUSTOM}, ["reward.num_workers"]),
+        ({"num_workers": 2, "custom_reward_function": CUSTOM, "manager": "prime"}, []),
+        ({"num_workers": 2, "functions": [{"name": "qa"}]}, ["reward.num_workers"]),
+        ({"num_workers": 2, "functions": [{"name": "data_source"}]}, []),
+        ({"sandbox": {"timeout_s": 3.0}}, []),
+        ({"sandbox": {"timeout_s": 3.0}, "functions": [{"name": "code"}]}, []),
+        ({"sandbox": {"timeout_s": 3.0}, "custom_reward_function": CUSTOM},
+         ["reward.sandbox.timeout_s"]),
+        ({"max_concurrent_scores": 3, "manager": "batch", "custom_reward_function": CUSTOM},
+         ["reward.max_concurrent_scores"]),
+    ],
+)  # fmt: skip
+def test_law_12_keys_of_the_scoring_that_change_nothing_are_told(reward, dead):
+    assert [key.key for key in find_dead_keys(run(**reward))] == dead
+
+
+def verl(**changes: Any):
+    """Read a run file of verl's with these keys; gives our section of rewards."""
+    tree = OmegaConf.create(
+        {"data": {"train_files": "a"}, "actor_rollout_ref": {"model": {"path": "m"}},
+         "algorithm": {"adv_estimator": "grpo"}}
+    )  # fmt: skip
+    for key, value in changes.items():
+        OmegaConf.update(tree, key.replace("__", "."), value)
+    return read_verl_tree(tree, file=None)[0].reward
+
+
+def test_verls_launch_is_taken_where_somebody_chose_it():
+    assert verl().launch_reward_fn_async
+    assert verl(reward_model__launch_reward_fn_async=True).launch_reward_fn_async
+    batch = verl(reward_model__reward_manager="batch", custom_reward_function__path="mine.py")
+    assert not batch.launch_reward_fn_async
+
+
+@pytest.mark.parametrize("section", ["sandbox_fusion", "reward_model__sandbox_fusion",
+                                     "reward__sandbox_fusion"])  # fmt: skip
+def test_verls_code_service_is_a_sandbox(section):
+    found = verl(
+        **{f"{section}__url": "http://localhost:8080/run_code",
+           f"{section}__max_concurrent": 16, f"{section}__memory_limit_mb": 1024}
+    )  # fmt: skip
+    assert found.sandbox.provider == "sandbox_fusion"
+    assert found.sandbox.url == "http://localhost:8080/run_code"
+    assert found.max_concurrent_scores == 16
+    assert found.sandbox.memory_bytes == 1024**3
+
+
+def test_limits_of_a_service_that_is_not_there_change_nothing():
+    found = verl(reward_model__sandbox_fusion__memory_limit_mb=1024)
+    assert found.sandbox.provider == "auto"

@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.config.schema import CustomRewardConfig, RewardConfig
+from agentrl.errors import ConfigError, DataError, Fault, PluginError
+from agentrl.rollout.records import Failure
+from agentrl.rollout.states import RequestState, StopReason
+from agentrl.trainer.rescore import read_reward_config, rescore, rescore_from_file
+from agentrl.trainer.rollout_log import read_trajectories, save_rollouts
+from tests.fakes_requests import build_request, said
+from tests.fakes_runs import write_yaml
+
+
+def answered(text, reward, **fields):
+    request = build_request(
+        said(2, text=text), data_source="openai/gsm8k", ground_truth="5", **fields
+    )
+    request.reward, request.reward_extra_info = reward, {"acc": reward}
+    return request
+
+
+def failed_by_reward():
+    request = build_request(said(2, text="#### 5"), data_source="openai/gsm8k", ground_truth="5")
+    failure = Failure(fault=Fault.REWARD, kind="ChatError", message="the judge was down", turn=1)
+    request.fail_scoring(failure)
+    return request
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two answers that were scored the wrong way round, one whose judge was down, and others."""
+    shaped = answered("#### 5", 0.25)
+    shaped.reward_extra_info["overlong_reward"] = -0.75
+    unknown = answered("#### 5", 1.0)
+    unknown.data_source = "mine"
+    late = build_request(said(1), stop_reason=StopReason.WALL_CLOCK, data_source="openai/gsm8k")
+    requests = [
+        answered("#### 5", 0.0), answered("#### 6", 1.0), failed_by_reward(), shaped, late, unknown,
+    ]  # fmt: skip
+    path = tmp_path / "step_000007.jsonl"
+    save_rollouts(path, requests, step=7)
+    return path
+
+
+def test_saved_rollouts_are_scored_anew_and_the_input_stays(saved: Path, tmp_path: Path):
+    before = saved.read_bytes()
+    out = tmp_path / "new.jsonl"
+    changes = rescore(saved, RewardConfig(), out=out)
+    assert saved.read_bytes() == before
+    old, new = ([one.request for one in read_trajectories(path)] for path in (saved, out))
+    assert [request.reward for request in new] == [1.0, 0.0, 1.0, 1.0, None, None]
+    assert new[0].reward_extra_info["success"] == 1.0
+    assert new[3].reward_extra_info["overlong_reward"] == -0.75
+    assert new[2].state is RequestState.COMPLETED
+    assert new[2].error is None
+    assert new[5].error.fault is Fault.REWARD
+    assert new[4] == old[4]
+    for ours, theirs in zip(new, old, strict=True):
+        assert ours.response_ids == theirs.response_ids
+        assert ours.turns == theirs.turns
+    gsm8k, mine = changes["openai/gsm8k"], changes["mine"]
+    assert (gsm8k.num, gsm8k.num_changed, gsm8k.num_not_scored) == (5, 3, 1)
+    assert (sum(gsm8k.old), sum(gsm8k.new)) == (1.25, 2.25)
+    assert (mine.num, mine.num_changed, len(mine.failures)) == (1, 1, 1)
+
+
+def test_nothing_is_written_over(saved: Path, tmp_path: Path):
+    for out in (saved, tmp_path):
+        with pytest.raises(ConfigError, match="there already"):
+            rescore(saved, RewardConfig(), out=out)
+    with pytest.raises(DataError, match="no such rollout file"):
+        rescore(tmp_path / "none.jsonl", RewardConfig())
+
+
+def test_what_stops_a_rescoring_leaves_no_half_file(saved: Path, tmp_path: Path):
+    saved.write_text(saved.read_text() + "{damaged\n")
+    with pytest.raises(DataError, match="row: 7"):
+        rescore(saved, RewardConfig(), out=tmp_path / "new.jsonl")
+    assert not (tmp_path / "new.jsonl").exists()
+    custom = CustomRewardConfig(path="no_such_module")
+    with pytest.raises(PluginError):
+        rescore(saved, RewardConfig(custom_reward_function=custom))
+
+
+def test_the_command_reads_a_run_files_rewards_and_prints_a_table(saved: Path, tmp_path: Path):
+    scorer = tmp_path / "mine.py"
+    scorer.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+                      "    return len(solution_str)\n")  # fmt: skip
+    content = {
+        "data": {"train_files": ["none.parquet"]},
+        "model": {"path": "none"},
+        "reward": {"custom_reward_function": {"path": str(scorer)}},
+    }
+    run_file = write_yaml(tmp_path / "run.yaml", content)
+    console = Console(record=True, width=120)
+    rescore_from_file(saved, run_file, [], console)
+    table = console.export_text()
+    assert "openai/gsm8k" in table
+    assert "5.8125" in table  # 6, 6, 6, and 6 less what was taken off for length
+    console = Console(record=True, width=120)
+    rescore_from_file(saved, None, ["reward.manager=prime", "reward.num_workers=1"], console)
+    assert "0.5625" in console.export_text()
+
+
+def test_overrides_of_other_sections_and_contradictions_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="changes nothing of the scoring"):
+        read_reward_config(None, ["data.seed=3"])
+    with pytest.raises(ConfigError, match=r"reward\.managr|unknown"):
+        read_reward_config(None, ["reward.managr=prime"])
+    with pytest.raises(ConfigError, match="did you mean 'math'"):
+        read_reward_config(None, ["reward.functions=[{name: maths}]"])
+    assert read_reward_config(None, ["reward.timeout_s=3"]).timeout_s == 3.0
