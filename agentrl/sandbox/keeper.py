@@ -7,8 +7,10 @@ end means "kill it". It forks a warden, which makes the private folder, starts t
 provider's walls, looks at the memory of all that runs there, and at the end kills every descendant
 and deletes the folder.
 
-As root it gives each sandbox a user of its own, which owns nothing else on the machine; what only
-root may enter (an interpreter under /root) is then bound, read-only, to where that user can.
+As root it gives each sandbox a user of its own, which owns nothing else on the machine. Where it may
+mount (as root, or by a user namespace), the private folder is a file system in memory over /tmp that
+nobody else sees, and what cannot be reached otherwise (an interpreter under /root) is bound,
+read-only, beside it. Elsewhere the folder lies on the disk.
 """
 
 import ctypes
@@ -24,8 +26,9 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-_CLONE_NEWNS = 0x20000
-_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _FIRST_USER, _NUM_USERS = 1_800_000_000, 100_000_000
 _LOOK_S = 0.2
 _OWN_BYTES = 64 * 1024**2
@@ -75,7 +78,6 @@ class House:
         self.settings = settings
         self.num_started = 0
         self.is_root = os.geteuid() == 0
-        self._is_apart = False
         base = settings["base"]
         _own_folder(base, 0o711 if self.is_root else 0o700)
         _sweep(base)
@@ -84,29 +86,9 @@ class House:
         # Held by every process of this keeper: while one lives, nobody sweeps the folder.
         self._lock = os.open(self.folder, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        self.environment = [self._reachable(path) for path in settings["environment"]]
         if settings["provider"] == "sandlock":
             sys.path.append(settings["sandlock_folder"])
             import sandlock  # noqa: F401 - once, and not in every warden
-
-    def _reachable(self, path):
-        """Find where a user who owns nothing can reach a folder; bind it there if need be."""
-        if not self.is_root or self.settings["provider"] == "subprocess" or _is_open(path):
-            return path
-        if not self._is_apart:
-            _check(_libc.unshare(_CLONE_NEWNS), "unshare")
-            _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
-            self._is_apart = True
-        # Beside the sandboxes' folders, which are deleted with all that is in them.
-        place = os.path.join(self.settings["base"], "environment")
-        os.makedirs(place, 0o711, exist_ok=True)
-        place = os.path.join(place, path.strip("/").replace("/", "-"))
-        os.makedirs(place, 0o711, exist_ok=True)
-        near, far = path.encode(), place.encode()
-        _check(_libc.mount(near, far, None, _MS_BIND | _MS_REC, None), f"bind {path}")
-        read_only = _MS_BIND | _MS_REMOUNT | _MS_RDONLY
-        _check(_libc.mount(None, far, None, read_only, None), f"bind {path} read-only")
-        return place
 
     def leave(self):
         """Wait for the wardens and delete the folder."""
@@ -132,12 +114,10 @@ def _sweep(base):
     """Delete the folders of keepers that are no more."""
     for name in os.listdir(base):
         path = os.path.join(base, name)
-        if name == "environment" or not os.path.isdir(path):
-            continue
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time_ns() - int(name.rpartition("-")[2]) > 1e9:  # not one that just begins
+            if time.time() - os.fstat(descriptor).st_ctime > 1:  # not one that just begins
                 delete(path)
         except BlockingIOError:
             pass
@@ -190,13 +170,15 @@ class Warden:
         if self._settings["provider"] == "subprocess":
             self._user = None
         self._folder = os.path.join(house.folder, str(house.num_started))
+        self._private = os.path.join(self._folder, "tmp")
+        self._storage = os.path.join(self._folder, "storage")
 
     def keep(self):
         """Start it, watch it, and clear it away."""
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for path in (self._folder, self.private, self.storage):
+        for path in (self._folder, self._private, self._storage):
             os.mkdir(path, 0o700)
             if self._user is not None:
                 os.chown(path, self._user, self._user)
@@ -217,16 +199,6 @@ class Warden:
         except OSError:
             pass  # nobody asks any more
 
-    @property
-    def private(self):
-        """The folder that the code sees."""
-        return os.path.join(self._folder, "tmp")
-
-    @property
-    def storage(self):
-        """Where sandlock keeps what was written."""
-        return os.path.join(self._folder, "storage")
-
     def _start(self, errors):
         """Become the provider, in the forked process."""
         try:
@@ -235,8 +207,9 @@ class Warden:
                 os.dup2(descriptor, number)
             os.closerange(3, 256)
             os.umask(0o077)
-            os.chdir(self.private)
+            self._room = make_room(self._settings, self._user, self._private)
             self._become_user()
+            os.chdir(self._room.folder)
             PROVIDERS[self._settings["provider"]](self)
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -248,10 +221,10 @@ class Warden:
             os.setgroups([])
             os.setresgid(self._user, self._user, self._user)
             os.setresuid(self._user, self._user, self._user)
-            # Both are reset by the change of user: the parent's death must still kill it, and
-            # sandlock's supervisor asks for descriptors of its own child.
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+        # Both are reset by a change of user: the parent's death must still kill it, and
+        # sandlock's supervisor asks for descriptors of its own child.
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
     def _watch(self, pid, errors):
         """Wait for the end of the provider or of the other side; return the last error output."""
@@ -280,21 +253,16 @@ class Warden:
             if sum(used.values()) > bound:
                 _kill(max(used, key=used.__getitem__))
 
-    def guest_argv(self, python_home):
-        """The guest's command line, where the interpreter lies in a folder."""
-        limits = self._settings["limits"]
-        hidden = [[path, name] for path, name in self._hidden(python_home)]
-        told = json.dumps({**limits, "hidden": hidden})
+    def guest_argv(self, folder, environment):
+        """The guest's command line, where folder and interpreter lie as its code sees them."""
+        python_home = environment[0]
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        library = os.path.join(python_home, "lib", version)
+        packages = [(f"{path}/", "") for path in environment[1:]]
+        hidden = [*packages, (f"{library}/", ""), (f"{folder}/", ""), (python_home, "")]
+        told = json.dumps({**self._settings["limits"], "hidden": hidden})
         python = os.path.join(python_home, self._settings["executable"])
         return [python, "-I", "-S", "-c", self._settings["guest"], told]
-
-    def _hidden(self, python_home):
-        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        return [
-            (os.path.join(python_home, "lib", version) + "/", ""),
-            (self.private, "."),
-            (python_home, ""),
-        ]
 
     def names(self, folder, environment):
         """The environment variables: all there are."""
@@ -310,48 +278,58 @@ class Warden:
 
     def behind_sandlock(self):
         """Run the guest under Landlock and seccomp."""
-        from sandlock import BranchAction, Sandbox, StdioMode
+        from sandlock import Sandbox, StdioMode
 
-        environment = self._house.environment
+        room = self._room
         system = ["/usr", *_SYSTEM_LINKS, *_SYSTEM_FILES, *_DEVICES]
         sandbox = Sandbox(
-            fs_readable=[path for path in system if os.path.exists(path)] + environment,
-            fs_writable=[self.private, "/dev/null"],
-            workdir=self.private,
-            fs_storage=self.storage,
-            max_disk=self._settings["disk_bytes"],
-            on_exit=BranchAction.ABORT,
-            on_error=BranchAction.ABORT,
-            cwd=self.private,
+            fs_readable=[path for path in system if os.path.exists(path)] + room.environment,
+            fs_writable=[room.folder, "/dev/null", *(["/dev/shm"] if room.is_mounted else [])],
+            cwd=room.folder,
             clean_env=True,
-            env=self.names(self.private, environment),
+            env=self.names(room.folder, room.environment),
             max_processes=self._settings["max_processes"] + 2,
+            **({} if room.is_mounted else self._on_disk()),
         )
-        inherit = StdioMode.INHERIT
-        sandbox.popen(self.guest_argv(environment[0]), inherit, inherit, inherit).wait()
+        argv = self.guest_argv(room.folder, room.environment)
+        sandbox.popen(argv, *[StdioMode.INHERIT] * 3).wait()
+
+    def _on_disk(self):
+        """Let sandlock bound a folder on the disk: it keeps apart what is written."""
+        from sandlock import BranchAction
+
+        return {
+            "workdir": self._private,
+            "fs_storage": self._storage,
+            "max_disk": self._settings["disk_bytes"],
+            "on_exit": BranchAction.ABORT,
+            "on_error": BranchAction.ABORT,
+        }
 
     def behind_bubblewrap(self):
         """Run the guest in namespaces of its own."""
+        room = self._room
         environment, binds = [], []
-        for number, path in enumerate(self._house.environment):
-            inside = path if path.startswith("/usr/") or path == "/usr" else f"/env/{number}"
-            environment.append(inside)
-            if inside != path:
-                binds += ["--ro-bind", path, inside]
+        for number, path in enumerate(room.environment):
+            is_system = path == "/usr" or path.startswith("/usr/")
+            environment.append(path if is_system else f"/mnt/{number}")
+            if not is_system:
+                binds += ["--ro-bind", path, environment[-1]]
         argv = [self._settings["bubblewrap"], "--unshare-all", "--unshare-user", "--disable-userns"]
         argv += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
         argv += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
         argv += ["--ro-bind", "/usr", "/usr", *_system_binds(), *binds, "--proc", "/proc"]
-        argv += ["--size", str(self._settings["disk_bytes"]), "--tmpfs", "/tmp"]
-        argv += ["--remount-ro", "/", "--chdir", "/tmp"]
-        argv += ["--", *self.guest_argv(environment[0])]
+        size = ["--size", str(self._settings["disk_bytes"])]
+        argv += ["--bind", "/tmp", "/tmp"] if room.is_mounted else [*size, "--tmpfs", "/tmp"]
+        argv += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
+        argv += self.guest_argv("/tmp", environment)
         os.execve(argv[0], argv, self.names("/tmp", environment))
 
     def behind_nothing(self):
         """Run the guest with limits, and with all that this user may do."""
-        environment = self._house.environment
-        argv = self.guest_argv(environment[0])
-        os.execve(argv[0], argv, self.names(self.private, environment))
+        room = self._room
+        argv = self.guest_argv(room.folder, room.environment)
+        os.execve(argv[0], argv, self.names(room.folder, room.environment))
 
 
 PROVIDERS = {
@@ -359,6 +337,65 @@ PROVIDERS = {
     "bubblewrap": Warden.behind_bubblewrap,
     "subprocess": Warden.behind_nothing,
 }
+
+
+class Room:
+    """Where the code finds its folder, and what it may read beside the system."""
+
+    def __init__(self, folder, environment, is_mounted):
+        self.folder, self.environment, self.is_mounted = folder, environment, is_mounted
+
+
+def make_room(settings, user, on_disk):
+    """Mount the private folder where that is possible; else use the one on the disk."""
+    environment = settings["environment"]
+    if settings["provider"] == "subprocess":
+        return Room(on_disk, environment, is_mounted=False)
+    try:
+        _go_apart(user)
+    except OSError as error:
+        closed = [path for path in environment if user is not None and not _is_open(path)]
+        if closed:
+            raise OSError(f"root alone may enter {closed[0]}, and {error}") from None
+        return Room(on_disk, environment, is_mounted=False)
+    user = os.geteuid() if user is None else user
+    _mount_memory("/mnt", 1024**2, user)
+    seen = []
+    for number, path in enumerate(environment):
+        is_seen = _is_open(path) and not path.startswith(("/tmp/", "/mnt/"))
+        seen.append(path if is_seen else _bind(path, f"/mnt/{number}"))
+    _check(_libc.mount(None, b"/mnt", None, _MS_REMOUNT | _MS_RDONLY, None), "mount /mnt")
+    _mount_memory("/tmp", settings["disk_bytes"], user)
+    _check(_libc.mount(b"/tmp", b"/dev/shm", None, _MS_BIND, None), "bind /dev/shm")
+    return Room("/tmp", seen, is_mounted=True)
+
+
+def _go_apart(user):
+    """Enter a mount namespace that nobody else sees: with a user namespace, but for root."""
+    me = os.geteuid(), os.getegid()
+    apart = _CLONE_NEWNS if user is not None else _CLONE_NEWNS | _CLONE_NEWUSER
+    _check(_libc.unshare(apart), "unshare")
+    if user is None:
+        for name, text in (("setgroups", "deny"), ("uid_map", me[0]), ("gid_map", me[1])):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text if name == "setgroups" else f"{text} {text} 1")
+    _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+
+
+def _mount_memory(path, size_bytes, user):
+    kind = f"size={size_bytes},nr_inodes={max(1024, size_bytes // 4096)},mode=700,uid={user}"
+    flags = _MS_NOSUID | _MS_NODEV
+    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, kind.encode()), f"mount {path}")
+
+
+def _bind(path, place):
+    """Show a folder elsewhere, read-only."""
+    os.mkdir(place, 0o755)
+    near, far = path.encode(), place.encode()
+    _check(_libc.mount(near, far, None, _MS_BIND | _MS_REC, None), f"bind {path}")
+    read_only = _MS_BIND | _MS_REMOUNT | _MS_RDONLY
+    _check(_libc.mount(None, far, None, read_only, None), f"bind {path} read-only")
+    return place
 
 
 def _system_binds():
