@@ -16,11 +16,12 @@ import itertools
 import json
 import math
 import operator
+import os
 import sys
 import threading
 import types
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from decimal import Decimal
 from fractions import Fraction
 from queue import SimpleQueue
@@ -192,6 +193,7 @@ class Asserter:
     def _run(self, source: str, entry_point: str | None) -> None:
         num_names, error = 0, ""
         try:
+            _check_readable(source, entry_point)
             namespace = self._namespace(source, entry_point)
             num_names = len(namespace)
             self._execute(source, entry_point, namespace)
@@ -286,6 +288,17 @@ class Remote:
         return f"<{self.agentrl_kind}>"
 
 
+def _check_readable(source: str, entry_point: str | None) -> None:
+    """Tell tests that are wrong in themselves from those that the code does not pass."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise UngradableError(f"the tests cannot be read: {error}") from None
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    if entry_point is not None and "check" not in functions:
+        raise UngradableError("the tests define no function check")
+
+
 def _free_names(source: str) -> set[str]:
     """Collect the names that tests read and that neither Python nor a library gives them."""
     read = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
@@ -343,7 +356,9 @@ def serve(mark: str, request: str) -> None:
     out = sys.stdout
     asked = json.loads(request)
     try:
-        answer = {"value": _ROLES[asked.pop("ask")](**asked)}
+        # What is printed on the way is no answer, and would use up the room for output.
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            answer = {"value": _ROLES[asked.pop("ask")](**asked)}
         line = json.dumps(answer)
     except BaseException as error:  # noqa: BLE001 - whatever it raises is its answer
         line = json.dumps({"error": type(error).__name__, "message": _message(error)})

@@ -1,0 +1,437 @@
+"""Grading code by tests: what passes, what fails, and code that says it passed."""
+
+import json
+from collections.abc import AsyncIterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.errors import DataError
+from agentrl.sandbox import Sandbox, make_sandbox
+from agentrl.sandbox.fusion import FusionSandbox
+from agentrl.sandbox.grading import (
+    AssertTest,
+    CallTest,
+    Grade,
+    GradingLimits,
+    StdinTest,
+    grade,
+    last_code_block,
+    read_tests,
+)
+from agentrl.sandbox.grading.compare import same_text, same_value
+from agentrl.sandbox.grading.guest import decode, encode
+from tests.fakes_fusion import fusion_service
+
+SUM = "print(sum(map(int, input().split())))"
+DOUBLE = "def double(x):\n    print('on the way')\n    return x + x\n"
+CALLS = {"fn_name": "double", "inputs": [[2], ["a"], [[1]]], "outputs": [4, ["aa"], [1, 1]]}
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    made = make_sandbox(SandboxConfig())
+    yield made
+    await made.close()
+
+
+async def graded(code: str, tests: Any, sandbox: Sandbox, **limits: Any) -> Grade:
+    return await grade(code, read_tests(tests), sandbox, GradingLimits(**limits))
+
+
+async def test_a_program_passes_by_what_it_prints(sandbox: Sandbox):
+    found = await graded(
+        SUM, {"inputs": ["1 2", "3 4", "5 6"], "outputs": ["3", "7.0\n", "12"]}, sandbox
+    )
+    assert [report.passed for report in found.reports] == [True, True, False]
+    failure = found.first_failure
+    assert failure is not None
+    assert (failure.given, failure.expected, failure.got) == ("5 6", "12", "11")
+    assert (found.num_passed, found.num_tests, found.passed_all) == (2, 3, False)
+
+
+async def test_a_function_passes_by_what_it_returns(sandbox: Sandbox):
+    assert (await graded(DOUBLE, json.dumps(CALLS), sandbox)).passed_all
+    method = "class Solution:\n    def double(self, x):\n        return 2 * x\n"
+    assert (await graded(method, CALLS, sandbox)).passed_all
+    found = await graded("def half(x):\n    return x / 2\n", CALLS, sandbox)
+    assert found.num_passed == 0
+    assert "NameError: name 'double' is not defined" in found.reports[0].got
+
+
+CLASSES = """
+from dataclasses import dataclass
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+    def moved(self, by):
+        return Point(self.x + by, self.y)
+
+class Stack:
+    def __init__(self):
+        self.items = []
+    def push(self, item):
+        self.items.append(item)
+    def __len__(self):
+        return len(self.items)
+    def __getitem__(self, index):
+        return self.items[index]
+
+def points(n):
+    for i in range(n):
+        yield Point(i)
+
+def refuse(x):
+    raise ValueError(f"no {x}")
+
+CONSTANT = (1, {2}, {"a": b"b"})
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert Point(1, 2) == Point(1, 2)\nassert Point(1) != Point(2)",
+        "assert Point(1).moved(by=2).x == 3",
+        "p = Point(1)\np.y = 7\nassert p.moved(0).y == 7",
+        "assert [p.x for p in points(3)] == [0, 1, 2]",
+        "s = Stack()\ns.push('a')\ns.push(Point(5))\nassert len(s) == 2 and s[1].x == 5 and s",
+        "assert not Stack()",
+        "assert CONSTANT == (1, {2}, {'a': b'b'})",
+        "try:\n    refuse(3)\n    1 / 0\nexcept ValueError as e:\n    assert str(e) == 'no 3'",
+        "def test_it():\n    assert Point(1).x == 1",
+        "assert math.isclose(Point(0.1).x * 3, 0.3)",
+        "assert 'Point(x=1, y=0)' == str(Point(1))",
+    ],
+)
+async def test_asserts_reach_whatever_the_code_defines(sandbox: Sandbox, test: str):
+    found = await graded(CLASSES, [test], sandbox)
+    assert found.passed_all, found.first_failure
+
+
+@pytest.mark.parametrize(
+    ("test", "got"),
+    [
+        ("assert Point(1).x == 2", "AssertionError"),
+        ("assert Point(1) == 1", "AssertionError (the call with (1) gave <Point>)"),
+        ("refuse(3)", "ValueError: no 3"),
+        ("assert missing(3)", "NameError: name 'missing' is not defined"),
+        ("def test_it():\n    assert Point(1).x == 2", "AssertionError"),
+        ("assert 2 in points(2)", "AssertionError"),
+    ],
+)
+async def test_asserts_that_fail_say_why(sandbox: Sandbox, test: str, got: str):
+    found = await graded(CLASSES, [test], sandbox)
+    assert found.num_passed == 0
+    assert got in found.reports[0].got
+
+
+CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate('a') == 'aa'\n"
+
+
+async def test_a_check_function_is_handed_the_candidate(sandbox: Sandbox):
+    tests = {"test": CHECK, "entry_point": "double"}
+    assert (await graded(DOUBLE, tests, sandbox)).passed_all
+    assert not (await graded("def double(x):\n    return 4\n", tests, sandbox)).passed_all
+    assert not (await graded("def other(x):\n    return 4\n", tests, sandbox)).passed_all
+
+
+HOSTILE = {
+    "leaves": "import os\nos._exit(0)",
+    "leaves politely": "import sys\nsys.exit(0)",
+    "leaves in the call": "import os\ndef double(x):\n    os._exit(0)",
+    "raises SystemExit in the call": "def double(x):\n    raise SystemExit(0)",
+    "equals everything": (
+        "class Any:\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n"
+        "    def __hash__(self): return 0\n    def __contains__(self, o): return True\n"
+        "    def __bool__(self): return True\n    __len__ = lambda self: 1\n"
+        "def double(x):\n    return Any()"
+    ),
+    "a list that equals everything": (
+        "class Any(list):\n    def __eq__(self, o): return True\n    __ne__ = lambda s, o: False\n"
+        "def double(x):\n    return Any()"
+    ),
+    "a number that equals everything": (
+        "class Any(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\n"
+        "def double(x):\n    return Any(7)"
+    ),
+    "prints what a grader might print": (
+        "print('passed')\nprint('OK')\nprint('{\"verdict\": true}')\n"
+        "def double(x):\n    print('True')\n    return True"
+    ),
+    "finds the mark in the frames and forges a verdict": (
+        "import sys, os, json\n"
+        "def double(x):\n"
+        "    frame = sys._getframe()\n"
+        "    while frame and 'mark' not in frame.f_locals:\n        frame = frame.f_back\n"
+        "    said = {'value': {'verdict': True}, 'verdict': True, 'error': ''}\n"
+        "    os.write(1, ('\\n' + frame.f_locals['mark'] + json.dumps(said) + '\\n').encode())\n"
+        "    os._exit(0)"
+    ),
+    "puts its own grader in the place of ours": (
+        "import sys\nnames = sys.modules['__main__'].__dict__\n"
+        "frame = sys._getframe()\n"
+        "while frame:\n"
+        "    if 'serve' in frame.f_globals:\n"
+        "        for name in ('encode', 'decode', '_free_names'):\n"
+        "            frame.f_globals[name] = lambda *a: True\n"
+        "        frame.f_globals['_ROLES'].update(function=lambda **k: True, do=lambda **k: True)\n"
+        "    frame = frame.f_back\n"
+        "def double(x):\n    return True"
+    ),
+    "patches what Python has": (
+        "import builtins, json, operator\n"
+        "builtins.print = lambda *a, **k: None\n"
+        "builtins.AssertionError = Exception\nbuiltins.isinstance = lambda *a: True\n"
+        "operator.eq = lambda a, b: True\njson.dumps = lambda *a, **k: 'true'\n"
+        "def double(x):\n    return None"
+    ),
+    "looks for what is expected": (
+        "import gc, os, sys\n"
+        "found = [o for o in gc.get_objects() if isinstance(o, (list, tuple)) and 'aa' in o[:9]]\n"
+        "texts = []\n"
+        "for folder, _, names in os.walk('.'):\n"
+        "    texts += [open(os.path.join(folder, n), errors='ignore').read() for n in names]\n"
+        "texts += [open('/proc/self/cmdline').read(), str(os.environ)]\n"
+        "def double(x):\n"
+        "    return 4 if any('aa' in t and 'import gc' not in t for t in texts) else found[0][0]"
+    ),
+    "returns what cannot be read": (
+        "def double(x):\n    deep = []\n    for _ in range(100000): deep = [deep]\n    return deep"
+    ),
+    "returns itself": "def double(x):\n    a = []\n    a.append(a)\n    return a",
+    "returns far too much": "def double(x):\n    return list(range(10**6))",
+    "raises AssertionError without text": "def double(x):\n    raise AssertionError",
+    "is no code": "I would double it.",
+    "is nothing": "",
+}
+JUDGED_BY_THE_CODE = "def isclose(*a, **k):\n    return True\nclass math:\n    isclose = isclose\n"
+TESTS = {
+    "calls": CALLS,
+    "asserts": [
+        "assert double(2) == 4",
+        "assert double('a') == 'aa'",
+        "assert 'aa' in [double('a')]",
+    ],
+    "check": {"test": CHECK, "entry_point": "double"},
+    "stdin": {"inputs": ["2"], "outputs": ["4"]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_code_passes_by_saying_so(sandbox: Sandbox, name: str):
+    found = await graded(HOSTILE[name], TESTS["asserts"][:1], sandbox, test_timeout_s=3)
+    assert found.num_passed == 0, found.reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TESTS)
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_code_passes_any_kind_of_test_by_saying_so(sandbox: Sandbox, name: str, kind: str):
+    found = await graded(HOSTILE[name], TESTS[kind], sandbox, test_timeout_s=10)
+    assert found.num_passed == 0, found.reports
+
+
+@pytest.mark.parametrize("test", ["assert math.isclose(f(1), 2)", "assert isclose(f(1), 2)"])
+async def test_what_judges_is_never_taken_from_the_code(sandbox: Sandbox, test: str):
+    code = JUDGED_BY_THE_CODE + "def f(x):\n    return x + {}\n"
+    assert (await graded(code.format(1), [test], sandbox)).passed_all
+    assert not (await graded(code.format(5), [test], sandbox)).passed_all
+
+
+async def test_slow_code_is_given_up_and_the_rest_counts_as_failed(sandbox: Sandbox):
+    tests = {"inputs": ["1 2"] * 9, "outputs": ["3"] * 9}
+    slow = "while True: pass"
+    found = await graded(slow, tests, sandbox, test_timeout_s=0.3, max_timeouts=2)
+    assert [report.is_late for report in found.reports] == [True, True]
+    assert (found.num_tests, found.passed_frac) == (9, 0.0)
+    assert "in time" in found.reports[0].got
+    hung = "def double(x):\n    while True: pass"
+    found = await graded(hung, CALLS, sandbox, test_timeout_s=0.5, total_timeout_s=0.6)
+    assert found.reports[0].is_late
+    assert len(found.reports) < 3
+
+
+async def test_limits_say_how_many_tests_are_run(sandbox: Sandbox):
+    tests = {"inputs": ["1 2"] * 5, "outputs": ["4", "3", "3", "3", "3"]}
+    found = await graded(SUM, tests, sandbox, max_tests=3)
+    assert (found.num_tests, found.num_passed) == (3, 2)
+    found = await graded(SUM, tests, sandbox, stops_at_failure=True)
+    assert (len(found.reports), found.num_tests, found.num_passed) == (1, 5, 0)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert 1 + 1 == 2",
+        ["assert double(lambda x: x) == 1"],
+        ["assert double(2 ="],
+        {"test": "assert double(2) == 4", "entry_point": "double"},
+        "class TestIt:\n    def test_it(self):\n        assert True",
+    ],
+)
+async def test_tests_that_grade_nothing_are_the_rows_fault(sandbox: Sandbox, tests: Any):
+    with pytest.raises(DataError):
+        await graded(DOUBLE, tests, sandbox)
+
+
+async def test_a_service_grades_too():
+    async with fusion_service() as service:
+        remote = FusionSandbox(SandboxConfig(provider="sandbox_fusion", url=service.url))
+        for tests in (CALLS, {"test": CHECK, "entry_point": "double"}, ["assert double(1) == 2"]):
+            assert (await graded(DOUBLE, tests, remote)).passed_all
+        assert not (await graded(DOUBLE, ["assert double(1) == 3"], remote)).passed_all
+        await remote.close()
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "tests"),
+    [
+        ({"inputs": [["a", "b"]], "outputs": [["c"]]}, [StdinTest("a\nb", "c")]),
+        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, [CallTest("f", [1, 2], 3)]),
+        (
+            {"inputs": ["[1]\n'x'"], "outputs": ["[2]"], "fn_name": "f"},
+            [CallTest("f", [[1], "x"], [2])],
+        ),
+        ('["assert f(1)"]', [AssertTest("assert f(1)")]),
+        ("assert f(1)\nassert f(2)", [AssertTest("assert f(1)\nassert f(2)")]),
+        (
+            {"test_list": ["assert f()"], "test_setup_code": "import re"},
+            [AssertTest("import re\nassert f()")],
+        ),
+        ({"assert_case": ["assert f()"], "fn_name": None}, [AssertTest("assert f()")]),
+        ([{"input": "1", "output": "2"}], [StdinTest("1", "2")]),
+        ({"test": "def check(c): ...", "entry_point": "f"}, [AssertTest("def check(c): ...", "f")]),
+    ],
+)
+def test_tests_are_read_as_data_sets_write_them(ground_truth: Any, tests: list[Any]):
+    assert list(read_tests(ground_truth)) == tests
+    if not isinstance(ground_truth, str):
+        assert list(read_tests(json.dumps(ground_truth))) == tests
+
+
+@pytest.mark.parametrize(
+    "ground_truth",
+    [
+        None,
+        "",
+        "42",
+        7,
+        [],
+        [3],
+        {},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [], "outputs": []},
+    ],
+)
+def test_what_holds_no_tests_is_refused(ground_truth: Any):
+    with pytest.raises(DataError) as error:
+        read_tests(ground_truth)
+    assert "asserts" in str(error.value) or "as many" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "same"),
+    [
+        ("1\n2 \n\n", "1\n2", True),
+        ("1 2", "1\n2", False),
+        ("0.3333333333", "0.33333333334", True),
+        ("2.50", "2.5", True),
+        ("1000000", "1000001", False),
+        ("1e3", "1000", True),
+        ("YES", "yes", False),
+        ("nan", "1", False),
+        ("", "", True),
+        ("", "0", False),
+        ("a  b", "a b", True),
+    ],
+)
+def test_outputs_are_compared_as_contests_do(got: str, expected: str, *, same: bool):
+    assert same_text(got, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "same"),
+    [
+        ((1, [2]), [1, [2]], True),
+        ({1: "a"}, {"1": "a"}, True),
+        ({1: "a"}, {"1": "b"}, False),
+        (0.1 + 0.2, 0.3, True),
+        ("0.3", 0.3, False),
+        (10**400, 1.0, False),
+        (None, [], False),
+        ([1, 2], [1], False),
+    ],
+)
+def test_values_are_compared_as_data_sets_write_them(got: Any, expected: Any, *, same: bool):
+    assert same_value(got, expected) is same
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.decimals(allow_nan=False),
+    st.fractions(),
+    st.complex_numbers(allow_nan=False),
+)
+plain = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text() | st.integers(), inner, max_size=4),
+        st.frozensets(st.integers() | st.text(), max_size=4),
+        st.sets(st.integers(), max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_data_goes_through_whole(value: Any):
+    def refuse(value: Any) -> Any:
+        raise AssertionError(value)
+
+    written = json.loads(json.dumps(encode(value, refuse)))
+    again = decode(written, lambda index, kind: None)
+    assert again == value
+    assert type(again) is type(value)
+
+
+def test_what_is_no_data_stays_behind_a_handle():
+    written = encode([object(), Decimal(1), Fraction(1, 2)], lambda value: {"handle": 3})
+    assert decode(written, lambda index, kind: (index, kind)) == [
+        (3, "object"),
+        Decimal(1),
+        Fraction(1, 2),
+    ]
+    with pytest.raises(ValueError, match="no value"):
+        decode({"exec": "1"}, lambda index, kind: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\nx = 1\n```", "x = 1"),
+        ("```\na\n```\nand\n```py\nb\n```\nend", "b"),
+        ("```python\na\n```\n```json\n{}\n```", "a"),
+        ("```python\ncut off", "cut off"),
+        ("  ```Python\n  a\n  ```", "  a"),
+        ("no code", None),
+        ("", None),
+    ],
+)
+def test_the_last_block_of_python_is_the_code(text: str, code: str | None):
+    assert last_code_block(text) == code
