@@ -33,8 +33,13 @@ _FIRST_USER, _NUM_USERS = 1_800_000_000, 100_000_000
 _LOOK_S = 0.2
 _OWN_BYTES = 64 * 1024**2
 """What guest and provider may use themselves."""
+_OWN_PROCESSES = 2
+"""Guest and interpreter; bubblewrap's own stand in another user namespace."""
+_SUPERVISOR_THREADS = 8
+"""Of sandlock, beside one for each core."""
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+_SEEN = ("/usr", "/etc", "/dev", "/proc", "/tmp", "/mnt")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -260,9 +265,23 @@ class Warden:
         library = os.path.join(python_home, "lib", version)
         packages = [(f"{path}/", "") for path in environment[1:]]
         hidden = [*packages, (f"{library}/", ""), (f"{folder}/", ""), (python_home, "")]
-        told = json.dumps({**self._settings["limits"], "hidden": hidden})
+        limits = self._settings["limits"]
+        rlimits = {**limits["rlimits"], **self._process_limit()}
+        told = json.dumps({**limits, "rlimits": rlimits, "hidden": hidden})
         python = os.path.join(python_home, self._settings["executable"])
         return [python, "-I", "-S", "-c", self._settings["guest"], told]
+
+    def _process_limit(self):
+        """Bound processes and threads by the kernel's count, where it counts this sandbox alone.
+
+        It counts by user and user namespace, and does not count for root.
+        """
+        most = self._settings["max_processes"] + _OWN_PROCESSES
+        if self._settings["provider"] == "bubblewrap":
+            return {"RLIMIT_NPROC": most}
+        if self._settings["provider"] == "sandlock" and self._room.is_mounted:
+            return {"RLIMIT_NPROC": most + _SUPERVISOR_THREADS + (os.cpu_count() or 1)}
+        return {}
 
     def names(self, folder, environment):
         """The environment variables: all there are."""
@@ -288,7 +307,7 @@ class Warden:
             cwd=room.folder,
             clean_env=True,
             env=self.names(room.folder, room.environment),
-            max_processes=self._settings["max_processes"] + 2,
+            max_processes=self._settings["max_processes"] + _OWN_PROCESSES,
             **({} if room.is_mounted else self._on_disk()),
         )
         argv = self.guest_argv(room.folder, room.environment)
@@ -321,7 +340,8 @@ class Warden:
         argv += ["--ro-bind", "/usr", "/usr", *_system_binds(), *binds, "--proc", "/proc"]
         size = ["--size", str(self._settings["disk_bytes"])]
         argv += ["--bind", "/tmp", "/tmp"] if room.is_mounted else [*size, "--tmpfs", "/tmp"]
-        argv += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
+        argv += ["--remount-ro", "/", "--chdir", "/tmp"]
+        argv += ["--seccomp", str(_in_memory(bytes.fromhex(self._settings["syscall_filter"]))), "--"]
         argv += self.guest_argv("/tmp", environment)
         os.execve(argv[0], argv, self.names("/tmp", environment))
 
@@ -337,6 +357,14 @@ PROVIDERS = {
     "bubblewrap": Warden.behind_bubblewrap,
     "subprocess": Warden.behind_nothing,
 }
+
+
+def _in_memory(data):
+    """Put bytes where a descriptor reads them, for the program that this process becomes."""
+    descriptor = os.memfd_create("data", 0)
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 class Room:
@@ -362,12 +390,24 @@ def make_room(settings, user, on_disk):
     _mount_memory("/mnt", 1024**2, user)
     seen = []
     for number, path in enumerate(environment):
-        is_seen = _is_open(path) and not path.startswith(("/tmp/", "/mnt/"))
-        seen.append(path if is_seen else _bind(path, f"/mnt/{number}"))
+        is_system = path == "/usr" or path.startswith("/usr/")
+        seen.append(path if is_system else _bind(path, f"/mnt/{number}"))
     _check(_libc.mount(None, b"/mnt", None, _MS_REMOUNT | _MS_RDONLY, None), "mount /mnt")
     _mount_memory("/tmp", settings["disk_bytes"], user)
     _check(_libc.mount(b"/tmp", b"/dev/shm", None, _MS_BIND, None), "bind /dev/shm")
+    if settings["provider"] == "sandlock":
+        _hide_the_rest(user)
     return Room("/tmp", seen, is_mounted=True)
+
+
+def _hide_the_rest(user):
+    """Mount nothing over what the code need not see: Landlock refuses to open, not to look."""
+    for name in os.listdir("/"):
+        path = f"/{name}"
+        is_folder = os.path.isdir(path) and not os.path.islink(path)
+        if is_folder and path not in (*_SYSTEM_LINKS, *_SEEN):
+            _mount_memory(path, 4096, user)
+            _check(_libc.mount(None, path.encode(), None, _MS_REMOUNT | _MS_RDONLY, None), path)
 
 
 def _go_apart(user):

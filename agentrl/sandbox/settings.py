@@ -12,6 +12,7 @@ from typing import Literal
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import SandboxError
+from agentrl.sandbox.syscall_filter import syscall_filter
 
 LocalProvider = Literal["sandlock", "bubblewrap", "subprocess"]
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -37,6 +38,7 @@ def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str,
         "max_processes": config.max_processes,
         "sandlock_folder": sandlock_folder(),
         "bubblewrap": shutil.which("bwrap"),
+        "syscall_filter": syscall_filter().hex() if provider == "bubblewrap" else None,
     }
 
 

@@ -1,0 +1,299 @@
+"""What hostile code tries in a sandbox. Each probe prints REACHED where a wall does not stand.
+
+`docs/trust.md` prints the probes with what was measured; a test compares the two.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.sandbox import Execution, ExecutionEnd
+
+MIB = 1024**2
+LIMITS = SandboxConfig(
+    timeout_s=8.0,
+    cpu_s=30,
+    memory_bytes=192 * MIB,
+    max_processes=8,
+    max_open_files=32,
+    disk_bytes=8 * MIB,
+    num_warm=0,
+)
+"""What the probes run under."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What stands outside, for the probes to go for."""
+
+    pid: int
+    secret: str
+    """A file that everybody may read, with `SECRET` in it."""
+    outside: str
+    """A folder that everybody may write to."""
+    tcp_port: int
+    udp_port: int
+    socket_path: str
+    abstract: str
+
+    def fill(self, source: str) -> str:
+        """Put the names into a probe's code."""
+        head = f"""
+import ctypes, os, signal, socket, sys, time
+PID, SECRET, OUTSIDE = {self.pid}, {self.secret!r}, {self.outside!r}
+TCP, UDP, PATH, ABSTRACT = {self.tcp_port}, {self.udp_port}, {self.socket_path!r}, {self.abstract!r}
+PROBE_NAME = "AGENTRL_PROBE"
+MEMORY, DISK = {LIMITS.memory_bytes}, {LIMITS.disk_bytes}
+PROCESSES, FILES = {LIMITS.max_processes}, {LIMITS.max_open_files}
+libc = ctypes.CDLL(None, use_errno=True)
+def goes(work):
+    try:
+        found = work()
+    except (OSError, ValueError) as error:
+        return False
+    return found is not False
+def reached(is_reached):
+    print("REACHED" if is_reached else "held", flush=True)
+"""
+        return head + source
+
+
+def is_held(done: Execution) -> bool:
+    """Whether the probe came to its end and found the wall."""
+    return done.is_ok and "held" in done.stdout and "REACHED" not in done.stdout
+
+
+def is_stopped(*ends: ExecutionEnd) -> Callable[[Execution], bool]:
+    """Whether it was stopped before it got there, or held."""
+    return lambda done: "REACHED" not in done.stdout and (done.end in ends or is_held(done))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One thing that hostile code tries."""
+
+    name: str
+    what: str
+    """As the documentation says it."""
+    source: str
+    is_contained: Callable[[Execution], bool] = is_held
+
+
+_SYSCALLS = """
+def call(number, *arguments):
+    return libc.syscall(number, *arguments) >= 0
+"""
+PROBES = (
+    Probe(
+        "read_files",
+        "read the trainer's files",
+        "reached(goes(lambda: open(SECRET).read()))",
+    ),
+    Probe(
+        "list_homes",
+        "list /root, /home, /etc and the trainer's temporary folder",
+        "def listed(path): return bool(os.listdir(path))\n"
+        "reached(any(goes(lambda: listed(p)) for p in ['/root', '/home', '/etc/ssl', OUTSIDE]))",
+    ),
+    Probe(
+        "environ",
+        "read the trainer's environment",
+        "names = [repr(dict(os.environ))]\n"
+        "for pid in (1, PID, os.getppid()):\n"
+        "    goes(lambda: names.append(open(f'/proc/{pid}/environ').read()))\n"
+        "reached(PROBE_NAME in ''.join(names))",
+    ),
+    Probe(
+        "processes",
+        "see the machine's processes",
+        "reached(goes(lambda: open(f'/proc/{PID}/cmdline').read()))",
+    ),
+    Probe(
+        "look_at_files",
+        "learn which of the trainer's files there are, without opening them",
+        "reached(goes(lambda: os.stat(SECRET)))",
+    ),
+    Probe(
+        "look_at_processes",
+        "learn which numbers of processes there are",
+        "reached(goes(lambda: os.stat(f'/proc/{PID}')))",
+    ),
+    Probe(
+        "tcp",
+        "connect by TCP",
+        "reached(goes(lambda: socket.create_connection(('127.0.0.1', TCP), 2)))",
+    ),
+    Probe(
+        "udp",
+        "send by UDP",
+        "def answered():\n"
+        "    asking = socket.socket(type=socket.SOCK_DGRAM)\n"
+        "    asking.settimeout(1)\n"
+        "    asking.sendto(b'x', ('127.0.0.1', UDP))\n"
+        "    return asking.recv(1) == b'x'\n"
+        "reached(goes(answered))",
+    ),
+    Probe(
+        "unix_abstract",
+        "connect to an abstract Unix socket",
+        "reached(goes(lambda: socket.socket(socket.AF_UNIX).connect('\\0' + ABSTRACT)))",
+    ),
+    Probe(
+        "unix_path",
+        "connect to a Unix socket in a folder",
+        "reached(goes(lambda: socket.socket(socket.AF_UNIX).connect(PATH)))",
+    ),
+    Probe(
+        "signal",
+        "send a signal to another process",
+        "reached(goes(lambda: os.kill(PID, 0)))",
+    ),
+    Probe(
+        "write_outside",
+        "write outside its folder",
+        "def wrote(path): open(os.path.join(path, 'probe'), 'w').write('x')\n"
+        "reached(any(goes(lambda: wrote(p)) for p in [OUTSIDE, '/usr', '/', '/dev', '/var/tmp']))",
+    ),
+    Probe(
+        "change_outside",
+        "change modes and times outside",
+        "reached(goes(lambda: os.chmod(SECRET, 0o600)) or goes(lambda: os.utime(SECRET, (1, 1))))",
+    ),
+    Probe(
+        "symlink",
+        "leave the folder by a symbolic or hard link",
+        "os.symlink(SECRET, 'a'); os.symlink(OUTSIDE, 'b')\n"
+        "reached(goes(lambda: open('a').read()) or goes(lambda: open('b/probe', 'w'))\n"
+        "        or goes(lambda: os.link(SECRET, 'c')) and goes(lambda: open('c').read()))",
+    ),
+    Probe(
+        "fill_disk",
+        "fill the disk with one file",
+        "written = 0\n"
+        "with open('big', 'wb', buffering=0) as file:\n"
+        "    while written <= DISK and goes(lambda: file.write(bytes(65536))):\n"
+        "        written += 65536\n"
+        "reached(written > DISK)",
+        is_stopped(ExecutionEnd.KILLED),
+    ),
+    Probe(
+        "fill_disk_many",
+        "fill the disk with many files",
+        "written = 0\n"
+        "def write(): open(f'f{written}', 'wb').write(bytes(65536))\n"
+        "while written <= DISK and goes(write):\n"
+        "    written += 65536\n"
+        "reached(written > DISK)",
+    ),
+    Probe(
+        "memory",
+        "use more memory than it may",
+        "held_back = []\n"
+        "for _ in range(40):\n"
+        "    held_back.append(b'x' * (MEMORY // 16))\n"
+        "reached(True)",
+        is_stopped(ExecutionEnd.MEMORY, ExecutionEnd.KILLED),
+    ),
+    Probe(
+        "memory_together",
+        "use more memory by many processes",
+        "for _ in range(6):\n"
+        "    if os.fork() == 0:\n"
+        "        mine = b'x' * (MEMORY // 2)\n"
+        "        time.sleep(3)\n"
+        "        os._exit(7)\n"
+        "codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(6)]\n"
+        "reached(codes.count(7) * (MEMORY // 2) > 2 * MEMORY)",
+        is_stopped(ExecutionEnd.MEMORY, ExecutionEnd.KILLED),
+    ),
+    Probe(
+        "fork_bomb",
+        "start processes without end",
+        "made = 0\n"
+        "def fork():\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(20)\n"
+        "        os._exit(0)\n"
+        "while made < 64 and goes(fork): made += 1\n"
+        "reached(made > 2 * PROCESSES)",
+    ),
+    Probe(
+        "threads",
+        "start threads without end",
+        "import threading\n"
+        "made = 0\n"
+        "try:\n"
+        "    for _ in range(300):\n"
+        "        threading.Thread(target=time.sleep, args=(20,), daemon=True).start(); made += 1\n"
+        "except RuntimeError: pass\n"
+        "reached(made > 100)",
+    ),
+    Probe(
+        "endless_loop",
+        "run for ever",
+        "while True: pass",
+        is_stopped(ExecutionEnd.TIMEOUT),
+    ),
+    Probe(
+        "endless_print",
+        "print without end",
+        "text = 'x' * 65536\nwhile True: print(text)",
+        is_stopped(ExecutionEnd.KILLED),
+    ),
+    Probe(
+        "open_files",
+        "open files without end",
+        "files = []\n"
+        "while len(files) < 200 and goes(lambda: files.append(open('/dev/null'))): pass\n"
+        "reached(len(files) > FILES)",
+    ),
+    Probe(
+        "raise_limits",
+        "raise its own limits",
+        "import resource\n"
+        "reached(goes(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))))",
+    ),
+    Probe(
+        "trace_guest",
+        "trace the process that watches it, or read its memory and descriptors",
+        "parent = os.getppid()\n"
+        "reached(libc.ptrace(16, parent, 0, 0) == 0\n"
+        "        or goes(lambda: open(f'/proc/{parent}/mem', 'rb'))\n"
+        "        or goes(lambda: os.listdir(f'/proc/{parent}/fd') and False or os.stat(\n"
+        "            f'/proc/{parent}/fd/0')))",
+    ),
+    Probe(
+        "mount",
+        "mount a file system",
+        "reached(libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0)",
+    ),
+    Probe(
+        "user_namespace",
+        "open a user namespace",
+        "reached(libc.unshare(0x10000000) == 0)",
+    ),
+    Probe(
+        "become_root",
+        "become root",
+        "goes(lambda: os.setuid(0))\n"
+        "def is_mighty(): return int(next(line.split()[1] for line in open('/proc/self/status')\n"
+        "    if line.startswith('CapEff')), 16) > 0\n"
+        "reached(os.geteuid() == 0 or goes(is_mighty))",
+    ),
+    Probe(
+        "kernel_interfaces",
+        "use bpf, io_uring, keyrings, performance events, userfaultfd",
+        _SYSCALLS + "tried = {'bpf': (321, 5, bytes(128), 128), 'io_uring': (425, 1, bytes(120)),\n"
+        "    'keyctl': (250, 0, -1, 1), 'perf': (298, bytes(128), 0, -1, -1, 0),\n"
+        "    'userfaultfd': (323, 1)}\n"
+        "through = [name for name, numbers in tried.items() if call(*numbers)]\n"
+        "print(through)\n"
+        "reached(bool(through))",
+    ),
+    Probe(
+        "unusual_sockets",
+        "open vsock, packet and raw sockets",
+        "def opened(family, kind): socket.socket(family, kind)\n"
+        "reached(any(goes(lambda: opened(*pair)) for pair in [(40, 1), (17, 3), (2, 3)]))",
+    ),
+)
