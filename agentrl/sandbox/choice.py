@@ -45,7 +45,7 @@ def _chosen(config: SandboxConfig) -> LocalProvider:
     if config.provider == "subprocess":
         return _trusted(config)
     asked = _WALLS if config.provider == "auto" else (config.provider,)
-    reasons = {}
+    reasons: dict[str, str] = {}
     for provider in asked:
         reason = why_not(provider)
         if reason is None:

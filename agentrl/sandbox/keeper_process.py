@@ -1,6 +1,5 @@
 """The trainer's end of a keeper: starts it, asks it for sandboxes, ends it."""
 
-import array
 import asyncio
 import json
 import socket
@@ -35,7 +34,8 @@ class KeeperProcess:
     """
 
     def __init__(self, config: SandboxConfig, provider: LocalProvider) -> None:
-        self._config, self.provider = config, provider
+        self._config = config
+        self.provider: LocalProvider = provider
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: socket.socket | None = None
         self._errors: IO[bytes] | None = None
@@ -60,12 +60,12 @@ class KeeperProcess:
 
     def _start(self) -> socket.socket:
         asked, far = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         told = json.dumps(keeper_settings(self._config, self.provider))
         with far:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), told],
-                stdin=far,
+                [sys.executable, "-E", "-s", "-S", str(KEEPER), told],
+                stdin=far.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 env={},
@@ -81,7 +81,7 @@ class KeeperProcess:
         control, far_control = socket.socketpair()
         with far_talk, far_control:
             try:
-                socket.send_fds(asked, [b"+"], array.array("i", [far_talk.fileno(), far_control.fileno()]))
+                socket.send_fds(asked, [b"+"], [far_talk.fileno(), far_control.fileno()])
             except OSError:
                 talk.close()
                 control.close()

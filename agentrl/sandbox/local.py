@@ -49,7 +49,8 @@ class LocalSandbox:
         """Run one program in a fresh folder; see `Sandbox.run_program`."""
         if not argv:
             raise ValueError("argv is empty: a program was expected")
-        record = {"op": "program", "argv": [*argv], "files": {**(files or {})}, "stdin": stdin}
+        record: dict[str, object] = {"op": "program", "argv": [*argv], "stdin": stdin}
+        record["files"] = {**(files or {})}
         guest = await self.take()
         try:
             return await guest.ask(self.as_ask(record, timeout_s))

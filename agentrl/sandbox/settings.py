@@ -6,7 +6,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +14,8 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox.syscall_filter import syscall_filter
 
 LocalProvider = Literal["sandlock", "bubblewrap", "subprocess"]
-KEEPER = Path(__file__).with_name("keeper.py")
-_GUEST = Path(__file__).with_name("guest.py")
+_INSIDE = Path(__file__).with_name("inside").resolve()
+KEEPER = _INSIDE / "keeper.py"
 
 
 def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]:
@@ -26,12 +25,12 @@ def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str,
         SandboxError: where the interpreter does not lie where Python says that it is installed.
     """
     home, executable = _interpreter()
+    packages = _site_packages() if config.site_packages else []
     return {
         "provider": provider,
         "base": str(Path(tempfile.gettempdir()).resolve() / f"agentrl-sandbox-{_user()}"),
-        "environment": [str(home), *(_site_packages() if config.site_packages else ())],
+        "environment": [str(home), str(_INSIDE), *packages],
         "executable": str(executable),
-        "guest": _guest(),
         "limits": _limits(config, provider),
         "memory_bytes": config.memory_bytes,
         "disk_bytes": config.disk_bytes,
@@ -63,11 +62,6 @@ def _site_packages() -> list[str]:
     return list(dict.fromkeys(str(Path(paths[name]).resolve()) for name in ("purelib", "platlib")))
 
 
-@cache
-def _guest() -> str:
-    return _GUEST.read_text(encoding="utf-8")
-
-
 def _user() -> int:
     return Path("/proc/self").stat().st_uid
 
@@ -83,6 +77,5 @@ def _limits(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]
     return {
         "rlimits": rlimits,
         "max_output_bytes": config.max_output_bytes,
-        "max_processes": config.max_processes,
         "is_alone": provider != "subprocess",
     }
