@@ -17,6 +17,9 @@ from agentrl.tools.instance import ToolSettings
 
 OWN_CLASSES = {
     "verl.tools.gsm8k_tool.Gsm8kTool": OwnClass("agentrl.tools.gsm8k_tool.Gsm8kTool"),
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": OwnClass(
+        "agentrl.tools.sandbox_fusion_tool.SandboxFusionTool"
+    ),
 }
 """Class paths of bundled tools that users bring along, and ours."""
 

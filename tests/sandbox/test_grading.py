@@ -29,7 +29,9 @@ from agentrl.sandbox.grading.guest import decode, encode
 from tests.fakes_fusion import fusion_service
 
 SUM = "print(sum(map(int, input().split())))"
-DOUBLE = "def double(x):\n    print('on the way')\n    return x + x\n"
+DOUBLE = (
+    "import sys\nsay = sys.stdout.write\ndef double(x):\n    say('on the way')\n    return x + x\n"
+)
 CALLS = {"fn_name": "double", "inputs": [[2], ["a"], [[1]]], "outputs": [4, ["aa"], [1, 1]]}
 
 
@@ -180,10 +182,10 @@ HOSTILE = {
         "import sys\nnames = sys.modules['__main__'].__dict__\n"
         "frame = sys._getframe()\n"
         "while frame:\n"
-        "    if 'serve' in frame.f_globals:\n"
+        "    if 'answer_request' in frame.f_globals:\n"
         "        for name in ('encode', 'decode', '_free_names'):\n"
         "            frame.f_globals[name] = lambda *a: True\n"
-        "        frame.f_globals['_ROLES'].update(function=lambda **k: True, do=lambda **k: True)\n"
+        "        frame.f_globals.setdefault('_ROLES', {})['do'] = lambda **k: True\n"
         "    frame = frame.f_back\n"
         "def double(x):\n    return True"
     ),

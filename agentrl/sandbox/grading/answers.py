@@ -3,6 +3,7 @@
 import re
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.M | re.S)
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)\n?[ \t]*```", re.S)
 _PYTHON = {"", "py", "python", "python3", "Python"}
 
 
@@ -20,13 +21,11 @@ def last_code_block(text: str) -> str | None:
 
 
 def without_fence(code: str) -> str:
-    r"""Take the fence off code that a model wrote into one.
+    r"""Take the fence off code that a model wrote into one, whatever its language.
 
     Example:
-        >>> without_fence("```python\nprint(1)\n```")
-        'print(1)'
+        >>> without_fence("```bash\nls\n```")
+        'ls'
     """
-    if not code.lstrip().startswith("```"):
-        return code
-    found = last_code_block(code.lstrip())
-    return code if found is None else found
+    found = _FENCED.fullmatch(code.strip())
+    return code if found is None else found[1]

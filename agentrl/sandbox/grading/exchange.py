@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from agentrl.sandbox.base import Sandbox, Session
 from agentrl.sandbox.grading.guest import decode
@@ -19,6 +19,9 @@ _ENDS = {
     ExecutionEnd.MEMORY: "it ran out of memory",
     ExecutionEnd.KILLED: "the interpreter was ended",
 }
+
+
+Role = Literal["guest_callee", "guest_asserter"]
 
 
 class TestFailure(Exception):  # noqa: N818 - a verdict, and no error
@@ -60,11 +63,12 @@ class Guest:
 
     Args:
         session: A new one; whoever opened it closes it.
+        role: What the guest is for.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, role: Role) -> None:
         self._session = session
-        self._prelude = _prelude()
+        self._prelude = _prelude(role)
 
     async def ask(self, what: str, *, timeout_s: float, **request: Any) -> Any:
         """Have something done, and give the answer as JSON has it.
@@ -76,7 +80,7 @@ class Guest:
         """
         mark = f"answer-{secrets.token_hex(8)}:"
         asked = json.dumps({"ask": what, **request})
-        source = f"{self._prelude}_agentrl_grading.serve({mark!r}, {asked!r})"
+        source = f"{self._prelude}_agentrl_serve({mark!r}, {asked!r})"
         execution = await self._session.run(source, timeout_s=timeout_s)
         self._prelude = ""
         answer = _find_answer(execution, mark)
@@ -109,14 +113,14 @@ class Clock:
 
 
 @asynccontextmanager
-async def guests(sandbox: Sandbox, number: int) -> AsyncIterator[tuple[Guest, ...]]:
-    """Open fresh interpreters with the guest in them, and end them."""
+async def guests(sandbox: Sandbox, *roles: Role) -> AsyncIterator[tuple[Guest, ...]]:
+    """Open fresh interpreters with a guest in each, and end them."""
     async with AsyncExitStack() as stack:
         sessions: list[Session] = []
-        for _ in range(number):
+        for _ in roles:
             sessions.append(await sandbox.open_python())
             stack.push_async_callback(sessions[-1].close)
-        yield tuple(map(Guest, sessions))
+        yield tuple(map(Guest, sessions, roles))
 
 
 def read_value(value: Any) -> Any:
@@ -163,11 +167,18 @@ def _find_answer(execution: Execution, mark: str) -> dict[str, Any]:
 
 
 @cache
-def _prelude() -> str:
-    """Write what brings the guest into an interpreter, as a module of its own."""
-    text = (Path(__file__).parent / "guest.py").read_text(encoding="utf-8")
+def _prelude(role: Role) -> str:
+    """Write what brings the guest into an interpreter: its modules, under their own names."""
+    folder = Path(__file__).parent
+    texts = {
+        f"{__package__}.{name}": (folder / f"{name}.py").read_text(encoding="utf-8")
+        for name in ("guest", role)
+    }
     return (
-        "import types as _agentrl_types\n"
-        "_agentrl_grading = _agentrl_types.ModuleType('_agentrl_grading')\n"
-        f"exec(compile({text!r}, 'grading', 'exec'), _agentrl_grading.__dict__)\n"
+        "import sys as _agentrl_sys\n"
+        f"for _agentrl_name, _agentrl_text in {texts!r}.items():\n"
+        "    _agentrl_module = type(_agentrl_sys)(_agentrl_name)\n"
+        "    _agentrl_sys.modules[_agentrl_name] = _agentrl_module\n"
+        "    exec(compile(_agentrl_text, _agentrl_name, 'exec'), _agentrl_module.__dict__)\n"
+        "_agentrl_serve = _agentrl_module.serve\n"
     )

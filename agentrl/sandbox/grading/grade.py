@@ -7,7 +7,7 @@ so they run in a second interpreter, and reach the code only through the host:
     host:       grade() ---- request, answer ----.---- request, answer ----.
                                                  |                         |
     sandbox:                    interpreter with the asserts    interpreter with the code
-                                (guest.Asserter)                (guest.Callee)
+                                (guest_asserter)                (guest_callee)
 
 Exit codes, printed tokens, an overridden `__eq__` or `print`, files and frames of the code's own
 interpreter therefore decide nothing. Every test begins in fresh interpreters.
@@ -154,7 +154,7 @@ async def _run_stdin(code: str, test: StdinTest, sandbox: Sandbox, timeout_s: fl
 
 async def _run_call(code: str, test: CallTest, sandbox: Sandbox, timeout_s: float) -> None:
     clock = Clock(timeout_s)
-    async with guests(sandbox, 1) as (guest,):
+    async with guests(sandbox, "guest_callee") as (guest,):
         await guest.ask("load", code=code, timeout_s=clock.left_s)
         arguments = encode(list(test.arguments), _refuse)
         answer = await guest.ask(
@@ -166,7 +166,7 @@ async def _run_call(code: str, test: CallTest, sandbox: Sandbox, timeout_s: floa
 
 
 async def _run_asserts(code: str, test: AssertTest, sandbox: Sandbox, timeout_s: float) -> None:
-    async with guests(sandbox, 2) as (callee, asserter):
+    async with guests(sandbox, "guest_callee", "guest_asserter") as (callee, asserter):
         await relay_asserts(code, test, callee, asserter, Clock(timeout_s))
 
 

@@ -1,43 +1,36 @@
-"""What runs inside the sandbox when code is graded: the code's side, and the side of the asserts.
+"""What runs inside the sandbox when code is graded: values as JSON, and how requests are answered.
 
-This file is sent as text into two interpreters, which share nothing: one holds the code that is
-graded (`Callee`), the other the test code (`Asserter`), and the host carries requests and answers
-between them. Standard library only; nothing of agentrl can be imported there.
+This file is sent as text into the interpreter with the code (`guest_callee`) and into the one with
+the asserts (`guest_asserter`), which share nothing; the host carries requests and answers between
+them. Standard library only: nothing of agentrl can be imported there. It runs for every test, so
+what takes time to import is imported where it is needed.
 
 What the code's interpreter says is never believed to be more than data: values are rebuilt from
 JSON on the other side, and an object that is no data stays behind a handle, which equals no data,
 whatever its class says.
 """
 
-import ast
-import builtins
-import importlib
-import itertools
+from __future__ import annotations
+
 import json
-import math
-import operator
 import os
 import sys
-import threading
-import types
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from decimal import Decimal
-from fractions import Fraction
-from queue import SimpleQueue
-from typing import Any, cast
+from contextlib import redirect_stdout
 
-MAX_ITEMS = 100_000
-"""Items that are fetched of an iterable which is no data (a generator, say)."""
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+    Json = Any
+
 MAX_TEXT = 500
-
-Json = Any
-Answer = dict[str, Any]
+"""Characters of a message."""
 
 _EXACT_INT = 2**53
-_ALIASES = {"np": "numpy", "pd": "pandas"}
-_JUDGES: dict[str, Any] = {"isclose": math.isclose, "isnan": math.isnan, "isinf": math.isinf}
-"""Names by which asserts judge, and which they often leave to the code's own imports."""
+_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 - pathlib takes time to import
+"""Where goes what is printed on the way: it is no answer, and would use up the room for output.
+Never closed: code keeps `sys.stdout.write`, which it found when it was loaded."""
 
 
 def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
@@ -57,15 +50,13 @@ def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
             kind = next(k for k in (tuple, set, frozenset) if isinstance(value, k))
             return {kind.__name__: items(value)}
         case dict():
-            return {"dict": [items(pair) for pair in cast("dict[Any, Any]", value).items()]}
+            return {"dict": [items(pair) for pair in value.items()]}
         case bytes() | bytearray():
             return {"bytes": bytes(value).hex()}
         case complex():
             return {"complex": [value.real, value.imag]}
-        case Decimal() | Fraction():
-            return {type(value).__name__: str(value)}
         case _:
-            return encode(value.item(), keep) if _is_array_scalar(value) else keep(value)
+            return _encode_rarely(value, keep)
 
 
 def decode(value: Json, handle: Callable[[int, str], Any]) -> Any:
@@ -76,20 +67,36 @@ def decode(value: Json, handle: Callable[[int, str], Any]) -> Any:
         TypeError: likewise.
     """
     if isinstance(value, list):
-        return [decode(item, handle) for item in cast("list[Any]", value)]
+        return [decode(item, handle) for item in value]
     if not isinstance(value, dict):
         return value
-    tagged = cast("dict[str, Any]", value)
-    if "handle" in tagged:
-        return handle(int(tagged["handle"]), str(tagged.get("type", "object")))
-    ((tag, content),) = tagged.items()
+    if "handle" in value:
+        return handle(int(value["handle"]), str(value.get("type", "object")))
+    ((tag, content),) = value.items()
     if tag not in _DECODERS:
         raise ValueError(f"no value: {tag!r}")
     return _DECODERS[tag](content, lambda item: decode(item, handle))
 
 
-def _is_array_scalar(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+def _encode_rarely(value: Any, keep: Callable[[Any], Json]) -> Json:
+    kind = type(value)
+    if (kind.__module__, kind.__name__) in (("decimal", "Decimal"), ("fractions", "Fraction")):
+        return {kind.__name__: str(value)}
+    if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return encode(value.item(), keep)
+    return keep(value)
+
+
+def _decimal(content: Any, _: Any) -> Any:
+    from decimal import Decimal
+
+    return Decimal(content)
+
+
+def _fraction(content: Any, _: Any) -> Any:
+    from fractions import Fraction
+
+    return Fraction(content)
 
 
 _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
@@ -100,265 +107,18 @@ _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "dict": lambda content, item: {item(key): item(held) for key, held in content},
     "bytes": lambda content, _: bytes.fromhex(content),
     "complex": lambda content, _: complex(*content),
-    "Decimal": lambda content, _: Decimal(content),
-    "Fraction": lambda content, _: Fraction(content),
+    "Decimal": _decimal,
+    "Fraction": _fraction,
 }
 
 
-class Callee:
-    """Holds the code that is graded, and does what is asked of it."""
-
-    def __init__(self) -> None:
-        self._module = types.ModuleType("solution")
-        self._kept: list[Any] = []
-        self._operations: dict[str, Callable[..., Any]] = {
-            "bool": bool,
-            "call": lambda function, args, kwargs: function(*args, **kwargs),
-            "eq": operator.eq,
-            "getattr": getattr,
-            "getitem": operator.getitem,
-            "len": len,
-            "list": lambda value: list(itertools.islice(value, MAX_ITEMS)),
-            "setattr": setattr,
-            "str": str,
-        }
-
-    def load(self, code: str) -> None:
-        """Run the code as a module that is not the main one."""
-        sys.modules["solution"] = self._module
-        with suppress(SystemExit):  # it had come to its end
-            exec(compile(code, "solution.py", "exec"), self._module.__dict__)
-
-    def names(self, names: list[str]) -> Json:
-        """Give what the code defines of some names."""
-        known = vars(self._module)
-        return self._write({name: known[name] for name in names if name in known})
-
-    def function(self, name: str, args: Json) -> Json:
-        """Call a function by name; a method of a class `Solution` counts as one."""
-        known = vars(self._module)
-        found = known.get(name)
-        if found is None and "Solution" in known:
-            found = getattr(known["Solution"](), name)
-        if found is None:
-            raise NameError(f"name {name!r} is not defined")
-        return self._write(found(*self._read(args)))
-
-    def do(self, operation: str, args: Json) -> Json:
-        """Do one thing to what is kept here, or to data."""
-        return self._write(self._operations[operation](*self._read(args)))
-
-    def _read(self, args: Json) -> Any:
-        return decode(args, lambda index, _: self._kept[index])
-
-    def _write(self, value: Any) -> Json:
-        return encode(value, self._keep)
-
-    def _keep(self, value: Any) -> Json:
-        self._kept.append(value)
-        return {"handle": len(self._kept) - 1, "type": type(value).__name__}
-
-
-class UngradableError(Exception):
-    """A test that cannot be carried out across two interpreters."""
-
-
-class Asserter:
-    """Runs test code on a thread, which waits wherever it needs something of the graded code."""
-
-    def __init__(self) -> None:
-        self._requests: SimpleQueue[Answer] = SimpleQueue()
-        self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._last = ""
-        self._ungradable = ""
-
-    def begin(self, source: str, entry_point: str | None) -> Answer:
-        """Start the tests, and give their first request or their verdict."""
-        run = threading.Thread(target=self._run, args=(source, entry_point), daemon=True)
-        run.start()
-        return self._requests.get()
-
-    def go_on(self, answer: Answer) -> Answer:
-        """Hand an answer over, and give the next request or the verdict."""
-        self._answers.put(answer)
-        return self._requests.get()
-
-    def ask(self, operation: str, *args: Any) -> Any:
-        """Have something done in the other interpreter. Called on the tests' thread."""
-        found = self._ask({"ask": "do", "operation": operation, "args": self._write(list(args))})
-        if operation == "call":
-            self._last = f"{_call_text(args)} gave {found!r:.{MAX_TEXT}}"
-        return found
-
-    def _run(self, source: str, entry_point: str | None) -> None:
-        num_names, error = 0, ""
-        try:
-            _check_readable(source, entry_point)
-            namespace = self._namespace(source, entry_point)
-            num_names = len(namespace)
-            self._execute(source, entry_point, namespace)
-        except UngradableError as broken:
-            self._ungradable = str(broken)
-        except BaseException as raised:  # noqa: BLE001 - whatever a test raises is its verdict
-            error = f"{type(raised).__name__}: {raised}"[:MAX_TEXT].rstrip(": ")
-        if not error and not num_names:
-            self._ungradable = self._ungradable or "the tests use nothing that the code defines"
-        verdict = {"error": error, "last": self._last, "ungradable": self._ungradable}
-        self._requests.put({"verdict": not error and not self._ungradable, **verdict})
-
-    def _namespace(self, source: str, entry_point: str | None) -> dict[str, Any]:
-        """Fetch those names of the tests that the code defines."""
-        wanted = sorted(_free_names(source) | ({entry_point} if entry_point else set()))
-        return self._ask({"ask": "names", "names": wanted})
-
-    def _execute(self, source: str, entry_point: str | None, found: dict[str, Any]) -> None:
-        namespace = {"__name__": "tests", **_imported(source), **_JUDGES, **found}
-        if entry_point is not None and entry_point not in found:
-            raise NameError(f"name {entry_point!r} is not defined")
-        before = set(namespace)
-        exec(compile(source, "tests.py", "exec"), namespace)
-        if entry_point is not None:
-            namespace["check"](namespace[entry_point])
-        for name in [name for name in namespace if name.startswith("test_")]:
-            if name not in before and callable(namespace[name]):
-                namespace[name]()
-
-    def _ask(self, request: Answer) -> Any:
-        self._requests.put(request)
-        answer = self._answers.get()
-        if "error" in answer:
-            raise _rebuilt(str(answer["error"]), str(answer.get("message", "")))
-        return decode(answer["value"], lambda index, kind: Remote(self, index, kind))
-
-    def _write(self, value: Any) -> Json:
-        def keep(value: Any) -> Json:
-            if isinstance(value, Remote):
-                return value.agentrl_handle
-            self._ungradable = f"the tests hand over a {type(value).__name__}, which is no data"
-            raise UngradableError(self._ungradable)
-
-        return encode(value, keep)
-
-
-class Remote:
-    """Stands in the tests for an object of the graded code that is no data."""
-
-    def __init__(self, asserter: Asserter, index: int, kind: str) -> None:
-        self.__dict__.update(agentrl_ask=asserter.ask, agentrl_handle={"handle": index})
-        self.__dict__["agentrl_kind"] = kind
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it over there."""
-        return self.agentrl_ask("call", self, list(args), kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return self.agentrl_ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.agentrl_ask("setattr", self, name, value)
-
-    def __iter__(self) -> Any:
-        return iter(self.agentrl_ask("list", self))
-
-    def __contains__(self, item: Any) -> bool:
-        return item in list(self)  # and not what its class says
-
-    def __len__(self) -> int:
-        return int(self.agentrl_ask("len", self))
-
-    def __bool__(self) -> bool:
-        return bool(self.agentrl_ask("bool", self))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.agentrl_ask("getitem", self, index)
-
-    def __eq__(self, other: object) -> bool:
-        """Equal no data: what its class says counts only between two objects of the code."""
-        if not isinstance(other, Remote):
-            return False
-        return self.agentrl_ask("eq", self, other) is True
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __str__(self) -> str:
-        return str(self.agentrl_ask("str", self))
-
-    def __repr__(self) -> str:
-        return f"<{self.agentrl_kind}>"
-
-
-def _check_readable(source: str, entry_point: str | None) -> None:
-    """Tell tests that are wrong in themselves from those that the code does not pass."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError as error:
-        raise UngradableError(f"the tests cannot be read: {error}") from None
-    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    if entry_point is not None and "check" not in functions:
-        raise UngradableError("the tests define no function check")
-
-
-def _free_names(source: str) -> set[str]:
-    """Collect the names that tests read and that neither Python nor a library gives them."""
-    read = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    return read - set(dir(builtins)) - set(_JUDGES) - set(_imported(source))
-
-
-def _imported(source: str) -> dict[str, Any]:
-    """Import the modules that tests use and leave to the code to import (`math.isclose`).
-
-    Taken from the code, they would be whatever the code says.
-    """
-    nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    found: dict[str, Any] = {}
-    for name in names:
-        if name in sys.stdlib_module_names or name in _ALIASES:
-            try:
-                found[name] = importlib.import_module(_ALIASES.get(name, name))
-            except ImportError:
-                continue
-    return found
-
-
-def _rebuilt(name: str, message: str) -> Exception:
-    """Make the exception anew, where it is one of Python's own."""
-    kind = vars(builtins).get(name)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
-            return kind(message)
-        except TypeError:  # UnicodeDecodeError and the like take more
-            return RuntimeError(f"{name}: {message}")
-    return RuntimeError(f"{name}: {message}")
-
-
-def _call_text(args: tuple[Any, ...]) -> str:
-    _, positional, named = args
-    shown = [repr(value) for value in positional] + [f"{k}={v!r}" for k, v in named.items()]
-    return f"the call with ({', '.join(shown)})"[:MAX_TEXT]
-
-
-_CALLEE = Callee()
-_ASSERTER = Asserter()
-_ROLES: dict[str, Callable[..., Any]] = {
-    "load": _CALLEE.load,
-    "names": _CALLEE.names,
-    "function": _CALLEE.function,
-    "do": _CALLEE.do,
-    "begin": _ASSERTER.begin,
-    "go_on": _ASSERTER.go_on,
-}
-
-
-def serve(mark: str, request: str) -> None:
+def answer_request(roles: Mapping[str, Callable[..., Any]], mark: str, request: str) -> None:
     """Do what the host asks, and print one line that begins with `mark`."""
     out = sys.stdout
     asked = json.loads(request)
     try:
-        # What is printed on the way is no answer, and would use up the room for output.
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            answer = {"value": _ROLES[asked.pop("ask")](**asked)}
+        with redirect_stdout(_NOWHERE):
+            answer = {"value": roles[asked.pop("ask")](**asked)}
         line = json.dumps(answer)
     except BaseException as error:  # noqa: BLE001 - whatever it raises is its answer
         line = json.dumps({"error": type(error).__name__, "message": _message(error)})
