@@ -9,8 +9,12 @@ from agentrl.sandbox.records import Execution
 class Session(Protocol):
     """One request's place in a sandbox: files, and for Python names, stay from call to call."""
 
-    async def run(self, source: str, *, timeout_s: float | None = None) -> Execution:
+    async def run(
+        self, source: str, *, timeout_s: float | None = None, echo: bool = False
+    ) -> Execution:
         """Run Python code, or a shell script, behind what ran before.
+
+        With `echo`, the value of a last expression of Python is printed, as in a notebook.
 
         What kills the interpreter ends its state: the next call begins in a new one, with the
         files that are left, and its `stderr` says so. Cancelling kills what runs.

@@ -103,13 +103,16 @@ class LocalSession:
         self._was_lost = self._is_closed = False
         self._turn = asyncio.Lock()
 
-    async def run(self, source: str, *, timeout_s: float | None = None) -> Execution:
+    async def run(
+        self, source: str, *, timeout_s: float | None = None, echo: bool = False
+    ) -> Execution:
         """Run code behind what ran before; see `Session.run`."""
         async with self._turn:
             note = await self._prepare()
             assert self._guest is not None
-            ask = self._sandbox.as_ask({"op": self._op, "source": source, "note": note}, timeout_s)
-            return await self._guest.ask(ask)
+            record: dict[str, object] = {"op": self._op, "source": source, "note": note}
+            record["echo"] = echo
+            return await self._guest.ask(self._sandbox.as_ask(record, timeout_s))
 
     async def _prepare(self) -> str:
         """Have a guest; say what the code should know of it."""

@@ -1,5 +1,6 @@
 """One Python interpreter with one set of names, in a process of its own."""
 
+import _ast
 import json
 import linecache
 import os
@@ -7,8 +8,8 @@ import select
 import sys
 import traceback
 from contextlib import suppress
-from types import ModuleType
-from typing import Any, NoReturn
+from types import CodeType, ModuleType
+from typing import Any, NoReturn, cast
 
 from frames import HEAD, read_frame, write_frame
 from limits import Limits, become, how_it_died
@@ -52,7 +53,8 @@ class Interpreter:
         self._said = None
         watch = Watch(self._outputs, asked["timeout_s"], self._limits, answers=self._answers)
         with suppress(BrokenPipeError):  # it died between two calls: its answers' end tells
-            write_frame(self._requests, {"number": self._number, "source": asked["source"]})
+            record = {"source": asked["source"], "echo": asked.get("echo", False)}
+            write_frame(self._requests, {"number": self._number, **record})
         watch.until(self._has_answered)
         told = watch.told()
         end, words = self._said or self._died(watch)
@@ -144,18 +146,22 @@ class _Inside:
         names = vars(main)
         pid = os.getpid()
         while (asked := read_frame(self._requests)) is not None:
-            end, error = _execute(asked["source"], names, self._limits["hidden"])
+            end, error = _execute(asked, names, self._limits["hidden"])
             if os.getpid() != pid:
                 os._exit(0)  # the code forked, and this is the copy
             write_frame(self._answers, {"number": asked["number"], "end": end, "error": error})
         os._exit(0)
 
 
-def _execute(source: str, names: dict[str, Any], hidden: list[tuple[str, str]]) -> tuple[str, str]:
+def _execute(
+    asked: dict[str, Any], names: dict[str, Any], hidden: list[tuple[str, str]]
+) -> tuple[str, str]:
+    source = asked["source"]
     # For the lines that a traceback shows.
     linecache.cache[_SOURCE] = (len(source), None, source.splitlines(keepends=True), _SOURCE)
     try:
-        exec(compile(source, _SOURCE, "exec"), names)
+        for code in _compiled(source, echo=asked["echo"]):
+            exec(code, names)
     except SystemExit as error:
         return ("ok", "") if error.code in (None, 0) else ("error", f"SystemExit: {error.code}\n")
     except BaseException as error:  # noqa: BLE001 - the boundary round the code
@@ -163,6 +169,16 @@ def _execute(source: str, names: dict[str, Any], hidden: list[tuple[str, str]]) 
     finally:
         _flush()
     return "ok", ""
+
+
+def _compiled(source: str, *, echo: bool) -> list[CodeType]:
+    """Compile a source; with `echo` its last expression by itself, so that its value is printed."""
+    if not echo:
+        return [compile(source, _SOURCE, "exec")]
+    tree = cast("_ast.Module", compile(source, _SOURCE, "exec", _ast.PyCF_ONLY_AST))
+    last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], _ast.Expr) else []
+    shown = compile(_ast.Interactive(body=last), _SOURCE, "single")
+    return [compile(tree, _SOURCE, "exec"), shown]
 
 
 def _flush() -> None:
@@ -173,7 +189,9 @@ def _flush() -> None:
 
 def _shown(error: BaseException, hidden: list[tuple[str, str]]) -> str:
     """Show a traceback from the code's own lines on, without paths of the machine."""
-    behind = error.__traceback__.tb_next if error.__traceback__ else None
+    behind = error.__traceback__
+    while behind is not None and behind.tb_frame.f_code.co_filename != _SOURCE:
+        behind = behind.tb_next
     try:
         text = "".join(traceback.format_exception(type(error), error, behind))
     except BaseException as broken:  # noqa: BLE001 - the code made this error
