@@ -2,31 +2,24 @@
 
 import json
 from collections.abc import AsyncIterator
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest_asyncio
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import DataError
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.fusion import FusionSandbox
 from agentrl.sandbox.grading import (
-    AssertTest,
-    CallTest,
     Grade,
     GradingLimits,
-    StdinTest,
     grade,
-    last_code_block,
     read_tests,
 )
-from agentrl.sandbox.grading.compare import same_text, same_value
-from agentrl.sandbox.grading.guest import decode, encode
 from tests.fakes_fusion import fusion_service
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SUM = "print(sum(map(int, input().split())))"
 DOUBLE = (
@@ -35,9 +28,9 @@ DOUBLE = (
 CALLS = {"fn_name": "double", "inputs": [[2], ["a"], [[1]]], "outputs": [4, ["aa"], [1, 1]]}
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def sandbox() -> AsyncIterator[Sandbox]:
-    made = make_sandbox(SandboxConfig())
+    made = make_sandbox(SandboxConfig(num_warm=4))
     yield made
     await made.close()
 
@@ -107,6 +100,7 @@ CONSTANT = (1, {2}, {"a": b"b"})
         "assert [p.x for p in points(3)] == [0, 1, 2]",
         "s = Stack()\ns.push('a')\ns.push(Point(5))\nassert len(s) == 2 and s[1].x == 5 and s",
         "assert not Stack()",
+        "it = points(1)\nassert next(it).x == 0 and next(it, None) is None",
         "assert CONSTANT == (1, {2}, {'a': b'b'})",
         "try:\n    refuse(3)\n    1 / 0\nexcept ValueError as e:\n    assert str(e) == 'no 3'",
         "def test_it():\n    assert Point(1).x == 1",
@@ -196,6 +190,18 @@ HOSTILE = {
         "operator.eq = lambda a, b: True\njson.dumps = lambda *a, **k: 'true'\n"
         "def double(x):\n    return None"
     ),
+    "gives more names than it was asked for": (
+        "import sys\nframe = sys._getframe()\n"
+        "def names(names):\n"
+        "    return {'dict': [[n, {'handle': 0}] for n in [*names, 'sorted', 'dict', 'len']]}\n"
+        "while frame:\n"
+        "    if '_CALLEE' in frame.f_globals:\n"
+        "        frame.f_globals['_ROLES']['names'] = names\n"
+        "        frame.f_globals['_CALLEE']._kept.append(lambda *a: 7)\n"
+        "    frame = frame.f_back"
+    ),
+    "ends the loops of the tests": "def double(x):\n    raise StopIteration",
+    "returns a number that nobody can write": "def double(x):\n    return 10 ** 9999",
     "looks for what is expected": (
         "import gc, os, sys\n"
         "found = [o for o in gc.get_objects() if isinstance(o, (list, tuple)) and 'aa' in o[:9]]\n"
@@ -210,13 +216,14 @@ HOSTILE = {
         "def double(x):\n    deep = []\n    for _ in range(100000): deep = [deep]\n    return deep"
     ),
     "returns itself": "def double(x):\n    a = []\n    a.append(a)\n    return a",
-    "returns far too much": "def double(x):\n    return list(range(10**6))",
+    "returns far too much": "def double(x):\n    return list(range(10**5))",
     "raises AssertionError without text": "def double(x):\n    raise AssertionError",
     "is no code": "I would double it.",
     "is nothing": "",
 }
 JUDGED_BY_THE_CODE = "def isclose(*a, **k):\n    return True\nclass math:\n    isclose = isclose\n"
-TESTS = {
+LOOP = "for got, want in zip(map(double, [1, 2]), [2, 4]):\n    assert sorted([got]) == [want]"
+TESTS: dict[str, Any] = {
     "calls": CALLS,
     "asserts": [
         "assert double(2) == 4",
@@ -230,7 +237,7 @@ TESTS = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_code_passes_by_saying_so(sandbox: Sandbox, name: str):
-    found = await graded(HOSTILE[name], TESTS["asserts"][:1], sandbox, test_timeout_s=3)
+    found = await graded(HOSTILE[name], [LOOP], sandbox, test_timeout_s=3)
     assert found.num_passed == 0, found.reports
 
 
@@ -277,6 +284,7 @@ async def test_limits_say_how_many_tests_are_run(sandbox: Sandbox):
         ["assert double(lambda x: x) == 1"],
         ["assert double(2 ="],
         {"test": "assert double(2) == 4", "entry_point": "double"},
+        "import pytest\nassert double(1) == 2",
         "class TestIt:\n    def test_it(self):\n        assert True",
     ],
 )
@@ -288,152 +296,8 @@ async def test_tests_that_grade_nothing_are_the_rows_fault(sandbox: Sandbox, tes
 async def test_a_service_grades_too():
     async with fusion_service() as service:
         remote = FusionSandbox(SandboxConfig(provider="sandbox_fusion", url=service.url))
-        for tests in (CALLS, {"test": CHECK, "entry_point": "double"}, ["assert double(1) == 2"]):
+        one = {"fn_name": "double", "inputs": [[2]], "outputs": [4]}
+        for tests in (one, ["assert double(1) == 2"]):
             assert (await graded(DOUBLE, tests, remote)).passed_all
         assert not (await graded(DOUBLE, ["assert double(1) == 3"], remote)).passed_all
         await remote.close()
-
-
-@pytest.mark.parametrize(
-    ("ground_truth", "tests"),
-    [
-        ({"inputs": [["a", "b"]], "outputs": [["c"]]}, [StdinTest("a\nb", "c")]),
-        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, [CallTest("f", [1, 2], 3)]),
-        (
-            {"inputs": ["[1]\n'x'"], "outputs": ["[2]"], "fn_name": "f"},
-            [CallTest("f", [[1], "x"], [2])],
-        ),
-        ('["assert f(1)"]', [AssertTest("assert f(1)")]),
-        ("assert f(1)\nassert f(2)", [AssertTest("assert f(1)\nassert f(2)")]),
-        (
-            {"test_list": ["assert f()"], "test_setup_code": "import re"},
-            [AssertTest("import re\nassert f()")],
-        ),
-        ({"assert_case": ["assert f()"], "fn_name": None}, [AssertTest("assert f()")]),
-        ([{"input": "1", "output": "2"}], [StdinTest("1", "2")]),
-        ({"test": "def check(c): ...", "entry_point": "f"}, [AssertTest("def check(c): ...", "f")]),
-    ],
-)
-def test_tests_are_read_as_data_sets_write_them(ground_truth: Any, tests: list[Any]):
-    assert list(read_tests(ground_truth)) == tests
-    if not isinstance(ground_truth, str):
-        assert list(read_tests(json.dumps(ground_truth))) == tests
-
-
-@pytest.mark.parametrize(
-    "ground_truth",
-    [
-        None,
-        "",
-        "42",
-        7,
-        [],
-        [3],
-        {},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": [], "outputs": []},
-    ],
-)
-def test_what_holds_no_tests_is_refused(ground_truth: Any):
-    with pytest.raises(DataError) as error:
-        read_tests(ground_truth)
-    assert "asserts" in str(error.value) or "as many" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("got", "expected", "same"),
-    [
-        ("1\n2 \n\n", "1\n2", True),
-        ("1 2", "1\n2", False),
-        ("0.3333333333", "0.33333333334", True),
-        ("2.50", "2.5", True),
-        ("1000000", "1000001", False),
-        ("1e3", "1000", True),
-        ("YES", "yes", False),
-        ("nan", "1", False),
-        ("", "", True),
-        ("", "0", False),
-        ("a  b", "a b", True),
-    ],
-)
-def test_outputs_are_compared_as_contests_do(got: str, expected: str, *, same: bool):
-    assert same_text(got, expected) is same
-
-
-@pytest.mark.parametrize(
-    ("got", "expected", "same"),
-    [
-        ((1, [2]), [1, [2]], True),
-        ({1: "a"}, {"1": "a"}, True),
-        ({1: "a"}, {"1": "b"}, False),
-        (0.1 + 0.2, 0.3, True),
-        ("0.3", 0.3, False),
-        (10**400, 1.0, False),
-        (None, [], False),
-        ([1, 2], [1], False),
-    ],
-)
-def test_values_are_compared_as_data_sets_write_them(got: Any, expected: Any, *, same: bool):
-    assert same_value(got, expected) is same
-
-
-leaves = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.text(),
-    st.binary(),
-    st.decimals(allow_nan=False),
-    st.fractions(),
-    st.complex_numbers(allow_nan=False),
-)
-plain = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(st.text() | st.integers(), inner, max_size=4),
-        st.frozensets(st.integers() | st.text(), max_size=4),
-        st.sets(st.integers(), max_size=4),
-    ),
-    max_leaves=12,
-)
-
-
-@given(plain)
-def test_data_goes_through_whole(value: Any):
-    def refuse(value: Any) -> Any:
-        raise AssertionError(value)
-
-    written = json.loads(json.dumps(encode(value, refuse)))
-    again = decode(written, lambda index, kind: None)
-    assert again == value
-    assert type(again) is type(value)
-
-
-def test_what_is_no_data_stays_behind_a_handle():
-    written = encode([object(), Decimal(1), Fraction(1, 2)], lambda value: {"handle": 3})
-    assert decode(written, lambda index, kind: (index, kind)) == [
-        (3, "object"),
-        Decimal(1),
-        Fraction(1, 2),
-    ]
-    with pytest.raises(ValueError, match="no value"):
-        decode({"exec": "1"}, lambda index, kind: None)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("```python\nx = 1\n```", "x = 1"),
-        ("```\na\n```\nand\n```py\nb\n```\nend", "b"),
-        ("```python\na\n```\n```json\n{}\n```", "a"),
-        ("```python\ncut off", "cut off"),
-        ("  ```Python\n  a\n  ```", "  a"),
-        ("no code", None),
-        ("", None),
-    ],
-)
-def test_the_last_block_of_python_is_the_code(text: str, code: str | None):
-    assert last_code_block(text) == code

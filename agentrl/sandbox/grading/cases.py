@@ -67,11 +67,20 @@ def read_tests(ground_truth: Any) -> tuple[TestCase, ...]:
 
 def _decoded(value: Any) -> Any:
     if not isinstance(value, str):
-        return value.tolist() if type(value).__module__ == "numpy" else value
+        return _plain(value)
     try:
         return json.loads(value)
     except ValueError:
         return [value] if "assert" in value else None
+
+
+def _plain(value: Any) -> Any:
+    """Make lists of the arrays of which Parquet is read."""
+    if isinstance(value, Mapping):
+        return {key: _plain(held) for key, held in cast("Mapping[str, Any]", value).items()}
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
+    return [_plain(item) for item in cast("list[Any]", value)] if _is_list(value) else value
 
 
 def _read(tests: Any) -> Iterator[TestCase]:
@@ -127,14 +136,18 @@ def _text(value: Any) -> str:
     """Read a text; some data sets keep it as a list of lines."""
     if isinstance(value, str):
         return value
-    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return "\n".join(map(str, cast("list[Any]", value))) if _is_list(value) else str(value)
 
 
 def _arguments(given: Any) -> Sequence[Any]:
     """Read the arguments of one call; a text holds one on each line."""
     if isinstance(given, str):
         return [_value(line) for line in given.splitlines() if line.strip()]
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(cast("list[Any]", given)) if _is_list(given) else [given]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _value(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -113,7 +113,7 @@ class Clock:
 
 
 @asynccontextmanager
-async def guests(sandbox: Sandbox, *roles: Role) -> AsyncIterator[tuple[Guest, ...]]:
+async def guests(sandbox: Sandbox, *roles: Role) -> AsyncGenerator[tuple[Guest, ...]]:
     """Open fresh interpreters with a guest in each, and end them."""
     async with AsyncExitStack() as stack:
         sessions: list[Session] = []
@@ -133,6 +133,14 @@ def read_value(value: Any) -> Any:
         return decode(value, lambda _, kind: Opaque(kind))
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise TestFailure("what it returned cannot be read") from error
+
+
+def show_value(value: Any) -> str:
+    """Show a value, which may be too large to be shown."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # Python writes no integer of thousands of digits
+        return f"<{type(value).__name__}, too large to show>"
 
 
 def check_end(execution: Execution) -> None:

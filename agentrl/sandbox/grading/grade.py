@@ -22,7 +22,14 @@ from agentrl.errors import DataError
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.grading.cases import AssertTest, CallTest, StdinTest, TestCase
 from agentrl.sandbox.grading.compare import same_text, same_value
-from agentrl.sandbox.grading.exchange import Clock, TestFailure, check_end, guests, read_value
+from agentrl.sandbox.grading.exchange import (
+    Clock,
+    TestFailure,
+    check_end,
+    guests,
+    read_value,
+    show_value,
+)
 from agentrl.sandbox.grading.guest import encode
 from agentrl.sandbox.grading.relay import relay_asserts
 
@@ -162,7 +169,7 @@ async def _run_call(code: str, test: CallTest, sandbox: Sandbox, timeout_s: floa
         )
     value = read_value(answer)
     if not _is_expected(value, test.expected):
-        raise TestFailure(repr(value))
+        raise TestFailure(show_value(value))
 
 
 async def _run_asserts(code: str, test: AssertTest, sandbox: Sandbox, timeout_s: float) -> None:
@@ -194,8 +201,8 @@ def _describe(test: TestCase) -> tuple[str, str]:
         case StdinTest():
             return _shown(test.stdin), _shown(test.expected)
         case CallTest():
-            arguments = ", ".join(map(repr, test.arguments))
-            return _shown(f"{test.function}({arguments})"), _shown(repr(test.expected))
+            arguments = ", ".join(map(show_value, test.arguments))
+            return _shown(f"{test.function}({arguments})"), _shown(show_value(test.expected))
         case AssertTest(source, None):
             return _shown(source), ""
         case AssertTest(_, entry_point):

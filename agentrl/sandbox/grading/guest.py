@@ -1,3 +1,5 @@
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false
 """What runs inside the sandbox when code is graded: values as JSON, and how requests are answered.
 
 This file is sent as text into the interpreter with the code (`guest_callee`) and into the one with
@@ -46,9 +48,12 @@ def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
             return int(value) if abs(value) < _EXACT_INT else {"int": hex(value)}
         case list():
             return items(value)
-        case tuple() | set() | frozenset():
-            kind = next(k for k in (tuple, set, frozenset) if isinstance(value, k))
-            return {kind.__name__: items(value)}
+        case tuple():
+            return {"tuple": items(value)}
+        case set():
+            return {"set": items(value)}
+        case frozenset():
+            return {"frozenset": items(value)}
         case dict():
             return {"dict": [items(pair) for pair in value.items()]}
         case bytes() | bytearray():

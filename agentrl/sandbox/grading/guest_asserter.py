@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
+import importlib.util
 import math
 import sys
 import threading
+from contextlib import suppress
 from queue import SimpleQueue
 
 from agentrl.sandbox.grading.guest import MAX_TEXT, answer_request, decode, encode
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Answer = dict[str, Any]
 
 _ALIASES = {"np": "numpy", "pd": "pandas"}
+sys.set_int_max_str_digits(0)  # for what is shown; the code has Python's own limit
 _JUDGES: dict[str, Any] = {"isclose": math.isclose, "isnan": math.isnan, "isinf": math.isinf}
 """Names by which asserts judge, and which they often leave to the code's own imports."""
 
@@ -74,11 +76,15 @@ class Asserter:
 
     def _namespace(self, source: str, entry_point: str | None) -> dict[str, Any]:
         """Fetch those names of the tests that the code defines."""
-        wanted = sorted(_free_names(source) | ({entry_point} if entry_point else set()))
-        return self._ask({"ask": "names", "names": wanted})
+        wanted = _free_names(source)
+        if entry_point is not None:
+            wanted.add(entry_point)
+        found = self._ask({"ask": "names", "names": sorted(wanted)})
+        # Hostile code may give more than it was asked for: its own `set` or `isclose`, say.
+        return {name: value for name, value in dict(found).items() if name in wanted}
 
     def _execute(self, source: str, entry_point: str | None, found: dict[str, Any]) -> None:
-        namespace = {"__name__": "tests", **_imported(source), **_JUDGES, **found}
+        namespace: dict[str, Any] = {"__name__": "tests", **_imported(source), **_JUDGES, **found}
         if entry_point is not None and entry_point not in found:
             raise NameError(f"name {entry_point!r} is not defined")
         before = set(namespace)
@@ -110,8 +116,9 @@ class Remote:
     """Stands in the tests for an object of the graded code that is no data."""
 
     def __init__(self, asserter: Asserter, index: int, kind: str) -> None:
-        self.__dict__.update(agentrl_ask=asserter.ask, agentrl_handle={"handle": index})
-        self.__dict__["agentrl_kind"] = kind
+        # Not by assignment, which is one of an attribute over there.
+        own: dict[str, Any] = {"agentrl_ask": asserter.ask, "agentrl_kind": kind}
+        self.__dict__.update(own, agentrl_handle={"handle": index})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it over there."""
@@ -125,6 +132,14 @@ class Remote:
 
     def __iter__(self) -> Any:
         return iter(self.agentrl_ask("list", self))
+
+    def __next__(self) -> Any:
+        try:
+            return self.agentrl_ask("next", self)
+        except RuntimeError as error:
+            if str(error).startswith("StopIteration"):
+                raise StopIteration from None
+            raise
 
     def __contains__(self, item: Any) -> bool:
         return item in list(self)  # and not what its class says
@@ -160,38 +175,52 @@ def _check_readable(source: str, entry_point: str | None) -> None:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise UngradableError(f"the tests cannot be read: {error}") from None
+    for name in _imports(body):
+        if importlib.util.find_spec(name) is None:
+            raise UngradableError(f"the tests import {name}, which the sandbox does not have")
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     if entry_point is not None and "check" not in functions:
         raise UngradableError("the tests define no function check")
 
 
+def _imports(body: list[ast.stmt]) -> set[str]:
+    """Collect the packages that tests import themselves."""
+    nodes = list(ast.walk(ast.Module(body, type_ignores=[])))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names} - {""}
+
+
 def _free_names(source: str) -> set[str]:
     """Collect the names that tests read and that neither Python nor a library gives them."""
     read = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    return read - set(dir(builtins)) - set(_JUDGES) - set(_imported(source))
+    return read - set(dir(builtins)) - set(_JUDGES) - _library_names(source)
 
 
-def _imported(source: str) -> dict[str, Any]:
-    """Import the modules that tests use and leave to the code to import (`math.isclose`).
+def _library_names(source: str) -> set[str]:
+    """Collect the modules that tests use, and may leave to the code to import (`math.isclose`).
 
     Taken from the code, they would be whatever the code says.
     """
     nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return {name for name in names if name in sys.stdlib_module_names or name in _ALIASES}
+
+
+def _imported(source: str) -> dict[str, Any]:
+    """Import the libraries that the tests use; one that is not there is missing in the tests."""
     found: dict[str, Any] = {}
-    for name in names:
-        if name in sys.stdlib_module_names or name in _ALIASES:
-            try:
-                found[name] = importlib.import_module(_ALIASES.get(name, name))
-            except ImportError:
-                continue
+    for name in _library_names(source):
+        with suppress(ImportError):
+            found[name] = importlib.import_module(_ALIASES.get(name, name))
     return found
 
 
 def _rebuilt(name: str, message: str) -> Exception:
     """Make the exception anew, where it is one of Python's own."""
     kind = vars(builtins).get(name)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    # One that stops an iteration would end a loop of the tests before they have looked.
+    if isinstance(kind, type) and issubclass(kind, Exception) and "Iteration" not in name:
         try:
             return kind(message)
         except TypeError:  # UnicodeDecodeError and the like take more

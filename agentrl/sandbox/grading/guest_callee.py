@@ -11,7 +11,8 @@ from agentrl.sandbox.grading.guest import answer_request, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from types import ModuleType
     from typing import Any
 
     Json = Any
@@ -24,16 +25,17 @@ class Callee:
     """Holds the code that is graded, and does what is asked of it."""
 
     def __init__(self) -> None:
-        self._module = type(sys)("solution")
+        self._module: ModuleType = type(sys)("solution")
         self._kept: list[Any] = []
         self._operations: dict[str, Callable[..., Any]] = {
             "bool": bool,
-            "call": lambda function, args, kwargs: function(*args, **kwargs),
+            "call": _call,
             "eq": operator.eq,
             "getattr": getattr,
             "getitem": operator.getitem,
             "len": len,
-            "list": lambda value: list(itertools.islice(value, MAX_ITEMS)),
+            "list": _first_items,
+            "next": next,
             "setattr": setattr,
             "str": str,
         }
@@ -46,12 +48,12 @@ class Callee:
 
     def names(self, names: list[str]) -> Json:
         """Give what the code defines of some names."""
-        known = vars(self._module)
+        known: dict[str, Any] = vars(self._module)
         return self._write({name: known[name] for name in names if name in known})
 
     def function(self, name: str, args: Json) -> Json:
         """Call a function by name; a method of a class `Solution` counts as one."""
-        known = vars(self._module)
+        known: dict[str, Any] = vars(self._module)
         found = known.get(name)
         if found is None and "Solution" in known:
             found = getattr(known["Solution"](), name)
@@ -72,6 +74,14 @@ class Callee:
     def _keep(self, value: Any) -> Json:
         self._kept.append(value)
         return {"handle": len(self._kept) - 1, "type": type(value).__name__}
+
+
+def _call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _first_items(values: Iterable[Any]) -> list[Any]:
+    return list(itertools.islice(values, MAX_ITEMS))
 
 
 _CALLEE = Callee()
