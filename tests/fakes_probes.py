@@ -3,15 +3,22 @@
 `docs/trust.md` prints the probes with what was measured; a test compares the two.
 """
 
-from collections.abc import Callable
+import asyncio
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.sandbox import Execution, ExecutionEnd
+from agentrl.config.sandbox_schema import SandboxConfig, SandboxProviderName
+from agentrl.sandbox import Execution, ExecutionEnd, Sandbox, make_sandbox
 
 MIB = 1024**2
 LIMITS = SandboxConfig(
-    timeout_s=8.0,
+    timeout_s=5.0,
     cpu_s=30,
     memory_bytes=192 * MIB,
     max_processes=8,
@@ -42,7 +49,6 @@ class Host:
 import ctypes, os, signal, socket, sys, time
 PID, SECRET, OUTSIDE = {self.pid}, {self.secret!r}, {self.outside!r}
 TCP, UDP, PATH, ABSTRACT = {self.tcp_port}, {self.udp_port}, {self.socket_path!r}, {self.abstract!r}
-PROBE_NAME = "AGENTRL_PROBE"
 MEMORY, DISK = {LIMITS.memory_bytes}, {LIMITS.disk_bytes}
 PROCESSES, FILES = {LIMITS.max_processes}, {LIMITS.max_open_files}
 libc = ctypes.CDLL(None, use_errno=True)
@@ -98,10 +104,9 @@ PROBES = (
     Probe(
         "environ",
         "read the trainer's environment",
-        "names = [repr(dict(os.environ))]\n"
-        "for pid in (1, PID, os.getppid()):\n"
-        "    goes(lambda: names.append(open(f'/proc/{pid}/environ').read()))\n"
-        "reached(PROBE_NAME in ''.join(names))",
+        "ours = {'PATH', 'HOME', 'TMPDIR', 'LANG', 'LC_CTYPE', 'PYTHONDONTWRITEBYTECODE', 'PWD'}\n"
+        "print(set(os.environ) - ours)\n"
+        "reached(set(os.environ) - ours or goes(lambda: open(f'/proc/{PID}/environ').read()))",
     ),
     Probe(
         "processes",
@@ -200,7 +205,7 @@ PROBES = (
         "for _ in range(6):\n"
         "    if os.fork() == 0:\n"
         "        mine = b'x' * (MEMORY // 2)\n"
-        "        time.sleep(3)\n"
+        "        time.sleep(1.5)\n"
         "        os._exit(7)\n"
         "codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(6)]\n"
         "reached(codes.count(7) * (MEMORY // 2) > 2 * MEMORY)",
@@ -297,3 +302,74 @@ PROBES = (
         "reached(any(goes(lambda: opened(*pair)) for pair in [(40, 1), (17, 3), (2, 3)]))",
     ),
 )
+
+
+@contextmanager
+def open_host() -> Iterator[Host]:
+    """Set up what the probes go for: a readable file, a writable folder, servers that answer."""
+    with ExitStack() as stack:
+        # Not in /tmp, over which a sandbox has its own; open to all, as a careless user's is.
+        outside = tempfile.mkdtemp(dir="/var/tmp")
+        stack.callback(shutil.rmtree, outside)
+        os.chmod(outside, 0o777)
+        secret, path = f"{outside}/secret", f"{outside}/socket"
+        with open(secret, "w", encoding="utf-8") as file:
+            file.write("SECRET")
+        os.chmod(secret, 0o666)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        udp = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        abstract = f"agentrl-probe-{os.getpid()}"
+        for address in (path, f"\0{abstract}"):
+            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(address)
+            server.listen()
+        os.chmod(path, 0o777)
+        threading.Thread(target=_echo, args=(udp,), daemon=True).start()
+        ports = tcp.getsockname()[1], udp.getsockname()[1]
+        yield Host(os.getpid(), secret, outside, *ports, path, abstract)
+        with socket.socket(type=socket.SOCK_DGRAM) as asking:
+            asking.sendto(b"end", ("127.0.0.1", ports[1]))
+
+
+def _echo(udp: socket.socket) -> None:
+    with suppress(OSError):
+        while (received := udp.recvfrom(8))[0] != b"end":
+            udp.sendto(*received)
+
+
+def run_probes(provider: SandboxProviderName) -> dict[str, Execution]:
+    """Run every probe in a session of its own, some at a time."""
+    config = LIMITS.model_copy(update={"provider": provider, "trusted": True})
+
+    async def run_all(host: Host) -> dict[str, Execution]:
+        sandbox = make_sandbox(config)
+        some = asyncio.Semaphore(4)
+
+        async def run(probe: Probe) -> Execution:
+            async with some:
+                return await run_once(sandbox, host.fill(probe.source))
+
+        try:
+            done = await asyncio.gather(*map(run, PROBES))
+        finally:
+            await sandbox.close()
+        return {probe.name: each for probe, each in zip(PROBES, done, strict=True)}
+
+    with open_host() as host:
+        return asyncio.run(run_all(host))
+
+
+async def run_once(sandbox: Sandbox, source: str) -> Execution:
+    """Run code in a session of its own."""
+    session = await sandbox.open_python()
+    try:
+        return await session.run(source)
+    finally:
+        await session.close()
+
+
+def stopped(provider: SandboxProviderName) -> dict[str, bool]:
+    """Say of each probe whether it was stopped."""
+    done = run_probes(provider)
+    return {probe.name: probe.is_contained(done[probe.name]) for probe in PROBES}

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -38,20 +39,20 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
         from agentrl.sandbox.fusion import FusionSandbox
 
         return FusionSandbox(config)
-    return LocalSandbox(config, _chosen(config))
-
-
-def _chosen(config: SandboxConfig) -> LocalProvider:
     if config.provider == "subprocess":
-        return _trusted(config)
+        return LocalSandbox(config, _trusted(config))
     asked = _WALLS if config.provider == "auto" else (config.provider,)
+    return LocalSandbox(config, _first_usable(asked))
+
+
+def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
     reasons: dict[str, str] = {}
     for provider in asked:
         reason = why_not(provider)
         if reason is None:
             return provider
         reasons[provider] = reason
-    if config.provider == "sandlock" and importlib.util.find_spec("sandlock") is None:
+    if asked == ("sandlock",) and importlib.util.find_spec("sandlock") is None:
         raise MissingExtraError("sandlock is not installed", install=INSTALL)
     raise SandboxError(
         "nothing on this machine keeps in the code that a model wrote",

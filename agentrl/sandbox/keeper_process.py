@@ -101,7 +101,9 @@ class KeeperProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._asked = self._process = None
+        if self._errors is not None:
+            self._errors.close()
+        self._asked = self._process = self._errors = None
 
     def close_now(self) -> None:
         """End it, with all that it started, and wait for that."""

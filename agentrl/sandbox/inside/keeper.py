@@ -38,6 +38,7 @@ def main() -> None:
         sys.path.append(settings["sandlock_folder"])
         importlib.import_module("sandlock")  # once, and not in every warden
     asked = socket.socket(fileno=0)
+    nothing = os.open(os.devnull, os.O_RDWR)
     number = 0
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, 1, 2)
@@ -45,7 +46,7 @@ def main() -> None:
             break
         number += 1
         if os.fork() == 0:
-            asked.close()
+            os.dup2(nothing, asked.fileno())
             talk, control = descriptors
             place = os.path.join(folder, str(number))
             try:

@@ -29,12 +29,15 @@ def children(pid: int) -> list[int]:
 
 
 def bound_memory(most_bytes: int) -> None:
-    """Kill the largest process below this one where all of them use more than they may."""
+    """Kill the largest processes below this one where all of them use more than they may."""
     running = descendants()
-    if sum(map(_resident_bytes, running)) > most_bytes:  # counts what they share several times
-        used = {pid: _proportional_bytes(pid) for pid in running}
-        if sum(used.values()) > most_bytes:
-            kill(max(used, key=used.__getitem__))
+    if sum(map(_resident_bytes, running)) <= most_bytes:  # counts what they share several times
+        return
+    used = {pid: _proportional_bytes(pid) for pid in running}
+    while sum(used.values()) > most_bytes:
+        largest = max(used, key=used.__getitem__)
+        kill(largest)
+        del used[largest]
 
 
 def _resident_bytes(pid: int) -> int:

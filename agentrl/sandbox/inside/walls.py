@@ -34,7 +34,7 @@ class Order:
     ) -> list[str]:
         """The guest's command line, where folder and interpreter lie as its code sees them."""
         home, scripts, *packages = environment
-        library = f"{home}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/"
+        library = f"{home}/lib/python{sys.version_info[0]}.{sys.version_info[1]}"
         hidden = [(f"{path}/", "") for path in (*packages, library, folder, home)]
         limits: Limits = self.settings["limits"]
         rlimits = limits["rlimits"]
@@ -42,7 +42,7 @@ class Order:
             rlimits = {**rlimits, "RLIMIT_NPROC": most_processes}
         told = json.dumps({**limits, "rlimits": rlimits, "hidden": hidden})
         python = os.path.join(home, self.settings["executable"])
-        return [python, "-E", "-s", "-S", f"{scripts}/guest.py", told]
+        return [python, "-s", "-S", f"{scripts}/guest.py", told]
 
     @property
     def most_processes(self) -> int:
