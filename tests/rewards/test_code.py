@@ -15,7 +15,7 @@ from agentrl.sandbox import Sandbox, make_sandbox
 
 TESTS = {"inputs": ["1 2", "3 4", "5 5"], "outputs": ["3", "7", "10"]}
 RIGHT = "It adds.\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
-SMALL = "```python\na, b = map(int, input().split())\nprint(a + b if b < 5 else 0)\n```"
+SMALL = "```python\na, b = map(int, input().split())\nprint(a + b if a > 1 else 0)\n```"
 FAKE = "```python\nimport os\nprint('passed')\nos._exit(0)\n```"
 
 

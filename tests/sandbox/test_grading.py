@@ -197,7 +197,7 @@ HOSTILE = {
         "while frame:\n"
         "    if '_CALLEE' in frame.f_globals:\n"
         "        frame.f_globals['_ROLES']['names'] = names\n"
-        "        frame.f_globals['_CALLEE']._kept.append(lambda *a: 7)\n"
+        "        frame.f_globals['_CALLEE']._kept.append(lambda *a: [])\n"
         "    frame = frame.f_back"
     ),
     "ends the loops of the tests": "def double(x):\n    raise StopIteration",
@@ -223,6 +223,7 @@ HOSTILE = {
 }
 JUDGED_BY_THE_CODE = "def isclose(*a, **k):\n    return True\nclass math:\n    isclose = isclose\n"
 LOOP = "for got, want in zip(map(double, [1, 2]), [2, 4]):\n    assert sorted([got]) == [want]"
+SORTED = "assert sorted([double(2)]) == sorted([4])"
 TESTS: dict[str, Any] = {
     "calls": CALLS,
     "asserts": [
@@ -238,6 +239,23 @@ TESTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_code_passes_by_saying_so(sandbox: Sandbox, name: str):
     found = await graded(HOSTILE[name], [LOOP], sandbox, test_timeout_s=3)
+    assert found.num_passed == 0, found.reports
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [
+        ("gives more names than it was asked for", [SORTED]),
+        ("returns a number that nobody can write", CALLS),
+        ("leaves politely", TESTS["stdin"]),
+        ("equals everything", CALLS),
+        ("leaves in the call", TESTS["check"]),
+    ],
+)
+async def test_no_code_passes_the_tests_that_it_was_made_for(
+    sandbox: Sandbox, name: str, tests: Any
+):
+    found = await graded(HOSTILE[name], tests, sandbox, stops_at_failure=True)
     assert found.num_passed == 0, found.reports
 
 
