@@ -48,7 +48,6 @@ def test_a_file_written_for_verl_loads_as_ours(tmp_path: Path):
     "class_path",
     [
         "verl.tools.search_tool.SearchTool",
-        "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
         "verl.tools.image_zoom_in_tool.ImageZoomInTool",
     ],
 )

@@ -18,11 +18,12 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
+from functools import cache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Any
+    from typing import Any, TextIO
 
     Json = Any
 
@@ -30,9 +31,6 @@ MAX_TEXT = 500
 """Characters of a message."""
 
 _EXACT_INT = 2**53
-_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 - pathlib takes time to import
-"""Where goes what is printed on the way: it is no answer, and would use up the room for output.
-Never closed: code keeps `sys.stdout.write`, which it found when it was loaded."""
 
 
 def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
@@ -122,12 +120,21 @@ def answer_request(roles: Mapping[str, Callable[..., Any]], mark: str, request: 
     out = sys.stdout
     asked = json.loads(request)
     try:
-        with redirect_stdout(_NOWHERE):
+        with redirect_stdout(_nowhere()):
             answer = {"value": roles[asked.pop("ask")](**asked)}
         line = json.dumps(answer)
     except BaseException as error:  # noqa: BLE001 - whatever it raises is its answer
         line = json.dumps({"error": type(error).__name__, "message": _message(error)})
     print(f"\n{mark}{line}", file=out, flush=True)
+
+
+@cache
+def _nowhere() -> TextIO:
+    """Open where goes what is printed on the way: it is no answer, and would use up its room.
+
+    Never closed: code keeps `sys.stdout.write`, which it found when it was loaded.
+    """
+    return open(os.devnull, "w")
 
 
 def _message(error: BaseException) -> str:
