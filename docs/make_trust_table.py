@@ -14,6 +14,7 @@ PROVIDERS = ("sandlock", "bubblewrap", "subprocess")
 
 
 def table() -> str:
+    """Measure and lay out the table."""
     measured = [stopped(provider) for provider in PROVIDERS]
     lines = [f"| the code tries to | {' | '.join(PROVIDERS)} |", "| --- | --- | --- | --- |"]
     for probe in PROBES:

@@ -124,7 +124,7 @@ def _try_out(keeper: KeeperProcess) -> str | None:
 def _last_words(sockets: Sockets) -> str:
     try:
         sockets.control.shutdown(socket.SHUT_WR)
-        return sockets.control.recv(4096).decode(errors="replace").strip().rpartition("\n")[2]
+        return sockets.control.recv(4096).decode(errors="replace").strip()
     except OSError:
         return ""
 

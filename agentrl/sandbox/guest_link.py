@@ -58,12 +58,24 @@ class GuestLink:
         Raises:
             SandboxError: where it does not start.
         """
+        try:
+            return await cls._start(keeper, max_output_bytes)
+        except SandboxError:
+            if not await keeper.has_died():
+                raise
+        return await cls._start(keeper, max_output_bytes)  # by a new keeper
+
+    @classmethod
+    async def _start(cls, keeper: KeeperProcess, max_output_bytes: int) -> "GuestLink":
         sockets = keeper.start_sandbox()
-        link = cls(
-            await asyncio.open_unix_connection(sock=sockets.talk),
-            await asyncio.open_unix_connection(sock=sockets.control),
-            max_output_bytes * _ESCAPED + _OVERHEAD_BYTES,
-        )
+        try:
+            streams = await asyncio.open_unix_connection(sock=sockets.talk)
+            control = await asyncio.open_unix_connection(sock=sockets.control)
+        except BaseException:
+            sockets.talk.close()
+            sockets.control.close()
+            raise
+        link = cls(streams, control, max_output_bytes * _ESCAPED + _OVERHEAD_BYTES)
         try:
             async with asyncio.timeout(_START_S):
                 await link._receive()

@@ -13,7 +13,7 @@ from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.settings import KEEPER, LocalProvider, keeper_settings
 
-_END_WAIT_S = 10.0
+_END_WAIT_S, _DEATH_WAIT_S = 10.0, 0.2
 
 
 class Sockets(NamedTuple):
@@ -87,6 +87,17 @@ class KeeperProcess:
                 control.close()
                 raise
         return Sockets(talk, control)
+
+    async def has_died(self) -> bool:
+        """Whether it ended by itself, or was killed."""
+        process = self._process
+        if process is None:
+            return False
+        try:
+            await asyncio.to_thread(process.wait, _DEATH_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def last_words(self) -> str:
         """Say what the keeper wrote when it broke."""

@@ -2,12 +2,19 @@
 
 from collections.abc import AsyncIterator, Callable
 
+import psutil
 import pytest
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.choice import why_not
 from agentrl.sandbox.settings import LocalProvider
+
+
+def descendants() -> list[int]:
+    """List all processes below this one."""
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
 
 MakeSandbox = Callable[..., Sandbox]
 

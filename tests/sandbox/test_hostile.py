@@ -4,7 +4,7 @@ import json
 import struct
 
 from agentrl.sandbox import ExecutionEnd, Sandbox
-from agentrl.sandbox.inside.processes import descendants
+from tests.sandbox.conftest import descendants
 
 FORGED = json.dumps({"end": "ok", "stdout": "forged", "stderr": "", "exit_code": 0}).encode()
 FORGE = f"""
@@ -31,7 +31,13 @@ async def test_forged_answer_of_an_interpreter_harms_its_own_session_alone(sandb
 
 async def test_flood_of_answers_ends_the_interpreter_and_not_the_guest(sandbox: Sandbox):
     session = await sandbox.open_python()
-    flood = "import os\nfor d in range(3, 64):\n    try:\n        while True: os.write(d, b'x' * 9999)\n    except OSError: pass"
+    flood = (
+        "import os\n"
+        "for descriptor in range(3, 64):\n"
+        "    try:\n"
+        "        while True: os.write(descriptor, b'x' * 9999)\n"
+        "    except OSError: pass"
+    )
     assert (await session.run(flood, timeout_s=2)).end is not ExecutionEnd.OK
     assert (await session.run("print(1)")).stdout == "1\n"
 
@@ -50,16 +56,22 @@ async def test_guest_that_is_killed_or_stopped_ends_its_session_alone(sandbox: S
 
 async def test_shell_leaves_no_process_to_the_next_call(sandbox: Sandbox):
     shell = await sandbox.open_shell()
-    await shell.run("(setsid sleep 1000 </dev/null >/dev/null 2>&1 &) ; sleep 0.1")
-    before = len(descendants())
     await shell.run("true")
-    assert len(descendants()) <= before
+    before = set(descendants())
+    done = await shell.run("(sleep 1000 </dev/null >/dev/null 2>&1 &) ; echo started")
+    assert done.stdout == "started\n"
+    assert set(descendants()) <= before
+
+
+async def processes_of_an_open_session(sandbox: Sandbox) -> set[int]:
+    """List what runs beside the sessions that come."""
+    session = await sandbox.open_python()
+    await session.run("1")
+    return set(descendants())
 
 
 async def test_daemon_dies_with_its_session(sandbox: Sandbox):
-    keeper = await sandbox.open_python()
-    await keeper.run("1")
-    before = set(descendants())
+    before = await processes_of_an_open_session(sandbox)
     session = await sandbox.open_python()
     source = (
         "import os, time\n"

@@ -7,30 +7,33 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agentrl.sandbox import Sandbox
-from agentrl.sandbox.inside.processes import descendants
+from agentrl.sandbox.inside.folders import hold, sweep
 from agentrl.sandbox.settings import LocalProvider
-from tests.sandbox.conftest import MakeSandbox
+from tests.sandbox.conftest import MakeSandbox, descendants
+from tests.sandbox.test_hostile import processes_of_an_open_session
 
 
-def folders() -> set[Path]:
-    """The folders on the disk of all sandboxes of this user."""
-    base = Path(tempfile.gettempdir()) / f"agentrl-sandbox-{os.geteuid()}"
-    return set(base.glob("*/*")) if base.exists() else set()
+def shared_by_all() -> set[str]:
+    """System V's objects, which outlive their processes: sandlock keeps some for each user."""
+    kinds = [Path(f"/proc/sysvipc/{kind}") for kind in ("shm", "sem", "msg")]
+    rows = [row.split()[:2] for path in kinds for row in path.read_text().splitlines()]
+    return {" ".join(row) for row in rows}
 
 
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def until(is_so: object, what: str) -> None:
+async def until(is_so: Callable[[], bool], what: str) -> None:
     """Wait for what happens outside, and not for long."""
     for _ in range(400):
-        if is_so():  # type: ignore[operator]
+        if is_so():
             return
         await asyncio.sleep(0.025)
     pytest.fail(what)
@@ -44,8 +47,12 @@ async def test_session_that_was_not_used_starts_nothing(sandbox: Sandbox):
     assert set(descendants()) == before
 
 
-async def test_nothing_is_left_of_what_ran(make: MakeSandbox):
-    processes, files, on_disk = set(descendants()), num_files(), folders()
+async def test_nothing_is_left_of_what_ran(
+    make: MakeSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    processes, files = set(descendants()), num_files()
+    shared = shared_by_all()
     sandbox = make(num_warm=2)
     sessions = [await sandbox.open_python() for _ in range(4)]
     await asyncio.gather(*(session.run("open('a', 'w').write('x')") for session in sessions))
@@ -54,7 +61,8 @@ async def test_nothing_is_left_of_what_ran(make: MakeSandbox):
     await sandbox.close()
     assert set(descendants()) == processes
     assert num_files() <= files + 1  # the event loop's own, once
-    assert folders() <= on_disk
+    assert list(tmp_path.glob("agentrl-sandbox-*/*")) == []
+    assert shared_by_all() <= shared
 
 
 async def test_warm_interpreters_are_each_one_sessions(make: MakeSandbox):
@@ -93,9 +101,7 @@ async def test_warm_guest_that_died_is_not_handed_out(make: MakeSandbox):
 
 
 async def test_cancelling_kills_what_runs(sandbox: Sandbox):
-    keeper = await sandbox.open_python()
-    await keeper.run("1")
-    before = set(descendants())
+    before = await processes_of_an_open_session(sandbox)
     session = await sandbox.open_python()
     await session.run("import time")
     with pytest.raises(TimeoutError):
@@ -138,10 +144,11 @@ asyncio.run(main())
 """
 
 
-def test_killed_trainer_leaves_no_process_and_no_file(provider: LocalProvider):
-    before = folders()
+def test_killed_trainer_leaves_no_process_and_no_file(provider: LocalProvider, tmp_path: Path):
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER.format(provider=provider)], stdout=subprocess.PIPE
+        [sys.executable, "-c", TRAINER.format(provider=provider)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"ready\n"
@@ -154,7 +161,7 @@ def test_killed_trainer_leaves_no_process_and_no_file(provider: LocalProvider):
     while (left := [pid for pid in started if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []
-    assert folders() <= before
+    assert list(tmp_path.glob("agentrl-sandbox-*/*/*")) == []
 
 
 def below(pid: int) -> list[int]:
@@ -170,14 +177,20 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def test_folder_of_a_dead_keeper_is_swept(sandbox: Sandbox):
-    base = Path(tempfile.gettempdir()) / f"agentrl-sandbox-{os.geteuid()}"
-    stale = base / "1-2" / "3" / "tmp"
-    stale.mkdir(parents=True, exist_ok=True)
-    (stale / "closed").mkdir(mode=0, exist_ok=True)
-    (stale / "out").symlink_to("/")
-    await asyncio.sleep(1.1)
-    session = await sandbox.open_python()
-    await session.run("1")
-    assert not (base / "1-2").exists()
-    assert Path("/usr").exists()
+def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stale, held = tmp_path / "1-2" / "3" / "tmp", tmp_path / "4-5"
+    stale.mkdir(parents=True)
+    held.mkdir()
+    (stale / "closed").mkdir()
+    (stale / "closed" / "file").touch()
+    (stale / "closed").chmod(0)
+    (stale / "out").symlink_to(tmp_path.parent)
+    descriptor = hold(str(held))
+    sweep(str(tmp_path))
+    assert stale.exists()  # too young: its keeper may be about to hold it
+    monkeypatch.setattr("agentrl.sandbox.inside.folders._YOUNG_S", 0.0)
+    sweep(str(tmp_path))
+    assert list(tmp_path.iterdir()) == [held]
+    os.close(descriptor)
+    sweep(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,10 @@ import os
 import shutil
 import stat
 import time
+from contextlib import suppress
+
+_YOUNG_S = 5.0
+"""A folder that nobody holds may be one whose keeper has only just made it."""
 
 
 def make_base(path: str, mode: int) -> None:
@@ -32,16 +36,18 @@ def hold(path: str) -> int:
 def sweep(base: str) -> None:
     """Delete the folders that no process holds: their keepers are no more."""
     for name in os.listdir(base):
-        path = os.path.join(base, name)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(descriptor).st_ctime > 1:  # not one that just begins
-                delete(path)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # held, or another keeper is faster
+            _sweep_one(os.path.join(base, name))
+
+
+def _sweep_one(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.time() - os.fstat(descriptor).st_ctime > _YOUNG_S:
+            delete(path)
+    finally:
+        os.close(descriptor)
 
 
 def delete(path: str) -> None:
@@ -50,5 +56,6 @@ def delete(path: str) -> None:
         for name in names:
             inner = os.path.join(folder, name)
             if not os.path.islink(inner):
-                os.chmod(inner, 0o700)
+                with suppress(FileNotFoundError):
+                    os.chmod(inner, 0o700)
     shutil.rmtree(path, ignore_errors=True)

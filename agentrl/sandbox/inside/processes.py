@@ -17,7 +17,7 @@ def descendants() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """List the processes that one started and that still are."""
+    """List the processes that one started; one may be missed while another ends."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):

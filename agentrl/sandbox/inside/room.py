@@ -56,11 +56,13 @@ def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room
 
 
 def _go_apart(user: int | None) -> None:
+    # What sandlock keeps for each user in System V's shared memory would outlive the sandbox.
+    apart = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
     if user is not None:
-        kernel.unshare(kernel.CLONE_NEWNS)
+        kernel.unshare(apart)
     else:
         me = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWUSER)
+        kernel.unshare(apart | kernel.CLONE_NEWUSER)
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{me[0]} {me[0]} 1"),

@@ -43,7 +43,7 @@ class Warden:
         """Give each sandbox of root's a user who owns nothing else."""
         if os.geteuid() != 0 or self._settings["provider"] == "subprocess":
             return None
-        return _FIRST_USER + number % _NUM_USERS
+        return _FIRST_USER + 1 + number % _NUM_USERS
 
     def keep(self) -> None:
         """Start it, watch it, and clear it away."""
@@ -52,8 +52,6 @@ class Warden:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         for path in (self._folder, self._private, self._storage):
             os.mkdir(path, 0o700)
-            if self._user is not None:
-                os.chown(path, self._user, self._user)
         errors, far_errors = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -98,10 +96,15 @@ class Warden:
 
     def _make_room(self) -> Room:
         environment = self._settings["environment"]
-        room = None
         if self._settings["provider"] != "subprocess":
             room = make_room(environment, self._user, self._settings["disk_bytes"])
-        return room or Room(self._private, environment, is_mounted=False)
+            if room is not None:
+                return room
+        if self._user is not None:
+            self._user = _FIRST_USER  # one for all: sandlock keeps something for each for ever
+            for path in (self._folder, self._private, self._storage):
+                os.chown(path, self._user, self._user)
+        return Room(self._private, environment, is_mounted=False)
 
     def _watch(self, pid: int, errors: int) -> bytes:
         """Wait for the end of the provider or of the other side; return the last error output."""
