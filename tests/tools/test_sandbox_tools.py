@@ -103,7 +103,9 @@ async def test_what_was_stopped_says_why_and_what_is_lost():
 async def test_files_stay_between_commands_and_the_folder_does_not_change():
     tool = BashTool({})
     async with instance(tool) as r:
-        first = await tool.execute(r, {"command": "echo hello > a.txt; x=1; cd /; pwd"})
+        first = await tool.execute(
+            r, {"command": "[[ 1 < 2 ]] && echo hello > a.txt; x=1; cd /; pwd"}
+        )
         second = await tool.execute(r, {"command": "```bash\ncat a.txt; echo $x; ls nope\n```"})
     await tool.shutdown()
     assert first.response.text == "/"

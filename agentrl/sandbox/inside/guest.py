@@ -23,6 +23,8 @@ from program import Program, told, write_files
 from watch import Watch
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+"""What models write is written for bash."""
 _NEW_INTERPRETER = "[a new interpreter: names are gone, files are still there]\n"
 
 
@@ -56,7 +58,7 @@ class Guest:
         if asked["op"] == "python":
             return self._run_python(asked)
         if asked["op"] == "shell":
-            answer = self._run_program({**asked, "argv": ["/bin/sh", "-c", asked["source"]]})
+            answer = self._run_program({**asked, "argv": [_SHELL, "-c", asked["source"]]})
         else:
             answer = self._run_program(asked)
         return {**answer, "stderr": asked.get("note", "") + answer["stderr"]}
