@@ -30,10 +30,10 @@ _SCHEMA = OpenAIFunctionToolSchema.model_validate(
 class BashTool(SandboxTool):
     """Runs shell commands; the files that one request writes die with it.
 
-    Each call is a new shell (bash, where the machine has one) in the request's folder: files stay, the current folder and variables
-    do not. The model sees the output, the errors behind it, the exit code where it is not 0, and
-    why a command was stopped. A command that fails is the model's own business, so the call is
-    `ok`; the metrics say how it ended, as those of `PythonTool` do.
+    Each call is a new shell (bash, where the machine has one) in the request's folder: files stay,
+    the current folder and variables do not. The model sees the output, the errors behind it, the
+    exit code where it is not 0, and why a command was stopped. A command that fails is the model's
+    own business, so the call is `ok`; the metrics say how it ended, as those of `PythonTool` do.
 
     Args:
         config: `sandbox`: the keys of `SandboxConfig` (default: none; `timeout_s`, 10 seconds, is
