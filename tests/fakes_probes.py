@@ -83,6 +83,8 @@ class Probe:
     """As the documentation says it."""
     source: str
     is_contained: Callable[[Execution], bool] = is_held
+    timeout_s: float | None = None
+    """None: that of the limits."""
 
 
 _SYSCALLS = """
@@ -238,6 +240,7 @@ PROBES = (
         "run for ever",
         "while True: pass",
         is_stopped(ExecutionEnd.TIMEOUT),
+        timeout_s=1.0,
     ),
     Probe(
         "endless_print",
@@ -348,7 +351,7 @@ def run_probes(provider: SandboxProviderName) -> dict[str, Execution]:
 
         async def run(probe: Probe) -> Execution:
             async with some:
-                return await run_once(sandbox, host.fill(probe.source))
+                return await run_once(sandbox, host.fill(probe.source), probe.timeout_s)
 
         try:
             done = await asyncio.gather(*map(run, PROBES))
@@ -360,11 +363,11 @@ def run_probes(provider: SandboxProviderName) -> dict[str, Execution]:
         return asyncio.run(run_all(host))
 
 
-async def run_once(sandbox: Sandbox, source: str) -> Execution:
+async def run_once(sandbox: Sandbox, source: str, timeout_s: float | None) -> Execution:
     """Run code in a session of its own."""
     session = await sandbox.open_python()
     try:
-        return await session.run(source)
+        return await session.run(source, timeout_s=timeout_s)
     finally:
         await session.close()
 
