@@ -9,11 +9,19 @@ from agentrl.sandbox.records import Execution
 class Session(Protocol):
     """One request's place in a sandbox: files, and for Python names, stay from call to call."""
 
-    async def run(self, source: str, *, timeout_s: float | None = None) -> Execution:
+    async def run(
+        self, source: str, *, timeout_s: float | None = None, echo: bool = False
+    ) -> Execution:
         """Run Python code, or a shell script, behind what ran before.
 
         What kills the interpreter ends its state: the next call begins in a new one, with the
-        files that are left, and its `stderr` says so. Cancelling kills what runs.
+        files that are left, and its `stderr` says so. Cancelling kills what runs, and its files
+        are gone. Calls of one session run one after another.
+
+        Args:
+            source: The code.
+            timeout_s: Seconds of wall clock; None: the configuration's.
+            echo: Whether the value of a last expression of Python is printed, as in a notebook.
 
         Raises:
             SandboxError: where the sandbox itself failed, and not the code.
@@ -29,7 +37,7 @@ class Sandbox(Protocol):
     """Runs code that a model wrote. One for a run (and event loop), for every request of it."""
 
     async def open_python(self) -> Session:
-        """Open a session of a Python interpreter, from the warm ones where there is one."""
+        """Open a session of a Python interpreter. It starts with its first call, or was warm."""
         ...
 
     async def open_shell(self) -> Session:

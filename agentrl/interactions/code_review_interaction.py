@@ -1,0 +1,179 @@
+"""A reviewer who reads the policy's code, runs its tests, and says what to mend."""
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl.errors import ConfigError
+from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.interactions.linting import Finding, Linter
+from agentrl.messages import Message
+from agentrl.sandbox.grading import (
+    Grade,
+    GradingLimits,
+    TestCase,
+    grade,
+    last_code_block,
+    read_tests,
+)
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox, read_sandbox_config
+
+_NO_CODE = "There is no code in your answer. Write the whole program in one ```python block."
+_AGAIN = "Mend it, and write the whole program again in one ```python block."
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    max_rounds: int = Field(default=3, ge=0, description="a number, 0 or more")
+    rules: list[str] = Field(default=["E9", "F"], min_length=1, description="a list of ruff rules")
+    max_findings: int = Field(default=5, ge=0, description="a number, 0 or more")
+    max_tests: int = Field(default=32, ge=1, description="a number, at least 1")
+    test_timeout_s: float = Field(default=5.0, gt=0, description="seconds, more than 0")
+    total_timeout_s: float = Field(default=40.0, gt=0, description="seconds, more than 0")
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "_Settings":
+        try:
+            return cls.model_validate(config)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            told = f"{name} is {config[name]!r}"
+            expected = cls.model_fields[name].description
+            raise ConfigError(told, key=f"config.{name}", expected=expected) from None
+
+
+@dataclass(slots=True)
+class _Review:
+    tests: tuple[TestCase, ...]
+    num_rounds: int = 0
+
+
+class CodeReviewInteraction(BaseInteraction):
+    """Answer code with the findings of a linter and of its tests, until all tests pass.
+
+    An answer's score is the share of the tests that its code passes (0.0 where there is no code).
+    The conversation ends where all pass, and behind the answer that follows the last round.
+    Findings of the linter are told, and alone keep no conversation going. How the tests run, and
+    why the code cannot fake their result, says `agentrl.sandbox.grading`.
+
+    A row hands the tests over in its `interaction_kwargs`, as `tests` or `ground_truth`, in any of
+    the forms of `agentrl.sandbox.grading.read_tests`.
+
+    Args:
+        config: `max_rounds` (answers that are sent back, 3); `rules` (of ruff, `[E9, F]`);
+            `max_findings` (told at once, 5); `max_tests` (the first ones are run, 32);
+            `test_timeout_s` (seconds of one test, 5.0); `total_timeout_s` (seconds of all, 40.0;
+            keep `timeout_s` above it); `sandbox`: the keys of `SandboxConfig`.
+
+    Raises:
+        ConfigError: for a wrong key.
+        MissingExtraError: where ruff is not installed.
+        SandboxError: where no sandbox can be had.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._settings = _Settings.of(config)
+        self._linter = Linter(self._settings.rules)
+        self._shared = SharedSandbox(read_sandbox_config(config.get("sandbox")))
+        check_sandbox(self._shared.config)
+        self._reviews: dict[str, _Review] = {}
+
+    async def start_interaction(
+        self,
+        instance_id: str | None = None,
+        tests: Any = None,
+        ground_truth: Any = None,
+        **kwargs: Any,
+    ) -> str:
+        """Read the tests of one request.
+
+        Raises:
+            DataError: where the row has none.
+        """
+        instance_id = instance_id or uuid.uuid4().hex
+        self._reviews[instance_id] = _Review(read_tests(ground_truth if tests is None else tests))
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> InteractionResult:
+        """Review the code of the last answer.
+
+        Raises:
+            SandboxError: where the sandbox failed.
+        """
+        review = self._reviews[instance_id]
+        code = last_code_block(_last_answer(messages))
+        if code is None:
+            return self._reply(review, [_NO_CODE], None, [])
+        findings = await self._linter.check(code)
+        graded = await self._grade(code, review)
+        if graded.passed_all:
+            text = f"All {graded.num_tests} tests pass."
+            return InteractionResult(True, text, 1.0, _metadata(review, graded, findings))
+        words = [*self._findings_in_words(findings), _tests_in_words(graded), _AGAIN]
+        return self._reply(review, words, graded, findings)
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the request."""
+        self._reviews.pop(instance_id, None)
+
+    async def shutdown(self) -> None:
+        """End the sandbox."""
+        await self._shared.close()
+
+    async def _grade(self, code: str, review: _Review) -> Grade:
+        limits = GradingLimits(
+            test_timeout_s=self._settings.test_timeout_s,
+            total_timeout_s=self._settings.total_timeout_s,
+            max_tests=self._settings.max_tests,
+        )
+        return await grade(code, review.tests, self._shared.get(), limits)
+
+    def _findings_in_words(self, findings: list[Finding]) -> list[str]:
+        shown = [f"- {finding.in_words()}" for finding in findings[: self._settings.max_findings]]
+        num_more = len(findings) - len(shown)
+        if shown and num_more:
+            shown.append(f"- and {num_more} more")
+        return ["The static checks say:", *shown] if shown else []
+
+    def _reply(
+        self, review: _Review, words: list[str], graded: Grade | None, findings: list[Finding]
+    ) -> InteractionResult:
+        """Send the answer back, unless the rounds are used up."""
+        score = graded.passed_frac if graded else 0.0
+        is_over = review.num_rounds >= self._settings.max_rounds
+        review.num_rounds += not is_over
+        text = "" if is_over else "\n".join(words)
+        return InteractionResult(is_over, text, score, _metadata(review, graded, findings))
+
+
+def _metadata(review: _Review, graded: Grade | None, findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "num_rounds": review.num_rounds,
+        "num_tests": graded.num_tests if graded else len(review.tests),
+        "num_passed": graded.num_passed if graded else 0,
+        "num_findings": len(findings),
+    }
+
+
+def _tests_in_words(graded: Grade) -> str:
+    """Say how many tests pass, and show the first that does not."""
+    lines = [f"{graded.num_passed} of {graded.num_tests} tests pass."]
+    failure = graded.first_failure
+    if failure is not None:
+        lines += ["The first that fails:", f"  test: {failure.given}"]
+        lines += [f"  expected: {failure.expected}"] if failure.expected else []
+        lines += [f"  your code: {failure.got}"]
+    return "\n".join(lines)
+
+
+def _last_answer(messages: list[dict[str, Any]]) -> str:
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            return Message.model_validate(message).text
+    return ""

@@ -1,0 +1,146 @@
+"""Which provider keeps the code in: the best that is present, and none rather than a poor one."""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.errors import MissingExtraError, SandboxError
+from agentrl.sandbox.base import Sandbox
+from agentrl.sandbox.keeper_process import KeeperProcess, Sockets
+from agentrl.sandbox.local import LocalSandbox
+from agentrl.sandbox.settings import LocalProvider
+
+INSTALL = 'pip install "agentrl[sandbox]"'
+_CHECK_S = 30.0
+_HEAD = struct.Struct(">I")
+_WALLS: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
+
+
+def make_sandbox(config: SandboxConfig) -> Sandbox:
+    """Make the sandbox that a configuration asks for.
+
+    The provider is tried once in a process: a small program must run, and may neither read a file
+    of this process nor send it a signal.
+
+    Raises:
+        MissingExtraError: where the one that is asked for is not installed.
+        SandboxError: where none that is asked for can keep code in on this machine.
+    """
+    if config.provider == "sandbox_fusion":
+        from agentrl.sandbox.fusion import FusionSandbox
+
+        return FusionSandbox(config)
+    if config.provider == "subprocess":
+        return LocalSandbox(config, _trusted(config))
+    asked = _WALLS if config.provider == "auto" else (config.provider,)
+    return LocalSandbox(config, _first_usable(asked))
+
+
+def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
+    reasons: dict[str, str] = {}
+    for provider in asked:
+        reason = why_not(provider)
+        if reason is None:
+            return provider
+        reasons[provider] = reason
+    if asked == ("sandlock",) and importlib.util.find_spec("sandlock") is None:
+        raise MissingExtraError("sandlock is not installed", install=INSTALL)
+    raise SandboxError(
+        "nothing on this machine keeps in the code that a model wrote",
+        **reasons,
+        expected=f"one of them: {INSTALL}, or bubblewrap from the system's packages; "
+        "or provider: sandbox_fusion with a url",
+    )
+
+
+def _trusted(config: SandboxConfig) -> LocalProvider:
+    if config.trusted:
+        return "subprocess"
+    raise SandboxError(
+        "provider: subprocess sets limits and keeps nothing secret: code could read and delete "
+        "whatever this user can",
+        provider="subprocess",
+        expected=f"trusted: true, where the code is trusted; else sandlock ({INSTALL}) or "
+        "bubblewrap from the system's packages",
+    )
+
+
+@cache
+def why_not(provider: LocalProvider) -> str | None:
+    """Say why a provider cannot keep code in here; None: it can, as one run has shown."""
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, and this is {sys.platform}"
+    if provider == "sandlock" and importlib.util.find_spec("sandlock") is None:
+        return f"it is not installed: {INSTALL}"
+    if provider == "bubblewrap" and shutil.which("bwrap") is None:
+        return "it is not installed: the package bubblewrap of the system brings bwrap"
+    keeper = KeeperProcess(SandboxConfig(), provider)
+    try:
+        return _try_out(keeper)
+    except SandboxError as error:
+        return str(error.args[0])
+    finally:
+        keeper.close_now()
+
+
+_TRIAL = """
+import os
+def is_refused(work):
+    try:
+        work()
+    except OSError:
+        return True
+print(is_refused(lambda: open({secret!r})), is_refused(lambda: os.kill({pid}, 0)))
+"""
+
+
+def _try_out(keeper: KeeperProcess) -> str | None:
+    sockets = keeper.start_sandbox()
+    with sockets.talk, sockets.control, tempfile.NamedTemporaryFile() as secret:
+        for each in sockets:
+            each.settimeout(_CHECK_S)
+        os.chmod(secret.name, 0o644)
+        source = _TRIAL.format(secret=secret.name, pid=os.getpid())
+        try:
+            _receive(sockets.talk)
+            _send(sockets.talk, {"op": "python", "source": source, "timeout_s": _CHECK_S})
+            answer = _receive(sockets.talk)
+        except (OSError, EOFError, ValueError) as error:
+            return _last_words(sockets) or keeper.last_words() or f"{error}"
+        if answer.get("stdout") != "True True\n":
+            return f"it does not keep code in: {answer}"
+        return None
+
+
+def _last_words(sockets: Sockets) -> str:
+    try:
+        sockets.control.shutdown(socket.SHUT_WR)
+        return sockets.control.recv(4096).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _send(talk: socket.socket, record: dict[str, Any]) -> None:
+    body = json.dumps(record).encode()
+    talk.sendall(_HEAD.pack(len(body)) + body)
+
+
+def _receive(talk: socket.socket) -> dict[str, Any]:
+    with talk.makefile("rb") as file:
+        (size,) = _HEAD.unpack(_exactly(file.read(_HEAD.size), _HEAD.size))
+        return json.loads(_exactly(file.read(size), size))
+
+
+def _exactly(data: bytes, size: int) -> bytes:
+    if len(data) < size:
+        raise EOFError("its guest ended")
+    return data

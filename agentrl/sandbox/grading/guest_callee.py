@@ -1,0 +1,98 @@
+"""The side of the code: holds what is graded, and does what is asked of it. See `guest`."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from contextlib import suppress
+
+from agentrl.sandbox.grading.guest import answer_request, decode, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import ModuleType
+    from typing import Any
+
+    Json = Any
+
+MAX_ITEMS = 100_000
+"""Items that are fetched of an iterable which is no data (a generator, say)."""
+
+
+class Callee:
+    """Holds the code that is graded, and does what is asked of it."""
+
+    def __init__(self) -> None:
+        self._module: ModuleType = type(sys)("solution")
+        self._kept: list[Any] = []
+        self._operations: dict[str, Callable[..., Any]] = {
+            "bool": bool,
+            "call": _call,
+            "eq": operator.eq,
+            "getattr": getattr,
+            "getitem": operator.getitem,
+            "len": len,
+            "list": _first_items,
+            "next": next,
+            "setattr": setattr,
+            "str": str,
+        }
+
+    def load(self, code: str) -> None:
+        """Run the code as a module that is not the main one."""
+        sys.modules["solution"] = self._module
+        with suppress(SystemExit):  # it had come to its end
+            exec(compile(code, "solution.py", "exec"), self._module.__dict__)
+
+    def names(self, names: list[str]) -> Json:
+        """Give what the code defines of some names."""
+        known: dict[str, Any] = vars(self._module)
+        return self._write({name: known[name] for name in names if name in known})
+
+    def function(self, name: str, args: Json) -> Json:
+        """Call a function by name; a method of a class `Solution` counts as one."""
+        known: dict[str, Any] = vars(self._module)
+        found = known.get(name)
+        if found is None and "Solution" in known:
+            found = getattr(known["Solution"](), name)
+        if found is None:
+            raise NameError(f"name {name!r} is not defined")
+        return self._write(found(*self._read(args)))
+
+    def do(self, operation: str, args: Json) -> Json:
+        """Do one thing to what is kept here, or to data."""
+        return self._write(self._operations[operation](*self._read(args)))
+
+    def _read(self, args: Json) -> Any:
+        return decode(args, lambda index, _: self._kept[index])
+
+    def _write(self, value: Any) -> Json:
+        return encode(value, self._keep)
+
+    def _keep(self, value: Any) -> Json:
+        self._kept.append(value)
+        return {"handle": len(self._kept) - 1, "type": type(value).__name__}
+
+
+def _call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _first_items(values: Iterable[Any]) -> list[Any]:
+    return list(itertools.islice(values, MAX_ITEMS))
+
+
+_CALLEE = Callee()
+_ROLES: dict[str, Callable[..., Any]] = {
+    "load": _CALLEE.load,
+    "names": _CALLEE.names,
+    "function": _CALLEE.function,
+    "do": _CALLEE.do,
+}
+
+
+def serve(mark: str, request: str) -> None:
+    """Answer one request of the host."""
+    answer_request(_ROLES, mark, request)

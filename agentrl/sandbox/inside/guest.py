@@ -1,0 +1,106 @@
+"""What runs inside a sandbox, ahead of the code: it starts interpreters, shells and programs there.
+
+It reads requests from descriptor 0, runs one at a time in a process of its own, reads what that
+writes, cuts it, kills it when its time is up, and writes one answer to descriptor 1.
+
+The code never holds these descriptors, and may neither trace this process nor look into it: how a
+program ended is what the kernel told this process. What a Python session says of itself (that the
+code raised, and what) comes from the interpreter that the code shares, and is the code's word.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from frames import read_frame, write_frame
+from interpreter import Interpreter
+from limits import Limits
+from processes import children, kill
+from program import Program, told, write_files
+from watch import Watch
+
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+"""What models write is written for bash."""
+_NEW_INTERPRETER = "[a new interpreter: names are gone, files are still there]\n"
+
+
+def main() -> None:
+    """Answer requests until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    guest = Guest(json.loads(sys.argv[1]))
+    write_frame(1, {"ready": True})
+    while (asked := read_frame(0)) is not None:
+        write_frame(1, guest.answer(asked))
+    guest.kill_all()
+
+
+class Guest:
+    """Holds the interpreter of a session, and runs one request at a time.
+
+    Args:
+        limits: What the code may use.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._interpreter: Interpreter | None = Interpreter(limits)
+        self._was_lost = False
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked."""
+        if asked["op"] == "python":
+            return self._run_python(asked)
+        if asked["op"] == "shell":
+            answer = self._run_program({**asked, "argv": [_SHELL, "-c", asked["source"]]})
+        else:
+            answer = self._run_program(asked)
+        return {**answer, "stderr": asked.get("note", "") + answer["stderr"]}
+
+    def _run_program(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self._drop_interpreter()
+        argv = asked["argv"]
+        try:
+            write_files(asked.get("files", {}))
+            program = Program(argv, asked.get("stdin", ""), self._limits)
+        except (OSError, ValueError) as error:
+            return {"end": "error", "stderr": f"{argv[0]}: {told(error)}\n", "exit_code": 127}
+        watch = Watch(program.outputs, asked["timeout_s"], self._limits)
+        watch.until(program.has_ended)
+        self.kill_all()
+        return program.answer(watch)
+
+    def _run_python(self, asked: dict[str, Any]) -> dict[str, Any]:
+        note = asked.get("note", "") + (_NEW_INTERPRETER if self._was_lost else "")
+        self._interpreter = self._interpreter or Interpreter(self._limits)
+        answer = self._interpreter.run(asked, note)
+        self._was_lost = not self._interpreter.is_alive
+        if self._was_lost:
+            self._drop_interpreter()
+        return answer
+
+    def _drop_interpreter(self) -> None:
+        if self._interpreter is not None:
+            self._interpreter.close()
+            self._interpreter = None
+            self.kill_all()
+
+    def kill_all(self) -> None:
+        """Kill all that runs here but this process, and wait for it."""
+        while True:
+            for pid in [-1] if self._limits["is_alone"] else children(os.getpid()):
+                kill(pid)
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The system calls that Python has no name for."""
+
+import ctypes
+import os
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process."""
+    _libc.prctl(option, value, 0, 0, 0)
+
+
+def unshare(flags: int) -> None:
+    """Enter new namespaces.
+
+    Raises:
+        OSError: as the kernel refuses.
+    """
+    _check(_libc.unshare(flags), "unshare")
+
+
+def hide_mounts() -> None:
+    """Keep what is mounted from here on from everybody else."""
+    _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+
+
+def mount_memory(path: str, *, size_bytes: int, user: int) -> None:
+    """Mount a file system in memory, of bounded size and number of files."""
+    told = f"size={size_bytes},nr_inodes={max(1024, size_bytes // 4096)},mode=700,uid={user}"
+    flags = _MS_NOSUID | _MS_NODEV
+    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, told.encode()), f"mount {path}")
+
+
+def make_read_only(path: str) -> None:
+    """Forbid writing to what is mounted."""
+    flags = _MS_REMOUNT | _MS_RDONLY | _MS_BIND
+    _check(_libc.mount(None, path.encode(), None, flags, None), f"mount {path} read-only")
+
+
+def bind(path: str, place: str) -> None:
+    """Show a folder elsewhere too."""
+    flags = _MS_BIND | _MS_REC
+    _check(_libc.mount(path.encode(), place.encode(), None, flags, None), f"bind {path}")
+
+
+def _check(done: int, what: str) -> None:
+    if done != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

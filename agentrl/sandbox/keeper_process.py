@@ -1,0 +1,139 @@
+"""The trainer's end of a keeper: starts it, asks it for sandboxes, ends it."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from typing import IO, NamedTuple
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.errors import SandboxError
+from agentrl.sandbox.settings import KEEPER, LocalProvider, keeper_settings
+
+_END_WAIT_S, _DEATH_WAIT_S = 10.0, 0.2
+
+
+class Sockets(NamedTuple):
+    """Two sockets of one sandbox."""
+
+    talk: socket.socket
+    """The guest's: requests and answers."""
+    control: socket.socket
+    """The warden's: shutting it down kills all; it ends when all is cleared away."""
+
+
+class KeeperProcess:
+    """Starts sandboxes by a process of its own, which is started when it is first needed.
+
+    Args:
+        config: The sandbox's.
+        provider: Who keeps the code in.
+    """
+
+    def __init__(self, config: SandboxConfig, provider: LocalProvider) -> None:
+        self._config = config
+        self.provider: LocalProvider = provider
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: socket.socket | None = None
+        self._errors: IO[bytes] | None = None
+
+    def start_sandbox(self) -> Sockets:
+        """Ask for a sandbox; whether it starts is told on its sockets.
+
+        Raises:
+            SandboxError: where the keeper cannot start, twice.
+        """
+        try:
+            return self._ask(self._asked or self._start())
+        except OSError:  # it was killed: a new one takes its place
+            self._forget()
+        try:
+            return self._ask(self._start())
+        except OSError:
+            raise SandboxError(
+                f"the process that starts sandboxes died: {self.last_words()}",
+                provider=self.provider,
+            ) from None
+
+    def _start(self) -> socket.socket:
+        asked, far = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        told = json.dumps(keeper_settings(self._config, self.provider))
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-E", "-s", "-S", str(KEEPER), told],
+                stdin=far.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        self._asked = asked
+        return asked
+
+    @staticmethod
+    def _ask(asked: socket.socket) -> Sockets:
+        talk, far_talk = socket.socketpair()
+        control, far_control = socket.socketpair()
+        with far_talk, far_control:
+            try:
+                socket.send_fds(asked, [b"+"], [far_talk.fileno(), far_control.fileno()])
+            except OSError:
+                talk.close()
+                control.close()
+                raise
+        return Sockets(talk, control)
+
+    async def has_died(self) -> bool:
+        """Whether it ended by itself, or was killed."""
+        process = self._process
+        if process is None:
+            return False
+        try:
+            await asyncio.to_thread(process.wait, _DEATH_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def last_words(self) -> str:
+        """Say what the keeper wrote when it broke."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        return self._errors.read()[-2000:].decode(errors="replace").strip().rpartition("\n")[2]
+
+    def _forget(self) -> None:
+        if self._asked is not None:
+            self._asked.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._errors is not None:
+            self._errors.close()
+        self._asked = self._process = self._errors = None
+
+    def close_now(self) -> None:
+        """End it, with all that it started, and wait for that."""
+        process, self._process = self._process, None
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            with suppress(OSError):
+                asked.shutdown(socket.SHUT_RDWR)
+            asked.close()
+        if process is not None:
+            try:
+                process.wait(_END_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+
+    async def close(self) -> None:
+        """End it as `close_now` does, off the event loop."""
+        await asyncio.to_thread(self.close_now)

@@ -1,0 +1,86 @@
+"""One sandbox for all requests of a run, made when the first of them needs it."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.errors import ConfigError
+from agentrl.plugins.file import unknown_key
+from agentrl.sandbox.base import Sandbox
+
+MakeSandbox = Callable[[SandboxConfig], Sandbox]
+
+
+class SharedSandbox:
+    """The sandbox of a plug-in, which is built before there is an event loop.
+
+    A run has one event loop, and so one sandbox; where a later loop asks, as in tests, it gets a
+    new one.
+
+    Args:
+        config: Its keys.
+        make: Makes it; None: `make_sandbox`. A test may give its own.
+    """
+
+    def __init__(self, config: SandboxConfig, make: MakeSandbox | None = None) -> None:
+        self.config = config
+        self._make = make or _make_sandbox
+        self._made: tuple[asyncio.AbstractEventLoop, Sandbox] | None = None
+
+    def get(self) -> Sandbox:
+        """Give the running loop's sandbox.
+
+        Raises:
+            SandboxError: where no provider can be had.
+            MissingExtraError: where the one that was asked for is not installed.
+        """
+        loop = asyncio.get_running_loop()
+        if self._made is None or self._made[0] is not loop:
+            self._made = loop, self._make(self.config)
+        return self._made[1]
+
+    async def close(self) -> None:
+        """End the sandbox; one of a loop that is gone ended with it. May be called twice."""
+        made, self._made = self._made, None
+        if made is not None and made[0] is asyncio.get_running_loop():
+            await made[1].close()
+
+
+def read_sandbox_config(value: Any, *, key: str = "config.sandbox") -> SandboxConfig:
+    """Check the sandbox's keys in a plug-in's `config`.
+
+    Raises:
+        ConfigError: for an unknown key, with the nearest known one, and for a wrong value.
+    """
+    if value is None or isinstance(value, SandboxConfig):
+        return value or SandboxConfig()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"sandbox is {value!r}", key=key, expected="a mapping")
+    try:
+        return SandboxConfig.model_validate(dict(value))  # pyright: ignore[reportUnknownArgumentType]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise unknown_key(name, SandboxConfig.model_fields, file=None, parent=key) from None
+        told = f"{name} is {first['input']!r}"
+        raise ConfigError(told, key=f"{key}.{name}", expected=first["msg"]) from None
+
+
+def check_sandbox(config: SandboxConfig) -> None:
+    """Find the provider, so that a run which has none ends before it begins.
+
+    Raises:
+        SandboxError: with what is missing.
+        MissingExtraError: likewise.
+    """
+    _make_sandbox(config)
+
+
+def _make_sandbox(config: SandboxConfig) -> Sandbox:
+    from agentrl.sandbox.choice import make_sandbox
+
+    return make_sandbox(config)

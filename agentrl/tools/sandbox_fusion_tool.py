@@ -1,0 +1,135 @@
+"""Let the model run code on a SandboxFusion service."""
+
+import asyncio
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl.errors import ConfigError
+from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.sandbox.fusion_client import FusionClient
+from agentrl.sandbox.grading.answers import without_fence
+from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.executions import describe_execution, measure
+
+_SCHEMA = OpenAIFunctionToolSchema.model_validate(
+    {
+        "type": "function",
+        "function": {
+            "name": "code_interpreter",
+            "description": (
+                "Run a program and see what it prints. Each call is a program of its own: nothing "
+                "stays from one to the next."
+            ),
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {"type": "string", "description": "The program."}},
+                "required": ["code"],
+            },
+        },
+    }
+)
+
+
+class _Settings(BaseModel):
+    """The tool's keys, under the names that users of verl know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    sandbox_fusion_url: str = Field(min_length=1, description="the service's address")
+    num_workers: int = Field(default=10, ge=1, description="calls at once, at least 1")
+    enable_global_rate_limit: bool | None = Field(default=None, description="true or false")
+    rate_limit: Any = None
+    default_timeout: float = Field(default=30.0, gt=0, description="seconds, more than 0")
+    default_language: str = Field(default="python", description="a language of the service")
+    memory_limit_mb: int = Field(default=1024, ge=-1, description="megabytes, or -1")
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "_Settings":
+        try:
+            return cls.model_validate(config)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            raise ConfigError(
+                f"{name} is {config.get(name)!r}",
+                key=f"config.{name}",
+                expected=cls.model_fields[name].description,
+            ) from None
+
+    @property
+    def max_concurrency(self) -> int:
+        """Calls at once: verl's global limit is one of calls at work, not of calls a second."""
+        if self.enable_global_rate_limit and self.rate_limit:
+            return min(self.num_workers, int(self.rate_limit))
+        return self.num_workers
+
+
+class SandboxFusionTool(BaseTool):
+    """Runs programs on a service, each by itself; for state across calls take `PythonTool` with
+    `sandbox: {provider: sandbox_fusion}`.
+
+    The model sees what the program printed, then its errors, and why it was stopped. A program
+    that fails is the model's own business, so the call is `ok`, and its metrics say how it ended
+    (see `PythonTool`). A service that fails or cannot be reached is a crash of the tool, which the
+    tool's `retry` may repeat.
+
+    Args:
+        config: `sandbox_fusion_url` (needed); `default_timeout` (seconds of one program, 30.0;
+            keep the tool's `timeout_s` above it); `default_language` (`python`); `memory_limit_mb`
+            (megabytes, 1024; -1: the service's limit); `num_workers` (calls at once, 10). Beside
+            verl's `enable_global_rate_limit: true`, `rate_limit` bounds the calls at once, as it
+            does there; elsewhere it is what it is for every tool, calls a second.
+        tool_schema: What the model is told; None: the bundled schema. Arguments `language` and
+            `timeout` are read where it has them; no program gets more than `default_timeout`.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        self._settings = _Settings.of(config)
+        config = {"max_concurrency": self._settings.max_concurrency, **config}
+        if self._settings.enable_global_rate_limit is not None:
+            config.pop("rate_limit", None)
+        super().__init__(config, tool_schema)
+        self._made: tuple[asyncio.AbstractEventLoop, FusionClient] | None = None
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Give the schema that a YAML need not repeat."""
+        return self.tool_schema or _SCHEMA
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> ToolResult:
+        """Run `parameters["code"]`.
+
+        Raises:
+            SandboxError: where the service failed, and not the code.
+        """
+        execution = await self._client().run(
+            without_fence(str(parameters.get("code", ""))),
+            timeout_s=self._timeout_s(parameters.get("timeout")),
+            language=str(parameters.get("language") or self._settings.default_language),
+        )
+        text = describe_execution(execution)
+        return ToolResult(ToolResponse(text=text), None, measure(execution))
+
+    async def shutdown(self) -> None:
+        """Close the connections."""
+        made, self._made = self._made, None
+        if made is not None and made[0] is asyncio.get_running_loop():
+            await made[1].close()
+
+    def _timeout_s(self, asked: Any) -> float:
+        most = self._settings.default_timeout
+        is_number = isinstance(asked, int | float) and asked > 0
+        return min(float(asked), most) if is_number else most
+
+    def _client(self) -> FusionClient:
+        loop = asyncio.get_running_loop()
+        if self._made is None or self._made[0] is not loop:
+            settings = self._settings
+            client = FusionClient(
+                settings.sandbox_fusion_url, memory_limit_mb=settings.memory_limit_mb
+            )
+            self._made = loop, client
+        return self._made[1]

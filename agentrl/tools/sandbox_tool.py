@@ -1,0 +1,76 @@
+"""What the tools share that run code in the sandbox: one session for each request."""
+
+import uuid
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.sandbox import Execution, Sandbox, Session
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox, read_sandbox_config
+from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.executions import describe_execution, measure
+
+
+class SandboxTool(BaseTool):
+    """Runs what the model writes in a session of the sandbox, one for each request.
+
+    Subclasses say which session (`open_session`) and read the arguments (`execute`).
+
+    Args:
+        config: See the subclass. The provider is looked for here, so that a run without one ends
+            before it begins.
+        tool_schema: What the model is told.
+
+    Raises:
+        ConfigError: for a wrong key.
+        SandboxError: where no sandbox can be had on this machine, with what to install.
+    """
+
+    lost_text = ""
+    """What the model is told is gone where its code was stopped."""
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        if config.get("isolation", "none") != "none":
+            raise ConfigError(
+                f"isolation is {config['isolation']!r}",
+                key="config.isolation",
+                expected="none: the code runs in processes of its own anyway",
+            )
+        self._shared = SharedSandbox(read_sandbox_config(config.get("sandbox")))
+        check_sandbox(self._shared.config)
+        self._sessions: dict[str, Session] = {}
+
+    async def open_session(self, sandbox: Sandbox) -> Session:
+        """Open what one request runs its code in."""
+        raise NotImplementedError
+
+    async def create(
+        self, instance_id: str | None = None, **create_kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Open the session of one request; nothing starts before the first call."""
+        instance_id = instance_id or uuid.uuid4().hex
+        self._sessions[instance_id] = await self.open_session(self._shared.get())
+        return instance_id, ToolResponse()
+
+    async def run(self, instance_id: str, source: str, **options: Any) -> ToolResult:
+        """Run what the model wrote, and show it what came of it.
+
+        Raises:
+            SandboxError: where the sandbox failed, and not the code.
+        """
+        execution: Execution = await self._sessions[instance_id].run(source, **options)
+        text = describe_execution(execution, lost=self.lost_text)
+        return ToolResult(ToolResponse(text=text), None, measure(execution))
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """End the session, with its names and files."""
+        session = self._sessions.pop(instance_id, None)
+        if session is not None:
+            await session.close()
+
+    async def shutdown(self) -> None:
+        """End the sandbox."""
+        await self._shared.close()

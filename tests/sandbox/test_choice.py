@@ -1,0 +1,132 @@
+"""Which provider keeps the code in, and what is said where none does."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.errors import MissingExtraError, SandboxError
+from agentrl.sandbox import make_sandbox
+from agentrl.sandbox.choice import why_not
+from agentrl.sandbox.local import LocalSandbox
+from agentrl.sandbox.settings import KEEPER
+from agentrl.sandbox.syscall_filter import syscall_filter
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What was found of this machine is forgotten, before and after."""
+    why_not.cache_clear()
+    yield
+    why_not.cache_clear()
+
+
+def nothing_installed(patch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    patch.setattr(importlib.util, "find_spec", lambda n: None if n == "sandlock" else find(n))
+    patch.setattr(shutil, "which", lambda _: None)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_nothing_there_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    nothing_installed(monkeypatch)
+    with pytest.raises(SandboxError) as raised:
+        make_sandbox(SandboxConfig())
+    told = str(raised.value)
+    assert 'pip install "agentrl[sandbox]"' in told
+    assert "bubblewrap: it is not installed" in told
+
+
+@pytest.mark.usefixtures("fresh")
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    nothing_installed(monkeypatch)
+    with pytest.raises(MissingExtraError, match=r"agentrl\[sandbox\]"):
+        make_sandbox(SandboxConfig(provider="sandlock"))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_next_best_is_taken(monkeypatch: pytest.MonkeyPatch):
+    if why_not("bubblewrap"):
+        pytest.skip("bubblewrap cannot run here")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "sandlock" else find(n))
+    why_not.cache_clear()
+    sandbox = make_sandbox(SandboxConfig())
+    assert isinstance(sandbox, LocalSandbox)
+    assert sandbox.provider == "bubblewrap"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_provider_that_is_there_and_does_not_run_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda _: "/bin/false")
+    told = why_not("bubblewrap")
+    assert told is not None
+    with pytest.raises(SandboxError, match="nothing on this machine"):
+        make_sandbox(SandboxConfig(provider="bubblewrap"))
+
+
+def test_limits_alone_are_for_code_that_is_trusted():
+    with pytest.raises(SandboxError, match="keeps nothing secret") as raised:
+        make_sandbox(SandboxConfig(provider="subprocess"))
+    assert "trusted: true" in str(raised.value)
+    assert "bubblewrap" in str(raised.value)
+
+
+async def test_code_that_is_trusted_runs_with_limits():
+    sandbox = make_sandbox(SandboxConfig(provider="subprocess", trusted=True, num_warm=0))
+    session = await sandbox.open_python()
+    try:
+        assert (await session.run("print(6 * 7)")).stdout == "42\n"
+        done = await session.run("while True: pass", timeout_s=0.5)
+        assert done.end == "timeout"
+    finally:
+        await sandbox.close()
+
+
+async def test_program_needs_a_name():
+    sandbox = make_sandbox(SandboxConfig(provider="subprocess", trusted=True))
+    with pytest.raises(ValueError, match="argv is empty"):
+        await sandbox.run_program([])
+
+
+def test_filter_is_whole_and_jumps_stay_inside():
+    for machine in ("x86_64", "aarch64"):
+        data = syscall_filter(machine)
+        assert len(data) % 8 == 0
+        count = len(data) // 8
+        assert count < 4096
+        for at in range(count):
+            then, is_not = data[at * 8 + 2], data[at * 8 + 3]
+            assert at + 1 + max(then, is_not) < count or data[at * 8] == 6
+
+
+def test_filter_of_an_unknown_machine_is_an_error():
+    with pytest.raises(SandboxError, match="sparc"):
+        syscall_filter("sparc")
+
+
+WITHOUT_MOUNTS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import kernel, room
+def refuse(_): raise PermissionError(1, "unshare: Operation not permitted")
+kernel.unshare = refuse
+print(room.make_room(["/usr"], 1_800_000_000, 2**20))
+try: room.make_room([sys.argv[2]], 1_800_000_000, 2**20)
+except OSError as error: print(error)
+"""
+
+
+def test_root_that_may_not_mount_and_not_reach_is_told_so(tmp_path: Path):
+    tmp_path.chmod(0o700)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MOUNTS, str(KEEPER.parent), str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(f"None\nroot alone may enter {tmp_path}"), done.stderr

@@ -1,0 +1,201 @@
+"""What a sandbox starts, keeps ready, and leaves behind: nothing."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.sandbox import Sandbox
+from agentrl.sandbox.inside.folders import hold, sweep
+from agentrl.sandbox.settings import LocalProvider
+from tests.sandbox.conftest import MakeSandbox, descendants
+from tests.sandbox.test_hostile import processes_of_an_open_session
+
+
+def shared_by_all() -> set[str]:
+    """System V's objects, which outlive their processes: sandlock keeps some for each user."""
+    kinds = [Path(f"/proc/sysvipc/{kind}") for kind in ("shm", "sem", "msg")]
+    rows = [row.split()[:2] for path in kinds for row in path.read_text().splitlines()]
+    return {" ".join(row) for row in rows}
+
+
+def left_in(temporary: Path) -> list[Path]:
+    """The folders of keepers; a keeper that was closed leaves none."""
+    return list(temporary.glob("agentrl-sandbox-*/*"))
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for what happens outside, and not for long."""
+    for _ in range(400):
+        if is_so():
+            return
+        await asyncio.sleep(0.025)
+    pytest.fail(what)
+
+
+async def test_session_that_was_not_used_starts_nothing(sandbox: Sandbox):
+    before = set(descendants())
+    sessions = [await sandbox.open_python() for _ in range(50)]
+    for session in sessions:
+        await session.close()
+    assert set(descendants()) == before
+
+
+async def test_nothing_is_left_of_what_ran(
+    make: MakeSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    processes, files = set(descendants()), num_files()
+    shared = shared_by_all()
+    sandbox = make(num_warm=2)
+    sessions = [await sandbox.open_python() for _ in range(4)]
+    await asyncio.gather(*(session.run("open('a', 'w').write('x')") for session in sessions))
+    await sandbox.run_program(["python", "-c", "print(1)"])
+    await sessions[0].close()
+    await sandbox.close()
+    assert set(descendants()) == processes
+    assert num_files() <= files + 1  # the event loop's own, once
+    assert left_in(tmp_path) == []
+    assert shared_by_all() <= shared
+
+
+async def test_warm_interpreters_are_each_one_sessions(make: MakeSandbox):
+    sandbox = make(num_warm=3)
+    seen: set[str] = set()
+    for _ in range(6):
+        session = await sandbox.open_python()
+        done = await session.run("import os; print('mark' in globals(), os.listdir('.'))")
+        assert done.stdout == "False []\n"
+        await session.run("mark = 1; open('mark', 'w').close()")
+        seen.add(done.stdout)
+        await session.close()
+    assert seen == {"False []\n"}
+
+
+async def test_pool_is_filled_behind_the_first_call(make: MakeSandbox):
+    before = len(descendants())
+    sandbox = make(num_warm=2)
+    session = await sandbox.open_python()
+    await session.run("1")
+    one = len(descendants()) - before
+    await until(lambda: len(descendants()) - before >= one + 4, "the pool is not filled")
+
+
+async def test_warm_guest_that_died_is_not_handed_out(make: MakeSandbox):
+    sandbox = make(num_warm=1)
+    session = await sandbox.open_python()
+    await session.run("1")
+    own = set(descendants())
+    await until(lambda: len(descendants()) > len(own) + 1, "the pool is not filled")
+    for pid in set(descendants()) - own:
+        os.kill(pid, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    other = await sandbox.open_python()
+    assert (await other.run("print(1)")).stdout == "1\n"
+
+
+async def test_cancelling_kills_what_runs(sandbox: Sandbox):
+    before = await processes_of_an_open_session(sandbox)
+    session = await sandbox.open_python()
+    await session.run("import time")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await session.run("time.sleep(1000)")
+    await until(lambda: set(descendants()) <= before, "cancelled code runs on")
+    done = await session.run("print(1)")
+    assert done.stdout == "1\n"
+    assert "a new sandbox" in done.stderr
+
+
+async def test_keeper_that_was_killed_is_started_again(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    await session.run("x = 1")
+    keepers = [pid for pid in descendants() if "keeper.py" in command_of(pid)]
+    os.kill(keepers[0], signal.SIGKILL)
+    assert (await session.run("print(x)")).stdout == "1\n"
+    other = await sandbox.open_python()
+    assert (await other.run("print(2)")).stdout == "2\n"
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+TRAINER = """
+import asyncio, sys
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.sandbox import make_sandbox
+async def main():
+    sandbox = make_sandbox(SandboxConfig(provider={provider!r}, num_warm=1))
+    session = await sandbox.open_python()
+    await session.run("import os, time\\nif os.fork() == 0: time.sleep(1000)")
+    print("ready", flush=True)
+    await session.run("while True: pass", timeout_s=1000)
+asyncio.run(main())
+"""
+
+
+def test_killed_trainer_leaves_no_process_and_no_file(provider: LocalProvider, tmp_path: Path):
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER.format(provider=provider)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"ready\n"
+    started = below(trainer.pid)
+    assert len(started) >= 4
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in started if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+    assert [path for path in left_in(tmp_path) if list(path.iterdir())] == []
+
+
+def below(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task")
+    own = [int(n) for t in path.iterdir() for n in (t / "children").read_text().split()]
+    return own + [each for child in own for each in below(child)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stale, held = tmp_path / "1-2" / "3" / "tmp", tmp_path / "4-5"
+    stale.mkdir(parents=True)
+    held.mkdir()
+    (stale / "closed").mkdir()
+    (stale / "closed" / "file").touch()
+    (stale / "closed").chmod(0)
+    (stale / "out").symlink_to(tmp_path.parent)
+    descriptor = hold(str(held))
+    sweep(str(tmp_path))
+    assert stale.exists()  # too young: its keeper may be about to hold it
+    monkeypatch.setattr("agentrl.sandbox.inside.folders._YOUNG_S", 0.0)
+    sweep(str(tmp_path))
+    assert list(tmp_path.iterdir()) == [held]
+    os.close(descriptor)
+    sweep(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

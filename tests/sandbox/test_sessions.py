@@ -1,0 +1,192 @@
+"""What a session keeps from call to call, and what it says of what went wrong."""
+
+import asyncio
+import sys
+import time
+
+import pytest
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox import ExecutionEnd, Sandbox
+from tests.sandbox.conftest import MakeSandbox
+
+
+async def test_names_and_files_stay_from_call_to_call(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    await session.run("x = 20\nopen('a', 'w').write('2')")
+    done = await session.run("print(x + int(open('a').read()))")
+    assert (done.end, done.stdout, done.stderr) == (ExecutionEnd.OK, "22\n", "")
+
+
+async def test_sessions_share_neither_names_nor_files_nor_processes(sandbox: Sandbox):
+    one, other = await sandbox.open_python(), await sandbox.open_python()
+    found = await one.run("import os; x = 1; open('mark', 'w').close(); print(os.getpid())")
+    source = (
+        "import os\n"
+        "found = [os.path.join(at, name) for at, _, names in os.walk('/tmp') for name in names]\n"
+        f"try: os.kill({found.stdout.strip()}, 0); shares = os.getpid() != {found.stdout.strip()}\n"
+        "except OSError: shares = False\n"
+        "print('x' in globals(), found, shares)"
+    )
+    assert (await other.run(source)).stdout == "False [] False\n"
+
+
+async def test_shell_keeps_its_files_and_tells_its_exit_code(sandbox: Sandbox):
+    shell = await sandbox.open_shell()
+    await shell.run("mkdir d; echo hello > d/a; X=1")
+    done = await shell.run("cat d/a; echo $X; ls -la d >/dev/null; exit 3")
+    assert (done.end, done.stdout, done.exit_code) == (ExecutionEnd.ERROR, "hello\n\n", 3)
+    assert done.stderr == ""
+
+
+async def test_program_sees_its_files_and_its_input(sandbox: Sandbox):
+    main = "import sys, sub.part\nprint(sub.part.X, sys.argv[1:], input())"
+    files = {"main.py": main, "sub/part.py": "X = 7"}
+    done = await sandbox.run_program(["python", "main.py", "a b"], files=files, stdin="in")
+    assert (done.end, done.stdout, done.exit_code) == (ExecutionEnd.OK, "7 ['a b'] in\n", 0)
+
+
+@pytest.mark.parametrize("path", ["/tmp/x", "../x", "a/../../x"])
+async def test_file_outside_the_folder_is_refused(sandbox: Sandbox, path: str):
+    done = await sandbox.run_program(["python", "-c", "1"], files={path: ""})
+    assert done.end is ExecutionEnd.ERROR
+    assert "inside the folder" in done.stderr
+
+
+async def test_program_that_is_not_there_is_the_codes_fault(sandbox: Sandbox):
+    done = await sandbox.run_program(["nonesuch"])
+    assert (done.end, done.exit_code) == (ExecutionEnd.ERROR, 127)
+    assert done.stderr == "nonesuch: No such file or directory\n"
+
+
+async def test_traceback_shows_the_codes_lines_and_no_path_of_the_machine(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    done = await session.run("import json\ndef f():\n    return json.loads('{')\nf()")
+    assert done.end is ExecutionEnd.ERROR
+    assert '  File "<code>", line 3, in f\n    return json.loads' in done.stderr
+    assert 'File "json/decoder.py"' in done.stderr
+    assert not any(path in done.stderr for path in (sys.base_prefix, "/mnt", "/tmp", "guest"))
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        ("import os; os._exit(0)", ExecutionEnd.KILLED),
+        ("import ctypes; ctypes.string_at(0)", ExecutionEnd.KILLED),
+        ("while True: pass", ExecutionEnd.TIMEOUT),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", ExecutionEnd.TIMEOUT),
+    ],
+)
+async def test_files_outlive_the_interpreter_and_names_do_not(
+    sandbox: Sandbox, source: str, end: ExecutionEnd
+):
+    session = await sandbox.open_python()
+    await session.run("x = 1; open('a', 'w').write('kept')")
+    assert (await session.run(source, timeout_s=1)).end is end
+    done = await session.run("print('x' in globals(), open('a').read())")
+    assert done.stdout == "False kept\n"
+    assert done.stderr == "[a new interpreter: names are gone, files are still there]\n"
+    assert (await session.run("1")).stderr == ""
+
+
+async def test_memory_that_is_refused_is_an_error_of_the_code_and_ends_nothing(make: MakeSandbox):
+    session = await make(memory_bytes=128 * 1024**2).open_python()
+    await session.run("x = 1")
+    assert (await session.run("bytearray(10**11)")).end is ExecutionEnd.MEMORY
+    assert (await session.run("print(x)")).stdout == "1\n"
+
+
+async def test_cpu_seconds_end_an_interpreter(make: MakeSandbox):
+    session = await make(cpu_s=1).open_python()
+    done = await session.run("while True: pass", timeout_s=20)
+    assert done.end is ExecutionEnd.CPU
+    assert done.seconds < 15
+
+
+async def test_time_out_is_kept(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    await session.run("import time")
+    started = time.monotonic()
+    done = await session.run("time.sleep(60)", timeout_s=1)
+    assert done.end is ExecutionEnd.TIMEOUT
+    assert time.monotonic() - started < 1.5
+
+
+async def test_output_is_cut_and_what_is_cut_is_counted(make: MakeSandbox):
+    session = await make(max_output_bytes=1000).open_python()
+    done = await session.run("print('x' * 5000)")
+    assert (done.stdout, done.num_cut_bytes) == ("x" * 1000, 4001)
+
+
+async def test_ten_gigabytes_of_output_take_no_memory_and_no_time(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    source = "import os\nfor _ in range(10**4): os.write(1, bytes(10**6))"
+    done = await session.run(source, timeout_s=60)
+    assert done.end is ExecutionEnd.KILLED
+    assert "wrote more than" in done.stderr
+    assert len(done.stdout) + len(done.stderr) < 70_000
+    assert done.seconds < 20
+
+
+async def test_output_of_what_the_code_starts_is_the_codes(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    done = await session.run("import subprocess; subprocess.run(['echo', 'there'])")
+    assert done.stdout == "there\n"
+
+
+async def test_copy_of_the_interpreter_answers_nothing(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    await session.run("import os, time\nchild = os.fork()\nif not child: time.sleep(0.05)")
+    for number in range(5):
+        assert (await session.run(f"print({number})")).stdout == f"{number}\n"
+
+
+async def test_many_processes_of_the_code_can_share_work(sandbox: Sandbox):
+    source = (
+        "import multiprocessing\n"
+        "def square(x): return x * x\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+        "    print(pool.map(square, range(5)))"
+    )
+    session = await sandbox.open_python()
+    done = await session.run(source)
+    assert (done.stdout, done.stderr) == ("[0, 1, 4, 9, 16]\n", "")
+
+
+async def test_text_that_is_no_text_comes_back_as_text(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    done = await session.run("import os; os.write(1, b'\\xff'); raise ValueError('\\ud800')")
+    assert done.stdout == "\ufffd"
+    done.stderr.encode()
+
+
+async def test_what_is_installed_is_there_where_it_was_asked_for(make: MakeSandbox):
+    source = "import numpy; print(numpy.ones(3).sum())"
+    there = await make(site_packages=True, memory_bytes=2 * 1024**3).open_python()
+    away = await make().open_python()
+    assert (await there.run(source)).stdout == "3.0\n"
+    assert "No module named 'numpy'" in (await away.run(source)).stderr
+
+
+async def test_closed_session_and_closed_sandbox_refuse(sandbox: Sandbox):
+    session, other = await sandbox.open_python(), await sandbox.open_python()
+    await session.run("1")
+    await session.close()
+    await session.close()
+    with pytest.raises(SandboxError, match="session is closed"):
+        await session.run("1")
+    await sandbox.close()
+    await sandbox.close()
+    with pytest.raises(SandboxError, match="sandbox is closed"):
+        await other.run("1")
+
+
+async def test_event_loop_goes_on_while_code_runs(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    await session.run("import time")
+    running = asyncio.create_task(session.run("time.sleep(0.5)"))
+    ticks = 0
+    while not running.done():
+        await asyncio.sleep(0.01)
+        ticks += 1
+    assert ticks > 15
