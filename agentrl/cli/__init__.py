@@ -2,6 +2,7 @@
 
     process.py    signals, ranks, the end of the process
     app.py        the application, and its groups of commands
+    rewards.py    reward rescore
     running.py    train, sft, rollout
     seeing.py     doctor, config
     serving.py    serve
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from agentrl.cli import prepare, running, seeing, serving
+from agentrl.cli import prepare, rewards, running, seeing, serving
 from agentrl.cli.app import app
 from agentrl.cli.process import (
     import_from_here,
@@ -31,7 +32,7 @@ from agentrl.cli.process import (
 )
 from agentrl.errors import AgentRLError, is_out_of_memory
 
-__all__ = ["app", "leave_rank", "main", "prepare", "running", "seeing", "serving"]
+__all__ = ["app", "leave_rank", "main", "prepare", "rewards", "running", "seeing", "serving"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,10 +29,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-prepare_app = typer.Typer(help="Make datasets.", no_args_is_help=True)
+prepare_app = typer.Typer(help="Make datasets and indices.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at run files.", no_args_is_help=True)
+reward_app = typer.Typer(help="Look at rewards.", no_args_is_help=True)
 app.add_typer(prepare_app, name="prepare")
 app.add_typer(config_app, name="config")
+app.add_typer(reward_app, name="reward")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,34 @@
+"""Commands on rewards: `reward rescore`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agentrl.cli.app import reward_app
+from agentrl.cli.arguments import Overrides
+from agentrl.trainer.leaving import importing
+
+
+@reward_app.command("rescore")
+def reward_rescore(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Saved rollouts, as JSONL.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A run file, for its section reward.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new file for the rollouts with new rewards.", show_default=False),
+    ] = None,
+) -> None:
+    """Score saved rollouts anew, without generating anything."""
+    with importing():
+        from agentrl.trainer.rescore import rescore_from_file
+
+    rescore_from_file(file, config, overrides or [], Console(), out=out)
