@@ -15,7 +15,10 @@ TIMEOUT_S = 15.0
 class HasShutdown(Protocol):
     """A plug-in."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Under which it is known."""
+        ...
 
     def shutdown(self) -> Awaitable[None]:
         """Give back what the run shares."""
