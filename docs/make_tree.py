@@ -1,4 +1,4 @@
-"""Rewrite the tree in README from the modules: `python docs/make_tree.py`."""
+"""Write the tree of folders into README, and that of all files: `python docs/make_tree.py`."""
 
 import ast
 import re
@@ -6,8 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """cli __main__.py trainer training collate.py algorithms rewards rollout engines tools
-interactions data sandbox chat_client.py plugins answers.py
-config protocol messages.py files.py errors.py __init__.py"""
+interactions data sandbox chat_client.py plugins answers.py config protocol messages.py files.py
+errors.py"""
+"""From the top floor down."""
 BESIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",
     "configs/interaction_config/": "interactions of the bundled examples",
@@ -18,14 +19,13 @@ BESIDE = {
 }
 
 
-def modules() -> list[Path]:
-    """Every module, from the top floor down; a package's door before its rooms."""
-    found: list[Path] = []
-    for name in FLOORS.split():
-        place = ROOT / "agentrl" / name
-        inside = sorted(place.rglob("*.py"), key=lambda p: (p.parent, p.name != "__init__.py", p))
-        found += inside or [place]
-    return found
+def places(name: str) -> tuple[list[Path], list[Path]]:
+    """Find what stands on a floor: its doors (folders, or the file that it is), and its rooms."""
+    floor = ROOT / "agentrl" / name
+    if floor.suffix:
+        return [floor], []
+    doors = sorted(floor.rglob("__init__.py"), key=lambda door: door.parent)
+    return doors, sorted(set(floor.rglob("*.py")) - set(doors), key=lambda p: (p.parent, p))
 
 
 def first_sentence(module: Path) -> str:
@@ -34,15 +34,44 @@ def first_sentence(module: Path) -> str:
     return " ".join(text.split("\n\n")[0].split()).rstrip(":.")
 
 
-def main() -> None:
-    """Write the tree."""
-    rows = {str(module.relative_to(ROOT)): first_sentence(module) for module in modules()} | BESIDE
+def shown(module: Path) -> str:
+    """Name a file as the tree does: a door by its folder."""
+    name = str(module.relative_to(ROOT))
+    return name.removesuffix("__init__.py")
+
+
+def written(rows: dict[str, str]) -> str:
+    """Write rows as a block of text."""
     width = max(map(len, rows)) + 2
-    tree = "\n".join(f"{path:<{width}}{text}" for path, text in rows.items())
+    return (
+        "```text\n" + "\n".join(f"{path:<{width}}{told}" for path, told in rows.items()) + "\n```"
+    )
+
+
+def trees() -> tuple[str, str]:
+    """Write both trees: of folders, and of all files."""
+    folders: dict[str, str] = {}
+    files: dict[str, str] = {}
+    for name in FLOORS.split():
+        doors, rooms = places(name)
+        folders |= {shown(door): first_sentence(door) for door in doors}
+        files |= {shown(place): first_sentence(place) for place in sorted([*doors, *rooms])}
+    return written(folders | BESIDE), written(files)
+
+
+def main() -> None:
+    """Write them."""
+    folders, files = trees()
     readme = ROOT / "README.md"
+    block = (
+        "## The tree\n\nFrom the top floor down; a folder imports only from those below it. "
+        f"Every file: [docs/tree.md](docs/tree.md).\n\n{folders}\n\n## Licence"
+    )
     old = readme.read_text(encoding="utf-8")
-    block = f"## The tree\n\n```text\n{tree}\n```\n\n## Licence"
-    readme.write_text(re.sub(r"## The tree.*## Licence", lambda _: block, old, flags=re.S))
+    new = re.sub(r"## The tree.*## Licence", lambda _: block, old, flags=re.S)
+    readme.write_text(new, encoding="utf-8")
+    page = f"# Every file\n\nFrom the top floor down, by `docs/make_tree.py`.\n\n{files}\n"
+    (ROOT / "docs/tree.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 from agentrl.rollout.states import StopReason, state_diagram
 
@@ -17,21 +18,31 @@ def test_diagram_is_the_table() -> None:
     assert all(f"| `{reason}` |" in text for reason in StopReason)
 
 
-def test_table_of_verls_keys_is_the_mapping() -> None:
-    spec = importlib.util.spec_from_file_location("table", ROOT / "docs/make_verl_table.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
+    return maker
+
+
+def test_table_of_verls_keys_is_the_mapping() -> None:
+    maker = load("make_verl_table")
     text = (ROOT / "docs/from_verl.md").read_text(encoding="utf-8")
     assert maker.table() in text, "python docs/make_verl_table.py"
 
 
-def test_tree_has_a_line_for_each_file() -> None:
-    named = set(re.findall(r"^(agentrl/[\w/.]+\.py) +\S", README, re.M))
-    files = {str(p.relative_to(ROOT)) for p in (ROOT / "agentrl").rglob("*.py")}
-    doors = {f for f in files if f.endswith("__init__.py")}
-    assert named - doors == files - doors
+def test_trees_are_those_of_the_folders_and_files() -> None:
+    maker = load("make_tree")
+    folders, files = maker.trees()
+    assert folders in README, "python docs/make_tree.py"
+    assert files in (ROOT / "docs/tree.md").read_text(encoding="utf-8"), "python docs/make_tree.py"
+    there = {str(p.relative_to(ROOT)) for p in (ROOT / "agentrl").rglob("*.py")}
+    named = set(re.findall(r"^(agentrl/[\w/.]+)", files, re.M))
+    doors = {path.removesuffix("__init__.py") for path in there} - {"agentrl/"}
+    assert named == doors
+    assert not re.findall(r"^agentrl/\S+$", files, re.M), "a file without a docstring"
 
 
 def test_python_of_the_readme_is_python() -> None:
