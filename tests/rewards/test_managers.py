@@ -375,7 +375,7 @@ def test_a_failed_rollout_cancels_the_scores_and_is_told_as_it_is():
         manager = make(wait, name)
         with pytest.raises(ZeroDivisionError):
             launch(Driver(pause_s=0.01, error=ZeroDivisionError()), manager, answers(1, 2))
-    assert ended == [True] * 3
+    assert ended == [True] * 4
 
 
 @pytest.mark.parametrize("name", ["naive", "batch"])

@@ -31,7 +31,7 @@ def failed_by_reward():
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Two answers that were scored the wrong way round, one whose judge was down, and others."""
-    shaped = answered("#### 5", 0.25)
+    shaped = answered("#### 5", 1.0)
     shaped.reward_extra_info["overlong_reward"] = -0.75
     unknown = answered("#### 5", 1.0)
     unknown.data_source = "mine"
@@ -98,7 +98,7 @@ def test_the_command_reads_a_run_files_rewards_and_prints_a_table(saved: Path, t
     rescore_from_file(saved, run_file, [], console)
     table = console.export_text()
     assert "openai/gsm8k" in table
-    assert "5.8125" in table  # 6, 6, 6, and 6 less what was taken off for length
+    assert "6.0000" in table
     console = Console(record=True, width=120)
     rescore_from_file(saved, None, ["reward.manager=prime", "reward.num_workers=1"], console)
     assert "0.5625" in console.export_text()
