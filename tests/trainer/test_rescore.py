@@ -62,7 +62,7 @@ def test_saved_rollouts_are_scored_anew_and_the_input_stays(saved: Path, tmp_pat
         assert ours.turns == theirs.turns
     gsm8k, mine = changes["openai/gsm8k"], changes["mine"]
     assert (gsm8k.num, gsm8k.num_changed, gsm8k.num_not_scored) == (5, 3, 1)
-    assert (sum(gsm8k.old), sum(gsm8k.new)) == (1.25, 2.25)
+    assert (sum(gsm8k.old), sum(gsm8k.new)) == (2.0, 3.0)
     assert (mine.num, mine.num_changed, len(mine.failures)) == (1, 1, 1)
 
 
@@ -101,7 +101,7 @@ def test_the_command_reads_a_run_files_rewards_and_prints_a_table(saved: Path, t
     assert "6.0000" in table
     console = Console(record=True, width=120)
     rescore_from_file(saved, None, ["reward.manager=prime", "reward.num_workers=1"], console)
-    assert "0.5625" in console.export_text()
+    assert "0.7500" in console.export_text()
 
 
 def test_overrides_of_other_sections_and_contradictions_are_refused(tmp_path: Path):
