@@ -10,7 +10,6 @@ be loaded there, or an error that cannot be read here, costs one score.
 
 import asyncio
 import inspect
-import multiprocessing
 import os
 import pickle
 import threading
@@ -23,14 +22,14 @@ from pebble import ProcessExpired, ProcessPool
 
 from agentrl.errors import PluginError, RewardError
 from agentrl.plugins.call import CallTimeoutError, in_thread
+from agentrl.plugins.parent import end_with_parent
 from agentrl.rewards.scoring import ScoreFn
-from agentrl.tools import process as tool_process
+from agentrl.tools.process_server import PRELOADED, context, ensure_server
 
 START_S = 60.0
 """What is added to the longest wait for a place among the workers: they must start."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["__main__", tool_process.__name__, __name__])
+context.set_forkserver_preload([*PRELOADED, __name__])
 
 
 class ScorePool:
@@ -85,8 +84,9 @@ class ScorePool:
     def _started(self) -> ProcessPool:
         with self._lock:
             if self._pool is None or not self._pool.active:
+                ensure_server()
                 self._pool = ProcessPool(
-                    self._num_workers, initializer=_end_with_parent, context=_context
+                    self._num_workers, initializer=end_with_parent, context=context
                 )
             # Asking starts the workers, which takes a while: here, and not on the event loop.
             _ = self._pool.active
@@ -115,17 +115,6 @@ def _pack(sent: object) -> bytes:
             f"{sent!r:.200} cannot be sent to the process that is to score: {error}",
             expected="a function at the top of a module or file: no lambda, no closure",
         ) from error
-
-
-def _end_with_parent() -> None:
-    """In the worker: see that no scorer outlives a trainer that was killed."""
-    threading.Thread(target=_await_parents_end, name="agentrl-parent", daemon=True).start()
-
-
-def _await_parents_end() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _work(scorer: bytes, told: bytes) -> bytes:

@@ -26,8 +26,9 @@ _VARIABLE = "_AGENTRL_TOOL_SERVER_MAIN"
 _starting = threading.Lock()
 _ready = threading.Event()
 
+PRELOADED = ("__main__", "agentrl.tools.process", __name__)
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["__main__", "agentrl.tools.process", __name__])
+context.set_forkserver_preload([*PRELOADED])
 
 
 async def wait_for_server() -> None:
