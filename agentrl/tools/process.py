@@ -23,6 +23,7 @@ from agentrl.errors import ToolError, ToolLifeError
 from agentrl.plugins import load_module
 from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
+from agentrl.plugins.parent import end_with_parent
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
 from agentrl.tools.process_server import context, ensure_server, wait_for_server
@@ -178,6 +179,7 @@ def _serve(connection: Connection, source_file: str | None, tool: bytes) -> None
     """Answer calls until the other end closes; the whole life of the process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()  # a call that never returns does not see that the other end has closed
     with asyncio.Runner() as runner, suppress(EOFError):
         call = connection.recv()
         try:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agentrl.errors import ConfigError
@@ -283,3 +284,28 @@ def test_the_main_module_is_imported_once_for_all_processes(tmp_path: Path):
 
 def _children_named(name: str) -> list[Any]:
     return [child for child in multiprocessing.active_children() if child.name == name]
+
+
+def test_no_tool_outlives_a_trainer_that_was_killed() -> None:
+    code = (
+        "import asyncio, os\n"
+        "from agentrl.tools.life import ToolSession\n"
+        "from tests.fakes_tools import CountingProcessTool, call\n"
+        "async def main():\n"
+        "    tool = CountingProcessTool({'isolation': 'process', 'log': os.devnull})\n"
+        "    session = ToolSession({tool.name: tool}, instance_id='r', timeout_s=100.0)\n"
+        "    await session.create()\n"
+        "    print('up', flush=True)\n"
+        "    await session.execute([call(tool.name, do='spin')])\n"
+        "if __name__ == '__main__': asyncio.run(main())\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "up\n"
+        time.sleep(0.5)
+        children = psutil.Process(trainer.pid).children(recursive=True)
+        trainer.kill()
+    assert len(children) >= 3
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
