@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +34,10 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "a number of at least"),
     "less_than": ("lt", "a number less than"),
     "less_than_equal": ("le", "a number of at most"),
+    "too_short": ("min_length", "a length of at least"),
+    "too_long": ("max_length", "a length of at most"),
+    "string_too_short": ("min_length", "a text of a length of at least"),
+    "string_too_long": ("max_length", "a text of a length of at most"),
 }
 
 
@@ -152,17 +156,17 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(key, "is missing, and there is no default", "a value")
     if kind == "value_error":
         return Problem(key, str(context["error"]))
-    return Problem(key, f"{_shown(value)} is not allowed here", _expected(kind, context, details))
+    return Problem(key, f"{_shown(value)} is not allowed here", what_was_expected(details))
 
 
-def _expected(kind: str, context: Mapping[str, Any], details: ErrorDetails) -> str:
+def what_was_expected(details: ErrorDetails) -> str:
+    """Say in plain words what pydantic would have taken in the place of what it refused."""
+    kind, context = details["type"], details.get("ctx", {})
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return f"{words} {context[name]}"
-    if kind == "literal_error":
+    if kind in ("literal_error", "enum"):
         return f"one of {context['expected'].replace(' or ', ', ')}"
-    if kind in ("too_long", "too_short"):
-        return f"{context.get('max_length', context.get('min_length'))} entries"
     return _KINDS.get(kind.partition("_")[0]) or details["msg"]
 
 

@@ -1,14 +1,9 @@
 """One sandbox for all requests of a run, made when the first of them needs it."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from pydantic import ValidationError
+from collections.abc import Callable
 
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.errors import ConfigError
-from agentrl.plugins.file import unknown_key
 from agentrl.sandbox.base import Sandbox
 
 MakeSandbox = Callable[[SandboxConfig], Sandbox]
@@ -47,27 +42,6 @@ class SharedSandbox:
         made, self._made = self._made, None
         if made is not None and made[0] is asyncio.get_running_loop():
             await made[1].close()
-
-
-def read_sandbox_config(value: Any, *, key: str = "config.sandbox") -> SandboxConfig:
-    """Check the sandbox's keys in a plug-in's `config`.
-
-    Raises:
-        ConfigError: for an unknown key, with the nearest known one, and for a wrong value.
-    """
-    if value is None or isinstance(value, SandboxConfig):
-        return value or SandboxConfig()
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"sandbox is {value!r}", key=key, expected="a mapping")
-    try:
-        return SandboxConfig.model_validate(dict(value))  # pyright: ignore[reportUnknownArgumentType]
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            raise unknown_key(name, SandboxConfig.model_fields, file=None, parent=key) from None
-        told = f"{name} is {first['input']!r}"
-        raise ConfigError(told, key=f"{key}.{name}", expected=first["msg"]) from None
 
 
 def check_sandbox(config: SandboxConfig) -> None:
