@@ -116,7 +116,7 @@ class ScoreCaller:
     def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
         """What a bundled scorer is called with beside the convention."""
         bundled = bundled_of(scorer)
-        if bundled is None or not bundled.needs_sandbox or "sandbox" in _keywords(scorer):
+        if bundled is None or not bundled.needs_sandbox:
             return {}
         if self._sandbox is None:
             from agentrl.sandbox import make_sandbox
@@ -131,7 +131,3 @@ class ScoreCaller:
         if self._pace is None or self._pace[0] is not loop:
             self._pace = loop, AsyncLimiter(1, 1 / self._config.rate_limit)
         await self._pace[1].acquire()
-
-
-def _keywords(scorer: ScoreFn) -> dict[str, Any]:
-    return scorer.keywords if isinstance(scorer, LoadedScorer) else {}

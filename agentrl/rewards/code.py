@@ -71,7 +71,6 @@ async def compute_score(
     }
 
 
-
 @asynccontextmanager
 async def _open(given: Sandbox | None) -> AsyncGenerator[Sandbox]:
     """Give the caller's sandbox; or one that ends with the block."""

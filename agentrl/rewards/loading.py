@@ -42,8 +42,12 @@ def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
     """Load a function, and bind its arguments; a class is built with them, and called.
 
     Raises:
-        PluginError: where the path leads to neither, or the class cannot be built.
+        PluginError: where the path leads to neither, the class cannot be built, or the arguments
+            name what the run hands over itself.
     """
+    bundled = next((one for one in BUNDLED.values() if one.path == path), None)
+    if bundled and bundled.needs_sandbox and "sandbox" in kwargs:
+        raise PluginError("reward_kwargs names a sandbox", expected="its keys in reward.sandbox")
     found = load_object(path)
     if not callable(found):
         raise PluginError(f"{path!r} leads to {found!r}", expected="a function")
@@ -51,8 +55,7 @@ def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
         scorer = LoadedScorer(_build(found, kwargs, path))
     else:
         scorer = LoadedScorer(found, **kwargs)
-    scorer.path, scorer.made_with = path, dict(kwargs)
-    scorer.bundled = next((one for one in BUNDLED.values() if one.path == path), None)
+    scorer.path, scorer.made_with, scorer.bundled = path, dict(kwargs), bundled
     return scorer
 
 

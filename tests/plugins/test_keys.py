@@ -48,7 +48,12 @@ def refused(values: Any, **place: Any) -> ConfigError:
 @pytest.mark.parametrize(
     ("values", "key", "told", "expected"),
     [
-        ({}, "config.num_floors", "num_floors is missing (found a mapping with nothing)", "Floors, at least 1"),
+        (
+            {},
+            "config.num_floors",
+            "num_floors is missing (found a mapping with nothing)",
+            "Floors, at least 1",
+        ),
         (
             {"num_floors": 0},
             "config.num_floors",
