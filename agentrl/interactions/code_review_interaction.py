@@ -78,9 +78,14 @@ class CodeReviewInteraction(BaseInteraction):
         super().__init__(config)
         self._settings = read_keys(CodeReviewSettings, config, key="", also_known=SHARED_KEYS)
         self._linter = Linter(self._settings.rules)
-        check_sandbox(self._settings.sandbox)
+        check_sandbox(self._settings.sandbox, key="sandbox")
         self._shared = SharedSandbox(self._settings.sandbox)
         self._reviews: dict[str, _Review] = {}
+
+    @property
+    def sandbox_config(self) -> SandboxConfig:
+        """The keys of the sandbox in which this runs code."""
+        return self._settings.sandbox
 
     async def start_interaction(
         self,

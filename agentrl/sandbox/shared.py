@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.errors import AgentRLError
 from agentrl.sandbox.base import Sandbox
 
 MakeSandbox = Callable[[SandboxConfig], Sandbox]
@@ -44,14 +45,24 @@ class SharedSandbox:
             await made[1].close()
 
 
-def check_sandbox(config: SandboxConfig) -> None:
+def check_sandbox(config: SandboxConfig, *, key: str) -> None:
     """Find the provider, so that a run which has none ends before it begins.
+
+    Args:
+        config: The sandbox's keys.
+        key: Where they stand, for the error.
 
     Raises:
         SandboxError: with what is missing.
         MissingExtraError: likewise.
+        ConfigError: for a key that this provider needs.
     """
-    _make_sandbox(config)
+    try:
+        _make_sandbox(config)
+    except AgentRLError as error:
+        inner = error.details.get("key")
+        error.details["key"] = f"{key}.{inner}" if inner else key
+        raise
 
 
 def _make_sandbox(config: SandboxConfig) -> Sandbox:

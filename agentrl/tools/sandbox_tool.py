@@ -50,9 +50,14 @@ class SandboxTool(BaseTool, Generic[Keys]):
         super().__init__(config, tool_schema)
         refuse_isolation(config, because="the code runs in processes of its own anyway")
         self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
-        check_sandbox(self._keys.sandbox)
+        check_sandbox(self._keys.sandbox, key="config.sandbox")
         self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
+
+    @property
+    def sandbox_config(self) -> SandboxConfig:
+        """The keys of the sandbox in which this runs code."""
+        return self._keys.sandbox
 
     async def open_session(self, sandbox: Sandbox) -> Session:
         """Open what one request runs its code in."""
