@@ -7,39 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Never
+from typing import Never
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-
-_KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "a text",
-    "path": "a path",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "a mapping of names to values",
-    "model": "a section, that is a mapping of keys to values",
-    "finite": "a finite number",
-}
-"""What pydantic's error types ask for, by their first word."""
-
-_BOUNDS = {
-    "greater_than": ("gt", "a number greater than"),
-    "greater_than_equal": ("ge", "a number of at least"),
-    "less_than": ("lt", "a number less than"),
-    "less_than_equal": ("le", "a number of at most"),
-    "too_short": ("min_length", "a length of at least"),
-    "too_long": ("max_length", "a length of at most"),
-    "string_too_short": ("min_length", "a text of a length of at least"),
-    "string_too_long": ("max_length", "a text of a length of at most"),
-}
-
+from agentrl.refusals import section_types, what_was_expected
 
 _PLACE = re.compile(r"\[\d+\]")
 ON_COMMAND_LINE = "(given on the command line)"
@@ -139,12 +114,6 @@ def _keys_under(section: type[BaseModel], prefix: str) -> Iterable[str]:
             yield from _keys_under(inner, f"{prefix}{name}.")
 
 
-def section_types(annotation: Any) -> list[type[BaseModel]]:
-    """Find the section classes in a field's annotation (`X` or `X | None`)."""
-    options = [annotation, *getattr(annotation, "__args__", ())]
-    return [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
-
-
 def _problem(details: ErrorDetails) -> Problem:
     key = _dotted(details["loc"])
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
@@ -157,17 +126,6 @@ def _problem(details: ErrorDetails) -> Problem:
     if kind == "value_error":
         return Problem(key, str(context["error"]))
     return Problem(key, f"{_shown(value)} is not allowed here", what_was_expected(details))
-
-
-def what_was_expected(details: ErrorDetails) -> str:
-    """Say in plain words what pydantic would have taken in the place of what it refused."""
-    kind, context = details["type"], details.get("ctx", {})
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"{words} {context[name]}"
-    if kind in ("literal_error", "enum"):
-        return f"one of {context['expected'].replace(' or ', ', ')}"
-    return _KINDS.get(kind.partition("_")[0]) or details["msg"]
 
 
 def told_where(problem: Problem, overridden: Sequence[str]) -> Problem:

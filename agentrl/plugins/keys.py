@@ -13,8 +13,8 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from agentrl.config.problems import section_types, what_was_expected
 from agentrl.errors import ConfigError
+from agentrl.refusals import section_types, what_was_expected
 
 Keys = TypeVar("Keys", bound=BaseModel)
 Loc = tuple[int | str, ...]

@@ -10,6 +10,7 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema import RewardConfig
+from agentrl.machine import num_cores
 from agentrl.plugins.call import call_bounded, call_method
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
@@ -19,7 +20,7 @@ from agentrl.rewards.loading import (
     is_async,
     parts_of,
 )
-from agentrl.rewards.pool import ScorePool, check_sendable, num_cores
+from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
 from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
