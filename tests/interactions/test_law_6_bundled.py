@@ -115,7 +115,7 @@ def test_law_6_an_environment_is_closed_and_its_thread_ends(
     answers=st.lists(st.sampled_from(["Go on.", "###STOP###", "", 500, None]), min_size=1),
     more=st.sampled_from([{}, {"speaks_first": True}, {"goal_check": "x"}]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_law_6_a_simulated_user_is_finalised_and_its_calls_end(
     breaks: dict[str, str],
     cancel_after: float | None,

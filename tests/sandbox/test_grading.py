@@ -238,7 +238,7 @@ TESTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_code_passes_by_saying_so(sandbox: Sandbox, name: str):
-    found = await graded(HOSTILE[name], [LOOP], sandbox, test_timeout_s=3)
+    found = await graded(HOSTILE[name], [LOOP], sandbox, test_timeout_s=2)
     assert found.num_passed == 0, found.reports
 
 

@@ -353,7 +353,7 @@ methods = st.fixed_dictionaries(
     num_calls=st.integers(0, 3),
     cancel_after=st.one_of(st.none(), st.integers(0, 8)),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_law_6_what_was_created_is_released_once_whatever_happens(
     behaviours: list[dict[str, str]], num_calls: int, cancel_after: int | None
 ):
