@@ -10,7 +10,6 @@ be loaded there, or an error that cannot be read here, costs one score.
 
 import asyncio
 import inspect
-import os
 import pickle
 import threading
 import traceback
