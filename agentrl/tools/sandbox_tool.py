@@ -9,6 +9,7 @@ from agentrl.sandbox import Execution, Sandbox, Session
 from agentrl.sandbox.shared import SharedSandbox, check_sandbox, read_sandbox_config
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
+from agentrl.tools.settings import ToolSettings
 
 
 class SandboxTool(BaseTool):
@@ -22,7 +23,7 @@ class SandboxTool(BaseTool):
         tool_schema: What the model is told.
 
     Raises:
-        ConfigError: for a wrong key.
+        ConfigError: for a wrong key, or a `timeout_s` that is not above the sandbox's.
         SandboxError: where no sandbox can be had on this machine, with what to install.
     """
 
@@ -40,8 +41,22 @@ class SandboxTool(BaseTool):
                 expected="none: the code runs in processes of its own anyway",
             )
         self._shared = SharedSandbox(read_sandbox_config(config.get("sandbox")))
+        self._check_times(config)
         check_sandbox(self._shared.config)
         self._sessions: dict[str, Session] = {}
+
+    def _check_times(self, config: dict[str, Any]) -> None:
+        """Refuse a tool that would be given up on before the sandbox stops what is late.
+
+        An endless loop would count as a failure of the tool, and take the session with it.
+        """
+        whole_s, code_s = ToolSettings.check(config).timeout_s, self._shared.config.timeout_s
+        if whole_s is not None and whole_s <= code_s:
+            raise ConfigError(
+                f"timeout_s is {whole_s:g}, and the sandbox gives the code {code_s:g} seconds",
+                key="config.timeout_s",
+                expected=f"more than config.sandbox.timeout_s, which is {code_s:g}",
+            )
 
     async def open_session(self, sandbox: Sandbox) -> Session:
         """Open what one request runs its code in."""

@@ -156,6 +156,16 @@ async def test_the_record_holds_what_was_asked_and_what_came_of_it():
     assert observation.message.name == "echo"
 
 
+async def test_the_record_of_a_refused_call_holds_what_was_asked():
+    unknown = '<tool_call>{"name": "now", "arguments": {"wat": 1}}</tool_call>'
+    observations = await answers(echo("two") + unknown + "<tool_call>oops</tool_call>")
+    records = [observation.record for observation in observations]
+    assert {record.outcome for record in records} == {"malformed"}
+    assert [record.arguments for record in records] == [{"number": "two"}, {"wat": 1}, {}]
+    skipped = skip_calls(check_calls(get_tool_parser("hermes").parse(unknown), []))
+    assert [record.arguments for record in skipped] == [{"wat": 1}]
+
+
 @pytest.mark.parametrize(
     ("behaviour", "outcome"),
     [("tool_error", "tool_error"), ("raise", "crashed"), ("hang", "timeout"), ("none", "crashed")],

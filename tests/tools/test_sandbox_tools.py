@@ -15,6 +15,7 @@ from agentrl.tools.bash_tool import BashTool
 from agentrl.tools.executions import describe_execution
 from agentrl.tools.instance import Outcome, ToolInstance, ToolKwargs
 from agentrl.tools.python_tool import PythonTool
+from agentrl.tools.sandbox_tool import SandboxTool
 from tests.fakes_tools import call
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/tool_config"
@@ -186,12 +187,21 @@ async def test_a_cancelled_call_leaves_a_session_that_ends(tool: PythonTool):
         ({"sandbox": 3}, "config.sandbox"),
         ({"echo_last_expression": "yes"}, "config.echo_last_expression"),
         ({"isolation": "process"}, "config.isolation"),
+        ({"timeout_s": 3}, "config.timeout_s"),
+        ({"timeout_s": 3, "sandbox": {"timeout_s": 3}}, "config.timeout_s"),
     ],
 )
 def test_a_wrong_key_is_named(config: dict[str, Any], key: str):
     with pytest.raises(ConfigError) as error:
         PythonTool(config)
     assert error.value.details["key"] == key
+
+
+@pytest.mark.parametrize("kind", [PythonTool, BashTool])
+def test_code_is_stopped_before_its_tool_is_given_up_on(kind: type[SandboxTool]):
+    assert kind({"timeout_s": 3, "sandbox": {"timeout_s": 2.5}})
+    with pytest.raises(ConfigError, match="timeout_s is 3, and the sandbox gives the code 10 sec"):
+        kind({"timeout_s": 3})
 
 
 def test_where_no_sandbox_is_to_be_had_the_tool_is_not_built():
