@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -38,6 +38,22 @@ def read_entries(path: str | Path, key: str, entry: type[Entry]) -> list[Entry]:
         raise ConfigError(f"{key} is {items!r}", file=file, key=key, expected=expected)
     listed = cast("list[Any]", items)
     return [_check(entry, item, f"{key}[{i}]", file) for i, item in enumerate(listed)]
+
+
+def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
+    """Say in which file, and under which key, a class was given what it refuses.
+
+    An error that names a file already says so itself: it was found in another one.
+
+    Args:
+        error: Of building a plug-in; a key that it names lies below `key`.
+        file: The YAML.
+        key: Of what the class was given.
+    """
+    if "file" in error.details:
+        return
+    inner = error.details.get("key")
+    error.details |= {"file": file, "key": f"{key}.{inner}" if inner else key}
 
 
 def unknown_key(
