@@ -1,21 +1,35 @@
 """What the tools share that run code in the sandbox: one session for each request."""
 
 import uuid
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.section import Section
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution, Sandbox, Session
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox, read_sandbox_config
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
-from agentrl.tools.settings import ToolSettings
+from agentrl.tools.settings import SHARED_KEYS, ToolSettings, refuse_isolation
 
 
-class SandboxTool(BaseTool):
+class SandboxToolConfig(Section):
+    """The keys of such a tool's own."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the code runs, and what it may use: a mapping of `SandboxConfig`'s keys."""
+
+
+Keys = TypeVar("Keys", bound=SandboxToolConfig)
+
+
+class SandboxTool(BaseTool, Generic[Keys]):
     """Runs what the model writes in a session of the sandbox, one for each request.
 
-    Subclasses say which session (`open_session`) and read the arguments (`execute`).
+    Subclasses name their keys (`keys_class`), say which session (`open_session`) and read the
+    arguments (`execute`).
 
     Args:
         config: See the subclass. The provider is looked for here, so that a run without one ends
@@ -27,6 +41,7 @@ class SandboxTool(BaseTool):
         SandboxError: where no sandbox can be had on this machine, with what to install.
     """
 
+    keys_class: type[Keys]
     lost_text = ""
     """What the model is told is gone where its code was stopped."""
 
@@ -34,29 +49,12 @@ class SandboxTool(BaseTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        if config.get("isolation", "none") != "none":
-            raise ConfigError(
-                f"isolation is {config['isolation']!r}",
-                key="config.isolation",
-                expected="none: the code runs in processes of its own anyway",
-            )
-        self._shared = SharedSandbox(read_sandbox_config(config.get("sandbox")))
-        self._check_times(config)
-        check_sandbox(self._shared.config)
+        refuse_isolation(config, because="the code runs in processes of its own anyway")
+        self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
+        _check_times(ToolSettings.check(config).timeout_s, self._keys.sandbox.timeout_s)
+        check_sandbox(self._keys.sandbox, key="config.sandbox")
+        self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
-
-    def _check_times(self, config: dict[str, Any]) -> None:
-        """Refuse a tool that would be given up on before the sandbox stops what is late.
-
-        An endless loop would count as a failure of the tool, and take the session with it.
-        """
-        whole_s, code_s = ToolSettings.check(config).timeout_s, self._shared.config.timeout_s
-        if whole_s is not None and whole_s <= code_s:
-            raise ConfigError(
-                f"timeout_s is {whole_s:g}, and the sandbox gives the code {code_s:g} seconds",
-                key="config.timeout_s",
-                expected=f"more than config.sandbox.timeout_s, which is {code_s:g}",
-            )
 
     async def open_session(self, sandbox: Sandbox) -> Session:
         """Open what one request runs its code in."""
@@ -89,3 +87,16 @@ class SandboxTool(BaseTool):
     async def shutdown(self) -> None:
         """End the sandbox."""
         await self._shared.close()
+
+
+def _check_times(call_s: float | None, code_s: float) -> None:
+    """Refuse a tool that is given up on before the sandbox stops what is late.
+
+    An endless loop would count as a failure of the tool, and take the session with it.
+    """
+    if call_s is not None and call_s <= code_s:
+        raise ConfigError(
+            f"timeout_s is {call_s:g}, and the sandbox gives the code {code_s:g} seconds",
+            key="config.timeout_s",
+            expected=f"more than config.sandbox.timeout_s, which is {code_s:g}",
+        )

@@ -3,10 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
+from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, SandboxError
 from agentrl.tools import initialize_tools_from_config, load_all_tools
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.gsm8k_tool import Gsm8kTool
@@ -99,7 +100,7 @@ class MySearch(SearchTool):
 @pytest.mark.parametrize(
     ("config", "key", "what"),
     [
-        ("{url: 'http://x', top_k: 0}", "config.top_k", "(found 0)"),
+        ("{url: 'http://x', top_k: 0}", "config.top_k", "top_k is 0"),
         ("{url: 'http://x', tok: 3}", "config.tok", "did you mean 'top_k'"),
         ("{}", "config", "needs url"),
         ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "say the same thing"),
@@ -113,6 +114,82 @@ def test_what_a_bundled_tool_refuses_is_named_with_file_and_key(
     error = refused(written(tmp_path, text))
     assert what in str(error)
     assert error.details["key"] == f"tools[0].{key}"
+
+
+class Refusing(FlakyTool):
+    """Refuses to be built, with an error of our tree or of Python's."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__()
+        if config["with"] == "ours":
+            raise SandboxError("gone", provider="p", key="config.sandbox.url", expected="a url")
+        raise OSError("no luck")
+
+
+def test_what_a_class_refuses_keeps_its_own_words_and_kind(tmp_path: Path):
+    name = "tests.tools.test_tool_registry.Refusing"
+    path = written(tmp_path, f"tools: [{{class_name: {name}, config: {{with: ours}}}}]\n")
+    error = refused(path, SandboxError)
+    assert str(error).splitlines()[0] == "gone"
+    assert error.details["key"] == "tools[0].config.sandbox.url"
+    assert str(error).count("expected:") == 1
+    path = written(tmp_path, f"tools: [{{class_name: {name}, config: {{with: theirs}}}}]\n")
+    assert "raised OSError: no luck" in str(refused(path))
+
+
+def test_a_sandbox_that_is_refused_is_named_with_its_key(tmp_path: Path):
+    name = "agentrl.tools.python_tool.PythonTool"
+    sandbox = "{provider: sandbox_fusion}"
+    text = f"tools: [{{class_name: {name}, config: {{sandbox: {sandbox}}}}}]\n"
+    error = refused(written(tmp_path, text))
+    assert str(error.details["key"]).startswith("tools[0].config.sandbox")
+    assert str(error).count("expected:") == 1
+    assert "raised" not in str(error)
+    text = text.replace(sandbox, "{provider: subprocess}")
+    error = refused(written(tmp_path, text), SandboxError)
+    assert error.details["key"] == "tools[0].config.sandbox"
+
+
+class Own(FlakyTool):
+    """Reads whatever keys it likes."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__()
+        self.config = config
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            "{timeout: 5, retries: 3, rate_limits: 2}",
+            [("timeout", "timeout_s"), ("retries", "retry"), ("rate_limits", "rate_limit")],
+        ),
+        ("{timeout_s: 5, retry: {max_attempts: 3}, type: native}", []),
+        ("{cache_dir: x, url: 'http://x', model: m, top_k: 3, headers: {}, seed: 1}", []),
+    ],
+)
+def test_a_near_miss_of_agentrls_keys_is_told_of_a_users_tool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, told: list[tuple[str, str]]
+):
+    name = "tests.tools.test_tool_registry.Own"
+    path = written(tmp_path, f"tools: [{{class_name: {name}, config: {config}}}]\n")
+    [tool] = initialize_tools_from_config(path)
+    assert set(tool.config) >= {key for key, _ in told}
+    assert caplog.messages == [
+        f"{path}: tools[0].config.{key} is not read by agentrl; did you mean {near}?"
+        for key, near in told
+    ]
+
+
+def test_keys_that_are_translated_are_no_near_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = "{retrieval_service_url: 'http://here', timeout: 3}"
+    for name in ("tests.tools.test_tool_registry.MySearch", "verl.tools.search_tool.SearchTool"):
+        text = f"tools: [{{class_name: {name}, config: {config}}}]\n"
+        initialize_tools_from_config(written(tmp_path, text))
+    assert caplog.messages == []
 
 
 def test_a_subclass_of_verls_base_is_told_what_to_import(
@@ -191,8 +268,8 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         ("- a\n", None, "no key 'tools'"),
         ("tools: 3\n", "tools", "tools is 3"),
         ("tools: []\ntool: []\n", "tool", "did you mean 'tools'"),
-        ("tools: [3]\n", "tools[0]", "valid dictionary"),
-        ("tools: [{config: {}}]\n", "tools[0].class_name", "Field required"),
+        ("tools: [3]\n", "tools[0]", "a mapping with class_name"),
+        ("tools: [{config: {}}]\n", "tools[0].class_name", "class_name is missing"),
         (
             f"tools: [{{config: {{text: {'long ' * 40}}}, mcp: null}}]\n",
             "tools[0].class_name",
@@ -201,10 +278,10 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         (
             f"tools:\n{CALCULATOR}    config: {'long_' * 40}end\n",
             "tools[0].config",
-            "long_end')",
+            "long_end'",
         ),
         (f"tools:\n{CALCULATOR}    confg: {{}}\n", "tools[0].confg", "did you mean 'config'"),
-        (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "dictionary"),
+        (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "a mapping"),
         (f"tools:\n{CALCULATOR}    config: {{type: mcp}}\n", "tools[0].mcp", "names no servers"),
         (f"tools:\n{CALCULATOR}    config: {{type: x}}\n", "tools[0].config.type", "'x'"),
         (f"tools:\n{CALCULATOR}    mcp: {{a: 1}}\n", "tools[0].mcp", "no tool of MCP servers"),
@@ -216,7 +293,7 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         (
             f"tools:\n{CALCULATOR}    tool_schema: {{function: {{name: ''}}}}\n",
             "tools[0].tool_schema.function.name",
-            "at least 1 character",
+            "at least 1",
         ),
         (
             f"tools:\n{CALCULATOR}    tool_schema: {{function: {{name: f, parameters: "

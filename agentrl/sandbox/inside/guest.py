@@ -60,7 +60,8 @@ class Guest:
         if asked["op"] == "python":
             return self._run_python(asked)
         if asked["op"] == "shell":
-            answer = self._run_program({**asked, "argv": [_SHELL, "-c", asked["source"], _SHELL_NAME]})
+            argv = [_SHELL, "-c", asked["source"], _SHELL_NAME]
+            answer = self._run_program({**asked, "argv": argv})
         else:
             answer = self._run_program(asked)
         return {**answer, "stderr": asked.get("note", "") + answer["stderr"]}
