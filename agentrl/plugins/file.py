@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.plugins.keys import read_keys, unknown_key
+from agentrl.refusals import unresolved
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -64,7 +65,10 @@ def _read_yaml(file: Path) -> Any:
         raise ConfigError(f"the file is not UTF-8 text: {error}", file=file) from error
     except yaml.MarkedYAMLError as error:
         raise _malformed(error, file) from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
+        told, expected = unresolved(error)
+        raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"cannot read the file: {error}", file=file) from error
 
 

@@ -103,6 +103,11 @@ class MySearch(SearchTool):
         ("{url: 'http://x', top_k: 0}", "config.top_k", "top_k is 0"),
         ("{url: 'http://x', tok: 3}", "config.tok", "did you mean 'top_k'"),
         ("{}", "config", "needs url"),
+        (
+            "{topk: 2}",
+            "config",
+            "a key is missing: retriever http needs url (or retrieval_service_",
+        ),
         ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "say the same thing"),
     ],
 )
@@ -302,7 +307,16 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
             "not a JSON Schema",
         ),
         (f"tools:\n{CALCULATOR}{CALCULATOR}", "tools[1]", "two tools have the name 'calculator'"),
-        ("tools: [{class_name: tests.fakes_tools.BlockingTool, config: {a: '${b}'}}]\n", None, "b"),
+        (
+            "tools: [{class_name: tests.fakes_tools.BlockingTool, config: {a: '${b}'}}]\n",
+            "tools[0].config.a",
+            "Interpolation key 'b' not found",
+        ),
+        (
+            "tools: [{class_name: a.B, config: {urls: ['${oc.env:NO_SUCH}/x']}}]\n",
+            "tools[0].config.urls[0]",
+            "the environment variable NO_SUCH is not set",
+        ),
         ("tools: [{class_name: agentrl.tools.BaseTool}]\n", "tools[0]", "has no schema"),
     ],
 )
@@ -338,6 +352,28 @@ def test_a_wrong_class_name_leads_to_the_nearest_tool_and_to_tools_alone(tmp_pat
     error = refused(written(tmp_path, text), PluginError)
     assert "has no 'CalculatorTol'; did you mean 'CalculatorTool'?" in str(error)
     assert error.details["expected"] == "one of CalculatorTool"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("PythonTool", "python_tool"), ("HTTPTool", "http_tool"), ("MCPTool", "mcp_tool")],
+)
+def test_a_class_without_its_module_leads_to_the_module_of_its_name(
+    tmp_path: Path, name: str, module: str
+):
+    text = f"tools: [{{class_name: agentrl.tools.{name}}}]\n"
+    error = refused(written(tmp_path, text), PluginError)
+    assert f"has no {name!r}; did you mean 'agentrl.tools.{module}.{name}'?" in str(error)
+
+
+def test_a_guess_at_a_module_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "guessed").mkdir()
+    (tmp_path / "guessed/__init__.py").touch()
+    (tmp_path / "guessed/my_tool.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = refused(written(tmp_path, "tools: [{class_name: guessed.MyTool}]\n"), PluginError)
+    assert "did you mean 'guessed.my_tool.MyTool'?" in str(error)
+    assert "guessed.my_tool" not in sys.modules
 
 
 class Bomb(FlakyTool):
