@@ -1,4 +1,7 @@
-"""What pydantic and OmegaConf refused, in plain words. Loads no schema of the run file: plug-ins need none."""
+"""What pydantic and OmegaConf refused, in plain words.
+
+Loads no schema of the run file: plug-ins need none.
+"""
 
 import re
 from typing import Any, NamedTuple

@@ -69,7 +69,7 @@ class ProcessLane:
         try:
             worker = await self._started()
             return await in_thread(partial(worker.ask, call))
-        except (asyncio.CancelledError, _ProcessDiedError):
+        except (asyncio.CancelledError, ProcessDiedError):
             self._is_lost = True
             await self._kill()
             raise
@@ -90,7 +90,7 @@ class ProcessLane:
             await in_thread(worker.kill)
 
 
-class _ProcessDiedError(ToolLifeError):
+class ProcessDiedError(ToolLifeError):
     """The process ended by itself, or was killed, with a call under way."""
 
 
@@ -126,7 +126,7 @@ class _Worker:
                 value, error = self._connection.recv()
             except (EOFError, OSError):
                 self._process.join(_KILL_WAIT_S)
-                raise _ProcessDiedError(
+                raise ProcessDiedError(
                     f"the process of tool {self._name!r} died in {call.method}",
                     exit_code=self._process.exitcode,
                     reason=_why(self._process.exitcode),
