@@ -123,6 +123,7 @@ class ToolCaller:
             arguments=call.function.arguments,
             outcome=outcome.outcome.value,
             message=outcome.message,
+            traceback=outcome.traceback,
             seconds=outcome.seconds,
             queue_seconds=outcome.queue_seconds,
             num_attempts=outcome.num_attempts,

@@ -23,6 +23,7 @@ from agentrl.errors import ToolError, ToolLifeError
 from agentrl.plugins import load_module
 from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
+from agentrl.plugins.tracebacks import place_of, traceback_of
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
 from agentrl.tools.process_server import context, ensure_server, wait_for_server
@@ -206,7 +207,9 @@ async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | No
 
 
 def _broken(error: BaseException) -> ToolLifeError:
-    return ToolLifeError(f"{type(error).__name__}: {error}")
+    told = ToolLifeError(f"{type(error).__name__}: {error}", at=place_of(error))
+    told.add_note(traceback_of(error))  # a traceback itself does not leave its process
+    return told
 
 
 def _reply(connection: Connection, answer: tuple[Any, Exception | None]) -> None:

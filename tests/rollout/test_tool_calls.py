@@ -176,6 +176,7 @@ async def test_failures_are_observations_with_their_kind(behaviour: str, outcome
     assert observation.record.outcome == outcome
     assert observation.message.text
     assert "secret" not in observation.message.text
+    assert bool(observation.record.traceback) == (outcome == "crashed")
 
 
 async def test_a_parser_words_its_results():
