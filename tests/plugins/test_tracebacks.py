@@ -53,7 +53,7 @@ class UnspeakableError(Exception):
         raise SystemError
 
     @property
-    def __notes__(self) -> list[str]:
+    def __notes__(self) -> list[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise ValueError
 
 
