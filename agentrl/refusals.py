@@ -1,10 +1,16 @@
-"""What pydantic refused, in plain words. Loads no schema of the run file: plug-ins need none."""
+"""What pydantic and OmegaConf refused, in plain words.
 
-from typing import Any
+Loads no schema of the run file: plug-ins need none.
+"""
 
+import re
+from typing import Any, NamedTuple
+
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+_UNSET = re.compile(r"Environment variable '(.+)' not found")
 _KINDS = {
     "int": "an integer",
     "float": "a number",
@@ -46,3 +52,22 @@ def section_types(annotation: Any) -> list[type[BaseModel]]:
     """Find the section classes in a field's annotation (`X` or `X | None`)."""
     options = [annotation, *getattr(annotation, "__args__", ())]
     return [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+
+
+class Unresolved(NamedTuple):
+    """What is wrong with an interpolation, and what would have been right."""
+
+    told: str
+    expected: str
+
+
+def unresolved(error: OmegaConfBaseException) -> Unresolved:
+    """Say why an interpolation of a YAML leads nowhere; its key is the error's `full_key`."""
+    told = str(error).partition("\n")[0] or type(error).__name__
+    if unset := _UNSET.search(told):
+        name = unset[1]
+        return Unresolved(
+            f"the environment variable {name} is not set",
+            f"{name} in the environment, or a default: ${{oc.env:{name},DEFAULT}}",
+        )
+    return Unresolved(told, "a value, or an interpolation that leads to one")

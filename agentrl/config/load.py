@@ -29,6 +29,7 @@ from agentrl.config.problems import (
 from agentrl.config.schema import RunConfig
 from agentrl.config.verl import VerlReport, is_verl_tree, naming_their_keys, read_verl_tree
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.refusals import unresolved
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +145,8 @@ def _resolve(config: DictConfig, file: Path) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            _first_line(error),
-            file=file,
-            key=error.full_key,
-            expected="a value, or an interpolation that leads to one",
-        ) from None
+        told, expected = unresolved(error)
+        raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
     return resolved  # pyright: ignore[reportReturnType]
 
 

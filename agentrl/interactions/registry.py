@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError, SandboxError
+from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
-from agentrl.plugins.file import read_entries
+from agentrl.plugins.file import add_place, read_entries
 from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated, translate
 
 OWN_CLASSES = {
@@ -190,9 +190,8 @@ def _build(
 ) -> BaseInteraction:
     try:
         interaction = found({**_config(entry), "name": name})
-    except (ConfigError, MissingExtraError, PluginError, SandboxError) as error:
-        place = error.details.get("key")
-        error.details |= {"file": path, "key": f"{key}.config" + (f".{place}" if place else "")}
+    except AgentRLError as error:
+        add_place(error, file=path, key=f"{key}.config")
         raise
     except Exception as error:
         raise ConfigError(

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.plugins.keys import read_keys, unknown_key
+from agentrl.refusals import unresolved
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -39,6 +40,22 @@ def read_entries(path: str | Path, key: str, entry: type[Entry]) -> list[Entry]:
     return [read_keys(entry, item, key=f"{key}[{i}]", file=file) for i, item in enumerate(listed)]
 
 
+def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
+    """Say in which file, and under which key, a class was given what it refuses.
+
+    An error that names a file already says so itself: it was found in another one.
+
+    Args:
+        error: Of building a plug-in; a key that it names lies below `key`.
+        file: The YAML.
+        key: Of what the class was given.
+    """
+    if "file" in error.details:
+        return
+    inner = error.details.get("key")
+    error.details |= {"file": file, "key": f"{key}.{inner}" if inner else key}
+
+
 def _read_yaml(file: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
@@ -48,7 +65,10 @@ def _read_yaml(file: Path) -> Any:
         raise ConfigError(f"the file is not UTF-8 text: {error}", file=file) from error
     except yaml.MarkedYAMLError as error:
         raise _malformed(error, file) from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
+        told, expected = unresolved(error)
+        raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"cannot read the file: {error}", file=file) from error
 
 

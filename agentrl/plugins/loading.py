@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 from agentrl.errors import PluginError
 
 T = TypeVar("T")
+
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 FILE_MODULE_PREFIX = "agentrl_plugin_"
 """Begins the module names of files loaded by path, which no other process can import by name."""
@@ -59,7 +62,7 @@ def _find(path: str, file: str | Path | None, base: type | None) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = _names(found, base)
-            near = difflib.get_close_matches(part, names, n=1)
+            near = _in_submodule(found, part) or difflib.get_close_matches(part, names, n=1)
             guess = f"; did you mean {near[0]!r}?" if near else ""
             raise PluginError(
                 f"{path!r}: {module_path} has no {name!r}{guess}",
@@ -68,6 +71,21 @@ def _find(path: str, file: str | Path | None, base: type | None) -> Any:
             )
         found = getattr(found, part)
     return found
+
+
+def _in_submodule(holder: Any, name: str) -> list[str]:
+    """The path of a class by which a module of the package seems to be named; imports nothing.
+
+    `HTTPTool` is looked for in `http_tool`.
+    """
+    if not isinstance(holder, ModuleType) or not hasattr(holder, "__path__"):
+        return []
+    module = f"{holder.__name__}.{_WORD_STARTS.sub('_', name).lower()}"
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a guess is no reason for another error
+        return []
+    return [f"{module}.{name}"] if is_there and not name.islower() else []
 
 
 def _names(holder: Any, base: type | None) -> list[str]:

@@ -67,6 +67,8 @@ class CallRecord(Record):
     `unavailable`: it was not asked, for it has failed too often lately."""
     message: str = ""
     """What went wrong, in words; empty where nothing did."""
+    traceback: str = ""
+    """The end of the traceback of a call that crashed."""
     seconds: float = 0.0
     """Of the execution, all its attempts together."""
     queue_seconds: float = 0.0

@@ -123,6 +123,7 @@ class ToolCaller:
             arguments=call.function.arguments,
             outcome=outcome.outcome.value,
             message=outcome.message,
+            traceback=outcome.traceback,
             seconds=outcome.seconds,
             queue_seconds=outcome.queue_seconds,
             num_attempts=outcome.num_attempts,
@@ -162,8 +163,7 @@ def check_calls(parsed: ParsedTurn, tools: Iterable[OpenAIFunctionToolSchema]) -
         if reason is None:
             calls.append(call)
         else:
-            text = f"{call.name}({call.arguments})"
-            malformed.append(MalformedCall(text, reason, call.name, call.index, call.span))
+            malformed.append(_refused(call, reason))
     return CheckedCalls(calls, sorted(malformed, key=lambda call: call.index))
 
 
@@ -209,6 +209,11 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
     return f"arguments{place}: {error.message[:_LONGEST_REASON]}"
 
 
+def _refused(call: ParsedCall, reason: str) -> MalformedCall:
+    text = f"{call.name}({call.arguments})"
+    return MalformedCall(text, reason, call.name, call.index, call.span, call.arguments)
+
+
 class _Validators:
     """The validator of each schema, made once: a run checks many calls of few tools."""
 
@@ -234,18 +239,11 @@ _VALIDATORS = _Validators()
 def _record_of(
     call: ParsedCall | MalformedCall, outcome: Literal["skipped", "malformed"]
 ) -> CallRecord:
-    if isinstance(call, MalformedCall):
-        return CallRecord(
-            call_id=call.id,
-            name=call.name,
-            outcome=outcome,
-            message=call.reason,
-            num_attempts=0,
-        )
     return CallRecord(
         call_id=call.id,
         name=call.name,
         arguments=call.arguments,
         outcome=outcome,
+        message=call.reason if isinstance(call, MalformedCall) else "",
         num_attempts=0,
     )

@@ -1,6 +1,5 @@
 """Which provider keeps the code in: the best that is present, and none rather than a poor one."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from agentrl.errors import MissingExtraError, SandboxError
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.keeper_process import KeeperProcess, Sockets
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.sandbox.settings import LocalProvider
+from agentrl.sandbox.settings import LocalProvider, sandlock_folder
 
 INSTALL = 'pip install "agentrl[sandbox]"'
 _CHECK_S = 30.0
@@ -53,7 +52,7 @@ def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
         if reason is None:
             return provider
         reasons[provider] = reason
-    if asked == ("sandlock",) and importlib.util.find_spec("sandlock") is None:
+    if asked == ("sandlock",) and sandlock_folder() is None:
         raise MissingExtraError("sandlock is not installed", install=INSTALL)
     raise SandboxError(
         "nothing on this machine keeps in the code that a model wrote",
@@ -77,10 +76,13 @@ def _trusted(config: SandboxConfig) -> LocalProvider:
 
 @cache
 def why_not(provider: LocalProvider) -> str | None:
-    """Say why a provider cannot keep code in here; None: it can, as one run has shown."""
+    """Say why a provider cannot keep code in here; None: it can, as one run has shown.
+
+    Raises nothing: whatever is broken about one provider, the next may be whole.
+    """
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
-    if provider == "sandlock" and importlib.util.find_spec("sandlock") is None:
+    if provider == "sandlock" and sandlock_folder() is None:
         return f"it is not installed: {INSTALL}"
     if provider == "bubblewrap" and shutil.which("bwrap") is None:
         return "it is not installed: the package bubblewrap of the system brings bwrap"
@@ -89,6 +91,8 @@ def why_not(provider: LocalProvider) -> str | None:
         return _try_out(keeper)
     except SandboxError as error:
         return str(error.args[0])
+    except Exception as error:  # noqa: BLE001 - a provider's installation may be broken in any way
+        return f"{type(error).__name__}: {error}"
     finally:
         keeper.close_now()
 

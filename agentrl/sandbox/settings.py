@@ -42,8 +42,11 @@ def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str,
 
 
 def sandlock_folder() -> str | None:
-    """Find where the package sandlock is installed, without importing it."""
-    found = importlib.util.find_spec("sandlock")
+    """Find where the package sandlock is installed, without importing it; None where it is not."""
+    try:
+        found = importlib.util.find_spec("sandlock")
+    except (ImportError, ValueError):  # whoever finds modules here refuses this one
+        return None
     return None if found is None or found.origin is None else str(Path(found.origin).parents[1])
 
 

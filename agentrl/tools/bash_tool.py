@@ -37,7 +37,7 @@ class BashTool(SandboxTool[SandboxToolConfig]):
 
     Args:
         config: `sandbox`: the keys of `SandboxConfig` (default: none; `timeout_s`, 10 seconds, is
-            of one command; keep the tool's own `timeout_s` above it).
+            of one command; the tool's own `timeout_s` must be above it).
         tool_schema: What the model is told; None: the bundled schema.
     """
 

@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.keys import read_keys
+from agentrl.plugins.tracebacks import place_of, traceback_of
 from agentrl.tools.base import BaseTool, ToolResult, finite
 from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
@@ -82,6 +83,8 @@ class ToolOutcome:
     should_stop: bool = False
     message: str = ""
     """What went wrong, for the record and not for the model; empty where nothing did."""
+    traceback: str = ""
+    """The end of that of a call that crashed, for whoever wrote the tool."""
     seconds: float = 0.0
     """Of all attempts; time in the queue is not counted."""
     queue_seconds: float = 0.0
@@ -117,7 +120,7 @@ class ToolInstance:
         self._goes_straight = not settings.is_guarded
         self._timeout_s = settings.timeout_s or timeout_s
         self._lane = _lane(tool, settings.isolation)
-        self._instance_id = instance_id
+        self._request_id = self._instance_id = instance_id
         self._must_release = False
 
     async def create(self) -> ToolResponse:
@@ -143,11 +146,12 @@ class ToolInstance:
         arrived = time.monotonic() if arrived is None else arrived
         visit = Visit(call, self._kwargs.execute_kwargs, self._lane.gate, self._attempt)
         way = self._attempt if self._goes_straight else way_of(self.tool, self._settings)
-        outcome, message = Outcome.OK, ""
+        outcome, message, traceback = Outcome.OK, "", ""
         try:
             result = await way(visit)
         except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
             outcome, text, message = self._excuse(call, error)
+            traceback = traceback_of(error) if outcome is Outcome.CRASHED else ""
             result = ToolResult(ToolResponse(text=text))
         return ToolOutcome(
             call=call,
@@ -157,6 +161,7 @@ class ToolInstance:
             metrics=result.metrics or {},
             should_stop=result.should_stop,
             message=message,
+            traceback=traceback,
             seconds=visit.run_s,
             queue_seconds=max(0.0, time.monotonic() - arrived - visit.run_s),
             num_attempts=visit.num_attempts,
@@ -235,7 +240,7 @@ class ToolInstance:
         outcome, text = self._describe(error)
         message = f"{type(error).__name__}: {error}"
         if outcome is not Outcome.TOOL_ERROR:
-            logger.warning("tool %r, call %s: %s", self.tool.name, call.id, message)
+            self._warn(f"call {call.id}: {message}", error)
         return outcome, text, message
 
     def _describe(self, error: Exception) -> tuple[Outcome, str]:
@@ -253,9 +258,16 @@ class ToolInstance:
                 return Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
-        why = f"tool {self.tool.name!r}, {method}: {type(error).__name__}: {error}"
-        logger.warning("%s", why)
+        words = f"{type(error).__name__}: {error}"
+        why = f"tool {self.tool.name!r}, {method}: {words}"
+        self._warn(f"{method}: {words}", error)
         return ToolLifeError(why, tool=self.tool.name, method=method)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        """Log a failure so that its request, and the line of the tool's own code, can be found."""
+        place = place_of(error)
+        at = f" (at {place})" if place else ""
+        logger.warning("request %s, tool %r, %s%s", self._request_id, self.tool.name, what, at)
 
 
 def _is_inherited(tool: BaseTool, method: str) -> bool:

@@ -24,6 +24,7 @@ from agentrl.plugins import load_module
 from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.plugins.parent import end_with_parent
+from agentrl.plugins.tracebacks import place_of, traceback_of
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
 from agentrl.tools.process_server import context, ensure_server, wait_for_server
@@ -70,7 +71,7 @@ class ProcessLane:
         try:
             worker = await self._started()
             return await in_thread(partial(worker.ask, call))
-        except (asyncio.CancelledError, _ProcessDiedError):
+        except (asyncio.CancelledError, ProcessDiedError):
             self._is_lost = True
             await self._kill()
             raise
@@ -91,7 +92,7 @@ class ProcessLane:
             await in_thread(worker.kill)
 
 
-class _ProcessDiedError(ToolLifeError):
+class ProcessDiedError(ToolLifeError):
     """The process ended by itself, or was killed, with a call under way."""
 
 
@@ -127,7 +128,7 @@ class _Worker:
                 value, error = self._connection.recv()
             except (EOFError, OSError):
                 self._process.join(_KILL_WAIT_S)
-                raise _ProcessDiedError(
+                raise ProcessDiedError(
                     f"the process of tool {self._name!r} died in {call.method}",
                     exit_code=self._process.exitcode,
                     reason=_why(self._process.exitcode),
@@ -208,7 +209,9 @@ async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | No
 
 
 def _broken(error: BaseException) -> ToolLifeError:
-    return ToolLifeError(f"{type(error).__name__}: {error}")
+    told = ToolLifeError(f"{type(error).__name__}: {error}", at=place_of(error))
+    told.add_note(traceback_of(error))  # a traceback itself does not leave its process
+    return told
 
 
 def _reply(connection: Connection, answer: tuple[Any, Exception | None]) -> None:

@@ -48,7 +48,7 @@ class PythonTool(SandboxTool[PythonToolConfig]):
 
     Args:
         config: `sandbox`: the keys of `SandboxConfig` (default: none; `timeout_s`, 10 seconds, is
-            of one call's code; keep the tool's own `timeout_s` above it); `echo_last_expression`
+            of one call's code; the tool's own `timeout_s` must be above it); `echo_last_expression`
             (default true): show the value of a last expression, as a notebook does.
         tool_schema: What the model is told; None: the bundled schema.
     """

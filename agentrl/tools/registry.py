@@ -1,22 +1,17 @@
 """Read a tool YAML, and a module of function tools, into checked tools."""
 
-from collections.abc import Iterable
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import (
-    AgentRLError,
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    PluginError,
-    SandboxError,
-)
+from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
-from agentrl.plugins.file import read_entries
+from agentrl.plugins.file import add_place, read_entries
 from agentrl.plugins.from_verl import explain_import, name_translated, translate
 from agentrl.tools.base import BaseTool
 from agentrl.tools.from_verl import OWN_CLASSES, with_our_keys
@@ -25,7 +20,12 @@ from agentrl.tools.instance import ToolSettings
 from agentrl.tools.mcp.sessions import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
 
+logger = logging.getLogger(__name__)
+
 _BASE = "agentrl.tools.BaseTool"
+_OURS = "agentrl."
+_NEAR = 0.65
+"""How alike, of 1, a key must be to one of agentrl's: `retries` is to `retry`."""
 
 
 class ToolEntry(BaseModel):
@@ -195,6 +195,8 @@ def _build(
     place = f"{key}.config"
     config = with_our_keys(entry.config, named=entry.class_name, found=found, file=path, key=place)
     ToolSettings.check(config, file=path, key=place)
+    if not found.__module__.startswith(_OURS):
+        _warn_of_near_misses(config, file=path, key=place)
     try:
         if entry.mcp is None:
             return [found(config, entry.tool_schema)]
@@ -205,8 +207,9 @@ def _build(
                 expected="agentrl.tools.mcp_tool.MCPTool or a subclass of it, or no section mcp",
             )
         return load_mcp_tools(found, config, entry.mcp, hub=hub, file=path, key=key)
-    except (ConfigError, MissingExtraError, SandboxError) as error:
-        raise _placed(error, key, path) from error
+    except AgentRLError as error:
+        add_place(error, file=path, key=key)
+        raise
     except Exception as error:
         raise ConfigError(
             f"building {entry.class_name} raised {type(error).__name__}: {error}",
@@ -216,13 +219,16 @@ def _build(
         ) from error
 
 
-def _placed(error: AgentRLError, key: str, path: Path) -> AgentRLError:
-    """Say in which file and entry the mistake is that a class found in what it was given."""
-    if "file" in error.details:
-        return error
-    inner = error.details.get("key")
-    details = error.details | {"file": path, "key": f"{key}.{inner}" if inner else key}
-    return type(error)(str(error.args[0]), **details)
+def _warn_of_near_misses(config: Mapping[str, Any], *, file: Path, key: str) -> None:
+    """Point out keys of a user's tool that may be meant for agentrl; they may be the tool's own."""
+    known = list(ToolSettings.model_fields)
+    for name in config:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+        # What only adds a word to a key of ours, as cache_dir does, is not meant for it.
+        if near and name not in known and not name.startswith(f"{near[0]}_"):
+            logger.warning(
+                "%s: %s.%s is not read by agentrl; did you mean %s?", file, key, name, near[0]
+            )
 
 
 def _is_marked(value: Any) -> bool:

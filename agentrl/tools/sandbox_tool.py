@@ -5,13 +5,14 @@ from typing import Any, Generic, TypeVar
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.config.section import Section
+from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution, Sandbox, Session
 from agentrl.sandbox.shared import SharedSandbox, check_sandbox
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
-from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
+from agentrl.tools.settings import SHARED_KEYS, ToolSettings, refuse_isolation
 
 
 class SandboxToolConfig(Section):
@@ -36,7 +37,7 @@ class SandboxTool(BaseTool, Generic[Keys]):
         tool_schema: What the model is told.
 
     Raises:
-        ConfigError: for a wrong key.
+        ConfigError: for a wrong key, or a `timeout_s` that is not above the sandbox's.
         SandboxError: where no sandbox can be had on this machine, with what to install.
     """
 
@@ -50,14 +51,10 @@ class SandboxTool(BaseTool, Generic[Keys]):
         super().__init__(config, tool_schema)
         refuse_isolation(config, because="the code runs in processes of its own anyway")
         self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
+        _check_times(ToolSettings.check(config).timeout_s, self._keys.sandbox.timeout_s)
         check_sandbox(self._keys.sandbox, key="config.sandbox")
         self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
-
-    @property
-    def sandbox_config(self) -> SandboxConfig:
-        """The keys of the sandbox in which this runs code."""
-        return self._keys.sandbox
 
     async def open_session(self, sandbox: Sandbox) -> Session:
         """Open what one request runs its code in."""
@@ -90,3 +87,16 @@ class SandboxTool(BaseTool, Generic[Keys]):
     async def shutdown(self) -> None:
         """End the sandbox."""
         await self._shared.close()
+
+
+def _check_times(call_s: float | None, code_s: float) -> None:
+    """Refuse a tool that is given up on before the sandbox stops what is late.
+
+    An endless loop would count as a failure of the tool, and take the session with it.
+    """
+    if call_s is not None and call_s <= code_s:
+        raise ConfigError(
+            f"timeout_s is {call_s:g}, and the sandbox gives the code {code_s:g} seconds",
+            key="config.timeout_s",
+            expected=f"more than config.sandbox.timeout_s, which is {code_s:g}",
+        )

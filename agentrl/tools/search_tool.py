@@ -72,7 +72,8 @@ class SearchConfig(Section):
     def _where_to_search(self) -> Self:
         needed, other = ("url", "index_dir") if self.retriever == "http" else ("index_dir", "url")
         if needed not in self.model_fields_set:
-            raise ValueError(f"retriever {self.retriever} needs {needed}")
+            verls = " (or retrieval_service_url, as verl has it)" if needed == "url" else ""
+            raise ValueError(f"a key is missing: retriever {self.retriever} needs {needed}{verls}")
         if other in self.model_fields_set:
             raise ValueError(f"retriever {self.retriever} does not read {other}")
         return self

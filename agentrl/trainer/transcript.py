@@ -219,7 +219,8 @@ def _call_note(call: CallRecord) -> str:
         _count(call.num_tokens, "token"),
         call.num_cut_tokens and f"{call.num_cut_tokens} tokens cut away",
         call.reward is not None and f"reward {call.reward:g}",
-        call.message,
+        # An error has a line for each of its details; a call has one line.
+        _line(*map(str.strip, call.message.splitlines())),
     )
 
 

@@ -135,6 +135,13 @@ def test_an_interpolation_that_leads_nowhere_names_its_key(run_file):
     assert refusal(load_config, run_file(text)).key == "data.seed"
 
 
+def test_an_environment_variable_that_is_not_set_is_told_with_its_name_and_key(run_file):
+    text = 'data: {train_files: [a]}\nmodel: {path: "${oc.env:NO_SUCH_VARIABLE}/p"}\n'
+    error = refusal(load_config, run_file(text))
+    assert str(error).startswith("the environment variable NO_SUCH_VARIABLE is not set")
+    assert (error.key, "full_key" in str(error)) == ("model.path", False)
+
+
 def test_all_problems_are_told_at_once_a_line_for_each():
     raw = {
         "data": {"train_files": ["a"], "train_batch_size": "many", "shuffel": True},

@@ -85,12 +85,28 @@ def test_a_bad_row_is_named_by_its_line_and_leaves_nothing(tmp_path: Path, row: 
         made(tmp_path, ROWS[0], row, ROWS[1])
     assert error.value.details["line"] == 2
     assert str(error.value.details["file"]).endswith("corpus.jsonl")
-    assert set(contents(tmp_path / "index")) == {"manifest.json"}
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_failed_making_leaves_what_was_there(tmp_path: Path):
+    (tmp_path / "index").mkdir()
+    with pytest.raises(DataError):
+        made(tmp_path, "{")
+    assert list((tmp_path / "index").iterdir()) == []
+    folder = made(tmp_path, *ROWS).index_dir
+    before = set(contents(folder))
+    with pytest.raises(DataError):
+        made(tmp_path, "{")
+    assert set(contents(folder)) == before
+    assert json.loads((folder / "manifest.json").read_text())["complete"] is False
 
 
 def test_a_corpus_without_words_or_not_there_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="no words"):
         made(tmp_path, {"contents": "!"})
+    with pytest.raises(DataError, match="no words"):
+        made(tmp_path)
+    assert not (tmp_path / "index").exists()
     config = SearchIndexConfig(out_dir=tmp_path / "x", corpus=tmp_path / "nowhere")
     with pytest.raises(DataError, match="no file"):
         prepare_search_index(config)

@@ -156,6 +156,16 @@ async def test_the_record_holds_what_was_asked_and_what_came_of_it():
     assert observation.message.name == "echo"
 
 
+async def test_the_record_of_a_refused_call_holds_what_was_asked():
+    unknown = '<tool_call>{"name": "now", "arguments": {"wat": 1}}</tool_call>'
+    observations = await answers(echo("two") + unknown + "<tool_call>oops</tool_call>")
+    records = [observation.record for observation in observations]
+    assert {record.outcome for record in records} == {"malformed"}
+    assert [record.arguments for record in records] == [{"number": "two"}, {"wat": 1}, {}]
+    skipped = skip_calls(check_calls(get_tool_parser("hermes").parse(unknown), []))
+    assert [record.arguments for record in skipped] == [{"wat": 1}]
+
+
 @pytest.mark.parametrize(
     ("behaviour", "outcome"),
     [("tool_error", "tool_error"), ("raise", "crashed"), ("hang", "timeout"), ("none", "crashed")],
@@ -166,6 +176,7 @@ async def test_failures_are_observations_with_their_kind(behaviour: str, outcome
     assert observation.record.outcome == outcome
     assert observation.message.text
     assert "secret" not in observation.message.text
+    assert bool(observation.record.traceback) == (outcome == "crashed")
 
 
 async def test_a_parser_words_its_results():

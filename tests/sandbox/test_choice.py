@@ -32,6 +32,12 @@ def nothing_installed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shutil, "which", lambda _: None)
 
 
+def chosen() -> str:
+    sandbox = make_sandbox(SandboxConfig())
+    assert isinstance(sandbox, LocalSandbox)
+    return sandbox.provider
+
+
 @pytest.mark.usefixtures("fresh")
 def test_nothing_there_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     nothing_installed(monkeypatch)
@@ -59,6 +65,37 @@ def test_next_best_is_taken(monkeypatch: pytest.MonkeyPatch):
     sandbox = make_sandbox(SandboxConfig())
     assert isinstance(sandbox, LocalSandbox)
     assert sandbox.provider == "bubblewrap"
+
+
+@pytest.mark.parametrize("broken", ["import nonesuch", "raise ValueError('no')", "def ("])
+@pytest.mark.usefixtures("fresh")
+def test_a_package_that_fails_to_import_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+):
+    (tmp_path / "sandlock").mkdir()
+    (tmp_path / "sandlock/__init__.py").write_text(broken)
+    monkeypatch.delitem(sys.modules, "sandlock", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    if why_not("bubblewrap"):
+        pytest.skip("bubblewrap cannot run here")
+    assert why_not("sandlock")
+    assert "Error" in (why_not("sandlock") or "")
+    assert chosen() == "bubblewrap"
+
+
+@pytest.mark.parametrize("found", [ModuleNotFoundError, ValueError])
+@pytest.mark.usefixtures("fresh")
+def test_a_package_that_cannot_even_be_looked_for_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, found: type[Exception]
+):
+    def refuse(name: str) -> None:
+        raise found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", refuse)
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not here")
+    assert chosen() == "bubblewrap"
+    assert why_not("sandlock")
 
 
 @pytest.mark.usefixtures("fresh")

@@ -53,6 +53,40 @@ async def test_blocking_code_on_a_thread_holds_up_nobody_and_times_out():
     assert silence < 0.4, "less than the half second that the tool blocks"
 
 
+BROKEN = """
+import json
+from agentrl.tools import BaseTool
+
+class Broken(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return self.load("{")
+
+    def load(self, text):
+        return json.loads(text)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["none", "thread", "process"])
+async def test_a_crash_is_told_with_its_request_and_the_users_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, isolation: str
+):
+    source = tmp_path / "my_tools.py"
+    source.write_text(BROKEN)
+    tool = load_class(f"{source}:Broken", BaseTool)({"isolation": isolation}, schema("broken"))
+    session = session_of(tool, timeout_s=20)
+    await session.create()
+    [outcome] = await session.execute([call("broken")])
+    await session.release()
+    assert outcome.outcome is Outcome.CRASHED
+    [told] = caplog.messages
+    assert told.startswith("request r, tool 'broken', call call_0: ")
+    assert "JSONDecodeError" in told
+    assert "my_tools.py:10" in told
+    assert 'my_tools.py", line 10, in load' in outcome.traceback
+    assert outcome.traceback.count("JSONDecodeError") >= 1
+    assert "my_tools" not in (outcome.response.text or "")
+
+
 async def test_a_thread_that_awaits_for_ever_is_ended():
     class Waiting(BaseTool):
         ended = threading.Event()

@@ -18,6 +18,7 @@ from agentrl.tools.life import ToolSession
 from agentrl.tools.mcp_tool import MCPTool
 from tests.fakes_mcp import fake, load, servers_alive, yaml_of
 from tests.fakes_mcp_server import WHOLE_SCHEMA
+from tests.fakes_services import always, serving
 from tests.fakes_tools import call
 
 
@@ -215,8 +216,23 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path: Path):
 
 
 def test_a_server_that_cannot_be_reached_is_named(tmp_path: Path):
-    error = refused(tmp_path, {"servers": {"far": {"url": "http://127.0.0.1:9/mcp"}}})
-    assert "MCP server 'far': ConnectError" in str(error)
+    url = "http://me:hunter2@127.0.0.1:9/mcp?key=hunter2"
+    error = refused(tmp_path, {"servers": {"far": {"url": url}}})
+    assert "MCP server 'far' at http://127.0.0.1:9/mcp: ConnectError" in str(error)
+    assert "hunter2" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "told"), [(503, "HTTP 503 Service Unavailable"), (404, "HTTP 404 Not Found")]
+)
+async def test_an_address_that_is_no_servers_is_told_with_what_it_answers(
+    tmp_path: Path, status: int, told: str
+):
+    async with serving(always(status)) as url:
+        entry = {"servers": {"far": {"url": url}}}
+        error = await asyncio.to_thread(refused, tmp_path, entry)
+    assert f"MCP server 'far' at {url}: " in str(error)
+    assert told in str(error.details["last_words"])
 
 
 def test_a_server_that_starts_at_the_second_time_is_asked_again(tmp_path: Path):

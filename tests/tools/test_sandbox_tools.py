@@ -15,6 +15,7 @@ from agentrl.tools.bash_tool import BashTool
 from agentrl.tools.executions import describe_execution
 from agentrl.tools.instance import Outcome, ToolInstance, ToolKwargs
 from agentrl.tools.python_tool import PythonTool
+from agentrl.tools.sandbox_tool import SandboxTool
 from tests.fakes_tools import call
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/tool_config"
@@ -67,6 +68,32 @@ async def test_an_error_is_a_traceback_of_the_models_lines_alone(tool: PythonToo
     assert (result.metrics["end"], result.reward) == ("error", None)
 
 
+async def test_a_traceback_says_what_the_error_says_and_shortens_the_files_alone(tool: PythonTool):
+    module = "def fail(path):\n    raise ValueError('see ' + path)\n"
+    async with instance(tool) as r:
+        said = await python(tool, r, "raise ValueError('see /tmp/abc')")
+        asked = await python(tool, r, "import os\nos.listdir('/tmp/x')")
+        await python(tool, r, f"open('mine.py', 'w').write({module!r})")
+        inside = await python(tool, r, "import mine\nmine.fail('/tmp/x')")
+        await python(tool, r, "open('bad.py', 'w').write('1 +')")
+        unread = await python(tool, r, "import bad")
+    assert said.endswith("ValueError: see /tmp/abc")
+    assert "    os.listdir('/tmp/x')\nFileNotFoundError" in asked
+    assert asked.endswith("No such file or directory: '/tmp/x'")
+    assert 'File "mine.py", line 2, in fail' in inside
+    assert inside.endswith("ValueError: see /tmp/x")
+    assert 'File "bad.py", line 1' in unread
+
+
+@pytest.mark.parametrize("behind", ["", "\n", "\r\nx = '\x0c'\r\n"])
+async def test_carets_stand_below_what_failed_on_the_last_line_too(tool: PythonTool, behind: str):
+    async with instance(tool) as r:
+        text = await python(tool, r, f"a = 1\nb=bytearray(-1){behind}")
+        two = await python(tool, r, "a = '\x0c'\n(a + 1) + (2 + 3)")
+    assert "    b=bytearray(-1)\n      ^^^^^^^^^^^^^\n" in text
+    assert "    (a + 1) + (2 + 3)\n     ~~^~~\n" in two
+
+
 async def test_a_fence_is_taken_off_and_parallel_calls_go_one_after_another(tool: PythonTool):
     async with instance(tool) as r:
         assert await python(tool, r, "```python\nn = 0\nn\n```") == "0"
@@ -115,6 +142,14 @@ async def test_files_stay_between_commands_and_the_folder_does_not_change():
     assert second.metrics["end"] == "error"
 
 
+async def test_a_shell_names_itself_in_its_errors():
+    tool = BashTool({})
+    async with instance(tool) as r:
+        result = await tool.execute(r, {"command": "nope"})
+    await tool.shutdown()
+    assert (result.response.text or "").startswith("bash: line 1: nope: command not found")
+
+
 async def test_a_sandbox_that_fails_is_a_crash_and_not_the_models(tool: PythonTool):
     class Broken:
         async def run(self, source: str, **_: Any) -> Execution:
@@ -152,12 +187,21 @@ async def test_a_cancelled_call_leaves_a_session_that_ends(tool: PythonTool):
         ({"sandbox": 3}, "config.sandbox"),
         ({"echo_last_expression": "yes"}, "config.echo_last_expression"),
         ({"isolation": "process"}, "config.isolation"),
+        ({"timeout_s": 3}, "config.timeout_s"),
+        ({"timeout_s": 3, "sandbox": {"timeout_s": 3}}, "config.timeout_s"),
     ],
 )
 def test_a_wrong_key_is_named(config: dict[str, Any], key: str):
     with pytest.raises(ConfigError) as error:
         PythonTool(config)
     assert error.value.details["key"] == key
+
+
+@pytest.mark.parametrize("kind", [PythonTool, BashTool])
+def test_code_is_stopped_before_its_tool_is_given_up_on(kind: type[SandboxTool]):
+    assert kind({"timeout_s": 3, "sandbox": {"timeout_s": 2.5}})
+    with pytest.raises(ConfigError, match="timeout_s is 3, and the sandbox gives the code 10 sec"):
+        kind({"timeout_s": 3})
 
 
 def test_where_no_sandbox_is_to_be_had_the_tool_is_not_built():

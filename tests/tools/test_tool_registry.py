@@ -3,10 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
+from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, SandboxError
 from agentrl.tools import initialize_tools_from_config, load_all_tools
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.gsm8k_tool import Gsm8kTool
@@ -102,6 +103,11 @@ class MySearch(SearchTool):
         ("{url: 'http://x', top_k: 0}", "config.top_k", "top_k is 0"),
         ("{url: 'http://x', tok: 3}", "config.tok", "did you mean 'top_k'"),
         ("{}", "config", "needs url"),
+        (
+            "{topk: 2}",
+            "config",
+            "a key is missing: retriever http needs url (or retrieval_service_",
+        ),
         ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "say the same thing"),
     ],
 )
@@ -113,6 +119,82 @@ def test_what_a_bundled_tool_refuses_is_named_with_file_and_key(
     error = refused(written(tmp_path, text))
     assert what in str(error)
     assert error.details["key"] == f"tools[0].{key}"
+
+
+class Refusing(FlakyTool):
+    """Refuses to be built, with an error of our tree or of Python's."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__()
+        if config["with"] == "ours":
+            raise SandboxError("gone", provider="p", key="config.sandbox.url", expected="a url")
+        raise OSError("no luck")
+
+
+def test_what_a_class_refuses_keeps_its_own_words_and_kind(tmp_path: Path):
+    name = "tests.tools.test_tool_registry.Refusing"
+    path = written(tmp_path, f"tools: [{{class_name: {name}, config: {{with: ours}}}}]\n")
+    error = refused(path, SandboxError)
+    assert str(error).splitlines()[0] == "gone"
+    assert error.details["key"] == "tools[0].config.sandbox.url"
+    assert str(error).count("expected:") == 1
+    path = written(tmp_path, f"tools: [{{class_name: {name}, config: {{with: theirs}}}}]\n")
+    assert "raised OSError: no luck" in str(refused(path))
+
+
+def test_a_sandbox_that_is_refused_is_named_with_its_key(tmp_path: Path):
+    name = "agentrl.tools.python_tool.PythonTool"
+    sandbox = "{provider: sandbox_fusion}"
+    text = f"tools: [{{class_name: {name}, config: {{sandbox: {sandbox}}}}}]\n"
+    error = refused(written(tmp_path, text))
+    assert str(error.details["key"]).startswith("tools[0].config.sandbox")
+    assert str(error).count("expected:") == 1
+    assert "raised" not in str(error)
+    text = text.replace(sandbox, "{provider: subprocess}")
+    error = refused(written(tmp_path, text), SandboxError)
+    assert error.details["key"] == "tools[0].config.sandbox"
+
+
+class Own(FlakyTool):
+    """Reads whatever keys it likes."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
+        super().__init__()
+        self.config = config
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            "{timeout: 5, retries: 3, rate_limits: 2}",
+            [("timeout", "timeout_s"), ("retries", "retry"), ("rate_limits", "rate_limit")],
+        ),
+        ("{timeout_s: 5, retry: {max_attempts: 3}, type: native}", []),
+        ("{cache_dir: x, url: 'http://x', model: m, top_k: 3, headers: {}, seed: 1}", []),
+    ],
+)
+def test_a_near_miss_of_agentrls_keys_is_told_of_a_users_tool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, told: list[tuple[str, str]]
+):
+    name = "tests.tools.test_tool_registry.Own"
+    path = written(tmp_path, f"tools: [{{class_name: {name}, config: {config}}}]\n")
+    [tool] = initialize_tools_from_config(path)
+    assert set(tool.config) >= {key for key, _ in told}
+    assert caplog.messages == [
+        f"{path}: tools[0].config.{key} is not read by agentrl; did you mean {near}?"
+        for key, near in told
+    ]
+
+
+def test_keys_that_are_translated_are_no_near_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = "{retrieval_service_url: 'http://here', timeout: 3}"
+    for name in ("tests.tools.test_tool_registry.MySearch", "verl.tools.search_tool.SearchTool"):
+        text = f"tools: [{{class_name: {name}, config: {config}}}]\n"
+        initialize_tools_from_config(written(tmp_path, text))
+    assert caplog.messages == []
 
 
 def test_a_subclass_of_verls_base_is_told_what_to_import(
@@ -225,7 +307,16 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
             "not a JSON Schema",
         ),
         (f"tools:\n{CALCULATOR}{CALCULATOR}", "tools[1]", "two tools have the name 'calculator'"),
-        ("tools: [{class_name: tests.fakes_tools.BlockingTool, config: {a: '${b}'}}]\n", None, "b"),
+        (
+            "tools: [{class_name: tests.fakes_tools.BlockingTool, config: {a: '${b}'}}]\n",
+            "tools[0].config.a",
+            "Interpolation key 'b' not found",
+        ),
+        (
+            "tools: [{class_name: a.B, config: {urls: ['${oc.env:NO_SUCH}/x']}}]\n",
+            "tools[0].config.urls[0]",
+            "the environment variable NO_SUCH is not set",
+        ),
         ("tools: [{class_name: agentrl.tools.BaseTool}]\n", "tools[0]", "has no schema"),
     ],
 )
@@ -261,6 +352,28 @@ def test_a_wrong_class_name_leads_to_the_nearest_tool_and_to_tools_alone(tmp_pat
     error = refused(written(tmp_path, text), PluginError)
     assert "has no 'CalculatorTol'; did you mean 'CalculatorTool'?" in str(error)
     assert error.details["expected"] == "one of CalculatorTool"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("PythonTool", "python_tool"), ("HTTPTool", "http_tool"), ("MCPTool", "mcp_tool")],
+)
+def test_a_class_without_its_module_leads_to_the_module_of_its_name(
+    tmp_path: Path, name: str, module: str
+):
+    text = f"tools: [{{class_name: agentrl.tools.{name}}}]\n"
+    error = refused(written(tmp_path, text), PluginError)
+    assert f"has no {name!r}; did you mean 'agentrl.tools.{module}.{name}'?" in str(error)
+
+
+def test_a_guess_at_a_module_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "guessed").mkdir()
+    (tmp_path / "guessed/__init__.py").touch()
+    (tmp_path / "guessed/my_tool.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = refused(written(tmp_path, "tools: [{class_name: guessed.MyTool}]\n"), PluginError)
+    assert "did you mean 'guessed.my_tool.MyTool'?" in str(error)
+    assert "guessed.my_tool" not in sys.modules
 
 
 class Bomb(FlakyTool):

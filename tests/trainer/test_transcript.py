@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agentrl.errors import ToolLifeError
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.transcript import (
@@ -173,6 +174,16 @@ def test_the_table_lists_every_response_token():
     assert cells[0][2] == "turn 0 · assistant"
     assert cells[1] == ["0", "97", "a", "+", "-0.5000", "0.607"]
     assert [row[2] for row in cells[2:]] == ["␣", "…", "…", "€"]
+
+
+def test_a_calls_error_stands_on_one_line_with_its_details():
+    request = started()
+    message = str(ToolLifeError("it died", exit_code=-9, reason="killed"))
+    sample(request, "go", calls=[CallRecord(name="f", outcome="crashed", message=message)])
+    finish(request, StopReason.ANSWERED)
+    text = plain_transcript(read_transcript(request, byte_decode))
+    assert "it died · exit_code: -9 · reason: killed\n" in text
+    assert "\\n" not in text
 
 
 def test_a_tool_cannot_write_to_the_terminal():

@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from agentrl.config.verl.keys import UNSET
 from agentrl.config.verl.table import TABLE, find_key, is_section
 from agentrl.errors import ConfigError
+from agentrl.refusals import unresolved
 
 _SURE = ("actor_rollout_ref", "hydra", "defaults")
 """Sections that no run file of ours has."""
@@ -84,8 +85,8 @@ class GivenTree:
             if isinstance(found, DictConfig | ListConfig):
                 return OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
-            told = str(error).splitlines()[0]
-            raise ConfigError(told, key=key, expected="a value, or what leads to one") from None
+            told, expected = unresolved(error)
+            raise ConfigError(told, key=key, expected=expected) from None
         return found
 
     def shown(self, key: str) -> Any:

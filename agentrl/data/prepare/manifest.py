@@ -43,6 +43,9 @@ def make_once(
 ) -> bool:
     """Call `write`, unless `files` were made with the same arguments before.
 
+    Where `write` raises and has left no file, nothing of it is left: no manifest, and no folder
+    that was not there before.
+
     Returns:
         Whether anything was written.
 
@@ -62,8 +65,16 @@ def make_once(
             expected="another out_dir, or a folder without these files",
         )
     remove_drafts(out_dir)
+    was_there = out_dir.is_dir()
     _write(path, wanted.model_copy(update={"complete": False}))
-    write()
+    try:
+        write()
+    except BaseException:
+        if list(out_dir.iterdir()) == [path]:
+            path.unlink()
+            if not was_there:
+                out_dir.rmdir()
+        raise
     _write(path, wanted)
     return True
 

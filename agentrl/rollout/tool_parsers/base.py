@@ -58,6 +58,8 @@ class MalformedCall:
     index: int = 0
     """Place among all calls of the turn."""
     span: Span | None = field(default=None, compare=False)
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What it asks for, where that much can be read: a call that the tools' schemas refuse."""
 
     @property
     def id(self) -> str:

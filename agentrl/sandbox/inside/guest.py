@@ -25,6 +25,8 @@ from watch import Watch
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 """What models write is written for bash."""
+_SHELL_NAME = os.path.basename(_SHELL)
+"""As it names itself in its errors."""
 _NEW_INTERPRETER = "[a new interpreter: names are gone, files are still there]\n"
 
 
@@ -58,7 +60,8 @@ class Guest:
         if asked["op"] == "python":
             return self._run_python(asked)
         if asked["op"] == "shell":
-            answer = self._run_program({**asked, "argv": [_SHELL, "-c", asked["source"]]})
+            argv = [_SHELL, "-c", asked["source"], _SHELL_NAME]
+            answer = self._run_program({**asked, "argv": argv})
         else:
             answer = self._run_program(asked)
         return {**answer, "stderr": asked.get("note", "") + answer["stderr"]}

@@ -1,6 +1,7 @@
 """One Python interpreter with one set of names, in a process of its own."""
 
 import _ast
+import io
 import json
 import linecache
 import os
@@ -157,8 +158,9 @@ def _execute(
     asked: dict[str, Any], names: dict[str, Any], hidden: list[tuple[str, str]]
 ) -> tuple[str, str]:
     source = asked["source"]
-    # For the lines that a traceback shows.
-    linecache.cache[_SOURCE] = (len(source), None, source.splitlines(keepends=True), _SOURCE)
+    # For the lines that a traceback shows: as the compiler counts them, each with its end.
+    lines = io.StringIO(f"{source}\n", newline=None).readlines()
+    linecache.cache[_SOURCE] = (len(source), None, lines, _SOURCE)
     try:
         for code in _compiled(source, echo=asked["echo"]):
             exec(code, names)
@@ -188,14 +190,39 @@ def _flush() -> None:
 
 
 def _shown(error: BaseException, hidden: list[tuple[str, str]]) -> str:
-    """Show a traceback from the code's own lines on, without paths of the machine."""
+    """Show a traceback from the code's own lines on, naming no file by a path of the machine.
+
+    What the error itself says is left as it is, and so are the lines of the code.
+    """
     behind = error.__traceback__
     while behind is not None and behind.tb_frame.f_code.co_filename != _SOURCE:
         behind = behind.tb_next
     try:
-        text = "".join(traceback.format_exception(type(error), error, behind))
+        told = traceback.TracebackException(type(error), error, behind)
+        _hide(told, hidden)
+        text = "".join(told.format())
     except BaseException as broken:  # noqa: BLE001 - the code made this error
         text = f"{type(error).__name__} (showing it raises {type(broken).__name__})\n"
-    for path, name in hidden:
-        text = text.replace(path, name)
     return text[-_TRACEBACK_CHARS:]
+
+
+def _hide(told: traceback.TracebackException, hidden: list[tuple[str, str]]) -> None:
+    """Cut the beginnings of paths that the code has no use for, in every error of a chain."""
+    left: list[traceback.TracebackException | None] = [told]
+    while left:
+        one = left.pop()
+        if one is None:
+            continue
+        for frame in one.stack:
+            frame.filename = _shortened(frame.filename, hidden)
+        named = vars(one).get("filename")  # of a SyntaxError alone
+        if isinstance(named, str):
+            one.filename = _shortened(named, hidden)
+        left += [one.__cause__, one.__context__, *(one.exceptions or ())]
+
+
+def _shortened(path: str, hidden: list[tuple[str, str]]) -> str:
+    for beginning, name in hidden:
+        if path.startswith(beginning):
+            return name + path.removeprefix(beginning)
+    return path

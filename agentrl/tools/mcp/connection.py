@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from agentrl.tools.mcp.servers import HttpServer, Server, StdioServer
 
 if TYPE_CHECKING:
+    from httpx2 import Response
     from mcp.client import Client
     from mcp.client._transport import ReadStream, TransportStreams
     from mcp.shared.message import SessionMessage
@@ -38,7 +39,8 @@ async def connect(
 
     Args:
         server: Whom to connect to.
-        last_words: Told what the server writes to its standard error.
+        last_words: Told what the server writes to its standard error, and over HTTP the status of
+            what it refuses.
         on_end: Called when the server has closed the connection.
     """
     from mcp.client import Client
@@ -54,7 +56,7 @@ async def _transport(
     opened = (
         _start(server.name, server.spec, last_words)
         if isinstance(server.spec, StdioServer)
-        else _reach(server.spec)
+        else _reach(server.spec, last_words)
     )
     async with opened as (incoming, outgoing):
         yield _Watched(incoming, on_end), outgoing
@@ -83,13 +85,22 @@ async def _start(
 
 
 @asynccontextmanager
-async def _reach(spec: HttpServer) -> AsyncGenerator["TransportStreams", None]:
+async def _reach(
+    spec: HttpServer, last_words: deque[str]
+) -> AsyncGenerator["TransportStreams", None]:
     from httpx2 import AsyncClient, Timeout
     from mcp.client.streamable_http import streamable_http_client
 
+    async def note(response: "Response") -> None:
+        # The library says of a refusal that it was one, and not which.
+        if response.request.method == "POST" and not response.is_success:
+            last_words.append(f"HTTP {response.status_code} {response.reason_phrase}".rstrip())
+
     timeout = Timeout(_HTTP_TIMEOUT_S, read=_HTTP_READ_TIMEOUT_S)
     async with (
-        AsyncClient(headers=spec.headers, timeout=timeout) as http,
+        AsyncClient(
+            headers=spec.headers, timeout=timeout, event_hooks={"response": [note]}
+        ) as http,
         streamable_http_client(spec.url, http_client=http) as streams,
     ):
         yield streams

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ConfigDict, Field
 
@@ -57,6 +58,12 @@ class HttpServer(Section):
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
     """Headers of every request, by name."""
 
+    @property
+    def shown_url(self) -> str:
+        """The address without what may be secret: user, password and query."""
+        parts = urlsplit(self.url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
 
 ServerSpec = StdioServer | HttpServer
 
@@ -68,6 +75,12 @@ class Server:
     name: str
     spec: ServerSpec
     connect_timeout_s: float
+
+    @property
+    def in_words(self) -> str:
+        """Its name, and its address where it has one."""
+        at = f" at {self.spec.shown_url}" if isinstance(self.spec, HttpServer) else ""
+        return f"{self.name!r}{at}"
 
     @property
     def identity(self) -> str:

@@ -125,7 +125,7 @@ class Session:
     def unavailable(self, error: Exception) -> ServiceError:
         """Say what went wrong with the server, and what it said last."""
         return ServiceError(
-            f"MCP server {self._server.name!r}: {describe(error)}",
+            f"MCP server {self._server.in_words}: {describe(error)}",
             service=self._server.name,
             expected=f"an answer within {self._server.connect_timeout_s:g} s"
             if isinstance(error, TimeoutError)
