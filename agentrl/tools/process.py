@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ToolError, ToolLifeError
+from agentrl.errors import ToolError, ToolLifeError, text_of, words_of
 from agentrl.plugins import load_module
 from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
@@ -200,17 +200,19 @@ async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | No
     try:
         return await call.on(tool), None
     except ToolError as error:
-        return None, error
+        # Its text, which the model reads; a class of users' own may pack, and not unpack.
+        return None, ToolError(text_of(error))
     except BaseException as error:  # noqa: BLE001 - the boundary round users' code
         return None, _broken(error)
 
 
 def _broken(error: BaseException) -> ToolLifeError:
-    return ToolLifeError(f"{type(error).__name__}: {error}")
+    return ToolLifeError(words_of(error))
 
 
 def _reply(connection: Connection, answer: tuple[Any, Exception | None]) -> None:
     try:
         connection.send(answer)
     except Exception as error:  # noqa: BLE001 - whatever a user's value raises in pickling
-        connection.send((None, ToolLifeError(f"the answer cannot leave its process: {error}")))
+        told = f"the answer cannot leave its process: {words_of(error)}"
+        connection.send((None, ToolLifeError(told)))
