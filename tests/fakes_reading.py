@@ -4,6 +4,10 @@ import sys
 from typing import NoReturn
 
 
+class ShownError(BaseException):
+    """What `ExitsWhenRead` raises when it is shown: pytest, which shows much, survives it."""
+
+
 class ExitsWhenRead:
     """Ends the program when it is made a number, a truth value or a text."""
 
@@ -17,7 +21,7 @@ class ExitsWhenRead:
         self._exit()
 
     def __repr__(self) -> str:
-        self._exit()
+        raise ShownError
 
 
 class UntellableError(Exception):
