@@ -252,9 +252,7 @@ class ToolInstance:
         async def work() -> T:
             return read(await self._lane.run(call))
 
-        return await call_bounded(
-            work, timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
-        )
+        return await call_bounded(work, timeout_s=self._timeout_s, name=f"tool:{self.tool.name}")
 
     def _excuse(self, call: ToolCall, error: Exception) -> tuple[Outcome, str, str]:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
