@@ -147,6 +147,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def text_of(error: BaseException) -> str:
+    """Say what an error says of itself; raises nothing, though the error be users' own and broken.
+
+    Example:
+        >>> text_of(ValueError("too large"))
+        'too large'
+    """
+    try:
+        return f"{error}"
+    except BaseException as broken:  # noqa: BLE001 - an error's `__str__` is users' code
+        return f"(saying what it is raises {type(broken).__name__})"
+
+
+def words_of(error: BaseException) -> str:
+    """Say an error in one line of words for a record or a log: its class and its text.
+
+    Example:
+        >>> words_of(ValueError("too large"))
+        'ValueError: too large'
+    """
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 class ToolError(AgentRLError):
     """Raise this in `BaseTool.execute`: its text is shown to the model as the call's result.
 

@@ -18,22 +18,33 @@ class FakeFusion:
     """Runs the code as it is, with no walls: give it only code of tests."""
 
     mode: str = "fine"
-    """`fine`, `500`, `hang`, `nonsense`, `empty`, `sandbox_error` or `no_result`."""
+    """`fine`, `500`, `hang`, `flood`, `nonsense`, `empty`, `sandbox_error` or `no_result`."""
+    num_sent_bytes: int = 0
+    """Of a flood."""
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     most_at_once: int = 0
     url: str = ""
     _num_at_once: int = 0
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer `POST /run_code`."""
         asked = await request.json()
         self.asked.append(asked)
         self._num_at_once += 1
         self.most_at_once = max(self.most_at_once, self._num_at_once)
         try:
-            return await self._answer(asked)
+            return await (self._flood(request) if self.mode == "flood" else self._answer(asked))
         finally:
             self._num_at_once -= 1
+
+    async def _flood(self, request: web.Request) -> web.StreamResponse:
+        """Answer with what a program printed that never ends."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"status": "Success", "run_result": {"stdout": "')
+        while True:
+            await response.write(b"x" * 65536)
+            self.num_sent_bytes += 65536
 
     async def _answer(self, asked: dict[str, Any]) -> web.Response:
         match self.mode:

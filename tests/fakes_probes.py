@@ -91,6 +91,13 @@ _SYSCALLS = """
 def call(number, *arguments):
     return libc.syscall(number, *arguments) >= 0
 """
+_HOLD = """
+PART = 16 * 1024**2
+libc.shmat.restype = libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.shmget.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]
+"""
 PROBES = (
     Probe(
         "read_files",
@@ -212,6 +219,55 @@ PROBES = (
         "codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(6)]\n"
         "reached(codes.count(7) * (MEMORY // 2) > 2 * MEMORY)",
         is_stopped(ExecutionEnd.MEMORY, ExecutionEnd.KILLED),
+    ),
+    Probe(
+        "memory_without_a_name",
+        "hold memory in files without a name",
+        _HOLD + "held = 0\n"
+        "def hold():\n"
+        "    descriptor = libc.memfd_create(b'x', 0)\n"
+        "    return descriptor >= 0 and os.write(descriptor, bytes(DISK)) == DISK\n"
+        "while held <= MEMORY // 2 and goes(hold): held += DISK\n"
+        "reached(held > MEMORY // 2)",
+    ),
+    Probe(
+        "memory_of_system_v",
+        "hold memory in System V's shared memory",
+        _HOLD + "made = []\n"
+        "def hold():\n"
+        "    made.append(libc.shmget(0, PART, 0o1600))\n"
+        "    if made[-1] < 0: return False\n"
+        "    place = libc.shmat(made[-1], None, 0)\n"
+        "    ctypes.memset(place, 1, PART)\n"
+        "    return libc.shmdt(ctypes.c_void_p(place)) == 0\n"
+        "while len(made) * PART < 2 * MEMORY and goes(hold): pass\n"
+        "for each in made: libc.shmctl(each, 0, None)\n"
+        "reached(len(made) * PART >= 2 * MEMORY)",
+    ),
+    Probe(
+        "memory_unmapped",
+        "hold memory that was mapped shared, and is unmapped but for a page",
+        _HOLD + "def hold(descriptor, flags):\n"
+        "    place = libc.mmap(None, PART, 3, flags, descriptor, 0)\n"
+        "    if place in (None, 2**64 - 1): return False\n"
+        "    ctypes.memset(place, 1, PART)\n"
+        "    return libc.munmap(place + 4096, PART - 4096) == 0\n"
+        "def holds(descriptor, flags):\n"
+        "    held = 0\n"
+        "    while held < 2 * MEMORY and hold(descriptor, flags): held += PART\n"
+        "    return held >= 2 * MEMORY\n"
+        "ways = [lambda: holds(-1, 0x21), lambda: holds(-1, 0x23),\n"
+        "        lambda: holds(os.open('/dev/zero', os.O_RDWR), 1)]\n"
+        "reached(any([goes(way) for way in ways]))",
+        is_stopped(ExecutionEnd.MEMORY, ExecutionEnd.KILLED),
+    ),
+    Probe(
+        "memory_of_pipes",
+        "lend a pipe its memory, of which the pipe holds more than a limit counts",
+        "class Vector(ctypes.Structure):\n"
+        "    _fields_ = [('base', ctypes.c_char_p), ('length', ctypes.c_size_t)]\n"
+        "lent = Vector(b'x', 1)\n"
+        "reached(libc.vmsplice(os.pipe()[1], ctypes.byref(lent), ctypes.c_size_t(1), 0) == 1)",
     ),
     Probe(
         "fork_bomb",

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.config.schema import CustomRewardConfig, RewardConfig
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
+from tests.fakes_reading import ExitsWhenRead, HollowError, UntellableError
 from tests.fakes_requests import build_request, said
 
 
@@ -32,6 +33,10 @@ DEEDS = {
     "memory": lambda: _raise(MemoryError()),
     "none": lambda: None,
     "nan": lambda: math.nan,
+    "exits when read": lambda: ExitsWhenRead(),
+    "exits when its score is read": lambda: {"score": ExitsWhenRead()},
+    "raises what cannot be told": lambda: _raise(UntellableError()),
+    "raises what has no notes": lambda: _raise(HollowError()),
     "returns what no process can tell": lambda: {"score": 1.0, "why": lambda: 1},
     "hangs": lambda: time.sleep(30),
 }

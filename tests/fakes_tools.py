@@ -100,6 +100,13 @@ class BlockingTool(BaseTool):
         return {"thread": threading.get_ident(), "pid": os.getpid()}
 
 
+class NoSuchKeyError(ToolError):
+    """Packs, and does not unpack: it is built from two arguments and remembers one."""
+
+    def __init__(self, table: str, key: int) -> None:
+        super().__init__(f"no key {key} in {table}")
+
+
 class CountingProcessTool(BaseTool):
     """Keeps a count in memory, and a log of its life in the file `config.log`."""
 
@@ -135,6 +142,8 @@ class CountingProcessTool(BaseTool):
                 return str(len(bytearray(1 << 40)))
             case "tool_error":
                 raise ToolError("not so")
+            case "own_tool_error":
+                raise NoSuchKeyError("stars", 3)
             case "raise":
                 raise ValueError("secret detail")
             case "unpicklable":

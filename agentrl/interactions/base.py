@@ -137,7 +137,7 @@ def _score(value: Any, interaction: str) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"interaction {interaction!r} scored {value!r:.80}, no number") from None
     if not math.isfinite(number):
         raise ValueError(f"interaction {interaction!r} scored {number}, no finite number")

@@ -5,12 +5,15 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
-from agentrl.errors import InteractionError
+from agentrl.errors import InteractionError, words_of
 from agentrl.interactions.base import BaseInteraction, InteractionResult
 from agentrl.messages import Message
 from agentrl.plugins.call import call_bounded, call_method
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +72,13 @@ class InteractionSession:
             InteractionError: whatever went wrong.
         """
         self._must_finalize = True
-        method = self.interaction.start_interaction
-        value = await self._guarded(method, self._instance_id, **self._kwargs)
-        try:
-            started = _Started.of(value, interaction=self.interaction.name)
-        except TypeError as error:
-            raise self._failure("start_interaction", error) from error
-        self._instance_id = started.instance_id or self._instance_id
+        method, own_id = self.interaction.start_interaction, self._instance_id
+
+        def read(value: Any) -> _Started:
+            return _Started.of(value, own_id=own_id, interaction=self.interaction.name)
+
+        started = await self._guarded(read, method, own_id, **self._kwargs)
+        self._instance_id = started.instance_id
         return started.opening
 
     async def respond(self, messages: Sequence[Message]) -> InteractionResult:
@@ -86,11 +89,8 @@ class InteractionSession:
         """
         plain = [message.to_template() for message in messages]
         method = self.interaction.generate_response
-        value = await self._guarded(method, self._instance_id, plain, **self._kwargs)
-        try:
-            return InteractionResult.of(value, interaction=self.interaction.name)
-        except (TypeError, ValueError) as error:
-            raise self._failure("generate_response", error) from error
+        read = partial(InteractionResult.of, interaction=self.interaction.name)
+        return await self._guarded(read, method, self._instance_id, plain, **self._kwargs)
 
     async def finalize(self) -> InteractionError | None:
         """Finalise what was started, or whose start was begun.
@@ -108,17 +108,25 @@ class InteractionSession:
     async def _finalize(self) -> InteractionError | None:
         try:
             if self._must_finalize:
-                await self._guarded(self.interaction.finalize_interaction, self._instance_id)
+                method = self.interaction.finalize_interaction
+                await self._guarded(_forget, method, self._instance_id)
         except InteractionError as error:
             logger.warning("%s", error)
             return error
         return None
 
-    async def _guarded(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
+    async def _guarded(
+        self, read: Callable[[Any], T], method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> T:
+        """Call a method, and read what it gave back, both inside the boundary."""
+
+        async def work() -> T:
             positional, named = _fitted(method, args, kwargs, self._offered)
+            return read(await call_method(method, *positional, **named))
+
+        try:
             return await call_bounded(
-                lambda: call_method(method, *positional, **named),
+                work,
                 timeout_s=self._timeout_s,
                 name=f"interaction:{self.interaction.name}",
             )
@@ -127,7 +135,7 @@ class InteractionSession:
 
     def _failure(self, method: str, error: Exception) -> InteractionError:
         name = self.interaction.name
-        why = f"interaction {name!r}, {method}: {type(error).__name__}: {error}"
+        why = f"interaction {name!r}, {method}: {words_of(error)}"
         return InteractionError(why, interaction=name, method=method)
 
 
@@ -138,17 +146,21 @@ class _Started(NamedTuple):
     opening: str
 
     @classmethod
-    def of(cls, value: Any, *, interaction: str) -> "_Started":
-        """Read an id, or an id and what is said first."""
+    def of(cls, value: Any, *, own_id: Any, interaction: str) -> "_Started":
+        """Read an id, or an id and what is said first; no id leaves the request's own."""
         if not isinstance(value, tuple):
-            return cls(value, "")
+            return cls(value or own_id, "")
         fields = cast("tuple[Any, ...]", value)
         if len(fields) != 2 or not isinstance(fields[1], str | None):
             raise TypeError(
                 f"interaction {interaction!r} returned {value!r:.80}; expected an id, or an id "
                 "and a text"
             )
-        return cls(fields[0], fields[1] or "")
+        return cls(fields[0] or own_id, fields[1] or "")
+
+
+def _forget(_: Any) -> None:
+    """Take what `finalize_interaction` returned for nothing."""
 
 
 def _fitted(

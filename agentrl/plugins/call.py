@@ -1,8 +1,9 @@
 """Call code of users so that it cannot hang, block or bring down what called it.
 
 `call_bounded` is the one boundary round tools and simulated users: time out, cancellation and every
-exception, even `SystemExit`, end there. `in_thread` and `in_thread_loop` keep code that blocks off
-the event loop.
+exception, even `SystemExit`, end there; what reads their answers stands inside it too, for a value
+of users' own runs their code when it is made a number or shown. `contained` is the boundary where
+nothing is awaited. `in_thread` and `in_thread_loop` keep code that blocks off the event loop.
 """
 
 import asyncio
@@ -80,6 +81,15 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     if attempt is None:
         raise CallTimeoutError(f"no answer within {timeout_s:g} s")
     return attempt.unwrap()
+
+
+def contained(function: Callable[[], T]) -> T:
+    """Call users' code here and now: for what reads a value of theirs, and takes no time.
+
+    Raises:
+        Exception: what it raised. A `SystemExit` and its like come out as a `RuntimeError`.
+    """
+    return _try(function).unwrap()
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

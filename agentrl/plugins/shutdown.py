@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Iterable
 from typing import Protocol
 
+from agentrl.errors import words_of
 from agentrl.plugins.call import call_bounded
 
 logger = logging.getLogger(__name__)
@@ -34,4 +35,4 @@ async def _shut_down(plugin: HasShutdown, timeout_s: float) -> None:
     try:
         await call_bounded(plugin.shutdown, timeout_s=timeout_s, name=plugin.name)
     except Exception as error:  # noqa: BLE001 - the boundary round users' code
-        logger.warning("%s, shutdown: %s: %s", plugin.name, type(error).__name__, error)
+        logger.warning("%s, shutdown: %s", plugin.name, words_of(error))

@@ -4,10 +4,12 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self, cast
 
 from agentrl.config.schema import RewardConfig
 from agentrl.errors import RewardError
+from agentrl.plugins.call import contained
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.manager import register_reward_manager
 from agentrl.rewards.scoring import ScoreFn, make_told, read_score
@@ -76,21 +78,25 @@ class BatchRewardManager:
         told = [make_told(request) for request in requests]
         lists = {name: [one[single] for one in told] for single, name in PLURALS.items()}
         returned = await self._caller.call(self._compute_score, lists)
-        if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
-            raise RewardError(
-                f"the scorer returned {returned!r:.200}", expected=f"a list of {len(told)} scores"
-            )
-        items = list(cast("Sequence[Any]", returned))
-        if len(items) != len(told):
-            raise RewardError(
-                f"the scorer returned {len(items)} scores", expected=f"{len(told)}, one for each"
-            )
-        return items
+        return contained(partial(_read_items, returned, len(told)))
+
+
+def _read_items(returned: Any, num_requests: int) -> list[Any]:
+    if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+        raise RewardError(
+            f"the scorer returned {returned!r:.200}", expected=f"a list of {num_requests} scores"
+        )
+    items = list(cast("Sequence[Any]", returned))
+    if len(items) != num_requests:
+        raise RewardError(
+            f"the scorer returned {len(items)} scores", expected=f"{num_requests}, one for each"
+        )
+    return items
 
 
 def _settle(request: AsyncRolloutRequest, item: object) -> None:
     try:
-        set_score(request, read_score(item))
+        set_score(request, contained(partial(read_score, item)))
     except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
         fail_scoring(request, error)
 

@@ -11,7 +11,7 @@ from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema import RewardConfig
 from agentrl.machine import num_cores
-from agentrl.plugins.call import call_bounded, call_method
+from agentrl.plugins.call import call_bounded, call_method, contained
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
     LoadedScorer,
@@ -74,10 +74,12 @@ class ScoreCaller:
         begun = time.monotonic()
         try:
             if not isinstance(self._scorer, WeightedScorers):
-                return read_score(await self.call(self._scorer, make_told(request)))
+                returned = await self.call(self._scorer, make_told(request))
+                return contained(partial(read_score, returned))
             parts = self._scorer.parts
             calls = (self.call(part.scorer, make_told(request)) for part in parts)
-            return self._scorer.combine(await asyncio.gather(*calls, return_exceptions=True))
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            return contained(partial(self._scorer.combine, outcomes))
         finally:
             request.metrics["seconds_reward"] = time.monotonic() - begun
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import RewardError
+from agentrl.errors import RewardError, words_of
 from agentrl.plugins.call import call_method
 from agentrl.rewards.scoring import Score, ScoreFn, read_score
 
@@ -60,6 +60,5 @@ def _read(part: NamedScorer, outcome: Any) -> Score:
             raise outcome
         score = read_score(outcome)
     except Exception as error:
-        told = f"the reward function {part.name!r}: {type(error).__name__}: {error}"
-        raise RewardError(told) from error
+        raise RewardError(f"the reward function {part.name!r}: {words_of(error)}") from error
     return score if isinstance(outcome, dict) else Score(score.value, {})

@@ -14,14 +14,14 @@ import pickle
 import threading
 import traceback
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from agentrl.errors import PluginError, RewardError
+from agentrl.errors import PluginError, RewardError, words_of
 from agentrl.machine import num_cores
-from agentrl.plugins.call import CallTimeoutError, in_thread
+from agentrl.plugins.call import CallTimeoutError, contained, in_thread
 from agentrl.plugins.parent import end_with_parent
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools.process_server import PRELOADED, context, ensure_server
@@ -63,7 +63,8 @@ class ScorePool:
         try:
             async with asyncio.timeout(self._patience_s):
                 future = pool.submit(_work, self._timeout_s, *packed)
-                answer, error = pickle.loads(await asyncio.wrap_future(future))
+                packed_answer = await asyncio.wrap_future(future)
+            answer, error = contained(partial(pickle.loads, packed_answer))
         except TimeoutError:
             raise CallTimeoutError(f"no answer within {self._timeout_s:g} s") from None
         except ProcessExpired as expired:
@@ -131,15 +132,15 @@ def _unpack(scorer: bytes) -> ScoreFn:
 
 def _pack_error(error: BaseException) -> bytes:
     if isinstance(error, Exception):
-        # No traceback can be sent but as words.
-        error.add_note("".join(traceback.format_exception(error)))
         try:
+            # No traceback can be sent but as words.
+            error.add_note("".join(traceback.format_exception(error)))
             packed = pickle.dumps((None, error))
             pickle.loads(packed)  # many errors can be packed, and not unpacked
             return packed
         except Exception:  # noqa: BLE001 - then its words must do
             pass
-    return pickle.dumps((None, RewardError(f"raised {type(error).__name__}: {error}")))
+    return pickle.dumps((None, RewardError(f"raised {words_of(error)}")))
 
 
 async def _awaited(value: Any) -> Any:

@@ -2,7 +2,14 @@
 
 import traceback
 
-from agentrl.errors import EngineError, Fault, InteractionError, ToolCallError, ToolLifeError
+from agentrl.errors import (
+    EngineError,
+    Fault,
+    InteractionError,
+    ToolCallError,
+    ToolLifeError,
+    text_of,
+)
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 
@@ -41,11 +48,17 @@ def describe_failure(error: BaseException, fault: Fault, *, turn: int) -> Failur
         fault: Whose doing it is.
         turn: Turns that the request had.
     """
-    told = traceback.TracebackException.from_exception(error)
     return Failure(
         fault=fault,
         kind=type(error).__name__,
-        message=str(told)[:_LONGEST_MESSAGE],
+        message=text_of(error)[:_LONGEST_MESSAGE],
         turn=turn,
-        traceback="".join(told.format())[-_LONGEST_TRACEBACK:],
+        traceback=_traceback_of(error)[-_LONGEST_TRACEBACK:],
     )
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - users' errors may break when their notes are asked for
+        return "".join(traceback.format_tb(error.__traceback__))

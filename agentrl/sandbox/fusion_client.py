@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MARGIN_S = 15.0
 """Seconds beyond the code's own that a request may take: the service may let it wait."""
 _SHOWN = 300
+_CHUNK_BYTES = 64 * 1024
+_FLOOD_FACTOR = 256
+"""An answer this often as long as the output that is kept is a flood, as in the other sandboxes."""
 _SIGKILLED = {-9, 137}
 
 
@@ -47,7 +50,7 @@ class FusionClient:
     Args:
         url: The service's address, with or without `/run_code`.
         memory_limit_mb: Megabytes that the code may use; -1: the service's own limit.
-        max_output_bytes: What is kept of the output.
+        max_output_bytes: What is kept of the output; an answer is read up to 256 times as much.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class FusionClient:
         self.url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
         self._memory_limit_mb = memory_limit_mb
         self._max_output_bytes = max_output_bytes
+        self._max_body_bytes = _FLOOD_FACTOR * max_output_bytes
         self._http: aiohttp.ClientSession | None = None
 
     async def run(
@@ -68,6 +72,8 @@ class FusionClient:
         files: Mapping[str, str] | None = None,
     ) -> Execution:
         """Run code, and say what came of it. Cancelling gives the request up.
+
+        An answer without end is the code's doing, which printed it: it ends as `killed`.
 
         Raises:
             SandboxError: where the service cannot be reached, fails, or answers with nonsense.
@@ -85,6 +91,9 @@ class FusionClient:
             },
         }
         body = await self._post(asked, timeout_s=2 * timeout_s + MARGIN_S)
+        if len(body) > self._max_body_bytes:
+            told = f"[given up: the answer has more than {self._max_body_bytes} bytes]\n"
+            return Execution(end=ExecutionEnd.KILLED, stderr=told, num_cut_bytes=len(body))
         try:
             reply = _Reply.model_validate_json(body)
         except ValidationError as error:
@@ -99,15 +108,20 @@ class FusionClient:
             await http.close()
 
     async def _post(self, asked: Mapping[str, Any], *, timeout_s: float) -> bytes:
+        """Send a request; of an answer that is too long, no more is read than shows that."""
         import aiohttp
 
         self._http = self._http or aiohttp.ClientSession()
         try:
             async with asyncio.timeout(timeout_s), self._http.post(self.url, json=asked) as answer:
-                body = await answer.read()
+                body = bytearray()
+                async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+                    body += chunk
+                    if len(body) > self._max_body_bytes:
+                        break  # leaving closes the connection
                 if answer.status != 200:
-                    raise self._failure(f"it answered {answer.status}: {body[:_SHOWN]!r}")
-                return body
+                    raise self._failure(f"it answered {answer.status}: {bytes(body[:_SHOWN])!r}")
+                return bytes(body)
         except TimeoutError as error:
             raise self._failure(f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:

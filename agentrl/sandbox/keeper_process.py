@@ -39,13 +39,16 @@ class KeeperProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: socket.socket | None = None
         self._errors: IO[bytes] | None = None
+        self._is_closed = False
 
     def start_sandbox(self) -> Sockets:
         """Ask for a sandbox; whether it starts is told on its sockets.
 
         Raises:
-            SandboxError: where the keeper cannot start, twice.
+            SandboxError: where the keeper cannot start, twice, or was closed.
         """
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed", provider=self.provider)
         try:
             return self._ask(self._asked or self._start())
         except OSError:  # it was killed: a new one takes its place
@@ -117,7 +120,8 @@ class KeeperProcess:
         self._asked = self._process = self._errors = None
 
     def close_now(self) -> None:
-        """End it, with all that it started, and wait for that."""
+        """End it, with all that it started, and wait for that. No other takes its place."""
+        self._is_closed = True
         process, self._process = self._process, None
         asked, self._asked = self._asked, None
         if asked is not None:
@@ -136,4 +140,5 @@ class KeeperProcess:
 
     async def close(self) -> None:
         """End it as `close_now` does, off the event loop."""
+        self._is_closed = True  # before anybody else runs here
         await asyncio.to_thread(self.close_now)

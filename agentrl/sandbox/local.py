@@ -67,11 +67,19 @@ class LocalSandbox:
         Raises:
             SandboxError: where none starts, or the sandbox is closed.
         """
-        if self._is_closed:
-            raise SandboxError("the sandbox is closed", provider=self.provider)
+        self._check_open()
         guest = await self._pool.take()
+        try:
+            self._check_open()  # it may have been closed meanwhile
+        except SandboxError:
+            await guest.close()
+            raise
         self._guests.add(guest)
         return guest
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed", provider=self.provider)
 
     async def give_up(self, guest: GuestLink) -> None:
         """End a guest and wait until nothing of it is left."""
@@ -116,15 +124,24 @@ class LocalSession:
 
     async def _prepare(self) -> str:
         """Have a guest; say what the code should know of it."""
-        if self._is_closed:
-            raise SandboxError("the session is closed", provider=self._sandbox.provider)
+        self._check_open()
         if self._guest is not None and self._guest.is_alive:
             return ""
         was_lost = self._guest is not None
         if self._guest is not None:
             await self._sandbox.give_up(self._guest)
-        self._guest = await self._sandbox.take()
+        guest = await self._sandbox.take()
+        try:
+            self._check_open()  # it may have been closed meanwhile
+        except SandboxError:
+            await self._sandbox.give_up(guest)
+            raise
+        self._guest = guest
         return _NEW_SANDBOX if was_lost else ""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxError("the session is closed", provider=self._sandbox.provider)
 
     async def close(self) -> None:
         """Kill what runs and delete the files. May be called twice."""

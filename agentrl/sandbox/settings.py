@@ -22,7 +22,8 @@ def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str,
     """Say all that a keeper needs to know.
 
     Raises:
-        SandboxError: where the interpreter does not lie where Python says that it is installed.
+        SandboxError: where the interpreter does not lie where Python says that it is installed, or
+            the system calls of this machine are not known.
     """
     home, executable = _interpreter()
     packages = _site_packages() if config.site_packages else []
@@ -37,7 +38,6 @@ def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str,
         "max_processes": config.max_processes,
         "sandlock_folder": sandlock_folder(),
         "bubblewrap": shutil.which("bwrap"),
-        "syscall_filter": syscall_filter().hex() if provider == "bubblewrap" else None,
     }
 
 
@@ -81,4 +81,5 @@ def _limits(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]
         "rlimits": rlimits,
         "max_output_bytes": config.max_output_bytes,
         "is_alone": provider != "subprocess",
+        "syscall_filter": None if provider == "subprocess" else syscall_filter().hex(),
     }

@@ -216,6 +216,12 @@ def _response(value: Any, tool: str) -> ToolResponse:
 
 
 def _metrics(value: Any, tool: str) -> dict[str, Any]:
-    if value is None or isinstance(value, Mapping):
-        return dict(cast("Mapping[str, Any]", value or {}))
-    raise TypeError(f"tool {tool!r} returned {value!r:.80} as its metrics; expected a dict")
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        metrics = dict(cast("Mapping[Any, Any]", value))
+        if all(isinstance(name, str) for name in metrics):
+            return metrics
+    raise TypeError(
+        f"tool {tool!r} returned {value!r:.80} as its metrics; expected a dict by names"
+    )

@@ -3,15 +3,15 @@
 import copy
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError
+from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError, text_of, words_of
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.keys import read_keys
@@ -20,6 +20,8 @@ from agentrl.tools.base import BaseTool, ToolResult, finite
 from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
 from agentrl.tools.settings import ToolSettings
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +178,8 @@ class ToolInstance:
         """
         try:
             await self._revive()
-            kwargs = self._kwargs.calc_reward_kwargs
-            value = await self._run("calc_reward", self._instance_id, **kwargs)
-            return finite(value, self.tool.name)
+            call = self._call("calc_reward", **self._kwargs.calc_reward_kwargs)
+            return await self._run(call, lambda value: finite(value, self.tool.name))
         except Exception as error:
             raise self._failure("calc_reward", error) from error
 
@@ -190,7 +191,7 @@ class ToolInstance:
         """
         try:
             if self._must_release:
-                await self._run("release", self._instance_id, **self._kwargs.release_kwargs)
+                await self._release()
         except Exception as error:  # noqa: BLE001 - law 6: a release disturbs nobody
             return self._failure("release", error)
         finally:
@@ -203,10 +204,23 @@ class ToolInstance:
         return not (_is_inherited(self.tool, "release") and isinstance(self._lane, LoopLane))
 
     async def _create(self) -> ToolResponse:
-        value = await self._run("create", self._instance_id, **self._kwargs.create_kwargs)
-        instance_id, response = _created(value, self.tool.name)
-        self._instance_id = instance_id or self._instance_id
+        call = self._call("create", **self._kwargs.create_kwargs)
+        self._instance_id, response = await self._run(call, self._created)
         return response
+
+    def _created(self, value: Any) -> tuple[str, ToolResponse]:
+        """Read what `create` returned: an id and a response, or either, or nothing."""
+        if value is None or isinstance(value, str):
+            return value or self._instance_id, ToolResponse()
+        if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:
+            instance_id, response = cast("tuple[Any, Any]", value)
+            return instance_id or self._instance_id, ToolResponse.of(response)
+        raise TypeError(
+            f"tool {self.tool.name!r}: create returned {value!r:.80}; expected (id, ToolResponse)"
+        )
+
+    async def _release(self) -> None:
+        await self._run(self._call("release", **self._kwargs.release_kwargs), _forget)
 
     async def _attempt(self, visit: Visit) -> ToolResult:
         """Execute a call, once."""
@@ -215,8 +229,8 @@ class ToolInstance:
         try:
             await self._revive()
             arguments = copy.deepcopy(visit.call.function.arguments)
-            value = await self._run("execute", self._instance_id, arguments, **visit.execute_kwargs)
-            return ToolResult.of(value, tool=self.tool.name)
+            call = self._call("execute", arguments, **visit.execute_kwargs)
+            return await self._run(call, lambda value: ToolResult.of(value, tool=self.tool.name))
         finally:
             visit.run_s += time.monotonic() - started
 
@@ -224,21 +238,26 @@ class ToolInstance:
         """Make the instance again where its process was killed under it."""
         if self._lane.is_lost:
             with suppress(Exception):  # what it would release may have died with the process
-                await self._run("release", self._instance_id, **self._kwargs.release_kwargs)
+                await self._release()
             await self._create()
 
-    async def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if _is_inherited(self.tool, method):
-            return await getattr(BaseTool, method)(self.tool, *args, **kwargs)
-        call = MethodCall(method, args, kwargs)
-        return await call_bounded(
-            lambda: self._lane.run(call), timeout_s=self._timeout_s, name=f"tool:{self.tool.name}"
-        )
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> MethodCall:
+        return MethodCall(method, (self._instance_id, *args), kwargs)
+
+    async def _run(self, call: MethodCall, read: Callable[[Any], T]) -> T:
+        """Make a call, and read what it gave back, both inside the boundary."""
+        if _is_inherited(self.tool, call.method):
+            return read(await call.on(self.tool))
+
+        async def work() -> T:
+            return read(await self._lane.run(call))
+
+        return await call_bounded(work, timeout_s=self._timeout_s, name=f"tool:{self.tool.name}")
 
     def _excuse(self, call: ToolCall, error: Exception) -> tuple[Outcome, str, str]:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
         outcome, text = self._describe(error)
-        message = f"{type(error).__name__}: {error}"
+        message = words_of(error)
         if outcome is not Outcome.TOOL_ERROR:
             self._warn(f"call {call.id}: {message}", error)
         return outcome, text, message
@@ -248,7 +267,7 @@ class ToolInstance:
         name = self.tool.name
         match error:
             case ToolError():
-                return Outcome.TOOL_ERROR, str(error) or f"Error: tool {name!r} failed"
+                return Outcome.TOOL_ERROR, text_of(error) or f"Error: tool {name!r} failed"
             case CallTimeoutError():
                 text = f"Error: tool {name!r} timed out after {self._timeout_s:g} seconds"
                 return Outcome.TIMEOUT, text
@@ -258,7 +277,7 @@ class ToolInstance:
                 return Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
-        words = f"{type(error).__name__}: {error}"
+        words = words_of(error)
         why = f"tool {self.tool.name!r}, {method}: {words}"
         self._warn(f"{method}: {words}", error)
         return ToolLifeError(why, tool=self.tool.name, method=method)
@@ -284,11 +303,5 @@ def _lane(tool: BaseTool, isolation: Isolation) -> Lane:
     return ThreadLane(tool) if isolation is Isolation.THREAD else LoopLane(tool)
 
 
-def _created(value: Any, tool: str) -> tuple[str | None, ToolResponse]:
-    """Read what `create` returned: an id and a response, or either, or nothing."""
-    if value is None or isinstance(value, str):
-        return value, ToolResponse()
-    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:
-        instance_id, response = cast("tuple[Any, Any]", value)
-        return instance_id, ToolResponse.of(response)
-    raise TypeError(f"tool {tool!r}: create returned {value!r:.80}; expected (id, ToolResponse)")
+def _forget(_: Any) -> None:
+    """Take what `release` returned for nothing."""

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ToolError, ToolLifeError
+from agentrl.errors import ToolError, ToolLifeError, text_of, words_of
 from agentrl.plugins import load_module
 from agentrl.plugins.call import in_thread
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
@@ -203,13 +203,14 @@ async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | No
     try:
         return await call.on(tool), None
     except ToolError as error:
-        return None, error
+        # Its text, which the model reads; a class of users' own may pack, and not unpack.
+        return None, ToolError(text_of(error))
     except BaseException as error:  # noqa: BLE001 - the boundary round users' code
         return None, _broken(error)
 
 
 def _broken(error: BaseException) -> ToolLifeError:
-    told = ToolLifeError(f"{type(error).__name__}: {error}", at=place_of(error))
+    told = ToolLifeError(words_of(error), at=place_of(error))
     told.add_note(traceback_of(error))  # a traceback itself does not leave its process
     return told
 
@@ -218,4 +219,5 @@ def _reply(connection: Connection, answer: tuple[Any, Exception | None]) -> None
     try:
         connection.send(answer)
     except Exception as error:  # noqa: BLE001 - whatever a user's value raises in pickling
-        connection.send((None, ToolLifeError(f"the answer cannot leave its process: {error}")))
+        told = f"the answer cannot leave its process: {words_of(error)}"
+        connection.send((None, ToolLifeError(told)))

@@ -18,6 +18,7 @@ from agentrl.interactions import (
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.messages import ContentPart, Message
+from tests.fakes_reading import UNTOLD, ExitsWhenRead, UntellableError
 from tests.fakes_tools import BEHAVIOURS, FlakyInteraction
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/interaction_config"
@@ -99,6 +100,8 @@ async def test_a_plain_def_will_do():
         (False, 3, 0.0, {}),
         (False, "a", "much", {}),
         (False, "a", float("inf"), {}),
+        (False, "a", 10**400, {}),
+        (False, "a", 10**5000, {}),
         (False, "a", 0.0, 3),
     ],
 )
@@ -106,6 +109,36 @@ async def test_what_is_no_reply_fails_the_request_and_names_the_interaction(valu
     session = session_of(Recorder(value))
     with pytest.raises(InteractionError, match="interaction 'recorder', generate_response"):
         await session.respond(ANSWER)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ExitsWhenRead(),
+        (ExitsWhenRead(), "a", 0.0, {}),
+        (False, ExitsWhenRead(), 0.0, {}),
+        (False, "a", ExitsWhenRead(), {}),
+        (False, "a", 0.0, ExitsWhenRead()),
+    ],
+)
+async def test_law_5_a_reply_that_exits_when_it_is_read_fails_the_request_alone(value: Any):
+    told = "interaction 'recorder', generate_response: RuntimeError: raised "
+    with pytest.raises(InteractionError, match=told):
+        await session_of(Recorder(value)).respond(ANSWER)
+
+
+async def test_law_5_an_error_that_cannot_be_told_is_told_as_that():
+    class Untold(BaseInteraction):
+        async def start_interaction(self, instance_id: str | None = None, **_: Any) -> str:
+            raise UntellableError
+
+        async def finalize_interaction(self, instance_id: str, **_: Any) -> None:
+            raise UntellableError
+
+    session = session_of(Untold({}))
+    with pytest.raises(InteractionError, match="start_interaction: UntellableError: "):
+        await session.start()
+    assert UNTOLD in str(await session.finalize())
 
 
 @pytest.mark.parametrize("behaviour", ["raise", "exit", "cancel_self", "hang", "ignore_cancel"])

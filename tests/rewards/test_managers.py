@@ -32,7 +32,7 @@ SCORERS = {
     "batch": "misbehave_in_lists",
     "prime": "misbehave",
 }
-OF_ITEMS = ("none", "nan")
+OF_ITEMS = ("none", "nan", "exits when read", "exits when its score is read")
 """What is wrong with one item of a batch; the rest is wrong with the whole call."""
 
 

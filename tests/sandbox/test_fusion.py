@@ -71,6 +71,20 @@ async def test_output_is_cut_at_the_limit():
     assert (said.stdout, said.num_cut_bytes) == ("x" * 10, 90)
 
 
+async def test_output_without_end_is_read_no_further_and_ends_the_state():
+    async with fusion_service("flood") as service:
+        sandbox = FusionSandbox(config(service.url, max_output_bytes=1024))
+        session = await sandbox.open_python()
+        said = await session.run("while True: print('x')", timeout_s=5)
+        service.mode = "fine"
+        after = await session.run("print(1)")
+        await sandbox.close()
+    assert said.end is ExecutionEnd.KILLED
+    assert "more than 262144 bytes" in said.stderr
+    assert service.num_sent_bytes < 16 * 1024**2  # what was under way in buffers
+    assert (after.stdout, "are gone" in after.stderr) == ("1\n", True)
+
+
 @pytest.mark.parametrize(
     ("mode", "told"),
     [

@@ -1,5 +1,6 @@
 """Code that goes for the guest, for its answers, or for staying behind."""
 
+import asyncio
 import json
 import struct
 
@@ -70,6 +71,53 @@ async def processes_of_an_open_session(sandbox: Sandbox) -> set[int]:
     return set(descendants())
 
 
+async def test_sandboxes_of_one_keeper_reach_nothing_of_each_other(sandbox: Sandbox):
+    before = await processes_of_an_open_session(sandbox)
+    one, other = await sandbox.open_python(), await sandbox.open_python()
+    told = await one.run(OPEN)
+    assert told.is_ok, told
+    # As the machine numbers them, and as the sandbox does.
+    pids = [*(set(descendants()) - before), *map(int, told.stdout.split())]
+    done = await other.run(f"PIDS = {pids}\n{REACH_OUT}", timeout_s=10)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+OPEN = """
+import os, socket, time
+open('secret', 'w').write('SECRET')
+os.chmod('.', 0o777); os.chmod('secret', 0o666)
+kept = []
+for address in ('/tmp/door', '\\0agentrl-door'):
+    try:
+        kept.append(socket.socket(socket.AF_UNIX))
+        kept[-1].bind(address)
+        kept[-1].listen()
+    except OSError: pass
+if os.fork() == 0:
+    time.sleep(1000)
+print(os.getpid(), os.getppid())
+"""
+REACH_OUT = """
+import ctypes, os, socket
+libc, found, own = ctypes.CDLL(None), [], {os.getpid(), os.getppid()}
+def goes(what, work):
+    try:
+        if work() is not False: found.append(what)
+    except OSError: pass
+for at, names, files in os.walk('/tmp'):
+    found += [name for name in [*names, *files]]
+for pid in {*PIDS} - own:
+    goes(f'signal {pid}', lambda: os.kill(pid, 0))
+    goes(f'trace {pid}', lambda: libc.ptrace(16, pid, 0, 0) == 0)
+    for name in ('environ', 'mem', 'maps', 'cmdline', 'cwd/secret', 'root/tmp/secret'):
+        goes(f'{name} of {pid}', lambda: open(f'/proc/{pid}/{name}', 'rb').read(1))
+    goes(f'descriptors of {pid}', lambda: os.listdir(f'/proc/{pid}/fd'))
+for address in ('/tmp/door', '\\0agentrl-door'):
+    goes(address, lambda: socket.socket(socket.AF_UNIX).connect(address))
+print(found)
+"""
+
+
 async def test_daemon_dies_with_its_session(sandbox: Sandbox):
     before = await processes_of_an_open_session(sandbox)
     session = await sandbox.open_python()
@@ -86,4 +134,9 @@ async def test_daemon_dies_with_its_session(sandbox: Sandbox):
     assert done.is_ok, done
     assert len(set(descendants()) - before) >= 3
     await session.close()
+    # Who is dying is listed a moment longer.
+    for _ in range(100):
+        if set(descendants()) <= before:
+            return
+        await asyncio.sleep(0.02)
     assert set(descendants()) <= before

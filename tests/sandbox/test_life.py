@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.sandbox import Sandbox
+from agentrl.errors import SandboxError
+from agentrl.sandbox import Execution, Sandbox
 from agentrl.sandbox.inside.folders import hold, sweep
 from agentrl.sandbox.settings import LocalProvider
 from tests.sandbox.conftest import MakeSandbox, descendants
@@ -103,6 +104,31 @@ async def test_warm_guest_that_died_is_not_handed_out(make: MakeSandbox):
     await asyncio.sleep(0.1)
     other = await sandbox.open_python()
     assert (await other.run("print(1)")).stdout == "1\n"
+
+
+async def test_sandbox_that_is_closed_while_sessions_start_ends_at_once(make: MakeSandbox):
+    before = set(descendants())
+    sandbox = make(num_warm=2)
+    sessions = [await sandbox.open_python() for _ in range(8)]
+    runs = [asyncio.create_task(session.run("1")) for session in sessions]
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await sandbox.close()
+    assert time.monotonic() - started < 5
+    done = await asyncio.gather(*runs, return_exceptions=True)
+    assert all(isinstance(one, Execution | SandboxError) for one in done), done
+    await until(lambda: set(descendants()) <= before, "a guest runs on")
+
+
+async def test_session_that_is_closed_while_it_starts_keeps_no_guest(sandbox: Sandbox):
+    before = await processes_of_an_open_session(sandbox)
+    session = await sandbox.open_python()
+    run = asyncio.create_task(session.run("1"))
+    await asyncio.sleep(0)
+    await session.close()
+    with pytest.raises(SandboxError, match="the session is closed"):
+        await run
+    await until(lambda: set(descendants()) <= before, "its guest runs on")
 
 
 async def test_cancelling_kills_what_runs(sandbox: Sandbox):

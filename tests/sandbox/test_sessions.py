@@ -31,6 +31,13 @@ async def test_sessions_share_neither_names_nor_files_nor_processes(sandbox: San
     assert (await other.run(source)).stdout == "False [] False\n"
 
 
+async def test_file_of_the_code_may_have_any_name(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    for name in ("limits", "watch", "frames", "kernel", "guest"):
+        done = await session.run(f"open('{name}.py', 'w').write('x = 7')\nimport {name}; {name}.x")
+        assert done.is_ok, done
+
+
 async def test_shell_keeps_its_files_and_tells_its_exit_code(sandbox: Sandbox):
     shell = await sandbox.open_shell()
     await shell.run("mkdir d; echo hello > d/a; X=1")

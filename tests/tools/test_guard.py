@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from agentrl.tools.guard.path import _ways
 from agentrl.tools.instance import Outcome, ToolOutcome
 from agentrl.tools.life import ToolSession
 from agentrl.tools.settings import ToolSettings
+from tests.fakes_reading import UntellableError
 from tests.fakes_tools import BlockingTool, call, schema
 
 QUICK_RETRY = {"max_attempts": 3, "wait_initial_s": 0.001, "wait_jitter_s": 0.0}
@@ -115,6 +117,37 @@ async def test_garbage_is_repeated_as_a_crash_is():
             return None if len(self.begun) == 1 else "fine"
 
     assert (await ask(Garbage(retry=QUICK_RETRY))).num_attempts == 2
+
+
+async def test_law_5_a_failure_that_cannot_be_told_is_repeated_as_any_other():
+    outcome = await ask(PlayedTool(UntellableError(), None, retry=QUICK_RETRY))
+    assert (outcome.outcome, outcome.num_attempts) == (Outcome.OK, 2)
+
+
+async def test_a_failure_that_is_repeated_is_told_once_and_not_as_a_warning(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.DEBUG)
+    await ask(PlayedTool(ValueError("a"), None, retry=QUICK_RETRY))
+    told = [r for r in caplog.records if r.name != "asyncio"]
+    assert [r.getMessage() for r in told] == [
+        "tool 'played', call call_0, attempt 1: ValueError: a"
+    ]
+    assert told[0].levelno == logging.INFO
+
+
+async def test_law_5_an_answer_that_exits_when_it_is_copied_is_not_kept():
+    class Exits:
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            raise SystemExit(3)
+
+    class Answers(PlayedTool):
+        async def _play(self, act: Any, parameters: dict[str, Any]) -> Any:
+            return "fine", None, {"what": Exits()}
+
+    tool = Answers(cache={})
+    assert kinds([await ask(tool) for _ in range(2)]) == ["ok", "ok"]
+    assert len(tool.begun) == 2
 
 
 async def test_a_tool_error_is_never_repeated():

@@ -191,6 +191,7 @@ async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: P
     ("do", "outcome", "text"),
     [
         ("tool_error", Outcome.TOOL_ERROR, "not so"),
+        ("own_tool_error", Outcome.TOOL_ERROR, "no key 3 in stars"),
         ("raise", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
         ("unpicklable", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
         ("die", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
@@ -209,6 +210,17 @@ async def test_what_happens_in_a_process_comes_out_of_it(
     assert (first.outcome, first.response.text) == (outcome, text)
     assert second.response.text == "1"
     assert await session.release() == []
+
+
+async def test_a_tool_error_of_users_own_is_not_repeated_in_a_process(tmp_path: Path):
+    log = tmp_path / "log"
+    retry = {"max_attempts": 3, "wait_initial_s": 0.0, "wait_jitter_s": 0.0}
+    tool = CountingProcessTool({"isolation": "process", "log": str(log), "retry": retry})
+    session = session_of(tool)
+    await session.create()
+    [outcome] = await session.execute([call("counting", do="own_tool_error")])
+    await session.release()
+    assert outcome.num_attempts == life_of(log).count("execute") == 1
 
 
 async def test_cancelling_a_request_kills_its_process_and_releases(tmp_path: Path):

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.errors import DataError, ToolLifeError
+from agentrl.errors import DataError, ToolError, ToolLifeError
 from agentrl.messages import ToolResponse
 from agentrl.tools import BaseTool, ToolResult
 from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
+from tests.fakes_reading import UNTOLD, ExitsWhenRead, UntellableError
 from tests.fakes_tools import BEHAVIOURS, FlakyTool, call, schema
 
 
@@ -82,6 +83,7 @@ async def test_a_megabyte_passes_whole():
         ("a", "much"),
         ("a", float("nan")),
         ("a", 0.0, "metrics"),
+        ("a", 0.0, {1: "a name that is none"}),
         {"self": object()},
     ],
 )
@@ -91,6 +93,71 @@ async def test_garbage_is_a_crash_of_the_tool_that_the_model_sees_neutrally(valu
     assert outcome.is_infrastructure_failure
     assert outcome.response.text == "Error executing tool 'any': internal error"
     assert outcome.message.startswith(("TypeError", "ValueError"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ExitsWhenRead(),
+        ("a", ExitsWhenRead()),
+        ("a", 0.0, ExitsWhenRead()),
+        ToolResult(ToolResponse(text="a"), should_stop=ExitsWhenRead()),  # type: ignore[arg-type]
+    ],
+)
+async def test_law_5_an_answer_that_exits_when_it_is_read_is_a_crash_of_the_tool(value: Any):
+    outcome = await executed(AnyTool(value))
+    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.message.startswith("RuntimeError: raised ")
+
+
+@pytest.mark.parametrize("method", ["create", "calc_reward"])
+async def test_law_5_what_exits_when_it_is_read_fails_the_request_alone(method: str):
+    class Exits(BaseTool):
+        async def create(self, instance_id: str | None = None, **_: Any) -> Any:
+            return (ExitsWhenRead(), "") if method == "create" else instance_id
+
+        async def calc_reward(self, instance_id: str, **_: Any) -> Any:
+            return ExitsWhenRead()
+
+    session = session_of(Exits({}, schema("exits")))
+    with pytest.raises(ToolLifeError, match=f"{method}: RuntimeError: raised "):
+        await session.create()
+        await session.calc_rewards()
+    assert await session.release() == []
+
+
+@pytest.mark.parametrize("method", ["create", "execute", "calc_reward", "release"])
+async def test_law_5_an_error_that_cannot_be_told_is_told_as_that(method: str):
+    class Untold(FlakyTool):
+        async def _enter(self, entered: str, kwargs: dict[str, Any]) -> None:
+            if entered == method:
+                raise UntellableError
+
+    session = session_of(Untold())
+    told: list[str] = []
+    try:
+        await session.create()
+        [outcome] = await session.execute([call("flaky")])
+        told.append(outcome.message)
+        await session.calc_rewards()
+    except ToolLifeError as error:
+        told.append(str(error))
+    told += map(str, await session.release())
+    assert [text for text in told if f"UntellableError: {UNTOLD}" in text]
+
+
+async def test_law_5_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():
+    class Missing(ToolError):
+        def __init__(self, table: str) -> None:
+            self.table = table  # and the base class is told nothing
+
+    class Looks(BaseTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
+            raise Missing("stars")
+
+    outcome = await executed(Looks({}, schema("looks")))
+    assert outcome.outcome is Outcome.TOOL_ERROR
+    assert outcome.response.text == "(saying what it is raises AttributeError)"
 
 
 async def test_none_names_the_tool_on_the_record():

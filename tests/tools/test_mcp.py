@@ -4,12 +4,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import stamina
 
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
 from agentrl.tools import BaseTool
@@ -23,9 +21,8 @@ from tests.fakes_tools import call
 
 
 @pytest.fixture(autouse=True)
-def no_waits() -> Iterator[None]:
-    with stamina.set_testing(True):
-        yield
+def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.tools.mcp.discovery.MAX_ATTEMPTS", 1)
 
 
 def one(*how: str, **keys: Any) -> dict[str, Any]:
@@ -235,9 +232,12 @@ async def test_an_address_that_is_no_servers_is_told_with_what_it_answers(
     assert told in str(error.details["last_words"])
 
 
-def test_a_server_that_starts_at_the_second_time_is_asked_again(tmp_path: Path):
-    with stamina.set_testing(True, attempts=2):
-        assert load(tmp_path, one("flaky", str(tmp_path / "flag")))
+def test_a_server_that_starts_at_the_second_time_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("agentrl.tools.mcp.discovery.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("agentrl.tools.mcp.discovery._WAIT_MAX_S", 0.0)
+    assert load(tmp_path, one("flaky", str(tmp_path / "flag")))
 
 
 def test_a_schema_that_is_none_names_server_and_tool(tmp_path: Path):

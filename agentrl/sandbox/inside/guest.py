@@ -8,13 +8,13 @@ program ended is what the kernel told this process. What a Python session says o
 code raised, and what) comes from the interpreter that the code shares, and is the code's word.
 """
 
-import ctypes
 import json
 import os
 import signal
 import sys
 from typing import Any
 
+import kernel
 from frames import read_frame, write_frame
 from interpreter import Interpreter
 from limits import Limits
@@ -22,7 +22,6 @@ from processes import children, kill
 from program import Program, told, write_files
 from watch import Watch
 
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 """What models write is written for bash."""
 _SHELL_NAME = os.path.basename(_SHELL)
@@ -33,10 +32,12 @@ _NEW_INTERPRETER = "[a new interpreter: names are gone, files are still there]\n
 def main() -> None:
     """Answer requests until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    guest = Guest(json.loads(sys.argv[1]))
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    limits: Limits = json.loads(sys.argv[1])
+    if limits["syscall_filter"] is not None:
+        kernel.filter_system_calls(bytes.fromhex(limits["syscall_filter"]))
+    guest = Guest(limits)
     write_frame(1, {"ready": True})
     while (asked := read_frame(0)) is not None:
         write_frame(1, guest.answer(asked))

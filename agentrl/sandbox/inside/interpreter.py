@@ -140,6 +140,7 @@ class _Inside:
             os.close(descriptor)
         sys.argv = [""]
         sys.path[0] = ""  # in place of the folder of these scripts
+        _forget_scripts()
 
     def _serve(self) -> None:
         # A module of its own, so that what looks a class's module up (pickle) finds its names.
@@ -152,6 +153,14 @@ class _Inside:
                 os._exit(0)  # the code forked, and this is the copy
             write_frame(self._answers, {"number": asked["number"], "end": end, "error": error})
         os._exit(0)
+
+
+def _forget_scripts() -> None:
+    """Let `import limits` find the code's own file, and not the script of that name."""
+    here = os.path.dirname(__file__)
+    for name, module in [*sys.modules.items()]:
+        if os.path.dirname(vars(module).get("__file__") or "") == here:
+            del sys.modules[name]
 
 
 def _execute(

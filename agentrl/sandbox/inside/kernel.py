@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import struct
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_PR_SET_SECCOMP, _MODE_FILTER, _STATEMENT_BYTES = 22, 2, 8
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
@@ -13,6 +15,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def prctl(option: int, value: int) -> None:
     """Set an option of this process."""
     _libc.prctl(option, value, 0, 0, 0)
+
+
+def filter_system_calls(program: bytes) -> None:
+    """Have the kernel judge each system call of this process, and of all that it starts.
+
+    Raises:
+        OSError: as the kernel refuses.
+    """
+    statements = ctypes.create_string_buffer(program)
+    told = struct.pack("HP", len(program) // _STATEMENT_BYTES, ctypes.addressof(statements))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, told, 0, 0), "seccomp")
 
 
 def unshare(flags: int) -> None:

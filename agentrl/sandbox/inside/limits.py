@@ -14,6 +14,8 @@ class Limits(TypedDict):
     max_output_bytes: int
     is_alone: bool
     """Whether it can signal no process but those of its own sandbox."""
+    syscall_filter: str | None
+    """A program for seccomp, as hexadecimal; None: no call is refused."""
     hidden: list[tuple[str, str]]
     """Beginnings of paths, and what a traceback shows in their place."""
 

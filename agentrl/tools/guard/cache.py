@@ -4,9 +4,11 @@ import asyncio
 import copy
 import json
 from collections.abc import MutableMapping
+from functools import partial
 
 from cachetools import LRUCache, TTLCache
 
+from agentrl.plugins.call import contained
 from agentrl.tools.base import ToolResult
 from agentrl.tools.guard.path import Visit, Way
 from agentrl.tools.settings import CacheSettings
@@ -46,7 +48,7 @@ class Cache:
                 break
             visit.is_cached = False
         visit.is_cached = True
-        return copy.deepcopy(kept)
+        return contained(partial(copy.deepcopy, kept))
 
     async def _go_first(self, key: str, visit: Visit, go_on: Way) -> ToolResult:
         told = self._under_way[key] = asyncio.get_running_loop().create_future()
@@ -68,7 +70,7 @@ class Cache:
         self, key: str, result: ToolResult, told: "asyncio.Future[ToolResult | None]"
     ) -> None:
         try:
-            kept = copy.deepcopy(result)
+            kept = contained(partial(copy.deepcopy, result))
         except Exception:  # noqa: BLE001 - whatever a user's value raises in copying
             return
         self._kept[key] = kept

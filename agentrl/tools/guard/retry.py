@@ -2,9 +2,14 @@
 
 import logging
 
-from stamina import AsyncRetryingCaller
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential_jitter,
+)
 
-from agentrl.errors import ToolError
+from agentrl.errors import ToolError, words_of
 from agentrl.tools.base import ToolResult
 from agentrl.tools.guard.path import UnavailableError, Visit, Way
 from agentrl.tools.settings import RetrySettings
@@ -20,12 +25,11 @@ class Retry:
     """
 
     def __init__(self, settings: RetrySettings) -> None:
-        self._caller = AsyncRetryingCaller(
-            attempts=settings.max_attempts,
-            timeout=None,
-            wait_initial=settings.wait_initial_s,
-            wait_max=settings.wait_max_s,
-            wait_jitter=settings.wait_jitter_s,
+        self._stop = stop_after_attempt(settings.max_attempts)
+        self._wait = wait_exponential_jitter(
+            multiplier=settings.wait_initial_s,
+            max=settings.wait_max_s,
+            jitter=settings.wait_jitter_s,
         )
 
     async def __call__(self, visit: Visit, go_on: Way) -> ToolResult:
@@ -36,17 +40,26 @@ class Retry:
         """
         last: list[Exception] = []
 
-        def is_worth_another(error: Exception) -> bool:
-            if isinstance(error, ToolError | UnavailableError):
+        def is_worth_another(error: BaseException) -> bool:
+            if isinstance(error, ToolError | UnavailableError) or not isinstance(error, Exception):
                 return False
             last[:] = [error]
-            what = f"{type(error).__name__}: {error}"
             place = visit.call.function.name, visit.call.id, visit.num_attempts
-            logger.info("tool %r, call %s, attempt %d: %s", *place, what)
+            logger.info("tool %r, call %s, attempt %d: %s", *place, words_of(error))
             return True
 
+        async def attempt() -> ToolResult:
+            return await go_on(visit)
+
+        # One for each visit: it counts as it goes.
+        attempts = AsyncRetrying(
+            stop=self._stop,
+            wait=self._wait,
+            retry=retry_if_exception(is_worth_another),
+            reraise=True,
+        )
         try:
-            return await self._caller(is_worth_another, go_on, visit)
+            return await attempts(attempt)
         except UnavailableError as refusal:
             # The attempts before opened the breaker: their failure is what happened to this call.
             raise (last or [refusal])[0] from None

@@ -6,7 +6,12 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import stamina
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential_jitter,
+)
 
 from agentrl.errors import ServiceError
 from agentrl.tools.mcp.servers import Server
@@ -49,17 +54,13 @@ async def _discover(servers: Sequence[Server]) -> list[list["Tool"]]:
 
 
 async def _ask_again(server: Server) -> list["Tool"]:
-    attempts = stamina.retry_context(
-        on=_is_passing,
-        attempts=MAX_ATTEMPTS,
-        timeout=None,
-        wait_initial=_WAIT_INITIAL_S,
-        wait_max=_WAIT_MAX_S,
+    attempts = AsyncRetrying(
+        stop=stop_after_attempt(MAX_ATTEMPTS),
+        wait=wait_exponential_jitter(multiplier=_WAIT_INITIAL_S, max=_WAIT_MAX_S),
+        retry=retry_if_exception(_is_passing),
+        reraise=True,
     )
-    async for attempt in attempts:
-        with attempt:
-            return await _ask(server)
-    raise AssertionError("an attempt returns or raises")
+    return await attempts(_ask, server)
 
 
 async def _ask(server: Server) -> list["Tool"]:
@@ -83,7 +84,7 @@ async def _ask(server: Server) -> list["Tool"]:
         await session.close()
 
 
-def _is_passing(error: Exception) -> bool:
+def _is_passing(error: BaseException) -> bool:
     """Whether a server may answer if it is asked again: not one whose program is not there."""
     cause = innermost(error.__cause__ or error)
     return isinstance(error, ServiceError) and not isinstance(cause, _NOT_PASSING)
