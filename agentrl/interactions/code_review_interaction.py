@@ -1,6 +1,7 @@
 """A reviewer who reads the policy's code, runs its tests, and says what to mend."""
 
 import uuid
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from agentrl.sandbox.grading import (
     GradingLimits,
     TestCase,
     grade,
+    grading_room,
     last_code_block,
     read_tests,
 )
@@ -58,6 +60,9 @@ class CodeReviewInteraction(BaseInteraction):
     The conversation ends where all pass, and behind the answer that follows the last round.
     Findings of the linter are told, and alone keep no conversation going. How the tests run, and
     why the code cannot fake their result, says `agentrl.sandbox.grading`.
+
+    Reviews take turns with each other and with the scorers of code: as many run at once as there are
+    cores, so that no code is late because other code computes. Their waiting is not counted.
 
     A row hands the tests over in its `interaction_kwargs`, as `tests` or `ground_truth`, in any of
     the forms of `agentrl.sandbox.grading.read_tests`.
@@ -102,6 +107,10 @@ class CodeReviewInteraction(BaseInteraction):
         instance_id = instance_id or uuid.uuid4().hex
         self._reviews[instance_id] = _Review(read_tests(ground_truth if tests is None else tests))
         return instance_id
+
+    def waiting_room(self) -> AbstractAsyncContextManager[Any]:
+        """Let as many reviews run at once as there are cores; the scorers of code count too."""
+        return grading_room()
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any

@@ -5,6 +5,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, cast
 
 from agentrl.errors import InteractionError
@@ -86,7 +87,8 @@ class InteractionSession:
         """
         plain = [message.to_template() for message in messages]
         method = self.interaction.generate_response
-        value = await self._guarded(method, self._instance_id, plain, **self._kwargs)
+        async with self._waiting_room():
+            value = await self._guarded(method, self._instance_id, plain, **self._kwargs)
         try:
             return InteractionResult.of(value, interaction=self.interaction.name)
         except (TypeError, ValueError) as error:
@@ -113,6 +115,12 @@ class InteractionSession:
             logger.warning("%s", error)
             return error
         return None
+
+    def _waiting_room(self) -> AbstractAsyncContextManager[Any]:
+        try:
+            return self.interaction.waiting_room()
+        except Exception as error:
+            raise self._failure("waiting_room", error) from error
 
     async def _guarded(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
