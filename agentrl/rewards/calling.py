@@ -33,8 +33,8 @@ NAME = "agentrl-reward"
 class ScoreCaller:
     """Calls scorers, each within its time; holds what they share: processes, a sandbox, a pace.
 
-    It belongs to no event loop: sandbox, pace and room are those of the loop that asks. So `close`
-    is called on the loop that scored last.
+    It may be used from several event loops, each of which has a sandbox, pace and room of its own.
+    Call `close` on each, behind its last score.
 
     An `async` scorer runs on the event loop. A plain one runs in the manager's lane, but for a
     bundled one that belongs in a process.
