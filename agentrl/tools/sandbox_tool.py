@@ -8,7 +8,7 @@ from agentrl.config.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution, Sandbox, Session
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox, tell_unread
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
 from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
@@ -51,6 +51,7 @@ class SandboxTool(BaseTool, Generic[Keys]):
         refuse_isolation(config, because="the code runs in processes of its own anyway")
         self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
         check_sandbox(self._keys.sandbox, key="config.sandbox")
+        tell_unread(self._keys.sandbox, key=f"{self.name}: config.sandbox")
         self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
 
