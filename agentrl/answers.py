@@ -1,6 +1,6 @@
-"""Read the answer of a GSM8K-format solution, and tell whether two answers are the same number.
+"""Read what a solution says aloud and, of one in the format of GSM8K, its answer.
 
-The tool, the simulated user and the scorer of GSM8K all judge by these two functions.
+The tool, the simulated user and the scorer of GSM8K all judge by the same two functions.
 """
 
 import re
@@ -9,9 +9,21 @@ from typing import Literal
 
 Method = Literal["strict", "flexible"]
 
+_BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+
 _NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _STRICT = re.compile(rf"####\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
+
+
+def without_thought(text: str) -> str:
+    """Return what stands behind the last thought: what is said aloud. One that was cut hides all.
+
+    Example:
+        >>> without_thought("<think>hm</think> Left.")
+        'Left.'
+    """
+    return text.rpartition(_END_OF_THOUGHT)[2].partition(_BEGIN_OF_THOUGHT)[0].strip()
 
 
 def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:

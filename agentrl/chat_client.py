@@ -56,10 +56,11 @@ class ChatConfig(Section):
     rate_limit: float | None = Field(default=None, gt=0)
     """Calls begun in a second, evenly spaced; null: no limit."""
     max_calls: int | None = Field(default=None, ge=1)
-    """Calls in the life of the client; null: no limit."""
+    """Calls in the life of the client: of a run on one rank, anew where it is resumed; null: no
+    limit."""
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, of prompts and replies, in the life of the client; null: no limit. The call that
-    crosses it, and those under way beside it, are finished."""
+    """Tokens, of prompts and replies, in the life of the client, likewise; null: no limit. The call
+    that crosses it, and those under way beside it, are finished."""
     temperature: float | None = Field(default=None, ge=0)
     """null: the server's."""
     top_p: float | None = Field(default=None, gt=0, le=1)

@@ -1,5 +1,6 @@
 """Settings of credit and update that cannot hold together."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from agentrl.config.correction_schema import (
@@ -58,6 +59,11 @@ def find_missing_inputs(config: RunConfig) -> Iterator[Problem]:
     if not keys:
         told = "is empty, and gdpo has nothing to compare"
         yield Problem("algorithm.gdpo_reward_keys", told, "keys of the scorer's dict")
+    for key, count in Counter(keys).items():
+        if count > 1:
+            told = f"names {key!r} {count} times, so that it would count {count} times"
+            expected = "each key once, its share in algorithm.gdpo_reward_weights"
+            yield Problem("algorithm.gdpo_reward_keys", told, expected)
     if weights and len(weights) != len(keys):
         told = f"{len(weights)} weights for {len(keys)} rewards"
         yield Problem("algorithm.gdpo_reward_weights", told, "one for each of gdpo_reward_keys")

@@ -4,12 +4,19 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator
 
+from agentrl.config.dead_scoring_keys import may_use
 from agentrl.config.problems import Problem
-from agentrl.config.reward_schema import BUNDLED_SCORERS, RewardConfig, RewardFunctionConfig
+from agentrl.config.reward_schema import (
+    BUNDLED_SCORERS,
+    TAKEN_NAMES,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from agentrl.config.schema import RunConfig
 
 _FUNCTIONS = "reward.functions"
 _CUSTOM = "reward.custom_reward_function"
+_OF_JUDGE = ("base_url", "model")
 
 
 def find_reward_problems(config: RunConfig) -> Iterator[Problem]:
@@ -20,6 +27,10 @@ def find_reward_problems(config: RunConfig) -> Iterator[Problem]:
     if reward.manager == "batch" and (reward.functions or reward.custom_reward_function is None):
         told = "is batch, whose scorer gets lists, and every bundled one scores one answer"
         yield Problem("reward.manager", told, f"{_CUSTOM}, or naive or prime")
+    sandbox = reward.sandbox
+    if sandbox.provider == "subprocess" and not sandbox.trusted and may_use(config, "code"):
+        told = "is false, and the provider subprocess keeps nothing secret from the code it runs"
+        yield Problem("reward.sandbox.trusted", told, "true, or another reward.sandbox.provider")
 
 
 def _function_problems(reward: RewardConfig) -> Iterator[Problem]:
@@ -34,10 +45,21 @@ def _function_problems(reward: RewardConfig) -> Iterator[Problem]:
         yield Problem(_FUNCTIONS, "has only weights of 0, so every reward is 0", "one that is not")
     for place, function in enumerate(reward.functions):
         yield from _name_problems(f"{_FUNCTIONS}[{place}]", function)
+        yield from _judge_problems(f"{_FUNCTIONS}[{place}]", function)
+
+
+def _judge_problems(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
+    if function.name == "judge" and function.path is None:
+        for name in (name for name in _OF_JUDGE if name not in function.reward_kwargs):
+            told = "is missing, and the judge is a model behind an address"
+            yield Problem(f"{key}.reward_kwargs.{name}", told, "a value")
 
 
 def _name_problems(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
-    if function.path is None and function.name not in BUNDLED_SCORERS:
+    if function.name in TAKEN_NAMES:
+        told = f"{function.name!r} is what agentrl calls another part of the reward"
+        yield Problem(f"{key}.name", told, "another name")
+    elif function.path is None and function.name not in BUNDLED_SCORERS:
         near = difflib.get_close_matches(function.name, BUNDLED_SCORERS, n=1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
         known = ", ".join(BUNDLED_SCORERS)

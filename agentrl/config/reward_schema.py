@@ -14,6 +14,11 @@ Placement = Literal[
 _RENAMED = {"last": "last_token", "spread": "uniform"}
 BUNDLED_SCORERS = ("gsm8k", "math", "multiple_choice", "qa", "code", "judge", "data_source")
 """What a reward function without a path may be called; `data_source` is that of each row's own."""
+TAKEN_NAMES = (
+    "score", "trajectory_reward", "interaction_reward", "tool_call_reward", "tool_reward",
+    "overlong_reward", "tool_call_bonus", "interaction_bonus", "length_penalty",
+)  # fmt: skip
+"""What no reward function may be called: under these names a reward's other parts are recorded."""
 
 
 class CustomRewardConfig(Section):
@@ -94,7 +99,7 @@ class RewardConfig(Section):
     """Processes of scorers that compute: those of the manager `prime`, and the bundled `math`;
     null: one for each core."""
     max_concurrent_scores: int = Field(default=64, ge=1)
-    """Requests that are scored at once."""
+    """Requests that are scored at once; of the manager `batch`, groups."""
     rate_limit: float | None = Field(default=None, gt=0)
     """Calls of scorers begun in a second, evenly spaced; null: no limit."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -112,7 +117,7 @@ class RewardConfig(Section):
     """Calls of one trajectory that earn `tool_call_bonus`, the first ones."""
     interaction_bonus: float = Field(default=0.0, ge=0)
     """Added where the interaction itself ended the conversation (not an answer that it did not
-    hear, nor a limit), on the turn that it heard last."""
+    hear, nor a limit, nor a budget of its own that was spent), on the turn that it heard last."""
     length_penalty: float = Field(default=0.0, ge=0)
     """Taken off for a response of `data.max_response_length` sampled tokens; of fewer, their share
     of it."""

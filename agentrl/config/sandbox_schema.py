@@ -1,12 +1,16 @@
 """Keys of the sandbox in which code runs that a model wrote."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.config.section import Section
 
 SandboxProviderName = Literal["auto", "sandlock", "bubblewrap", "subprocess", "sandbox_fusion"]
+UNREAD_BY_FUSION = (
+    "cpu_s", "max_processes", "max_open_files", "disk_bytes", "site_packages", "num_warm",
+)  # fmt: skip
+"""Keys of which a service is told nothing: it has limits of its own."""
 
 
 class SandboxConfig(Section):
@@ -20,7 +24,7 @@ class SandboxConfig(Section):
     """Whether the code may be trusted with this machine. `subprocess`, which sets limits and keeps
     nothing secret, refuses to start without it."""
     url: str | None = None
-    """Of `sandbox_fusion`: the service's address."""
+    """Of `sandbox_fusion`, and of it alone: the service's address."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Wall clock of one call, in seconds."""
     cpu_s: float = Field(default=60.0, gt=0)
@@ -41,3 +45,22 @@ class SandboxConfig(Section):
     be read, and nothing else more."""
     num_warm: int = Field(default=2, ge=0)
     """Interpreters kept ready, from the first call on; 0 starts each when it is asked for."""
+
+    @model_validator(mode="after")
+    def _run_where_the_address_says(self) -> Self:
+        """Refuse what would run code elsewhere than its user thinks."""
+        if self.provider == "sandbox_fusion" and not self.url:
+            raise ValueError("provider sandbox_fusion needs a url, the service's address")
+        if self.provider != "sandbox_fusion" and self.url is not None:
+            raise ValueError(f"a url is for provider sandbox_fusion, and this is {self.provider}")
+        return self
+
+    def find_unread(self) -> dict[str, str]:
+        """Find the keys that were set and that the provider does not read, each with the reason."""
+        unread: dict[str, str] = {}
+        if self.provider != "subprocess":
+            unread["trusted"] = f"provider is {self.provider}, and subprocess alone asks"
+        if self.provider == "sandbox_fusion":
+            told = "provider is sandbox_fusion, whose service has limits of its own"
+            unread |= dict.fromkeys(UNREAD_BY_FUSION, told)
+        return {name: told for name, told in unread.items() if name in self.model_fields_set}

@@ -3,6 +3,7 @@
 import math
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 SHARED_KEYS = ("name", "timeout_s")
@@ -91,6 +92,15 @@ class BaseInteraction:
             Exception: Any fails this request, and no other, with `Fault.INTERACTION`.
         """
         return instance_id or uuid.uuid4().hex
+
+    def waiting_room(self) -> AbstractAsyncContextManager[Any]:
+        """Say what each `generate_response` waits for, and holds, before its time begins.
+
+        A semaphore, where replies compute or share something scarce: what a reply waits there is
+        not counted against its time-out. Called on the event loop for each reply; nothing is
+        waited for by default.
+        """
+        return nullcontext()
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any

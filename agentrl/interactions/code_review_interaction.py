@@ -1,11 +1,13 @@
 """A reviewer who reads the policy's code, runs its tests, and says what to mend."""
 
 import uuid
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
+from agentrl.answers import without_thought
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.config.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
@@ -17,10 +19,11 @@ from agentrl.sandbox.grading import (
     GradingLimits,
     TestCase,
     grade,
+    grading_room,
     last_code_block,
     read_tests,
 )
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox, tell_unread
 
 _NO_CODE = "There is no code in your answer. Write the whole program in one ```python block."
 _AGAIN = "Mend it, and write the whole program again in one ```python block."
@@ -59,6 +62,9 @@ class CodeReviewInteraction(BaseInteraction):
     Findings of the linter are told, and alone keep no conversation going. How the tests run, and
     why the code cannot fake their result, says `agentrl.sandbox.grading`.
 
+    Reviews take turns with each other and with the scorers of code: as many run at once as there
+    are cores, so that no code is late because other code computes. Their waiting is not counted.
+
     A row hands the tests over in its `interaction_kwargs`, as `tests` or `ground_truth`, in any of
     the forms of `agentrl.sandbox.grading.read_tests`.
 
@@ -79,6 +85,7 @@ class CodeReviewInteraction(BaseInteraction):
         self._settings = read_keys(CodeReviewSettings, config, key="", also_known=SHARED_KEYS)
         self._linter = Linter(self._settings.rules)
         check_sandbox(self._settings.sandbox, key="sandbox")
+        tell_unread(self._settings.sandbox, key=f"{self.name}: config.sandbox")
         self._shared = SharedSandbox(self._settings.sandbox)
         self._reviews: dict[str, _Review] = {}
 
@@ -103,6 +110,10 @@ class CodeReviewInteraction(BaseInteraction):
         self._reviews[instance_id] = _Review(read_tests(ground_truth if tests is None else tests))
         return instance_id
 
+    def waiting_room(self) -> AbstractAsyncContextManager[Any]:
+        """Let as many reviews run at once as there are cores; the scorers of code count too."""
+        return grading_room()
+
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> InteractionResult:
@@ -112,7 +123,7 @@ class CodeReviewInteraction(BaseInteraction):
             SandboxError: where the sandbox failed.
         """
         review = self._reviews[instance_id]
-        code = last_code_block(last_answer(messages))
+        code = last_code_block(without_thought(last_answer(messages)))
         if code is None:
             return self._reply(review, [_NO_CODE], None, [])
         findings = await self._linter.check(code)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.answers import Method, extract_gsm8k_answer, same_number
+from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
 from agentrl.config.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import last_answer
@@ -59,7 +59,8 @@ class Gsm8kInteraction(BaseInteraction):
     """Say that an answer is wrong and ask again, at most `max_hints` times, then end.
 
     The right answer is the row's `interaction_kwargs.ground_truth`, else its
-    `reward_model.ground_truth`; `interaction_kwargs.hints` are the row's own hints.
+    `reward_model.ground_truth`; `interaction_kwargs.hints` are the row's own hints. What the policy
+    thinks (`<think>`) is no answer.
 
     Args:
         config: The keys of `Gsm8kSettings`: `max_hints` (2), `method` (`flexible`), `hints` (none),
@@ -94,7 +95,8 @@ class Gsm8kInteraction(BaseInteraction):
     ) -> InteractionResult:
         """Judge the last answer."""
         talk, settings = self._talks[instance_id], self._settings
-        answer = extract_gsm8k_answer(last_answer(messages), settings.method)
+        said = without_thought(last_answer(messages))
+        answer = extract_gsm8k_answer(said, settings.method)
         score = self._score(talk, answer)
         if answer is not None and same_number(answer, talk.ground_truth):
             return InteractionResult(True, _RIGHT, score, {"num_hints": talk.num_hints})

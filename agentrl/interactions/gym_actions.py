@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from agentrl.interactions.conversation import without_thought
+from agentrl.answers import without_thought
 
 _OPENING, _CLOSING = "<action>", "</action>"
 _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)

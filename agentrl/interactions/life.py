@@ -5,6 +5,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -90,7 +91,8 @@ class InteractionSession:
         plain = [message.to_template() for message in messages]
         method = self.interaction.generate_response
         read = partial(InteractionResult.of, interaction=self.interaction.name)
-        return await self._guarded(read, method, self._instance_id, plain, **self._kwargs)
+        async with self._waiting_room():
+            return await self._guarded(read, method, self._instance_id, plain, **self._kwargs)
 
     async def finalize(self) -> InteractionError | None:
         """Finalise what was started, or whose start was begun.
@@ -114,6 +116,12 @@ class InteractionSession:
             logger.warning("%s", error)
             return error
         return None
+
+    def _waiting_room(self) -> AbstractAsyncContextManager[Any]:
+        try:
+            return self.interaction.waiting_room()
+        except Exception as error:
+            raise self._failure("waiting_room", error) from error
 
     async def _guarded(
         self, read: Callable[[Any], T], method: Callable[..., Any], *args: Any, **kwargs: Any

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from agentrl.interactions.conversation import without_thought
+from agentrl.answers import without_thought
 from agentrl.messages import Message
 
 _ROLE = """You play a user who talks with an assistant. Stay in this part; never say that you play.

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from agentrl.answers import without_thought
 from agentrl.chat_client import ChatBudget, ChatBudgetError, ChatClient, ChatConfig
 from agentrl.config.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
-from agentrl.interactions.conversation import without_thought
 from agentrl.interactions.simulated_user import (
     Role,
     judge_messages,
@@ -71,9 +71,10 @@ class UserSimulatorInteraction(BaseInteraction):
     `show_tools` says so. A row may have `persona`, `goal` and `goal_check` in its
     `interaction_kwargs`.
 
-    The conversation ends where the simulator writes the stop phrase, or a budget of calls or tokens
-    is spent (`metadata["ended_by"]`: `user` or `budget`). A model that gives no reply fails the
-    request, with `Fault.INTERACTION`.
+    The conversation ends where the simulator writes the stop phrase, or its own budget of calls or
+    tokens is spent (`metadata["ended_by"]`: `user` or `budget`; no `reward.interaction_bonus` is
+    paid for the latter). A model that gives no reply, and a budget of the whole run that is spent
+    (`chat.max_calls`, `chat.max_total_tokens`), fail the request, with `Fault.INTERACTION`.
 
     Args:
         config: The keys of `UserSimulatorSettings`: `chat` (those of `ChatConfig`), `persona`,
@@ -125,6 +126,8 @@ class UserSimulatorInteraction(BaseInteraction):
         try:
             said, is_over = await self._say(instance_id, talk, messages)
         except ChatBudgetError as error:
+            if talk.budget.spent is None:
+                raise  # the whole run's budget: that ends no conversation as it should end
             return await self._end(instance_id, talk, messages, "budget", budget=error.args[0])
         if is_over:
             return await self._end(instance_id, talk, messages, "user", said)
@@ -170,17 +173,14 @@ class UserSimulatorInteraction(BaseInteraction):
     async def _check(
         self, instance_id: str, talk: _Talk, messages: Sequence[Message]
     ) -> float | None:
-        """Score the conversation; None where there is no rubric, or no budget for it."""
+        """Score the conversation; None where there is no rubric."""
         if talk.goal_check is None:
             return None
         asked = judge_messages(
             talk.role, talk.goal_check, messages, show_tools=self._settings.show_tools
         )
         seed = self._seed(instance_id, f"check:{talk.checked.num_calls}")
-        try:
-            reply = await self._client.complete(asked, budget=talk.checked, **seed)
-        except ChatBudgetError:
-            return None
+        reply = await self._client.complete(asked, budget=talk.checked, **seed)
         return read_verdict(without_thought(reply.text))
 
     def _seed(self, instance_id: str, call: str) -> dict[str, int]:

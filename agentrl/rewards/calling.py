@@ -10,7 +10,6 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema import RewardConfig
-from agentrl.machine import num_cores
 from agentrl.plugins.call import call_bounded, call_method, contained
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
@@ -24,7 +23,8 @@ from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
 from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.sandbox import Sandbox
+from agentrl.sandbox.grading import grading_room
+from agentrl.sandbox.shared import SharedSandbox
 
 NAME = "agentrl-reward"
 """Of the tasks that run scorers, for the watchdog."""
@@ -32,6 +32,9 @@ NAME = "agentrl-reward"
 
 class ScoreCaller:
     """Calls scorers, each within its time; holds what they share: processes, a sandbox, a pace.
+
+    It may be used from several event loops, each of which has a sandbox, pace and room of its own.
+    Call `close` on each, behind its last score.
 
     An `async` scorer runs on the event loop. A plain one runs in the manager's lane, but for a
     bundled one that belongs in a process.
@@ -55,8 +58,7 @@ class ScoreCaller:
             max_waiting=config.max_concurrent_scores,
         )
         self._pace: tuple[asyncio.AbstractEventLoop, AsyncLimiter] | None = None
-        self._sandbox: Sandbox | None = None
-        self._gradings = asyncio.Semaphore(num_cores())
+        self._sandbox = SharedSandbox(config.sandbox)
         for part in parts_of(scorer):
             if self._lane_of(part) is Lane.PROCESS and not is_async(part):
                 check_sendable(part)
@@ -103,9 +105,7 @@ class ScoreCaller:
         for part in parts_of(self._scorer):
             if isinstance(part, LoadedScorer):
                 await part.close()
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.close()
+        await self._sandbox.close()
 
     def _lane_of(self, scorer: ScoreFn) -> Lane:
         bundled = bundled_of(scorer)
@@ -114,18 +114,14 @@ class ScoreCaller:
     def _room_of(self, scorer: ScoreFn) -> AbstractAsyncContextManager[None]:
         """Where code is run, as many solutions at once as there are cores: they compute."""
         bundled = bundled_of(scorer)
-        return self._gradings if bundled and bundled.needs_sandbox else nullcontext()
+        return grading_room() if bundled and bundled.needs_sandbox else nullcontext()
 
     def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
         """What a bundled scorer is called with beside the convention."""
         bundled = bundled_of(scorer)
         if bundled is None or not bundled.needs_sandbox:
             return {}
-        if self._sandbox is None:
-            from agentrl.sandbox import make_sandbox
-
-            self._sandbox = make_sandbox(self._config.sandbox)
-        return {"sandbox": self._sandbox}
+        return {"sandbox": self._sandbox.get()}
 
     async def _keep_pace(self) -> None:
         if self._config.rate_limit is None:

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from agentrl.answers import without_thought
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.grading import GradingLimits, grade, last_code_block, read_tests
@@ -29,7 +30,8 @@ async def compute_score(
 
     Args:
         data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution. Where it has no fenced block, the whole of it is the code.
+        solution_str: The solution, of which thoughts are left out. Where it has no fenced block,
+            the whole of it is the code.
         ground_truth: The tests; `agentrl.sandbox.grading.read_tests` says in which forms.
         extra_info: Taken for the convention of scorers; not read.
         sandbox: Where the code runs: a run hands that of `reward.sandbox` over. None: one of the
@@ -50,14 +52,15 @@ async def compute_score(
         SandboxError: where the sandbox failed.
     """
     tests = read_tests(ground_truth)
-    block = last_code_block(solution_str)
+    said = without_thought(solution_str)
+    block = last_code_block(said)
     limits = GradingLimits(
         test_timeout_s=test_timeout_s,
         total_timeout_s=total_timeout_s,
         max_tests=max_tests,
         stops_at_failure=not continuous,
     )
-    code = solution_str if block is None else block
+    code = said if block is None else block
     async with _open(sandbox) as room:
         found = await grade(code, tests, room, limits)
     earned = found.passed_frac if continuous else float(found.passed_all)

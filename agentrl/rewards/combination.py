@@ -5,7 +5,8 @@
              + weights.tool_call   * sum of what `execute` returned for single calls
              + weights.tool        * sum of `calc_reward` of the tools
              + tool_call_bonus     * answered calls, at most max_bonus_calls
-             + interaction_bonus     where the interaction ended the conversation
+             + interaction_bonus     where the interaction ended the conversation (its metadata's
+                                     `ended_by` is not `budget`)
              - length_penalty      * sampled tokens / data.max_response_length
 
 Bonuses and penalties are the configuration's own numbers: no weight multiplies them. Nothing here
@@ -155,8 +156,8 @@ def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[
     answered = ((turn, call) for turn in request.turns for call in turn.calls if _is_answered(call))
     for turn, call in islice(answered, config.max_bonus_calls):
         yield RewardPart(Source.TOOL_CALL_BONUS, config.tool_call_bonus, turn, call)
-    if request.stop_reason is StopReason.INTERACTION_ENDED:
-        heard = _last_sampled(request.turns)
+    heard = _last_sampled(request.turns)
+    if request.stop_reason is StopReason.INTERACTION_ENDED and not _is_out_of_budget(heard):
         yield RewardPart(Source.INTERACTION_BONUS, config.interaction_bonus, heard)
     share = count_sampled_tokens(request) / request.budgets.max_response_tokens
     yield RewardPart(Source.LENGTH_PENALTY, -config.length_penalty * share)
@@ -164,6 +165,11 @@ def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[
 
 def _is_answered(call: CallRecord) -> bool:
     return call.outcome == "ok"
+
+
+def _is_out_of_budget(heard: Turn | None) -> bool:
+    """Whether the interaction ended the conversation because its own budget was spent."""
+    return heard is not None and heard.metadata.get("ended_by") == "budget"
 
 
 def _last_sampled(turns: Sequence[Turn]) -> Turn | None:

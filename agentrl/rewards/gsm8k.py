@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agentrl.answers import Method, extract_gsm8k_answer, same_number
+from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
 
 
 def compute_score(
@@ -20,7 +20,7 @@ def compute_score(
 
     Args:
         data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution.
+        solution_str: The solution; what stands in a thought is not read (verl's own reads it).
         ground_truth: The true number, as a text or a number.
         extra_info: Of it, `num_tool_calls` is read.
         method: `strict` reads the number behind `####`; `flexible` the last number anywhere.
@@ -33,7 +33,7 @@ def compute_score(
         could be read), `used_tool` (1.0 where a tool has answered a call) and `success` (1.0 where
         the answer is right and counts).
     """
-    answer = extract_gsm8k_answer(solution_str, method)
+    answer = extract_gsm8k_answer(without_thought(solution_str), method)
     right = answer is not None and same_number(answer, str(ground_truth))
     used_tool = sum((extra_info or {}).get("num_tool_calls", {}).values()) > 0
     counts = used_tool or not require_tool

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
+from agentrl.answers import without_thought
 from agentrl.chat_client import ChatClient, ChatConfig
 from agentrl.config.section import Section
 from agentrl.errors import RewardError
@@ -58,7 +59,8 @@ class JudgeConfig(ChatConfig):
     max_points: float = Field(default=10.0, gt=0)
     """The best score that the judge may give; rewards are divided by it."""
     show: Literal["answer", "conversation"] = "answer"
-    """What is judged: the policy's last message, or all that it said, with calls and results."""
+    """What is judged: the policy's last message without its thoughts, or all that it said, with
+    thoughts, calls and results."""
     show_ground_truth: bool = True
     """Whether the judge sees the row's ground truth, where there is one, as a reference."""
     max_characters: int = Field(default=20_000, ge=100)
@@ -117,10 +119,10 @@ class Judge:
             ChatError: where no reply came.
         """
         conversation = cast("list[dict[str, Any]]", (extra_info or {}).get("messages", []))
-        judged = solution_str
+        judged = said = without_thought(solution_str)
         if self.config.show == "conversation":
             judged = render(conversation, ("assistant", "tool", "user"))
-        if not solution_str.strip():
+        if not said:
             return self._score({criterion.name: 0.0 for criterion in self.config.scored}, "empty")
         task = render(conversation[: first_reply(conversation)], ("system", "user"))
         reference = str(ground_truth) if self.config.show_ground_truth and ground_truth else ""

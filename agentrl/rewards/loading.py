@@ -1,14 +1,16 @@
 """From the reward section to the scorer that it names."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 from agentrl.config.schema import CustomRewardConfig, RewardConfig, RewardFunctionConfig
-from agentrl.errors import PluginError
+from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load_object
 from agentrl.plugins.call import call_method
+from agentrl.rewards.arguments import check_arguments, check_arguments_by_source
 from agentrl.rewards.functions import NamedScorer, WeightedScorers
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.rewards.sources import (
@@ -44,6 +46,7 @@ def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
     Raises:
         PluginError: where the path leads to neither, the class cannot be built, or the arguments
             name what the run hands over itself.
+        ConfigError: for arguments that the function does not take.
     """
     bundled = next((one for one in BUNDLED.values() if one.path == path), None)
     if bundled and bundled.needs_sandbox and "sandbox" in kwargs:
@@ -54,6 +57,7 @@ def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
     if isinstance(found, type):
         scorer = LoadedScorer(_build(found, kwargs, path))
     else:
+        check_arguments(found, kwargs)
         scorer = LoadedScorer(found, **kwargs)
     scorer.path, scorer.made_with, scorer.bundled = path, dict(kwargs), bundled
     return scorer
@@ -75,7 +79,8 @@ def load_bundled(name: str, kwargs: Mapping[str, Any] | None = None) -> ScoreFn:
     """Load a bundled scorer by its name.
 
     Raises:
-        PluginError: where it is not there, or does not take the arguments.
+        PluginError: where it is not there.
+        ConfigError: for arguments that it does not take.
     """
     return load_scorer(BUNDLED[name].path, kwargs or {})
 
@@ -149,18 +154,34 @@ def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:
 
     Raises:
         PluginError: where a path does not lead to a function.
+        ConfigError: for `reward_kwargs` that a scorer does not take.
     """
     if not config.functions:
-        return load_compute_score(config.custom_reward_function)
-    return WeightedScorers(
-        tuple(NamedScorer(f.name, _load_function(f), f.weight) for f in config.functions)
-    )
+        with _naming("reward.custom_reward_function"):
+            return load_compute_score(config.custom_reward_function)
+    parts: list[NamedScorer] = []
+    for place, function in enumerate(config.functions):
+        with _naming(f"reward.functions[{place}]"):
+            parts.append(NamedScorer(function.name, _load_function(function), function.weight))
+    return WeightedScorers(parts)
+
+
+@contextmanager
+def _naming(section: str) -> Generator[None]:
+    """Say of an error of the `with` block in which section its key stands."""
+    try:
+        yield
+    except (ConfigError, PluginError) as error:
+        key = error.details.get("key")
+        error.details["key"] = f"{section}.{key}" if key else section
+        raise
 
 
 def _load_function(config: RewardFunctionConfig) -> ScoreFn:
     if config.path is not None:
         return load_scorer(f"{config.path}:{config.function}", config.reward_kwargs)
     if config.name == BY_SOURCE:
+        check_arguments_by_source(config.reward_kwargs)
         return partial(default_compute_score, **config.reward_kwargs)
     if config.name not in BUNDLED:
         names = ", ".join([*BUNDLED, BY_SOURCE])

@@ -115,7 +115,7 @@ def make_reward_manager(config: RewardConfig) -> RewardManager:
     """Make the configured manager with the configured scorer, or scorers.
 
     Raises:
-        ConfigError: for an unknown manager.
+        ConfigError: for an unknown manager, and `reward_kwargs` that a scorer does not take.
         PluginError: where a scorer cannot be loaded.
         SandboxError: where one runs code, and nothing on this machine keeps it in.
     """

@@ -15,7 +15,7 @@ import threading
 from functools import lru_cache
 from typing import Any, cast
 
-from agentrl.answers import Method
+from agentrl.answers import Method, without_thought
 from agentrl.errors import MissingExtraError, RewardError
 
 TIMEOUT_S = 3
@@ -58,7 +58,7 @@ def compute_score(
 
     Args:
         data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution.
+        solution_str: The solution; what stands in a thought is not read.
         ground_truth: The true answer, in LaTeX or as a number; of a list, one of which is right.
         extra_info: Not read.
         method: `strict` reads the last `\boxed{}` that is closed; `flexible`, where there is none,
@@ -78,10 +78,11 @@ def compute_score(
     truths = [str(truth).strip() for truth in listed]
     if not any(truths):
         raise RewardError(f"the ground truth is {ground_truth!r}", expected="an answer")
-    answer = last_boxed(solution_str)
+    said = without_thought(solution_str)
+    answer = last_boxed(said)
     boxed = answer is not None
     if answer is None and method == "flexible":
-        answer = _find_expression(solution_str[-LONGEST_TAIL:])
+        answer = _find_expression(said[-LONGEST_TAIL:])
     right = answer is not None and any(is_same_answer(answer, truth) for truth in truths)
     earned = score if right else format_score if boxed else 0.0
     return {"score": earned, "acc": float(right), "answered": float(answer is not None)}

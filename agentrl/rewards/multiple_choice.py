@@ -2,13 +2,15 @@ r"""Score the answer to a question with lettered options.
 
 The letter is read where it is given as the answer, the clearest place first: in the last
 `\boxed{}`, in `<answer>`, behind "answer is" or "answer:", and at last where the solution's last
-line is nothing but an option. A letter in the middle of an argument ("(A) is wrong") is none.
+line is nothing but an option. A letter in the middle of an argument ("(A) is wrong") is none. Where
+several are given in one way, the last counts.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from agentrl.answers import without_thought
 from agentrl.errors import RewardError
 from agentrl.rewards.math_answer import last_boxed
 
@@ -16,11 +18,12 @@ LONGEST_TAIL = 2000
 """Characters at the end of a solution that are read."""
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)
-_SAID = re.compile(
+_SAYS = (
     r"(?:answer|choice|option|solution)(?:\s+(?:choice|option|letter))?\s*"
-    r"(?:is|:|=|would be|must be)\s*:?\s*([^\n]{1,200})",
-    re.I,
+    r"(?:is|:|=|would be|must be)"
 )
+# Up to where an answer is given anew: "The answer is A. No, the answer is B." gives two.
+_SAID = re.compile(rf"{_SAYS}\s*:?\s*((?:(?!{_SAYS})[^\n]){{1,200}})", re.I)
 _MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b|[*_$`{}]|\\[()\[\]]")
 _LETTER = re.compile(
     r"^\W*(?:(?i:option|choice|answer)\s*:?\s*)?"
@@ -41,7 +44,7 @@ def compute_score(
 
     Args:
         data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution.
+        solution_str: The solution; what stands in a thought is not read.
         ground_truth: The right letter ("B", "(B)"), its place among the options (0 is A), or the
             right option's own text.
         extra_info: Of it, `options` (or `choices`) is read: the texts of the options in order, or a
@@ -57,7 +60,7 @@ def compute_score(
     """
     options = _options(extra_info or {})
     truth = _truth(ground_truth, options)
-    chosen = find_choice(solution_str, options)
+    chosen = find_choice(without_thought(solution_str), options)
     right = chosen == truth
     earned = score if right else format_score if chosen is not None else 0.0
     return {"score": earned, "acc": float(right), "answered": float(chosen is not None)}

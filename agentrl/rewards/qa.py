@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+from agentrl.answers import without_thought
 from agentrl.errors import RewardError
 
 LONGEST_ANSWER = 2000
@@ -46,7 +47,7 @@ def compute_score(
 
     Args:
         data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution.
+        solution_str: The solution; what stands in a thought is not read.
         ground_truth: A golden answer, a list of them, or a mapping with them under `target`.
         extra_info: Not read.
         metric: `em`: the same words in the same order; `f1`: the share of words in common;
@@ -63,7 +64,7 @@ def compute_score(
         RewardError: for a ground truth without an answer.
     """
     golden = _golden(ground_truth)
-    answer = find_answer(solution_str, require_tags=require_tags)
+    answer = find_answer(without_thought(solution_str), require_tags=require_tags)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "em": 0.0, "f1": 0.0, "answered": 0.0}
     em = max(float(_is_same(answer, one)) for one in golden)

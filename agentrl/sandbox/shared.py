@@ -1,11 +1,14 @@
 """One sandbox for all requests of a run, made when the first of them needs it."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import AgentRLError
 from agentrl.sandbox.base import Sandbox
+
+logger = logging.getLogger(__name__)
 
 MakeSandbox = Callable[[SandboxConfig], Sandbox]
 
@@ -63,6 +66,12 @@ def check_sandbox(config: SandboxConfig, *, key: str) -> None:
         inner = error.details.get("key")
         error.details["key"] = f"{key}.{inner}" if inner else key
         raise
+
+
+def tell_unread(config: SandboxConfig, *, key: str) -> None:
+    """Warn of keys of a plug-in's sandbox that were set and change nothing (law 12)."""
+    for name, reason in config.find_unread().items():
+        logger.warning("%s.%s has no effect: %s", key, name, reason)
 
 
 def _make_sandbox(config: SandboxConfig) -> Sandbox:

@@ -19,9 +19,12 @@ from decimal import (
 )
 from typing import Any
 
+from agentrl.config.section import Section
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.settings import SHARED_KEYS
 
 MAX_CHARACTERS = 300
 MAX_DIGITS = 100
@@ -50,8 +53,23 @@ _SCHEMA = OpenAIFunctionToolSchema.model_validate(
 )
 
 
+class _NoKeys(Section):
+    """What a calculator reads of its `config` itself: nothing."""
+
+
 class CalculatorTool(BaseTool):
-    """Compute arithmetic; what cannot be computed is said in words that help to do better."""
+    """Compute arithmetic; what cannot be computed is said in words that help to do better.
+
+    Args:
+        config: The keys of every tool, and none of its own.
+        tool_schema: What the model is told; None: the bundled schema.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        read_keys(_NoKeys, config, key="config", also_known=SHARED_KEYS)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Give the schema that a YAML need not repeat."""

@@ -4,8 +4,11 @@ import uuid
 from typing import Any
 
 from agentrl.answers import extract_gsm8k_answer, same_number
+from agentrl.config.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.settings import SHARED_KEYS
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -28,10 +31,17 @@ _SCHEMA = OpenAIFunctionToolSchema.model_validate(
 )
 
 
+class Gsm8kToolConfig(Section):
+    """The keys of a `Gsm8kTool`'s own."""
+
+    repeat_penalty: float = -0.05
+    """Reward of a call whose answer scores no better than the one before."""
+
+
 class Gsm8kTool(BaseTool):
     """Score answers against the ground truth.
 
-    A call is rewarded with 0.0 where it scored better than the best so far and with
+    A call is rewarded with 0.0 where it scored better than the one before and with
     `config.repeat_penalty` (default -0.05) where it did not. The tool's own reward is the last
     answer's score. `create_kwargs`: `ground_truth`.
     """
@@ -40,7 +50,7 @@ class Gsm8kTool(BaseTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._repeat_penalty = float(config.get("repeat_penalty", -0.05))
+        self._keys = read_keys(Gsm8kToolConfig, config, key="config", also_known=SHARED_KEYS)
         self._truths: dict[str, str] = {}
         self._scores: dict[str, float] = {}
 
@@ -64,7 +74,7 @@ class Gsm8kTool(BaseTool):
         answer = str(parameters.get("answer", ""))
         number = extract_gsm8k_answer(answer) or extract_gsm8k_answer(answer, "flexible") or ""
         score = float(same_number(number, self._truths[instance_id]))
-        reward = 0.0 if score > self._scores[instance_id] else self._repeat_penalty
+        reward = 0.0 if score > self._scores[instance_id] else self._keys.repeat_penalty
         self._scores[instance_id] = score
         text = f"The answer {number} is scored {score}." if number else "There is no number in it."
         return ToolResult(ToolResponse(text=text), reward, {"score": score})

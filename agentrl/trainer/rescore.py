@@ -7,7 +7,7 @@ rewards have been? Conversations stay as they are; only `reward` and `reward_ext
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,15 +22,13 @@ from agentrl.config.problems import raise_problems
 from agentrl.config.reward_contradictions import find_reward_problems
 from agentrl.config.schema import RewardConfig
 from agentrl.errors import ConfigError, Fault
-from agentrl.rewards import RewardManager, make_reward_manager
+from agentrl.rewards import LaunchingManager, RewardManager, make_reward_manager
 from agentrl.rewards.combination import SHAPING
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.trainer.preflight import claim_file
 from agentrl.trainer.rollout_log import SavedTrajectory, read_trajectories, save_lines, to_line
 
-AT_ONCE = 1024
-"""Trajectories that are in memory, and that the manager `batch` gets in one call."""
 _NO_RUN = {"data": {"train_files": []}, "model": {"path": "none"}}
 
 
@@ -118,7 +116,9 @@ def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dic
     """Score a file of saved rollouts anew.
 
     Trajectories that had completed are scored, and those that had failed by their reward, as if
-    they had been answered. Bonuses and penalties are no scorer's, and stay as they were recorded.
+    they had been answered. Those of a step that stand together are scored together, as in the run:
+    a step is in memory at once, and no group is split. Bonuses and penalties are no scorer's, and
+    stay as they were recorded.
 
     Args:
         file: As a run writes them to `trainer.rollout_data_dir`.
@@ -158,14 +158,30 @@ def _rescored_lines(
     runner: asyncio.Runner,
     changes: dict[str, Change],
 ) -> Iterable[str]:
-    while chunk := list(islice(saved, AT_ONCE)):
-        fresh = [unscored(trajectory.request) for trajectory in chunk]
-        runner.run(manager.score(fresh))
-        for trajectory, new in zip(chunk, fresh, strict=True):
+    for _, group in groupby(saved, key=lambda trajectory: trajectory.step):
+        of_step = list(group)
+        fresh = [unscored(trajectory.request) for trajectory in of_step]
+        runner.run(score_as_in_run(manager, fresh))
+        for trajectory, new in zip(of_step, fresh, strict=True):
             old = trajectory.request
             keep_shaping(old, new)
             changes.setdefault(old.data_source, Change()).add(old, new)
             yield to_line(new, trajectory.step, trajectory.skipped)
+
+
+async def score_as_in_run(manager: RewardManager, requests: Sequence[AsyncRolloutRequest]) -> None:
+    """Score what rolled out together, in the calls in which a run would score it.
+
+    A scorer of batches may compare the samples of a group: so it gets whole groups, one in a call
+    under `reward.launch_reward_fn_async`, else all of a step.
+    """
+    if not isinstance(manager, LaunchingManager):
+        await manager.score(requests)
+        return
+    async with manager.scoring(requests) as scores:
+        for request in requests:
+            scores.begin(request)
+        await scores.done()
 
 
 def unscored(request: AsyncRolloutRequest) -> AsyncRolloutRequest:

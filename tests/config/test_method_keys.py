@@ -276,6 +276,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     ("algorithm.gdpo_reward_weights",
      {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"],
                     "gdpo_reward_weights": [1.0]}}),
+    ("algorithm.gdpo_reward_keys",
+     {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b", "a"]}}),
     ("algorithm.kl_ctrl.horizon",
      {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 10}}}),
     ("algorithm.kl_ctrl.kl_coef",

@@ -8,7 +8,11 @@ from omegaconf import OmegaConf
 from agentrl.config import parse_config
 from agentrl.config.contradictions import Purpose, find_contradictions
 from agentrl.config.dead_keys import find_dead_keys
+from agentrl.config.reward_schema import TAKEN_NAMES
+from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.config.verl.reading import read_verl_tree
+from agentrl.errors import ConfigError
+from agentrl.rewards.combination import Source
 
 
 def run(**reward: Any):
@@ -20,6 +24,7 @@ def problems(purpose=Purpose.TRAIN, **reward: Any) -> list[str]:
 
 
 CUSTOM = {"path": "mine.py"}
+SERVICE = {"provider": "sandbox_fusion", "url": "http://x"}
 
 
 @pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.ROLLOUT])
@@ -34,6 +39,15 @@ CUSTOM = {"path": "mine.py"}
         ({"functions": [{"name": "math", "weight": 0}]}, "only weights of 0"),
         ({"manager": "batch"}, "gets lists"),
         ({"manager": "batch", "functions": [{"name": "mine", "path": "mine.py"}]}, "gets lists"),
+        *(
+            ({"functions": [{"name": name, "path": "mine.py"}]}, f"{name!r} is what agentrl calls")
+            for name in ("score", "length_penalty", "overlong_reward")
+        ),
+        ({"sandbox": {"provider": "subprocess"}}, "reward.sandbox.trusted: is false"),
+        (
+            {"functions": [{"name": "judge", "reward_kwargs": {"model": "m"}}]},
+            "reward.functions[0].reward_kwargs.base_url: is missing",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_told(reward, told, purpose):
@@ -46,7 +60,11 @@ def test_what_cannot_be_meant_is_told(reward, told, purpose):
     [
         {}, {"manager": "batch", "custom_reward_function": CUSTOM}, {"manager": "prime"},
         {"functions": [{"name": "math"}, {"name": "mine", "path": "mine.py", "function": "f"}]},
-        {"functions": [{"name": "data_source"}, {"name": "judge", "weight": 0.0}]},
+        {"functions": [{"name": "data_source"},
+                       {"name": "judge", "weight": 0.0,
+                        "reward_kwargs": {"base_url": "http://x/v1", "model": "m"}}]},
+        {"sandbox": {"provider": "subprocess", "trusted": True}},
+        {"sandbox": {"provider": "subprocess"}, "custom_reward_function": CUSTOM},
     ],
 )  # fmt: skip
 def test_what_can_be_meant_is_not(reward):
@@ -65,12 +83,40 @@ def test_what_can_be_meant_is_not(reward):
         ({"sandbox": {"timeout_s": 3.0}, "functions": [{"name": "code"}]}, []),
         ({"sandbox": {"timeout_s": 3.0}, "custom_reward_function": CUSTOM},
          ["reward.sandbox.timeout_s"]),
-        ({"max_concurrent_scores": 3, "manager": "batch", "custom_reward_function": CUSTOM},
-         ["reward.max_concurrent_scores"]),
+        ({"sandbox": {"timeout_s": 3.0},
+          "custom_reward_function": {"path": "agentrl.rewards.code"}}, []),
+        ({"max_concurrent_scores": 3, "manager": "batch", "custom_reward_function": CUSTOM}, []),
+        ({"max_concurrent_scores": 3, "manager": "batch", "custom_reward_function": CUSTOM,
+          "launch_reward_fn_async": False}, ["reward.max_concurrent_scores"]),
+        ({"sandbox": {"trusted": True}}, ["reward.sandbox.trusted"]),
+        ({"sandbox": {"trusted": True, "provider": "subprocess"}}, []),
+        ({"sandbox": SERVICE | {"timeout_s": 3.0, "memory_bytes": 2**30}}, []),
+        ({"sandbox": SERVICE | {"num_warm": 1, "site_packages": True, "trusted": True}},
+         ["reward.sandbox.trusted", "reward.sandbox.site_packages", "reward.sandbox.num_warm"]),
     ],
 )  # fmt: skip
 def test_law_12_keys_of_the_scoring_that_change_nothing_are_told(reward, dead):
     assert [key.key for key in find_dead_keys(run(**reward))] == dead
+
+
+def test_no_function_may_be_called_what_another_part_of_the_reward_is():
+    assert {*TAKEN_NAMES} == {"score", *(source.value for source in Source)}
+
+
+@pytest.mark.parametrize(
+    "keys", [{"provider": "sandbox_fusion"}, {"url": "http://x"}, SERVICE | {"provider": "auto"}]
+)
+def test_a_sandbox_is_where_its_address_says(keys):
+    with pytest.raises(ConfigError, match=r"reward\.sandbox: .*sandbox_fusion"):
+        run(sandbox=keys)
+
+
+def test_law_12_a_sandbox_names_the_keys_that_it_does_not_read():
+    every = {name: field.default for name, field in SandboxConfig.model_fields.items()}
+    given = SandboxConfig.model_validate(every | SERVICE)
+    read = {"provider", "url", "timeout_s", "memory_bytes", "max_output_bytes"}
+    assert given.find_unread().keys() == every.keys() - read
+    assert SandboxConfig.model_validate(SERVICE).find_unread() == {}
 
 
 def verl(**changes: Any):

@@ -1,15 +1,24 @@
 """The reviewer of code: what it says, when it is content, when it gives up."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import ConfigError, DataError, MissingExtraError, SandboxError
 from agentrl.interactions import InteractionResult, initialize_interactions_from_config
 from agentrl.interactions.code_review_interaction import CodeReviewInteraction
+from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.linting import Linter
+from agentrl.machine import num_cores
+from agentrl.messages import Message
+from agentrl.sandbox.grading import grading_room
+from agentrl.sandbox.shared import SharedSandbox
+from tests.fakes_sandbox import CrowdedSandbox
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/interaction_config/code_review.yaml"
 TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
@@ -40,6 +49,39 @@ async def answered(
     await reviewer.finalize_interaction(instance_id)
     assert vars(reviewer)["_reviews"] == {}
     return replies
+
+
+async def test_law_5_right_code_is_right_however_many_reviews_there_are():
+    crowd = CrowdedSandbox("3")
+    reviewer = CodeReviewInteraction({"name": "code_review"})
+    vars(reviewer)["_shared"] = SharedSandbox(SandboxConfig(), lambda _: crowd)
+    tests = {"inputs": ["1 2"], "outputs": ["3"]}
+    said = Message(role="assistant", content=f"```python\n{RIGHT}\n```")
+
+    async def review(place: int) -> InteractionResult:
+        session = InteractionSession(reviewer, instance_id=str(place), kwargs={"tests": tests})
+        await session.start()
+        return await session.respond([said])
+
+    replies = await asyncio.gather(*(review(place) for place in range(4 * num_cores())))
+    assert {reply.score for reply in replies} == {1.0}
+    assert crowd.most_running == num_cores()
+
+
+async def test_a_review_waits_while_scorers_grade():
+    reviewer = CodeReviewInteraction({"name": "code_review"})
+    vars(reviewer)["_shared"] = SharedSandbox(SandboxConfig(), lambda _: CrowdedSandbox("3"))
+    kwargs = {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}
+    session = InteractionSession(reviewer, instance_id="r", kwargs=kwargs)
+    await session.start()
+    said = Message(role="assistant", content=f"```python\n{RIGHT}\n```")
+    async with AsyncExitStack() as others:
+        for _ in range(num_cores()):
+            await others.enter_async_context(grading_room())
+        waiting = asyncio.create_task(session.respond([said]))
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+    assert (await waiting).score == 1.0
 
 
 async def test_findings_and_the_first_failing_test_are_told(reviewer: CodeReviewInteraction):

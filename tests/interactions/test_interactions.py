@@ -55,6 +55,34 @@ class Recorder(BaseInteraction):
         self.seen.append("finalize")
 
 
+class Waiting(Recorder):
+    """Replies one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__((False, "yes", None, {}))
+        self.room = asyncio.Semaphore(1)
+
+    def waiting_room(self) -> asyncio.Semaphore:
+        return self.room
+
+
+async def test_what_a_reply_waits_for_its_room_is_no_time_of_its_own():
+    interaction = Waiting()
+    session = session_of(interaction)
+    async with interaction.room:
+        reply = asyncio.create_task(session.respond(ANSWER))
+        await asyncio.sleep(0.1)
+        assert not interaction.seen
+    assert (await reply).content == "yes"
+
+
+async def test_law_5_a_room_that_raises_is_the_interactions_failure():
+    interaction = Waiting()
+    del interaction.room
+    with pytest.raises(InteractionError, match="waiting_room"):
+        await session_of(interaction).respond(ANSWER)
+
+
 async def test_methods_as_users_of_verl_wrote_them_are_served():
     interaction = Recorder((False, "again", 0.5, {"a": 1}))
     session = session_of(interaction, name="recorder", ground_truth="5")

@@ -105,7 +105,6 @@ async def test_the_phrase_may_be_another_one():
     [
         ({"max_turns": 2}, "2 of 2 calls"),
         ({"max_tokens": 20}, "30 of 20 tokens"),
-        ({"chat": {"max_calls": 2}}, "2 of 2 calls"),
     ],
 )
 async def test_a_budget_that_is_spent_ends_the_conversation_and_says_so(
@@ -118,6 +117,27 @@ async def test_a_budget_that_is_spent_ends_the_conversation_and_says_so(
     metadata = request.turns[-1].metadata
     assert metadata["ended_by"] == "budget"
     assert told in metadata["budget"]
+
+
+@pytest.mark.parametrize("limit", [{"max_calls": 1}, {"max_total_tokens": 15}])
+async def test_a_budget_of_the_run_that_is_spent_is_the_interactions_failure(limit: dict[str, int]):
+    async with serving(in_turn("Go on.")) as fake, user_of(fake, chat=limit, max_turns=3) as user:
+        requests = [await talk(user, "Hi."), await talk(user, "Hi.")]
+    assert len(fake.asked) == 1
+    assert [request.stop_reason for request in requests] == [StopReason.FAILED] * 2
+    for request in requests:
+        assert request.error is not None
+        assert (request.error.fault.value, "spent" in request.error.message) == (
+            "interaction",
+            True,
+        )
+
+
+async def test_a_goal_check_without_a_budget_is_no_end_without_a_score():
+    serve = serving(in_turn("###STOP###"))
+    async with serve as fake, user_of(fake, goal_check="Soup.", chat={"max_calls": 1}) as user:
+        request = await talk(user, "Hi.")
+    assert request.stop_reason is StopReason.FAILED
 
 
 @pytest.mark.parametrize("answer", [500, 401, None, "", "<think>what n"])

@@ -94,6 +94,14 @@ def test_an_interaction_s_bonus_is_for_a_conversation_that_it_ended_itself():
         }
 
 
+def test_no_bonus_is_paid_where_the_interaction_s_own_budget_ended_the_conversation():
+    ended = story(stop_reason=StopReason.INTERACTION_ENDED)
+    ended.turns[-1].metadata["ended_by"] = "user"
+    assert Source.INTERACTION_BONUS in parts_of(ended, interaction_bonus=0.5)
+    ended.turns[-1].metadata["ended_by"] = "budget"
+    assert Source.INTERACTION_BONUS not in parts_of(ended, interaction_bonus=0.5)
+
+
 def test_the_length_penalty_is_a_share_of_the_sampled_tokens():
     assert parts_of(story(), length_penalty=0.5)[Source.LENGTH_PENALTY] == -0.5 * 8 / 20
 

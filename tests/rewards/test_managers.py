@@ -9,8 +9,10 @@ from itertools import pairwise
 import psutil
 import pytest
 
+from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.config.schema import CustomRewardConfig, RewardConfig, RewardFunctionConfig
-from agentrl.errors import Fault, PluginError
+from agentrl.errors import ConfigError, Fault, PluginError
+from agentrl.machine import num_cores
 from agentrl.rewards import (
     LaunchingManager,
     drive_and_score,
@@ -23,7 +25,9 @@ from agentrl.rewards.manager import ScoringBehind
 from agentrl.rewards.pool import ScorePool
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
+from agentrl.sandbox.shared import SharedSandbox
 from tests import fakes_scorers
+from tests.fakes_sandbox import CrowdedSandbox
 from tests.fakes_scorers import DEATHS, DEEDS, Counter, answers, by_path, score
 
 SCORERS = {
@@ -532,3 +536,64 @@ def test_a_path_to_a_bundled_scorer_is_that_scorer():
         request.messages[-1].content = r"\boxed{5}"
     score(make_reward_manager(RewardConfig(custom_reward_function=custom)), requests)
     assert [request.reward for request in requests] == [1.0, 0.0]
+
+
+def test_a_manager_scores_code_in_one_event_loop_after_another():
+    made = []
+
+    def make_crowded(_):
+        made.append(CrowdedSandbox("3"))
+        return made[-1]
+
+    manager = functions({"name": "code"})
+    vars(vars(manager)["_caller"])["_sandbox"] = SharedSandbox(SandboxConfig(), make_crowded)
+
+    async def rewards(*, then_close=False):
+        requests = answers(*[{"inputs": ["1 2"], "outputs": ["3"]}] * 4 * num_cores())
+        await manager.score(requests)
+        if then_close:
+            await manager.close()
+        return {request.reward for request in requests}
+
+    assert asyncio.run(rewards()) == {1.0}
+    assert asyncio.run(rewards(then_close=True)) == {1.0}
+    assert asyncio.run(rewards()) == {1.0}
+    asyncio.run(manager.close())
+    assert [sandbox.is_closed for sandbox in made] == [False, True, False]
+
+
+# What cannot be meant is told before anything is scored.
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        ({"name": "gsm8k", "reward_kwargs": {"methd": "strict"}}, "did you mean 'method'"),
+        ({"name": "code", "reward_kwargs": {"continous": True}}, "did you mean 'continuous'"),
+        ({"name": "qa", "reward_kwargs": {"zzz": 1}}, "unknown key 'zzz'"),
+        ({"name": "data_source", "reward_kwargs": {"methd": "strict"}}, "did you mean 'method'"),
+        ({"name": "mine", "path": fakes_scorers.__file__, "function": "misbehave",
+          "reward_kwargs": {"truth": 1}}, "unknown key 'truth'"),
+        ({"name": "judge", "reward_kwargs": {"model": "m", "rubric": "r"}}, "base_url is missing"),
+    ],
+)  # fmt: skip
+def test_arguments_that_no_scorer_takes_are_refused_at_once(one, told):
+    with pytest.raises(ConfigError, match=told) as error:
+        functions({"name": "math", "weight": 0.0}, one)
+    assert error.value.details["key"].startswith("reward.functions[1].reward_kwargs")
+
+
+def test_arguments_of_the_one_scorer_are_held_against_it_too():
+    custom = CustomRewardConfig(path="agentrl.rewards.gsm8k", reward_kwargs={"methd": "strict"})
+    with pytest.raises(ConfigError, match="did you mean 'method'") as error:
+        make_reward_manager(RewardConfig(custom_reward_function=custom))
+    key = "reward.custom_reward_function.reward_kwargs.methd"
+    assert error.value.details["key"] == key
+
+
+def test_arguments_are_taken_that_a_scorer_names_or_takes_whatever_they_are():
+    functions(
+        {"name": "any", "path": fakes_scorers.__file__, "function": "tell_process",
+         "reward_kwargs": {"whatever": 1}},
+        {"name": "data_source", "reward_kwargs": {"metric": "f1"}},
+    )  # fmt: skip

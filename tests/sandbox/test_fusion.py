@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
+from pydantic import ValidationError
 
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.errors import ConfigError, SandboxError
+from agentrl.errors import SandboxError
 from agentrl.sandbox import ExecutionEnd
 from agentrl.sandbox.fusion import FusionSandbox
 from agentrl.sandbox.fusion_client import FusionClient
@@ -124,5 +125,5 @@ async def test_a_service_that_is_not_there_is_named():
 
 
 def test_a_provider_without_an_address_is_refused():
-    with pytest.raises(ConfigError, match="no url"):
-        FusionSandbox(config(None))
+    with pytest.raises(ValidationError, match="needs a url"):
+        config(None)

@@ -221,7 +221,8 @@ def test_the_config_reaches_the_class_whole_and_interpolated(
 ):
     monkeypatch.setenv("SEARCH_URL", "http://here")
     config = "    config: {type: native, url: '${oc.env:SEARCH_URL}', k: 1e-3}\n"
-    [tool] = initialize_tools_from_config(written(tmp_path, f"tools:\n{CALCULATOR}{config}"))
+    blocking = "  - class_name: tests.fakes_tools.BlockingTool\n"
+    [tool] = initialize_tools_from_config(written(tmp_path, f"tools:\n{blocking}{config}"))
     assert tool.config == {"type": "native", "url": "http://here", "k": 1e-3}
 
 

@@ -66,6 +66,37 @@ def test_saved_rollouts_are_scored_anew_and_the_input_stays(saved: Path, tmp_pat
     assert (mine.num, mine.num_changed, len(mine.failures)) == (1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("launches", "calls"),
+    [
+        (True, ["a+a", "b+b", "b+b", "a+a", "a+a", "a+a"]),
+        (False, ["a+b+b+a"] * 4 + ["a+a"] * 2),
+    ],
+)
+def test_a_scorer_that_compares_gets_the_groups_that_it_had_in_training(
+    tmp_path: Path, launches: bool, calls: list[str]
+):
+    scorer = tmp_path / "mine.py"
+    scorer.write_text("def compute_score(data_sources, solution_strs, ground_truths,"
+                      " extra_infos):\n"
+                      "    told = '+'.join(info['uid'] for info in extra_infos)\n"
+                      "    return [{'score': 1.0, 'told': told}] * len(extra_infos)\n")  # fmt: skip
+    lines = b""
+    for step, uids in ((7, "abba"), (8, "aa")):
+        requests = [answered("#### 5", 0.0, uid=uid, extra_info={"uid": uid}) for uid in uids]
+        save_rollouts(tmp_path / "one.jsonl", requests, step=step)
+        lines += (tmp_path / "one.jsonl").read_bytes()
+    both, out = tmp_path / "both.jsonl", tmp_path / "new.jsonl"
+    both.write_bytes(lines)
+    custom = CustomRewardConfig(path=str(scorer))
+    config = RewardConfig(
+        manager="batch", custom_reward_function=custom, launch_reward_fn_async=launches
+    )
+    rescore(both, config, out=out)
+    told = [one.request.reward_extra_info["told"] for one in read_trajectories(out)]
+    assert told == calls
+
+
 def test_nothing_is_written_over(saved: Path, tmp_path: Path):
     for out in (saved, tmp_path):
         with pytest.raises(ConfigError, match="there already"):
