@@ -120,9 +120,13 @@ async def test_law_5_what_exits_when_it_is_read_fails_the_request_alone(method: 
             return ExitsWhenRead()
 
     session = session_of(Exits({}, schema("exits")))
-    with pytest.raises(ToolLifeError, match=f"{method}: RuntimeError: raised "):
+
+    async def live() -> None:
         await session.create()
         await session.calc_rewards()
+
+    with pytest.raises(ToolLifeError, match=f"{method}: RuntimeError: raised "):
+        await live()
     assert await session.release() == []
 
 
@@ -147,13 +151,13 @@ async def test_law_5_an_error_that_cannot_be_told_is_told_as_that(method: str):
 
 
 async def test_law_5_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():
-    class Missing(ToolError):
+    class MissingError(ToolError):
         def __init__(self, table: str) -> None:
             self.table = table  # and the base class is told nothing
 
     class Looks(BaseTool):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
-            raise Missing("stars")
+            raise MissingError("stars")
 
     outcome = await executed(Looks({}, schema("looks")))
     assert outcome.outcome is Outcome.TOOL_ERROR
