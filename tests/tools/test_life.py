@@ -121,12 +121,12 @@ async def test_law_5_what_exits_when_it_is_read_fails_the_request_alone(method: 
 
     session = session_of(Exits({}, schema("exits")))
 
-    async def create_and_judge() -> None:
+    async def live() -> None:
         await session.create()
         await session.calc_rewards()
 
     with pytest.raises(ToolLifeError, match=f"{method}: RuntimeError: raised "):
-        await create_and_judge()
+        await live()
     assert await session.release() == []
 
 
@@ -151,13 +151,13 @@ async def test_law_5_an_error_that_cannot_be_told_is_told_as_that(method: str):
 
 
 async def test_law_5_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():
-    class MissingTableError(ToolError):
+    class MissingError(ToolError):
         def __init__(self, table: str) -> None:
             self.table = table  # and the base class is told nothing
 
     class Looks(BaseTool):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
-            raise MissingTableError("stars")
+            raise MissingError("stars")
 
     outcome = await executed(Looks({}, schema("looks")))
     assert outcome.outcome is Outcome.TOOL_ERROR
@@ -424,7 +424,7 @@ methods = st.fixed_dictionaries(
     num_calls=st.integers(0, 3),
     cancel_after=st.one_of(st.none(), st.integers(0, 8)),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_law_6_what_was_created_is_released_once_whatever_happens(
     behaviours: list[dict[str, str]], num_calls: int, cancel_after: int | None
 ):
