@@ -121,6 +121,7 @@ def test_rows_say_what_was_found(healthy: Healthy):
     assert "14 of train" in looked.text("data")
     assert "4 conversations" in looked.text("rollout")
     assert "calculator" in looked.text("tools and users")
+    assert "nothing in the run asks for one" in looked.text("sandbox")
     assert "nats" in looked.text("log-probabilities")
     assert looked.text("memory hand-over") == "nothing to hand over on this machine"
     assert "by the weights of before" in looked.text("weight sync: every weight changed")
@@ -268,6 +269,57 @@ def test_a_tool_that_raises_is_named(
     looked = look(write_yaml(tmp_path / "run.yaml", script))
     assert looked.verdict(row) == "FAIL"
     assert why in looked.text(row)
+
+
+@pytest.fixture
+def coding(script: dict[str, Any], tmp_path: Path) -> Path:
+    """A run whose policy may run Python."""
+    entry = {"class_name": "agentrl.tools.python_tool.PythonTool"}
+    tools = write_yaml(tmp_path / "tools.yaml", {"tools": [entry]})
+    put(script, "rollout.multi_turn.tool_config_path", str(tools))
+    return write_yaml(tmp_path / "run.yaml", script)
+
+
+@pytest.fixture
+def no_walls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on this machine keeps code in."""
+    monkeypatch.setattr("agentrl.sandbox.choice.why_not", lambda provider: "it is not installed")
+    monkeypatch.setattr(
+        "agentrl.trainer.doctor.sandbox.why_not", lambda provider: "it is not installed"
+    )
+
+
+def test_who_keeps_code_in_has_a_row(coding: Path):
+    looked = look(coding)
+    assert looked.verdict("sandbox") == "ok"
+    assert "asked for by python (auto)" in looked.text("sandbox")
+    assert "keeps code in" in looked.text("sandbox")
+
+
+@pytest.mark.usefixtures("no_walls")
+def test_a_tool_that_finds_no_sandbox_says_what_to_install(
+    capsys: Capture, coding: Path, tmp_path: Path
+):
+    looked = look(coding)
+    assert "tools and users" in looked.faults()
+    assert 'pip install "agentrl[sandbox]"' in looked.text("tools and users")
+    assert "tools[0].config.sandbox" in looked.text("tools and users")
+    assert looked.text("sandbox") == "because of 'tools and users'"
+    told = run_agentrl(capsys, "config", "check", coding)
+    assert told.code != 0
+    assert "nothing on this machine keeps in the code" in told.err
+
+
+@pytest.mark.usefixtures("no_walls")
+def test_a_scorer_that_finds_no_sandbox_is_told_before_the_run(
+    capsys: Capture, script: dict[str, Any], tmp_path: Path
+):
+    put(script, "reward.functions", [{"name": "code"}])
+    file = write_yaml(tmp_path / "run.yaml", script)
+    looked = look(file)
+    assert "reward.sandbox" in looked.text("tools and users")
+    told = run_agentrl(capsys, "config", "check", file)
+    assert "reward.sandbox" in told.err
 
 
 @pytest.fixture

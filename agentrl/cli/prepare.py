@@ -71,7 +71,7 @@ def prepare_search_index(
     """Index a corpus for SearchTool with `retriever: bm25` (extra `search`)."""
     from agentrl.config.prepare_schema import SearchIndexConfig
     from agentrl.data.prepare.search_index import prepare_search_index as prepare
-    from agentrl.tools.own_config import read_keys
+    from agentrl.plugins.keys import read_keys
 
     given = {"out_dir": out_dir, "corpus": corpus, "stopwords": stopwords, "k1": k1, "b": b}
     config = read_keys(SearchIndexConfig, given, key="prepare search-index")

@@ -2,40 +2,19 @@
 
 import difflib
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Never
+from typing import Never
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-
-_KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "a text",
-    "path": "a path",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "a mapping of names to values",
-    "model": "a section, that is a mapping of keys to values",
-    "finite": "a finite number",
-}
-"""What pydantic's error types ask for, by their first word."""
-
-_BOUNDS = {
-    "greater_than": ("gt", "a number greater than"),
-    "greater_than_equal": ("ge", "a number of at least"),
-    "less_than": ("lt", "a number less than"),
-    "less_than_equal": ("le", "a number of at most"),
-}
-
+from agentrl.refusals import section_types, what_was_expected
 
 _PLACE = re.compile(r"\[\d+\]")
 ON_COMMAND_LINE = "(given on the command line)"
@@ -135,12 +114,6 @@ def _keys_under(section: type[BaseModel], prefix: str) -> Iterable[str]:
             yield from _keys_under(inner, f"{prefix}{name}.")
 
 
-def section_types(annotation: Any) -> list[type[BaseModel]]:
-    """Find the section classes in a field's annotation (`X` or `X | None`)."""
-    options = [annotation, *getattr(annotation, "__args__", ())]
-    return [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
-
-
 def _problem(details: ErrorDetails) -> Problem:
     key = _dotted(details["loc"])
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
@@ -152,18 +125,7 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(key, "is missing, and there is no default", "a value")
     if kind == "value_error":
         return Problem(key, str(context["error"]))
-    return Problem(key, f"{_shown(value)} is not allowed here", _expected(kind, context, details))
-
-
-def _expected(kind: str, context: Mapping[str, Any], details: ErrorDetails) -> str:
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"{words} {context[name]}"
-    if kind == "literal_error":
-        return f"one of {context['expected'].replace(' or ', ', ')}"
-    if kind in ("too_long", "too_short"):
-        return f"{context.get('max_length', context.get('min_length'))} entries"
-    return _KINDS.get(kind.partition("_")[0]) or details["msg"]
+    return Problem(key, f"{_shown(value)} is not allowed here", what_was_expected(details))
 
 
 def told_where(problem: Problem, overridden: Sequence[str]) -> Problem:

@@ -19,6 +19,7 @@ from agentrl.data.dataset import PromptDataset
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError
 from agentrl.files import written_whole
+from agentrl.machine import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def measure_prompts(
     cached = _load(cache)
     if cached is not None and len(cached) == len(dataset):
         return cached
-    lengths = _measure(dataset, encode, num_workers or _num_cores())
+    lengths = _measure(dataset, encode, num_workers or num_cores())
     _save(cache, lengths)
     return lengths
 
@@ -170,10 +171,6 @@ def _quiet_fork() -> Generator[None, None, None]:
             del os.environ["TOKENIZERS_PARALLELISM"]
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cache_file(folder: Path, data: str, encoding: str) -> Path:

@@ -5,6 +5,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+SHARED_KEYS = ("name", "timeout_s")
+"""Keys of every interaction's `config`, which agentrl itself reads."""
+
 
 class InteractionResult(NamedTuple):
     """What an interaction says to one answer of the policy."""

@@ -4,12 +4,14 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from agentrl.errors import ConfigError
-from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.section import Section
+from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
+from agentrl.interactions.conversation import last_answer
 from agentrl.interactions.linting import Finding, Linter
-from agentrl.messages import Message
+from agentrl.plugins.keys import read_keys
 from agentrl.sandbox.grading import (
     Grade,
     GradingLimits,
@@ -18,31 +20,29 @@ from agentrl.sandbox.grading import (
     last_code_block,
     read_tests,
 )
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox, read_sandbox_config
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox
 
 _NO_CODE = "There is no code in your answer. Write the whole program in one ```python block."
 _AGAIN = "Mend it, and write the whole program again in one ```python block."
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+class CodeReviewSettings(Section):
+    """The `config` of `CodeReviewInteraction`."""
 
-    max_rounds: int = Field(default=3, ge=0, description="a number, 0 or more")
-    rules: list[str] = Field(default=["E9", "F"], min_length=1, description="a list of ruff rules")
-    max_findings: int = Field(default=5, ge=0, description="a number, 0 or more")
-    max_tests: int = Field(default=32, ge=1, description="a number, at least 1")
-    test_timeout_s: float = Field(default=5.0, gt=0, description="seconds, more than 0")
-    total_timeout_s: float = Field(default=40.0, gt=0, description="seconds, more than 0")
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "_Settings":
-        try:
-            return cls.model_validate(config)
-        except ValidationError as error:
-            name = str(error.errors()[0]["loc"][0])
-            told = f"{name} is {config[name]!r}"
-            expected = cls.model_fields[name].description
-            raise ConfigError(told, key=f"config.{name}", expected=expected) from None
+    max_rounds: int = Field(default=3, ge=0)
+    """Answers that are sent back."""
+    rules: list[str] = Field(default=["E9", "F"], min_length=1)
+    """Rules of ruff."""
+    max_findings: int = Field(default=5, ge=0)
+    """Findings of the linter that are told at once."""
+    max_tests: int = Field(default=32, ge=1)
+    """Tests that are run, the first ones."""
+    test_timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds of one test."""
+    total_timeout_s: float = Field(default=40.0, gt=0)
+    """Seconds of all tests; keep `timeout_s` above it."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the code runs, and what it may use: a mapping of `SandboxConfig`'s keys."""
 
 
 @dataclass(slots=True)
@@ -76,11 +76,16 @@ class CodeReviewInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._settings = _Settings.of(config)
+        self._settings = read_keys(CodeReviewSettings, config, key="", also_known=SHARED_KEYS)
         self._linter = Linter(self._settings.rules)
-        self._shared = SharedSandbox(read_sandbox_config(config.get("sandbox")))
-        check_sandbox(self._shared.config)
+        check_sandbox(self._settings.sandbox, key="sandbox")
+        self._shared = SharedSandbox(self._settings.sandbox)
         self._reviews: dict[str, _Review] = {}
+
+    @property
+    def sandbox_config(self) -> SandboxConfig:
+        """The keys of the sandbox in which this runs code."""
+        return self._settings.sandbox
 
     async def start_interaction(
         self,
@@ -107,7 +112,7 @@ class CodeReviewInteraction(BaseInteraction):
             SandboxError: where the sandbox failed.
         """
         review = self._reviews[instance_id]
-        code = last_code_block(_last_answer(messages))
+        code = last_code_block(last_answer(messages))
         if code is None:
             return self._reply(review, [_NO_CODE], None, [])
         findings = await self._linter.check(code)
@@ -170,10 +175,3 @@ def _tests_in_words(graded: Grade) -> str:
         lines += [f"  expected: {failure.expected}"] if failure.expected else []
         lines += [f"  your code: {failure.got}"]
     return "\n".join(lines)
-
-
-def _last_answer(messages: list[dict[str, Any]]) -> str:
-    for message in reversed(messages):
-        if message["role"] == "assistant":
-            return Message.model_validate(message).text
-    return ""

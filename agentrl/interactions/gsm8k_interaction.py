@@ -11,9 +11,9 @@ from pydantic import Field
 
 from agentrl.answers import Method, extract_gsm8k_answer, same_number
 from agentrl.config.section import Section
-from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import last_answer
-from agentrl.interactions.settings import read_settings
+from agentrl.plugins.keys import read_keys
 
 _RIGHT = "Your answer is correct."
 _WRONG = (
@@ -68,7 +68,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._settings = read_settings(Gsm8kSettings, config)
+        self._settings = read_keys(Gsm8kSettings, config, key="", also_known=SHARED_KEYS)
         self._talks: dict[str, _Talk] = {}
 
     async def start_interaction(

@@ -13,13 +13,13 @@ from pydantic import Field, field_validator
 
 from agentrl.config.section import Section
 from agentrl.errors import ConfigError, MissingExtraError, PluginError
-from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import last_answer
 from agentrl.interactions.gym_actions import ActionReader, InvalidActionError
 from agentrl.interactions.gym_episode import Episode, Step
 from agentrl.interactions.own_thread import OwnThread
-from agentrl.interactions.settings import read_settings
 from agentrl.plugins import load_object
+from agentrl.plugins.keys import read_keys
 
 _FIELDS = ("observation", "rendered", "reward", "step")
 _PYTHON_PATH = re.compile(r".*[.:][A-Za-z_]\w*")
@@ -99,7 +99,7 @@ class GymInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        settings = self._settings = read_settings(GymSettings, config)
+        settings = self._settings = read_keys(GymSettings, config, key="", also_known=SHARED_KEYS)
         self._make = find_factory(settings.env)
         self._pattern = re.compile(settings.action_pattern) if settings.action_pattern else None
         self._plays: dict[str, _Play] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError
+from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError, SandboxError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
 from agentrl.plugins.file import read_entries
@@ -190,9 +190,7 @@ def _build(
 ) -> BaseInteraction:
     try:
         interaction = found({**_config(entry), "name": name})
-    except MissingExtraError:
-        raise
-    except (ConfigError, PluginError) as error:
+    except (ConfigError, MissingExtraError, PluginError, SandboxError) as error:
         place = error.details.get("key")
         error.details |= {"file": path, "key": f"{key}.config" + (f".{place}" if place else "")}
         raise

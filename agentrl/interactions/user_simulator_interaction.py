@@ -10,15 +10,15 @@ from pydantic import Field
 
 from agentrl.chat_client import ChatBudget, ChatBudgetError, ChatClient, ChatConfig
 from agentrl.config.section import Section
-from agentrl.interactions.base import BaseInteraction, InteractionResult
+from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import without_thought
-from agentrl.interactions.settings import read_settings
 from agentrl.interactions.simulated_user import (
     Role,
     judge_messages,
     read_verdict,
     user_messages,
 )
+from agentrl.plugins.keys import read_keys
 
 Message = dict[str, Any]
 
@@ -88,7 +88,7 @@ class UserSimulatorInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__({"timeout_s": TIMEOUT_S, **config})
-        self._settings = read_settings(UserSimulatorSettings, config)
+        self._settings = read_keys(UserSimulatorSettings, config, key="", also_known=SHARED_KEYS)
         self._client = ChatClient(self._settings.chat)
         self._talks: dict[str, _Talk] = {}
 

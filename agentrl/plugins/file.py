@@ -3,17 +3,16 @@
 Interpolation works as in a run file: `${oc.env:SEARCH_URL}` is read from the environment.
 """
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from agentrl.errors import ConfigError
+from agentrl.plugins.keys import read_keys, unknown_key
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -37,22 +36,7 @@ def read_entries(path: str | Path, key: str, entry: type[Entry]) -> list[Entry]:
     if not isinstance(items, list):
         raise ConfigError(f"{key} is {items!r}", file=file, key=key, expected=expected)
     listed = cast("list[Any]", items)
-    return [_check(entry, item, f"{key}[{i}]", file) for i, item in enumerate(listed)]
-
-
-def unknown_key(
-    key: str, known: Iterable[str], *, file: str | Path | None, parent: str = ""
-) -> ConfigError:
-    """Build the error for a key that nothing reads, with the nearest one that something reads."""
-    names = list(known)
-    near = difflib.get_close_matches(key, names, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(
-        f"unknown key {key!r}{guess}",
-        file=file,
-        key=f"{parent}.{key}" if parent else key,
-        expected=f"one of {', '.join(names)}",
-    )
+    return [read_keys(entry, item, key=f"{key}[{i}]", file=file) for i, item in enumerate(listed)]
 
 
 def _read_yaml(file: Path) -> Any:
@@ -72,36 +56,3 @@ def _malformed(error: yaml.MarkedYAMLError, file: Path) -> ConfigError:
     mark = error.problem_mark
     where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     return ConfigError(f"malformed YAML{where}: {error.problem}", file=file, expected="YAML")
-
-
-def _check(entry: type[Entry], item: Any, key: str, file: Path) -> Entry:
-    try:
-        return entry.model_validate(item)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place, kind = first["loc"], first["type"]
-        if kind == "extra_forbidden":
-            raise unknown_key(str(place[-1]), entry.model_fields, file=file, parent=key) from None
-        raise ConfigError(
-            f"{first['msg']} (found {_shown(first['input'])})",
-            file=file,
-            key=key + "".join(_step(part) for part in place),
-            expected=_expected(entry, place),
-        ) from None
-
-
-def _shown(found: Any) -> str:
-    """Name what was found, nothing of it cut; of what holds other things only their names."""
-    if isinstance(found, dict):
-        keys = cast("dict[Any, Any]", found)
-        return f"a mapping with {', '.join(map(str, keys)) or 'nothing'}"
-    return repr(found)
-
-
-def _step(part: str | int) -> str:
-    return f"[{part}]" if isinstance(part, int) else f".{part}"
-
-
-def _expected(entry: type[BaseModel], place: tuple[str | int, ...]) -> str | None:
-    field = entry.model_fields.get(str(place[0])) if place else None
-    return field.description if field else f"a mapping with {', '.join(entry.model_fields)}"

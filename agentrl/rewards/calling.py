@@ -10,6 +10,7 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema import RewardConfig
+from agentrl.machine import num_cores
 from agentrl.plugins.call import call_bounded, call_method
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
@@ -19,7 +20,7 @@ from agentrl.rewards.loading import (
     is_async,
     parts_of,
 )
-from agentrl.rewards.pool import ScorePool, check_sendable, num_cores
+from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
 from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -116,7 +117,7 @@ class ScoreCaller:
     def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
         """What a bundled scorer is called with beside the convention."""
         bundled = bundled_of(scorer)
-        if bundled is None or not bundled.needs_sandbox or "sandbox" in _keywords(scorer):
+        if bundled is None or not bundled.needs_sandbox:
             return {}
         if self._sandbox is None:
             from agentrl.sandbox import make_sandbox
@@ -131,7 +132,3 @@ class ScoreCaller:
         if self._pace is None or self._pace[0] is not loop:
             self._pace = loop, AsyncLimiter(1, 1 / self._config.rate_limit)
         await self._pace[1].acquire()
-
-
-def _keywords(scorer: ScoreFn) -> dict[str, Any]:
-    return scorer.keywords if isinstance(scorer, LoadedScorer) else {}

@@ -1,18 +1,12 @@
 """Score a solution that is code, by the tests of its row, in the sandbox."""
 
-import asyncio
-import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.sandbox import Sandbox
+from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.grading import GradingLimits, grade, last_code_block, read_tests
-from agentrl.sandbox.shared import SharedSandbox, read_sandbox_config
-
-MAX_GRADINGS = max(1, os.cpu_count() or 1)
-"""Solutions that are graded at once: more would only take each other's time."""
 
 
 async def compute_score(
@@ -21,7 +15,7 @@ async def compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
-    sandbox: Sandbox | SandboxConfig | Mapping[str, Any] | None = None,
+    sandbox: Sandbox | None = None,
     continuous: bool = False,
     test_timeout_s: float = 5.0,
     total_timeout_s: float = 40.0,
@@ -38,7 +32,8 @@ async def compute_score(
         solution_str: The solution. Where it has no fenced block, the whole of it is the code.
         ground_truth: The tests; `agentrl.sandbox.grading.read_tests` says in which forms.
         extra_info: Taken for the convention of scorers; not read.
-        sandbox: Where the code runs: its keys, or a sandbox of the caller's own.
+        sandbox: Where the code runs: a run hands that of `reward.sandbox` over. None: one of the
+            default keys, made for this call alone.
         continuous: Score the share of the tests that pass; else 1.0 where all do, and 0.0.
         test_timeout_s: Seconds of one test.
         total_timeout_s: Seconds of all tests of one solution. Keep it below `reward.timeout_s`:
@@ -63,8 +58,8 @@ async def compute_score(
         stops_at_failure=not continuous,
     )
     code = solution_str if block is None else block
-    async with _room():
-        found = await grade(code, tests, _sandbox(sandbox), limits)
+    async with _open(sandbox) as room:
+        found = await grade(code, tests, room, limits)
     earned = found.passed_frac if continuous else float(found.passed_all)
     return {
         "score": earned or (0.0 if block is None else format_score),
@@ -76,24 +71,14 @@ async def compute_score(
     }
 
 
-async def shutdown() -> None:
-    """End the sandboxes that `compute_score` made. Call it once, when a run ends."""
-    made = list(_SHARED.values())
-    _SHARED.clear()
-    for shared in made:
-        await shared.close()
-
-
-_SHARED: dict[SandboxConfig, SharedSandbox] = {}
-_ROOMS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-
-def _sandbox(given: Sandbox | SandboxConfig | Mapping[str, Any] | None) -> Sandbox:
-    if given is not None and not isinstance(given, SandboxConfig | Mapping):
-        return given
-    config = read_sandbox_config(given, key="sandbox")
-    return _SHARED.setdefault(config, SharedSandbox(config)).get()
-
-
-def _room() -> asyncio.Semaphore:
-    return _ROOMS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_GRADINGS))
+@asynccontextmanager
+async def _open(given: Sandbox | None) -> AsyncGenerator[Sandbox]:
+    """Give the caller's sandbox; or one that ends with the block."""
+    if given is not None:
+        yield given
+        return
+    made = make_sandbox(SandboxConfig())
+    try:
+        yield made
+    finally:
+        await made.close()

@@ -13,11 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from agentrl.chat_client import ChatClient, ChatConfig
 from agentrl.config.section import Section
-from agentrl.errors import ConfigError, RewardError
+from agentrl.errors import RewardError
+from agentrl.plugins.keys import read_keys
 
 LONGEST_REPLY = 20_000
 """Characters at the end of a judge's reply in which its verdict is looked for."""
@@ -99,12 +100,7 @@ class Judge:
     """
 
     def __init__(self, **config: Any) -> None:
-        try:
-            self.config = JudgeConfig.model_validate(config)
-        except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(["reward_kwargs", *map(str, first["loc"])])
-            raise ConfigError(f"the judge: {first['msg']}", key=where) from None
+        self.config = read_keys(JudgeConfig, config, key="reward_kwargs")
         self._client = ChatClient(self.config)
 
     async def __call__(

@@ -1,7 +1,7 @@
 """From the reward section to the scorer that it names."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -42,8 +42,12 @@ def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
     """Load a function, and bind its arguments; a class is built with them, and called.
 
     Raises:
-        PluginError: where the path leads to neither, or the class cannot be built.
+        PluginError: where the path leads to neither, the class cannot be built, or the arguments
+            name what the run hands over itself.
     """
+    bundled = next((one for one in BUNDLED.values() if one.path == path), None)
+    if bundled and bundled.needs_sandbox and "sandbox" in kwargs:
+        raise PluginError("reward_kwargs names a sandbox", expected="its keys in reward.sandbox")
     found = load_object(path)
     if not callable(found):
         raise PluginError(f"{path!r} leads to {found!r}", expected="a function")
@@ -51,8 +55,7 @@ def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
         scorer = LoadedScorer(_build(found, kwargs, path))
     else:
         scorer = LoadedScorer(found, **kwargs)
-    scorer.path, scorer.made_with = path, dict(kwargs)
-    scorer.bundled = next((one for one in BUNDLED.values() if one.path == path), None)
+    scorer.path, scorer.made_with, scorer.bundled = path, dict(kwargs), bundled
     return scorer
 
 
@@ -87,6 +90,27 @@ def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:
     if whole.func is not default_compute_score:
         return scorer
     return load_bundled(find_bundled(data_source), whole.keywords)
+
+
+def bundled_in(config: RewardConfig, sources: Iterable[str] = ()) -> list[Bundled]:
+    """List the bundled scorers to which a reward section leads.
+
+    Args:
+        config: It.
+        sources: The `data_source` of the rows, where they are known.
+
+    Raises:
+        RewardError: for a source that has none, where the rows' sources say who scores.
+    """
+    functions, custom = config.functions, config.custom_reward_function
+    names = [function.name for function in functions if function.path is None]
+    paths = [f"{function.path}:{function.function}" for function in functions]
+    if not functions:
+        names = [BY_SOURCE] if custom is None else []
+        paths = [] if custom is None else [f"{custom.path}:{custom.name}"]
+    if BY_SOURCE in names:
+        names += map(find_bundled, sources)
+    return [one for name, one in BUNDLED.items() if name in names or one.path in paths]
 
 
 def bundled_of(scorer: ScoreFn) -> Bundled | None:

@@ -1,14 +1,15 @@
 """What a reward manager is; managers are found by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar, runtime_checkable
 
 from agentrl.config.schema import RewardConfig
 from agentrl.plugins.registry import Registry
-from agentrl.rewards.loading import load_scorers
+from agentrl.rewards.loading import bundled_in, load_scorers
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.sandbox.shared import check_sandbox
 
 
 class RewardManager(Protocol):
@@ -86,13 +87,39 @@ def get_reward_manager(name: str) -> RewardManagerFactory:
     return _MANAGERS.get(name)
 
 
+def check_code_scorers(config: RewardConfig, sources: Iterable[str] = ()) -> None:
+    """Look for a sandbox where a bundled scorer needs one, before anything is scored.
+
+    Args:
+        config: The reward section.
+        sources: The `data_source` of the rows, where they are known.
+
+    Raises:
+        SandboxError: with what to install.
+        MissingExtraError: likewise.
+    """
+    if runs_code(config, sources):
+        check_sandbox(config.sandbox, key="reward.sandbox")
+
+
+def runs_code(config: RewardConfig, sources: Iterable[str] = ()) -> bool:
+    """Whether a bundled scorer, for rows of these sources, runs code that a model wrote.
+
+    Raises:
+        RewardError: for a source that has no scorer and needs one.
+    """
+    return any(scorer.needs_sandbox for scorer in bundled_in(config, sources))
+
+
 def make_reward_manager(config: RewardConfig) -> RewardManager:
     """Make the configured manager with the configured scorer, or scorers.
 
     Raises:
         ConfigError: for an unknown manager.
         PluginError: where a scorer cannot be loaded.
+        SandboxError: where one runs code, and nothing on this machine keeps it in.
     """
+    check_code_scorers(config)
     made = get_reward_manager(config.manager)(load_scorers(config), config)
     launches = config.launch_reward_fn_async and isinstance(made, LaunchingManager)
     return made if launches else ScoringBehind(made)

@@ -22,6 +22,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from agentrl.errors import PluginError, RewardError
+from agentrl.machine import num_cores
 from agentrl.plugins.call import CallTimeoutError, in_thread
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools import process as tool_process
@@ -91,11 +92,6 @@ class ScorePool:
             # Asking starts the workers, which takes a while: here, and not on the event loop.
             _ = self._pool.active
             return self._pool
-
-
-def num_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_sendable(scorer: ScoreFn) -> None:

@@ -22,7 +22,8 @@ from agentrl.sandbox.settings import LocalProvider
 INSTALL = 'pip install "agentrl[sandbox]"'
 _CHECK_S = 30.0
 _HEAD = struct.Struct(">I")
-_WALLS: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
+WALLS: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
+"""Providers that keep code in on this machine, the best first."""
 
 
 def make_sandbox(config: SandboxConfig) -> Sandbox:
@@ -41,7 +42,7 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
         return FusionSandbox(config)
     if config.provider == "subprocess":
         return LocalSandbox(config, _trusted(config))
-    asked = _WALLS if config.provider == "auto" else (config.provider,)
+    asked = WALLS if config.provider == "auto" else (config.provider,)
     return LocalSandbox(config, _first_usable(asked))
 
 

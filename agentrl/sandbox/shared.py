@@ -1,14 +1,10 @@
 """One sandbox for all requests of a run, made when the first of them needs it."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from pydantic import ValidationError
+from collections.abc import Callable
 
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.errors import ConfigError
-from agentrl.plugins.file import unknown_key
+from agentrl.errors import AgentRLError
 from agentrl.sandbox.base import Sandbox
 
 MakeSandbox = Callable[[SandboxConfig], Sandbox]
@@ -49,35 +45,24 @@ class SharedSandbox:
             await made[1].close()
 
 
-def read_sandbox_config(value: Any, *, key: str = "config.sandbox") -> SandboxConfig:
-    """Check the sandbox's keys in a plug-in's `config`.
-
-    Raises:
-        ConfigError: for an unknown key, with the nearest known one, and for a wrong value.
-    """
-    if value is None or isinstance(value, SandboxConfig):
-        return value or SandboxConfig()
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"sandbox is {value!r}", key=key, expected="a mapping")
-    try:
-        return SandboxConfig.model_validate(dict(value))  # pyright: ignore[reportUnknownArgumentType]
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            raise unknown_key(name, SandboxConfig.model_fields, file=None, parent=key) from None
-        told = f"{name} is {first['input']!r}"
-        raise ConfigError(told, key=f"{key}.{name}", expected=first["msg"]) from None
-
-
-def check_sandbox(config: SandboxConfig) -> None:
+def check_sandbox(config: SandboxConfig, *, key: str) -> None:
     """Find the provider, so that a run which has none ends before it begins.
+
+    Args:
+        config: The sandbox's keys.
+        key: Where they stand, for the error.
 
     Raises:
         SandboxError: with what is missing.
         MissingExtraError: likewise.
+        ConfigError: for a key that this provider needs.
     """
-    _make_sandbox(config)
+    try:
+        _make_sandbox(config)
+    except AgentRLError as error:
+        inner = error.details.get("key")
+        error.details["key"] = f"{key}.{inner}" if inner else key
+        raise
 
 
 def _make_sandbox(config: SandboxConfig) -> Sandbox:

@@ -6,7 +6,7 @@ from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.sandbox import Sandbox, Session
 from agentrl.sandbox.grading.answers import without_fence
 from agentrl.tools.base import ToolResult
-from agentrl.tools.sandbox_tool import SandboxTool
+from agentrl.tools.sandbox_tool import SandboxTool, SandboxToolConfig
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -27,7 +27,7 @@ _SCHEMA = OpenAIFunctionToolSchema.model_validate(
 )
 
 
-class BashTool(SandboxTool):
+class BashTool(SandboxTool[SandboxToolConfig]):
     """Runs shell commands; the files that one request writes die with it.
 
     Each call is a new shell (bash, where the machine has one) in the request's folder: files stay,
@@ -41,6 +41,7 @@ class BashTool(SandboxTool):
         tool_schema: What the model is told; None: the bundled schema.
     """
 
+    keys_class = SandboxToolConfig
     lost_text = "Files are still there."
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

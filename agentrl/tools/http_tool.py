@@ -18,10 +18,11 @@ from pydantic import Field
 from agentrl.config.section import Section
 from agentrl.errors import ServiceError, ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.http_client import Answer, HttpClient
-from agentrl.tools.own_config import read_own_config, refuse_isolation
+from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
 
 MAX_ERROR_CHARACTERS = 2000
 """Of what the service says of a refused call, that the model is shown."""
@@ -71,8 +72,8 @@ class HTTPTool(BaseTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        keys = read_own_config(HttpToolConfig, config)
-        refuse_isolation(config, tool="an HTTPTool")
+        keys = read_keys(HttpToolConfig, config, key="config", also_known=SHARED_KEYS)
+        refuse_isolation(config, because="an HTTPTool only waits for others, and blocks nothing")
         self._keys = keys
         self._client = HttpClient(keys.url, headers=keys.headers, max_bytes=keys.max_response_bytes)
 

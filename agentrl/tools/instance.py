@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from agentrl.errors import DataError, ToolError, ToolLifeError
+from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
-from agentrl.plugins.file import unknown_key
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult, finite
 from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
@@ -49,15 +49,10 @@ class ToolKwargs(BaseModel):
         if not kwargs:
             return cls()
         try:
-            return cls.model_validate(copy.deepcopy(dict(kwargs)))
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0])
-            parent = f"extra_info.tools_kwargs.{tool}"
-            if first["type"] == "extra_forbidden":
-                told = unknown_key(key, cls.model_fields, file=None, parent=parent)
-                raise DataError(str(told.args[0]), **told.details) from None
-            raise DataError(first["msg"], key=f"{parent}.{key}", expected="a mapping") from None
+            given = copy.deepcopy(dict(kwargs))
+            return read_keys(cls, given, key=f"extra_info.tools_kwargs.{tool}")
+        except ConfigError as error:
+            raise DataError(str(error.args[0]), **error.details) from None
 
 
 class Outcome(StrEnum):

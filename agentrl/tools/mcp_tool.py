@@ -21,17 +21,14 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.section import Section
 from agentrl.errors import ConfigError, ServiceError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.extras import require_package
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.mcp.results import read_result
 from agentrl.tools.mcp.servers import McpSection, Server, read_servers
 from agentrl.tools.mcp.sessions import Hub, Sessions
-from agentrl.tools.own_config import (
-    read_keys,
-    read_own_config,
-    refuse_isolation,
-    require_package,
-)
+from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
 
 if TYPE_CHECKING:
     from mcp_types import Tool
@@ -145,8 +142,8 @@ def load_mcp_tools(
             server that gives no list of its tools.
         MissingExtraError: where the client library is not installed.
     """
-    read_own_config(_NoKeys, config)
-    refuse_isolation(config, tool="an MCP tool")
+    read_keys(_NoKeys, config, key="config", also_known=SHARED_KEYS)
+    refuse_isolation(config, because="an MCP tool only waits for others, and blocks nothing")
     section = read_keys(McpSection, mcp, file=file, key=f"{key}.mcp")
     servers = read_servers(section, file=file, key=f"{key}.mcp")
     require_package("mcp", extra="mcp", what="an MCP tool")

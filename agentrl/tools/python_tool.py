@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from agentrl.errors import ConfigError
+from pydantic import Field
+
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.sandbox import Sandbox, Session
 from agentrl.sandbox.grading.answers import without_fence
 from agentrl.tools.base import ToolResult
-from agentrl.tools.sandbox_tool import SandboxTool
+from agentrl.tools.sandbox_tool import SandboxTool, SandboxToolConfig
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -28,7 +29,14 @@ _SCHEMA = OpenAIFunctionToolSchema.model_validate(
 )
 
 
-class PythonTool(SandboxTool):
+class PythonToolConfig(SandboxToolConfig):
+    """The keys of a `PythonTool`'s own."""
+
+    echo_last_expression: bool = Field(default=True, strict=True)
+    """Whether the value of a last expression is shown, as a notebook does."""
+
+
+class PythonTool(SandboxTool[PythonToolConfig]):
     """Runs Python code; what one request defines and writes dies with it.
 
     The model sees what the code printed, then its errors (the traceback without lines of ours),
@@ -45,20 +53,8 @@ class PythonTool(SandboxTool):
         tool_schema: What the model is told; None: the bundled schema.
     """
 
+    keys_class = PythonToolConfig
     lost_text = "Names that were defined are gone; files are still there."
-
-    def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        super().__init__(config, tool_schema)
-        echo = config.get("echo_last_expression", True)
-        if not isinstance(echo, bool):
-            raise ConfigError(
-                f"echo_last_expression is {echo!r}",
-                key="config.echo_last_expression",
-                expected="true or false",
-            )
-        self._echo = echo
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Give the schema that a YAML need not repeat."""
@@ -77,4 +73,4 @@ class PythonTool(SandboxTool):
             SandboxError: where the sandbox failed, and not the code.
         """
         code = without_fence(str(parameters.get("code", "")))
-        return await self.run(instance_id, code, echo=self._echo)
+        return await self.run(instance_id, code, echo=self._keys.echo_last_expression)

@@ -6,7 +6,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import ConfigError, DataError, MissingExtraError, PluginError
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    PluginError,
+    SandboxError,
+)
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import read_entries
@@ -198,10 +205,7 @@ def _build(
                 expected="agentrl.tools.mcp_tool.MCPTool or a subclass of it, or no section mcp",
             )
         return load_mcp_tools(found, config, entry.mcp, hub=hub, file=path, key=key)
-    except MissingExtraError as error:
-        details = {"file": path, "key": key, **error.details}
-        raise MissingExtraError(str(error.args[0]), **details) from error
-    except ConfigError as error:
+    except (ConfigError, MissingExtraError, SandboxError) as error:
         raise _placed(error, key, path) from error
     except Exception as error:
         raise ConfigError(
@@ -212,13 +216,13 @@ def _build(
         ) from error
 
 
-def _placed(error: ConfigError, key: str, path: Path) -> ConfigError:
+def _placed(error: AgentRLError, key: str, path: Path) -> AgentRLError:
     """Say in which file and entry the mistake is that a class found in what it was given."""
     if "file" in error.details:
         return error
     inner = error.details.get("key")
     details = error.details | {"file": path, "key": f"{key}.{inner}" if inner else key}
-    return ConfigError(str(error.args[0]), **details)
+    return type(error)(str(error.args[0]), **details)
 
 
 def _is_marked(value: Any) -> bool:

@@ -3,14 +3,16 @@
 import asyncio
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from agentrl.errors import ConfigError
+from agentrl.config.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.keys import read_keys
 from agentrl.sandbox.fusion_client import FusionClient
 from agentrl.sandbox.grading.answers import without_fence
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
+from agentrl.tools.settings import SHARED_KEYS
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {
@@ -31,30 +33,24 @@ _SCHEMA = OpenAIFunctionToolSchema.model_validate(
 )
 
 
-class _Settings(BaseModel):
-    """The tool's keys, under the names that users of verl know."""
+class SandboxFusionToolConfig(Section):
+    """The tool's own keys, under the names that users of verl know."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    sandbox_fusion_url: str = Field(min_length=1, description="the service's address")
-    num_workers: int = Field(default=10, ge=1, description="calls at once, at least 1")
-    enable_global_rate_limit: bool | None = Field(default=None, description="true or false")
+    sandbox_fusion_url: str = Field(min_length=1)
+    """The service's address."""
+    default_timeout: float = Field(default=30.0, gt=0)
+    """Seconds of one program; keep the tool's `timeout_s` above it."""
+    default_language: str = "python"
+    """A language of the service, of calls that name none."""
+    memory_limit_mb: int = Field(default=1024, ge=-1)
+    """Megabytes of one program; -1: the service's limit."""
+    num_workers: int = Field(default=10, ge=1)
+    """Calls at once, over all requests."""
+    enable_global_rate_limit: bool | None = None
+    """true: `rate_limit` bounds the calls at once, as it does in verl; null: it is what it is for
+    every tool, calls a second."""
     rate_limit: Any = None
-    default_timeout: float = Field(default=30.0, gt=0, description="seconds, more than 0")
-    default_language: str = Field(default="python", description="a language of the service")
-    memory_limit_mb: int = Field(default=1024, ge=-1, description="megabytes, or -1")
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "_Settings":
-        try:
-            return cls.model_validate(config)
-        except ValidationError as error:
-            name = str(error.errors()[0]["loc"][0])
-            raise ConfigError(
-                f"{name} is {config.get(name)!r}",
-                key=f"config.{name}",
-                expected=cls.model_fields[name].description,
-            ) from None
+    """See `enable_global_rate_limit`."""
 
     @property
     def max_concurrency(self) -> int:
@@ -86,9 +82,11 @@ class SandboxFusionTool(BaseTool):
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        self._settings = _Settings.of(config)
-        config = {"max_concurrency": self._settings.max_concurrency, **config}
-        if self._settings.enable_global_rate_limit is not None:
+        self._keys = read_keys(
+            SandboxFusionToolConfig, config, key="config", also_known=SHARED_KEYS
+        )
+        config = {"max_concurrency": self._keys.max_concurrency, **config}
+        if self._keys.enable_global_rate_limit is not None:
             config.pop("rate_limit", None)
         super().__init__(config, tool_schema)
         self._made: tuple[asyncio.AbstractEventLoop, FusionClient] | None = None
@@ -108,7 +106,7 @@ class SandboxFusionTool(BaseTool):
         execution = await self._client().run(
             without_fence(str(parameters.get("code", ""))),
             timeout_s=self._timeout_s(parameters.get("timeout")),
-            language=str(parameters.get("language") or self._settings.default_language),
+            language=str(parameters.get("language") or self._keys.default_language),
         )
         text = describe_execution(execution)
         return ToolResult(ToolResponse(text=text), None, measure(execution))
@@ -120,16 +118,15 @@ class SandboxFusionTool(BaseTool):
             await made[1].close()
 
     def _timeout_s(self, asked: Any) -> float:
-        most = self._settings.default_timeout
+        most = self._keys.default_timeout
         is_number = isinstance(asked, int | float) and asked > 0
         return min(float(asked), most) if is_number else most
 
     def _client(self) -> FusionClient:
         loop = asyncio.get_running_loop()
         if self._made is None or self._made[0] is not loop:
-            settings = self._settings
             client = FusionClient(
-                settings.sandbox_fusion_url, memory_limit_mb=settings.memory_limit_mb
+                self._keys.sandbox_fusion_url, memory_limit_mb=self._keys.memory_limit_mb
             )
             self._made = loop, client
         return self._made[1]

@@ -1,20 +1,34 @@
 """What the tools share that run code in the sandbox: one session for each request."""
 
 import uuid
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from agentrl.errors import ConfigError
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution, Sandbox, Session
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox, read_sandbox_config
+from agentrl.sandbox.shared import SharedSandbox, check_sandbox
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
+from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
 
 
-class SandboxTool(BaseTool):
+class SandboxToolConfig(Section):
+    """The keys of such a tool's own."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the code runs, and what it may use: a mapping of `SandboxConfig`'s keys."""
+
+
+Keys = TypeVar("Keys", bound=SandboxToolConfig)
+
+
+class SandboxTool(BaseTool, Generic[Keys]):
     """Runs what the model writes in a session of the sandbox, one for each request.
 
-    Subclasses say which session (`open_session`) and read the arguments (`execute`).
+    Subclasses name their keys (`keys_class`), say which session (`open_session`) and read the
+    arguments (`execute`).
 
     Args:
         config: See the subclass. The provider is looked for here, so that a run without one ends
@@ -26,6 +40,7 @@ class SandboxTool(BaseTool):
         SandboxError: where no sandbox can be had on this machine, with what to install.
     """
 
+    keys_class: type[Keys]
     lost_text = ""
     """What the model is told is gone where its code was stopped."""
 
@@ -33,15 +48,16 @@ class SandboxTool(BaseTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        if config.get("isolation", "none") != "none":
-            raise ConfigError(
-                f"isolation is {config['isolation']!r}",
-                key="config.isolation",
-                expected="none: the code runs in processes of its own anyway",
-            )
-        self._shared = SharedSandbox(read_sandbox_config(config.get("sandbox")))
-        check_sandbox(self._shared.config)
+        refuse_isolation(config, because="the code runs in processes of its own anyway")
+        self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
+        check_sandbox(self._keys.sandbox, key="config.sandbox")
+        self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
+
+    @property
+    def sandbox_config(self) -> SandboxConfig:
+        """The keys of the sandbox in which this runs code."""
+        return self._keys.sandbox
 
     async def open_session(self, sandbox: Sandbox) -> Session:
         """Open what one request runs its code in."""

@@ -13,13 +13,15 @@ from pydantic import Field, model_validator
 from agentrl.config.section import Section, UserPath
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.extras import require_package
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.http_client import HttpClient
-from agentrl.tools.own_config import read_own_config, refuse_isolation, require_package
 from agentrl.tools.search.documents import Document, Retriever, show
 from agentrl.tools.search.index import IndexRetriever, read_parts
 from agentrl.tools.search.service import ServiceRetriever
+from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
 
 _BETWEEN_QUERIES = "\n---\n"
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
@@ -96,8 +98,8 @@ class SearchTool(BaseTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._keys = read_own_config(SearchConfig, config)
-        refuse_isolation(config, tool="a SearchTool")
+        self._keys = read_keys(SearchConfig, config, key="config", also_known=SHARED_KEYS)
+        refuse_isolation(config, because="a SearchTool only waits for others, and blocks nothing")
         self._retriever = _make_retriever(self._keys)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

@@ -2,19 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentrl.config.section import Section
 from agentrl.errors import ConfigError
-from agentrl.plugins.file import unknown_key
+from agentrl.plugins.keys import read_keys
 from agentrl.tools.lanes import Isolation
-
-
-class Section(BaseModel):
-    """A mapping inside `config` of which agentrl knows every key."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RetrySettings(Section):
@@ -116,39 +111,30 @@ class ToolSettings(BaseModel):
         """
         if _KEYS.isdisjoint(config):
             return _NOTHING  # read for each tool of each request: this costs next to nothing
-        try:
-            return cls.model_validate(dict(config))
-        except ValidationError as error:
-            # A key that nobody knows is what explains the one that is missing.
-            first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-            *parents, name = map(str, first["loc"])
-            parent = ".".join([key, *parents])
-            known = _SECTIONS[parents[0]].model_fields if parents else cls.model_fields
-            if first["type"] == "extra_forbidden":
-                raise unknown_key(name, known, file=file, parent=parent) from None
-            raise ConfigError(
-                f"{'.'.join([*parents, name])} is {_value_at(config, first['loc'])!r}",
-                file=file,
-                key=f"{parent}.{name}",
-                expected=known[name].description,
-            ) from None
+        return read_keys(cls, config, file=file, key=key)
 
 
 _KEYS = frozenset(ToolSettings.model_fields)
 _NOTHING = ToolSettings()
 
-_SECTIONS: dict[str, type[Section]] = {
-    "retry": RetrySettings,
-    "rate_limit": RateSettings,
-    "cache": CacheSettings,
-    "circuit_breaker": BreakerSettings,
-}
+SHARED_KEYS = _KEYS | {"type"}
+"""Keys of every tool's `config`: what a bundled tool need not know. `type` is verl's."""
 
 
-def _value_at(config: Mapping[str, Any], path: tuple[int | str, ...]) -> Any:
-    """Find what was written; None where a key is missing."""
-    value: Any = config
-    for part in path:
-        mapping = cast("Mapping[Any, Any]", value if isinstance(value, Mapping) else {})
-        value = mapping.get(part)
-    return value
+def refuse_isolation(config: Mapping[str, Any], *, because: str) -> None:
+    """Check that a tool is left on the event loop, where what it holds is.
+
+    Args:
+        config: The tool's.
+        because: Why it gains nothing elsewhere.
+
+    Raises:
+        ConfigError: for `isolation: thread` or `process`.
+    """
+    isolation = ToolSettings.check(config).isolation
+    if isolation is not Isolation.NONE:
+        raise ConfigError(
+            f"isolation is {str(isolation)!r}: {because}",
+            key="config.isolation",
+            expected="none, or no such key",
+        )

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.checks import check_tools
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import RewardConfig, RunConfig
 from agentrl.data.dataset import PromptDataset, load_prompts
 from agentrl.data.lengths import drop_overlong, measure_prompts
 from agentrl.data.prompt import Prompt
-from agentrl.errors import DataError
+from agentrl.errors import DataError, RewardError
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
-from agentrl.rewards.sources import SOURCES
+from agentrl.rewards.manager import check_code_scorers
 from agentrl.tools.registry import select_tools
 from agentrl.trainer.rollout_setup import RolloutSetup
 
@@ -67,8 +67,7 @@ class _Loader:
         plugins = self._setup.plugins
         check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
         check_interactions(dataset, plugins.interactions, file=source)
-        if self._config.reward.custom_reward_function is None:
-            check_sources(dataset, file=source)
+        check_sources(dataset, self._config.reward, file=source)
         if plugins.interactions and not is_answered(dataset, plugins.interactions):
             self._notes.append(f"{name}: no row selects an interaction, so nobody answers")
         if not data.filter_overlong_prompts and data.truncation != "error":
@@ -108,20 +107,20 @@ def refuse_overlong(
             )
 
 
-def check_sources(dataset: PromptDataset, *, file: str) -> None:
-    """Hold the rows' data sources against the bundled scorers.
+def check_sources(dataset: PromptDataset, config: RewardConfig, *, file: str) -> None:
+    """Hold the rows' data sources against the bundled scorers, where they say who scores.
 
     Raises:
         DataError: with the first row whose source has none.
+        SandboxError: for a source whose scorer runs code that nothing here keeps in.
+        MissingExtraError: likewise.
     """
     for name, row in dataset.sources().items():
-        if name not in SOURCES:
-            raise DataError(
-                f"no bundled scorer for the data source {name!r}",
-                file=file,
-                row=row,
-                expected=f"one of {', '.join(SOURCES)}, or reward.custom_reward_function",
-            )
+        try:
+            check_code_scorers(config, [name])
+        except RewardError as error:
+            told = {"file": file, "row": row, **error.details}
+            raise DataError(str(error.args[0]), **told) from None
 
 
 def check_interactions(

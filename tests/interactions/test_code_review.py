@@ -104,10 +104,10 @@ async def test_what_is_told_is_bounded():
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        ({"max_rounds": -1}, "config.max_rounds"),
-        ({"rules": []}, "config.rules"),
-        ({"total_timeout_s": 0}, "config.total_timeout_s"),
-        ({"sandbox": {"tmeout_s": 1}}, "config.sandbox.tmeout_s"),
+        ({"max_rounds": -1}, "max_rounds"),
+        ({"rules": []}, "rules"),
+        ({"total_timeout_s": 0}, "total_timeout_s"),
+        ({"sandbox": {"tmeout_s": 1}}, "sandbox.tmeout_s"),
     ],
 )
 def test_a_wrong_key_is_named(config: dict[str, Any], key: str):

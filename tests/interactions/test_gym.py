@@ -257,7 +257,7 @@ def test_reading_takes_linear_time():
 @pytest.mark.parametrize(
     ("config", "kind", "key", "what"),
     [
-        ("{}", ConfigError, "env", "Field required"),
+        ("{}", ConfigError, "env", "env is missing"),
         ("{env: NoSuchLake-v1}", ConfigError, "env", "NoSuchLake"),
         ("{env: tests.fakes_envs:Coridor}", PluginError, "env", "did you mean 'Corridor'"),
         ("{env: tests.fakes_envs:OPEN}", PluginError, "env", "leads to Counter"),

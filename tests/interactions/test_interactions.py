@@ -261,7 +261,7 @@ class Quiet(BaseInteraction):
             f"interaction:\n{GSM8K}    config: {{method: x}}\n",
             ConfigError,
             "interaction[0].config.method",
-            "'strict' or 'flexible'",
+            "one of 'strict', 'flexible'",
         ),
         (
             f"interaction:\n{GSM8K}    config: {{timeout_s: 0}}\n",

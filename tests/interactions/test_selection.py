@@ -69,7 +69,7 @@ def test_sources_stand_in_the_yaml(tmp_path: Path):
     ("first", "second", "key", "what"),
     [
         ("data_sources: [s]", "name: b, data_sources: [t, s]", "[1].data_sources", "claim the"),
-        ("data_sources: s", "name: b", "[0].data_sources", "valid list"),
+        ("data_sources: s", "name: b", "[0].data_sources", "a list of data sources"),
         ("data_sources: []", "name: none", "[1].name", "wants no interaction"),
     ],
 )

@@ -4,14 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.errors import DataError, SandboxError
-from agentrl.rewards import code
+from agentrl.config.schema import RewardConfig
+from agentrl.errors import DataError, PluginError, SandboxError
+from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.code import compute_score
+from agentrl.rewards.loading import load_bundled
 from agentrl.rewards.scoring import read_score
+from agentrl.rewards.sources import Lane
 from agentrl.sandbox import Sandbox, make_sandbox
+from agentrl.sandbox.grading import grade
 
 TESTS = {"inputs": ["1 2", "3 4", "5 5"], "outputs": ["3", "7", "10"]}
 RIGHT = "It adds.\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
@@ -26,7 +31,13 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     await made.close()
 
 
-async def scored(solution: str, sandbox: Any, tests: Any = None, **kwargs: Any) -> dict[str, Any]:
+def num_children() -> int:
+    return len(psutil.Process().children(recursive=True))
+
+
+async def scored(
+    solution: str, sandbox: Sandbox | None, tests: Any = None, **kwargs: Any
+) -> dict[str, Any]:
     found = await compute_score("apps", solution, tests or TESTS, None, sandbox=sandbox, **kwargs)
     assert read_score(found).value == found["score"]
     return found
@@ -63,29 +74,50 @@ async def test_a_row_without_tests_is_the_rows_fault(sandbox: Sandbox):
 
 
 async def test_a_sandbox_that_cannot_be_had_fails_the_scoring_and_not_the_code():
+    nowhere = SandboxConfig(provider="sandbox_fusion", url="http://127.0.0.1:9")
+    sandbox = make_sandbox(nowhere)
     with pytest.raises(SandboxError):
-        await scored(RIGHT, {"provider": "subprocess"})
-    nowhere = {"provider": "sandbox_fusion", "url": "http://127.0.0.1:9"}
-    with pytest.raises(SandboxError):
-        await scored(RIGHT, nowhere)
-    await code.shutdown()
+        await scored(RIGHT, sandbox)
+    await sandbox.close()
 
 
-async def test_one_sandbox_serves_all_scores_of_a_run_and_ends_with_it():
-    config = {"timeout_s": 7.0}
-    found = await asyncio.gather(*(scored(RIGHT, config) for _ in range(4)))
-    assert [score["score"] for score in found] == [1.0] * 4
-    assert len(vars(code)["_SHARED"]) == 1
-    await code.shutdown()
-    assert not vars(code)["_SHARED"]
-    assert (await scored(RIGHT, SandboxConfig(timeout_s=7.0)))["score"] == 1.0
-    await code.shutdown()
+async def test_a_call_without_a_sandbox_makes_one_and_ends_it():
+    before = num_children()
+    assert (await scored(RIGHT, None))["score"] == 1.0
+    assert num_children() == before
 
 
-def test_scoring_works_in_one_event_loop_after_another():
-    async def once() -> float:
-        score = (await scored(RIGHT, {}))["score"]
-        await code.shutdown()
-        return score
+async def test_a_run_hands_its_sandbox_over_to_as_many_gradings_as_it_has_cores(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: list[Sandbox] = []
+    at_work: list[int] = [0]
 
-    assert [asyncio.run(once()) for _ in range(2)] == [1.0, 1.0]
+    def make(config: SandboxConfig) -> Sandbox:
+        made.append(make_sandbox(config))
+        return made[-1]
+
+    async def slow_grade(*args: Any) -> Any:
+        at_work.append(at_work[-1] + 1)
+        await asyncio.sleep(0.01)
+        try:
+            return await grade(*args)
+        finally:
+            at_work.append(at_work[-1] - 1)
+
+    monkeypatch.setattr("agentrl.sandbox.make_sandbox", make)
+    monkeypatch.setattr("agentrl.rewards.code.grade", slow_grade)
+    monkeypatch.setattr("agentrl.rewards.calling.num_cores", lambda: 2)
+    scorer = load_bundled("code", {"continuous": True})
+    caller = ScoreCaller(scorer, RewardConfig(sandbox=SandboxConfig(num_warm=0)), Lane.THREAD)
+    told = {"data_source": "apps", "solution_str": SMALL, "ground_truth": TESTS}
+    found = await asyncio.gather(*(caller.call(scorer, told) for _ in range(5)))
+    await caller.close()
+    assert [score["passed_frac"] for score in found] == [pytest.approx(2 / 3)] * 5
+    assert len(made) == 1
+    assert max(at_work) == 2
+
+
+def test_a_sandbox_among_the_arguments_of_a_scorer_is_refused():
+    with pytest.raises(PluginError, match=r"reward\.sandbox"):
+        load_bundled("code", {"sandbox": {"timeout_s": 3}})

@@ -390,7 +390,7 @@ def test_law_5_no_ending_of_one_call_costs_the_tool_a_place(
     [
         ({"retry": {"max_attempt": 3}}, "retry.max_attempt", "did you mean 'max_attempts'"),
         ({"retry": {"max_attempts": 0}}, "retry.max_attempts", "at least 1"),
-        ({"retry": 3}, "retry", "a mapping of max_attempts"),
+        ({"retry": 3}, "retry", "a mapping with max_attempts"),
         ({"max_concurrency": 0}, "max_concurrency", "at least 1"),
         ({"rate_limit": 0}, "rate_limit", "more than 0"),
         ({"rate_limit": {"call": 2}}, "rate_limit.call", "did you mean 'calls'"),

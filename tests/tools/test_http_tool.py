@@ -146,9 +146,9 @@ async def test_an_address_is_shown_without_password_and_query():
 @pytest.mark.parametrize(
     ("config", "key", "what"),
     [
-        ({}, "config.url", "Field required"),
+        ({}, "config.url", "url is missing"),
         ({"url": f"ftp://{SECRET}"}, "config.url", "http"),
-        ({"url": "http://x", "headers": {"X": [SECRET]}}, "config.headers.X", "string"),
+        ({"url": "http://x", "headers": {"X": [SECRET]}}, "config.headers.X", "a text"),
         ({"url": "http://x", "header": {}}, "config.header", "did you mean 'headers'"),
         ({"url": "http://x", "timeot_s": 1}, "config.timeot_s", "did you mean 'timeout_s'"),
         ({"url": "http://x", "method": "post"}, "config.method", "'post'"),

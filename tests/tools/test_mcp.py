@@ -109,7 +109,7 @@ def test_the_file_of_other_programs_is_read(tmp_path: Path, monkeypatch: pytest.
         ({"servers": {}}, "mcpServers", "has no servers"),
         ({"mcpServers": {}}, "mcpServers", "there is no server"),
         ({"mcpServers": {"a": 3}}, "mcpServers.a", "no object"),
-        ({"mcpServers": {"a": {}}}, "mcpServers.a.command", "Field required"),
+        ({"mcpServers": {"a": {}}}, "mcpServers.a.command", "command is missing"),
         ({"mcpServers": {"a": {"url": "ftp://x"}}}, "mcpServers.a.url", "ftp://x"),
         ({"mcpServers": {"a": {"type": "sse", "url": "http://x"}}}, "mcpServers.a.type", "SSE"),
         ({"mcpServers": {"a": {"command": "${NOT_SET}"}}}, "mcpServers.a.command", "NOT_SET"),
@@ -177,7 +177,7 @@ def load_again(path: Path) -> None:
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.tools.own_config.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as error:
         load(tmp_path, one())
     assert error.value.details["install"] == 'pip install "agentrl[mcp]"'

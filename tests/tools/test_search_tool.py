@@ -213,7 +213,7 @@ async def test_an_index_that_was_damaged_is_named(tmp_path: Path):
         ({"retriever": "bm25"}, "config", "retriever bm25 needs index_dir"),
         ({"url": "http://x", "index_dir": "x"}, "config", "http does not read index_dir"),
         ({"retriever": "bm25", "index_dir": "nowhere"}, "config.index_dir", "no search index"),
-        ({"url": "x"}, "config.url", "match"),
+        ({"url": "x"}, "config.url", "http:// or https://"),
         ({"url": "http://x", "topk": 3}, "config.topk", "did you mean 'top_k'"),
         ({"url": "http://x", "retriever": "faiss"}, "config.retriever", "'faiss'"),
     ],
@@ -228,7 +228,7 @@ def test_a_mistake_in_the_config_is_named(config: dict[str, Any], key: str, what
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = index(tmp_path)
-    monkeypatch.setattr("agentrl.tools.own_config.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as error:
         SearchTool({"retriever": "bm25", "index_dir": str(folder)})
     assert error.value.details["install"] == 'pip install "agentrl[search]"'

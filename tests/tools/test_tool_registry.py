@@ -99,7 +99,7 @@ class MySearch(SearchTool):
 @pytest.mark.parametrize(
     ("config", "key", "what"),
     [
-        ("{url: 'http://x', top_k: 0}", "config.top_k", "(found 0)"),
+        ("{url: 'http://x', top_k: 0}", "config.top_k", "top_k is 0"),
         ("{url: 'http://x', tok: 3}", "config.tok", "did you mean 'top_k'"),
         ("{}", "config", "needs url"),
         ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "say the same thing"),
@@ -191,8 +191,8 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         ("- a\n", None, "no key 'tools'"),
         ("tools: 3\n", "tools", "tools is 3"),
         ("tools: []\ntool: []\n", "tool", "did you mean 'tools'"),
-        ("tools: [3]\n", "tools[0]", "valid dictionary"),
-        ("tools: [{config: {}}]\n", "tools[0].class_name", "Field required"),
+        ("tools: [3]\n", "tools[0]", "a mapping with class_name"),
+        ("tools: [{config: {}}]\n", "tools[0].class_name", "class_name is missing"),
         (
             f"tools: [{{config: {{text: {'long ' * 40}}}, mcp: null}}]\n",
             "tools[0].class_name",
@@ -201,10 +201,10 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         (
             f"tools:\n{CALCULATOR}    config: {'long_' * 40}end\n",
             "tools[0].config",
-            "long_end')",
+            "long_end'",
         ),
         (f"tools:\n{CALCULATOR}    confg: {{}}\n", "tools[0].confg", "did you mean 'config'"),
-        (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "dictionary"),
+        (f"tools:\n{CALCULATOR}    config: 3\n", "tools[0].config", "a mapping"),
         (f"tools:\n{CALCULATOR}    config: {{type: mcp}}\n", "tools[0].mcp", "names no servers"),
         (f"tools:\n{CALCULATOR}    config: {{type: x}}\n", "tools[0].config.type", "'x'"),
         (f"tools:\n{CALCULATOR}    mcp: {{a: 1}}\n", "tools[0].mcp", "no tool of MCP servers"),
@@ -216,7 +216,7 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         (
             f"tools:\n{CALCULATOR}    tool_schema: {{function: {{name: ''}}}}\n",
             "tools[0].tool_schema.function.name",
-            "at least 1 character",
+            "at least 1",
         ),
         (
             f"tools:\n{CALCULATOR}    tool_schema: {{function: {{name: f, parameters: "

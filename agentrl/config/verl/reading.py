@@ -22,7 +22,6 @@ from agentrl.config.problems import (
     nearest_key,
     problems_of,
     raise_problems,
-    section_types,
     told_where,
 )
 from agentrl.config.schema import RunConfig
@@ -31,6 +30,7 @@ from agentrl.config.verl.report import LeftKey, TakenKey, VerlReport, shown
 from agentrl.config.verl.table import TABLE, find_key, is_section, single_keys
 from agentrl.config.verl.tree import GivenTree
 from agentrl.errors import ConfigError
+from agentrl.refusals import section_types
 
 Item = TakenKey | LeftKey
 

@@ -11,14 +11,14 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from agentrl.config.prepare_schema import SearchIndexConfig
 from agentrl.data.prepare.manifest import content_of, make_once
-from agentrl.errors import DataError, MissingExtraError
+from agentrl.errors import DataError
 from agentrl.files import naming, written_whole
+from agentrl.plugins.extras import require_package
 
 _MAKER = "search-index/1"
 _FORMAT = "agentrl search index 1"
@@ -52,11 +52,7 @@ def prepare_search_index(config: SearchIndexConfig) -> SearchIndexFiles:
             holds other files of these names.
         MissingExtraError: where bm25s is not installed.
     """
-    if find_spec("bm25s") is None:
-        raise MissingExtraError(
-            "an index needs the package 'bm25s', which is not installed",
-            install='pip install "agentrl[search]"',
-        )
+    require_package("bm25s", extra="search", what="an index")
     if not config.corpus.is_file():
         raise DataError(
             f"no file {config.corpus}", file=config.corpus, expected="a corpus of JSON lines"

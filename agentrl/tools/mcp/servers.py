@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 
 from agentrl.config.section import Section, UserPath
 from agentrl.errors import ConfigError
-from agentrl.tools.own_config import read_keys
+from agentrl.plugins.keys import read_keys
 
 _VARIABLE = re.compile(r"\$\{(?:oc\.env:)?(\w+)(?:(?::-|,)([^}]*))?\}")
 _FORM = 'an object {"mcpServers": {name: {"command", "args", "env"} or {"url", "headers"}}}'
@@ -133,7 +133,7 @@ def _spec(values: Mapping[str, Any], file: Path, key: str) -> ServerSpec:
             expected="the server's address for streamable HTTP (often .../mcp)",
         )
     model = HttpServer if "url" in values else StdioServer
-    return read_keys(model, {k: v for k, v in values.items() if k != "type"}, file=file, key=key)
+    return read_keys(model, values, key=key, file=file, also_known=("type",))
 
 
 def _located(path: Path, yaml: Path, key: str) -> Path:

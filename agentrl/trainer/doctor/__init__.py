@@ -5,6 +5,7 @@ checkup      one row for each check; what one raises is that row's
 records      what a check found
 machine      versions, devices, disk
 inputs       the run file, tools, data
+sandbox      who keeps in the code that a model writes
 model        tokenizer, chat template, policy
 engine       start, a rollout, the end
 memory       given back to the trainer, and taken again

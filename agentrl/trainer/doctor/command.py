@@ -37,6 +37,7 @@ from agentrl.trainer.doctor.model import (
     check_tokenizer_files,
 )
 from agentrl.trainer.doctor.records import Result, Row
+from agentrl.trainer.doctor.sandbox import check_sandboxes
 from agentrl.trainer.doctor.weight_sync import check_sync, check_way_back
 from agentrl.trainer.preflight import is_made_later
 from agentrl.trainer.quiet import quiet_libraries
@@ -107,6 +108,7 @@ def look_at_parts(checkup: Checkup, config: Result[RunConfig], stack: ExitStack)
         lambda: check_law_2(config.need(), plugins.need(), probed.need()),
     )
     data = look("data", lambda: check_data(here.need(), setup.need()))
+    look("sandbox", lambda: check_sandboxes(config.need(), plugins.need(), data))
     policy = look(
         "policy",
         lambda: check_policy(after(tokenizer, here.need()), world.need()),

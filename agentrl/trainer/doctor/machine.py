@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from agentrl.config.schema import RunConfig
 from agentrl.engines.sglang.arguments import TESTED_VERSION
 from agentrl.errors import ConfigError
+from agentrl.machine import num_cores
 from agentrl.trainer.doctor.records import Checked
 from agentrl.training.distributed import World, start_world
 
@@ -52,7 +53,7 @@ def check_machine() -> Checked[None]:
     memory = psutil.virtual_memory()
     devices = list(_accelerators())
     told = [
-        f"{_num_cores()} CPU cores",
+        f"{num_cores()} CPU cores",
         f"{memory.available / 1e9:.0f} of {memory.total / 1e9:.0f} GB of memory free",
         *(line for line, _ in devices),
     ]
@@ -134,7 +135,3 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
