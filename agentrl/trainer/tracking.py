@@ -148,8 +148,8 @@ def read_metrics(path: Path) -> Iterator[MetricsLine]:
     Raises:
         DataError: naming the line that is no metrics.
     """
-    for row, line in enumerate(_whole_lines(path), start=1):
-        yield _parse_line(line, path, row)
+    for number, line in enumerate(_whole_lines(path), start=1):
+        yield _parse_line(line, path, number)
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _whole_lines(path: Path) -> Iterator[str]:
         yield from (line for line in file if line.endswith("\n"))
 
 
-def _parse_line(line: str, path: Path, row: int) -> MetricsLine:
+def _parse_line(line: str, path: Path, number: int) -> MetricsLine:
     try:
         values = json.loads(line)
         step = values.pop("step")
@@ -167,7 +167,7 @@ def _parse_line(line: str, path: Path, row: int) -> MetricsLine:
         raise DataError(
             "a damaged line of metrics",
             file=path,
-            row=row,
+            line=number,
             expected='one JSON object of numbers with a "step"',
         ) from error
 
@@ -176,8 +176,8 @@ def _drop_lines_after(path: Path, step: int) -> None:
     """Rewrite the file without the steps that the resumed run will take again."""
     kept = [
         line
-        for row, line in enumerate(_whole_lines(path), start=1)
-        if _parse_line(line, path, row).step <= step
+        for number, line in enumerate(_whole_lines(path), start=1)
+        if _parse_line(line, path, number).step <= step
     ]
     with written_whole(path) as draft:
         draft.write_text("".join(kept), encoding="utf-8")

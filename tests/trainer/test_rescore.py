@@ -76,7 +76,7 @@ def test_nothing_is_written_over(saved: Path, tmp_path: Path):
 
 def test_what_stops_a_rescoring_leaves_no_half_file(saved: Path, tmp_path: Path):
     saved.write_text(saved.read_text() + "{damaged\n")
-    with pytest.raises(DataError, match="row: 7"):
+    with pytest.raises(DataError, match="line: 7"):
         rescore(saved, RewardConfig(), out=tmp_path / "new.jsonl")
     assert not (tmp_path / "new.jsonl").exists()
     custom = CustomRewardConfig(path="no_such_module")

@@ -115,7 +115,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     path.write_bytes(b'{"step": 0}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(DataError) as caught:
         list(read_metrics(path))
-    assert (caught.value.file, caught.value.row) == (path, 2)
+    assert (caught.value.file, caught.value.line) == (path, 2)
 
 
 def test_a_full_disk_names_the_file(tmp_path):
