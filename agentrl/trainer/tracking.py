@@ -269,8 +269,15 @@ class Column(NamedTuple):
     form: str
 
 
+REWARD_KEYS = (
+    "rollout/combined_reward/mean", "rollout/reward/mean", "critic/score/mean",
+    "critic/rewards/mean",
+)  # fmt: skip
+"""Where the training reward is looked for, in this order: the combined one, which is logged where
+it may be another than the scorer's number, goes before that."""
+
 COLUMNS = (
-    Column("reward", ("rollout/reward/mean", "critic/score/mean", "critic/rewards/mean"), 8, ".3f"),
+    Column("reward", REWARD_KEYS, 8, ".3f"),
     Column("val", ("val/*/success",), 7, ".3f"),
     Column("length", ("response_length/mean",), 8, ".1f"),
     Column("turns", ("num_turns/mean",), 7, ".2f"),

@@ -34,7 +34,9 @@ def read_end(
         lines += _failure_lines(request.error)
     lines += _reward_lines(request, reward, placement)
     lines += [f"reward of tool {name}: {value:g}" for name, value in request.tool_rewards.items()]
-    lines += [f"{name}: {value}" for name, value in request.reward_extra_info.items()]
+    said = {part.source for part in reward.parts}  # a bonus stands in both
+    extra = request.reward_extra_info
+    lines += [f"{name}: {value}" for name, value in extra.items() if name not in said]
     lines += [
         f"tokens differ from the rendering in turn {d.turn} ({d.kind}): "
         f"expected {d.expected!r}, have {d.actual!r}"
@@ -74,10 +76,12 @@ def _reward_lines(
     yield f"reward: {reward.total:g}{_place(placement)}"
     if is_scored and reward.total == request.reward and len(reward.parts) <= 1:
         return
-    for source in Source:
-        if any(part.source is source for part in reward.parts):
-            yield f"  {source}: {reward.of(source):g}"
-    yield f"  scorer: {request.reward:g}" if is_scored else "  scorer: not scored"
+    earned = {part.source: reward.of(part.source) for part in reward.parts}
+    yield from (f"  {source}: {earned[source]:g}" for source in Source if source in earned)
+    if not is_scored:
+        yield "  scorer: not scored"
+    elif earned.get(Source.TRAJECTORY) != request.reward:
+        yield f"  scorer: {request.reward:g}"
 
 
 def _place(placement: RewardPlacement) -> str:
