@@ -19,6 +19,12 @@ from tests.fakes import calling, make_engine, make_house, make_manager, make_pro
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/tools.md").read_text(encoding="utf-8")
 
+NOT_FOR_YAML = {
+    "agentrl.tools.function_tool.FunctionTool",
+    "agentrl.tools.sandbox_tool.SandboxTool",
+}
+"""Classes that others are made of."""
+
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
@@ -31,6 +37,20 @@ def cells(heading: str) -> list[list[str]]:
     assert rows is not None
     lines = rows[0].splitlines()[2:]
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_bundled_tool_is_listed_and_no_other():
+    folder = Path(import_module("agentrl.tools").__path__[0])
+    modules = [import_module(f"agentrl.tools.{file.stem}") for file in folder.glob("*_tool.py")]
+    bundled = {
+        f"{kind.__module__}.{kind.__name__}"
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, BaseTool)
+        if kind.__module__ == module.__name__
+    }
+    named_in_yaml = bundled - NOT_FOR_YAML
+    assert {name for name, *_ in cells("Bundled tools")} == named_in_yaml
 
 
 @pytest.fixture

@@ -188,9 +188,10 @@ class MultiTurnConfig(Section):
     """A malformed call: its error goes back to the model; or the request ends; or it goes back
     and that turn is left out of the loss."""
     on_tool_failure: Literal["observe", "fail"] = "observe"
-    """A call whose tool crashed (raised anything but `ToolError`) or timed out: the model is told
-    in neutral words and goes on; or the request fails by the tool's fault, out of its group's
-    baseline and untrained, and `rollout.failure` says what becomes of it."""
+    """A call whose tool crashed (raised anything but `ToolError`), timed out, or was unavailable
+    (its circuit breaker is open): the model is told in neutral words and goes on; or the request
+    fails by the tool's fault, out of its group's baseline and untrained, and `rollout.failure`
+    says what becomes of it."""
     max_assistant_turns: int | None = Field(default=None, ge=1)
     """Completions of the policy; null: no limit of its own."""
     max_user_turns: int | None = Field(default=None, ge=0)
