@@ -1,0 +1,72 @@
+"""Which rows need a bundled scorer, said before a run begins."""
+
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import RewardConfig
+from agentrl.data.dataset import PromptDataset
+from agentrl.errors import DataError
+from agentrl.rewards import make_reward_manager
+from agentrl.trainer.datasets import check_sources, note_unscored
+from tests.fakes import make_prompts
+from tests.fakes_scorers import answers, score
+
+OWN = {"name": "mine", "path": "tests.fakes_scorers", "function": "misbehave"}
+JUDGE = {"name": "judge", "reward_kwargs": {"model": "m", "base_url": "http://x", "rubric": "r"}}
+
+
+def rows(source: str) -> PromptDataset:
+    return PromptDataset(make_prompts(2, data_source=source))
+
+
+def config(**keys: Any) -> RewardConfig:
+    return RewardConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["aime24", "amc23", "numina_olympiads", "searchR1_nq", "Idavidrein/gpqa_main", "openai/gsm8k"],
+)
+def test_sources_that_fit_a_pattern_are_taken(source: str):
+    check_sources(rows(source), config(), file="f")
+    assert list(note_unscored(rows(source), config())) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"custom_reward_function": {"path": "tests.fakes_scorers"}},
+        {"functions": [OWN]},
+        {"functions": [JUDGE, {"name": "math"}]},
+        {"weights": {"trajectory": 0, "interaction": 1}},
+    ],
+    ids=["custom", "functions", "bundled ones by name", "other rewards"],
+)
+def test_rows_that_are_scored_otherwise_need_no_bundled_scorer(keys: dict[str, Any]):
+    check_sources(rows("mine"), config(**keys), file="f")
+
+
+@pytest.mark.parametrize("keys", [{}, {"functions": [OWN, {"name": "data_source"}]}])
+def test_rows_that_are_scored_by_their_source_need_one(keys: dict[str, Any]):
+    with pytest.raises(DataError, match=r"for the data source 'mine'") as caught:
+        check_sources(rows("mine"), config(**keys), file="f")
+    told = str(caught.value)
+    for word in ("aime*", "searchR1_*", "reward.functions", "row: 0", "file: f"):
+        assert word in told
+
+
+def test_a_source_that_nobody_scores_is_said_where_the_score_weighs_nothing():
+    reward = config(weights={"trajectory": 0, "interaction": 1})
+    (note,) = note_unscored(rows("mine"), reward)
+    assert "'mine' has no bundled scorer" in note
+    assert list(note_unscored(rows("mine"), config(functions=[OWN]))) == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"functions": [{"name": "data_source"}]}])
+def test_its_rows_score_nothing_and_others_are_scored_as_ever(keys: dict[str, Any]):
+    reward = config(weights={"trajectory": 0, "interaction": 1}, **keys)
+    requests = [*answers("5", data_source="mine"), *answers("5"), *answers("6")]
+    score(make_reward_manager(reward), requests)
+    assert [request.error for request in requests] == [None, None, None]
+    assert [request.reward for request in requests] == [0.0, 1.0, 0.0]
