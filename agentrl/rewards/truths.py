@@ -17,7 +17,7 @@ def read_text(truth: Any, *, expected: str) -> str:
     Raises:
         RewardError: for anything else: null, a truth value, a list, a mapping, an empty text.
     """
-    is_plain = isinstance(truth, str | Number) and not isinstance(truth, bool)
+    is_plain = not isinstance(truth, bool) and isinstance(truth, str | Number)
     text = str(truth).strip() if is_plain else ""
     if not text:
         raise RewardError(f"the ground truth is {truth!r:.200}", expected=expected)
