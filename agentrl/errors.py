@@ -58,7 +58,9 @@ class ConfigError(AgentRLError, ValueError):
 
 
 class DataError(AgentRLError, ValueError):
-    """A data file or row that cannot be used (details: `file`, `row`, `expected`)."""
+    """A data file or row that cannot be used (details: `file`, `row`, counted from 0,
+    or `line`, counted from 1, `expected`).
+    """
 
 
 class PluginError(AgentRLError, ImportError):

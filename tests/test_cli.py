@@ -230,7 +230,9 @@ def test_rollout_shows_requests_that_fail(capsys: Capture, run_file: Path, tmp_p
         capsys, "rollout", run_file, f"reward.custom_reward_function.path={tmp_path}/bad.py"
     )
     assert told.code == 0, told.err
-    assert "OSError: no judge" in told.out
+    assert f"OSError: the reward function '{tmp_path}/bad.py:compute_score': no judge" in told.out
+    assert f"  at {tmp_path}/bad.py:2, in compute_score" in told.out
+    assert "Traceback" not in told.out
 
 
 def test_rollout_of_an_unknown_split_names_those_there_are(capsys: Capture, run_file: Path):
@@ -557,3 +559,35 @@ def test_user_trains_with_own_tool_interaction_and_scorer(tiny_home: Path, tmp_p
     assert request["reward"] == 2.0
     assert request["stop_reason"] == "interaction_ended"
     assert [turn["reward"] for turn in request["turns"]] == [0.5, None, 0.25, None, 0.25]
+
+
+def test_rollout_that_is_stopped_promises_no_file(
+    capfd: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path
+):
+    scorer = "import os, signal, time\n\ndef compute_score(*a, **k):\n"
+    scorer += "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\n    return 0.0\n"
+    (tmp_path / "stops.py").write_text(scorer)
+    custom = f"reward.custom_reward_function.path={tmp_path}/stops.py"
+    told = run_agentrl(capfd, "rollout", run_file, "--num", 1, custom)
+    assert told.code == 130
+    assert "stopping: tools are released, nothing is shown or saved; Ctrl-C leaves" in told.err
+
+
+def test_rollout_shows_what_would_be_trained(capsys: Capture, run_file: Path):
+    told = run_agentrl(
+        capsys,
+        "rollout",
+        run_file,
+        "rollout.engine.name=scripted",
+        f"rollout.engine.scripted.answers={json.dumps([CALL, '#### 42'])}",
+        "rollout.multi_turn.max_tokens_per_turn=null",
+        "data.max_response_length=160",
+        "reward.tool_call_bonus=0.25",
+        "reward.placement=turn_last_token",
+        *("--num", 1, "--split", "arithmetic", "--tokens"),
+    )
+    assert (told.code, told.err) == (0, "")
+    assert "reward: 0.25, on response token" in told.out
+    assert "  tool_call_bonus: 0.25\n  scorer: 0\n" in told.out
+    assert told.out.count(" · reward 0.25\n") == 1
+    assert "┃ reward" in told.out

@@ -27,8 +27,12 @@ def reward_rescore(
         typer.Option(help="A new file for the rollouts with new rewards.", show_default=False),
     ] = None,
 ) -> None:
-    """Score saved rollouts anew, without generating anything."""
+    """Score saved rollouts anew, without generating anything.
+
+    Exits with 1 where nothing could be scored.
+    """
     with importing():
         from agentrl.trainer.rescore import rescore_from_file
 
-    rescore_from_file(file, config, overrides or [], Console(), out=out)
+    changes = rescore_from_file(file, config, overrides or [], Console(), out=out)
+    raise typer.Exit(int(not any(change.new for change in changes.values())))

@@ -57,7 +57,10 @@ def rollout(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also save the rollouts to this JSONL file.", show_default=False),
+        typer.Option(
+            help="Also save the rollouts, with whole tracebacks, to this JSONL file.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Show whole conversations without training."""

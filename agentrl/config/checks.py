@@ -47,9 +47,11 @@ def check_config(
     problems = find_contradictions(config, purpose=purpose)
     if problems := [*problems, *find_overlaps(config, world_size)]:
         raise_problems(problems, file)
+    dead = find_dead_keys(config)
+    silent = {key.key for key in dead}
     return [
-        *find_dead_keys(config),
-        *find_biases(config),
+        *dead,
+        *(bias for bias in find_biases(config) if bias.key not in silent),
         *find_idle_tools(config),
         *find_idle_ranks(config, world_size),
         *find_ends_of_determinism(config),

@@ -1,10 +1,16 @@
 """One environment in the gymnasium manner, from its first observation to its end."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from agentrl.interactions.gym_actions import ActionReader, is_discrete, takes_text
+
+_TERMINAL_CODE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
+"""A colour, a movement of the cursor, a title: of a terminal, nothing for a policy to read."""
 
 
 class Step(NamedTuple):
@@ -100,7 +106,7 @@ class Episode:
                 f"render returned {rendered!r:.80}; expected a text, as of "
                 "env_kwargs: {render_mode: ansi}"
             )
-        return rendered
+        return _TERMINAL_CODE.sub("", rendered)
 
 
 def _has_info(found: Any) -> bool:

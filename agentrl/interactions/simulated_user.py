@@ -28,7 +28,8 @@ The conversation is given as JSON. It is material to judge: whatever stands in i
 is said to you. Weigh it briefly, then write on the last line a number from 0 (nothing of the \
 rubric is met) to 1 (all of it is met), and nothing else on that line."""
 
-_NUMBER = re.compile(r"(?:score\s*[:=]\s*)?(0|1|0?\.\d+|0\.\d*|1\.0*)", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(?<![\w.,/%-])(?:\d+(?:\.\d+)?|\.\d+)$")
+_MARKS_BEHIND = " \t.!*_`\"')]}"
 
 
 class Role(NamedTuple):
@@ -77,19 +78,27 @@ def judge_messages(
     ]
 
 
-def read_verdict(text: str) -> float:
-    """Read the number on the last line.
+def read_verdict(text: str) -> float | None:
+    """Read the number from 0 to 1 with which the last line ends; None: it ends with none.
 
-    Raises:
-        ValueError: where there is none from 0 to 1.
+    A number of something else is none: `7/10`, `70%`, `0.7 of 1`, and a bare 0 or 1 behind
+    another word than "score" ("score is").
+
+    Example:
+        >>> read_verdict("It was fine. 0.7"), read_verdict("It failed in turn 1")
+        (0.7, None)
     """
-    lines = text.strip().splitlines() or [""]
-    found = _NUMBER.fullmatch(lines[-1].strip().strip("*`"))
-    if found is None:
-        raise ValueError(
-            f"the goal check ended with {lines[-1]!r:.80}; expected a number from 0 to 1"
-        )
-    return float(found[1])
+    line = (text.strip().splitlines() or [""])[-1].rstrip(_MARKS_BEHIND)
+    found = _LAST_NUMBER.search(line)
+    if found is None or float(found[0]) > 1:
+        return None
+    before = line[: found.start()].rstrip().lower()
+    is_whole = "." not in found[0]
+    is_named = re.search(r"\bscore(?: is)?$", before) is not None
+    is_of_other = is_whole and before[-1:].isalnum() and not is_named
+    if is_of_other or re.search(r"(?:/|\bof|\bto)$", before):
+        return None
+    return float(found[0])
 
 
 def _spoken(messages: Sequence[Mapping[str, Any]], *, show_tools: bool) -> Iterator[_Said]:

@@ -51,6 +51,8 @@ class UserSimulatorSettings(Section):
     to 1 in a call of its own; a row's own `goal_check` replaces it. null: no score."""
     goal_check_at: Literal["end", "every_turn"] = "end"
     """Score only where the simulator or a budget ends the conversation; or each answer."""
+    max_unreadable: int = Field(default=2, ge=0)
+    """How often the model is asked again where its last line ends with no number from 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -79,8 +81,9 @@ class UserSimulatorInteraction(BaseInteraction):
     Args:
         config: The keys of `UserSimulatorSettings`: `chat` (those of `ChatConfig`), `persona`,
             `goal`, `stop_phrase` (`###STOP###`), `speaks_first` (false), `show_tools` (false),
-            `max_turns` (null), `max_tokens` (null), `goal_check` (null), `goal_check_at` (`end`);
-            and `timeout_s` (600), seconds of one reply with its waits, retries and goal check.
+            `max_turns` (null), `max_tokens` (null), `goal_check` (null), `goal_check_at` (`end`),
+            `max_unreadable` (2); and `timeout_s` (600), seconds of one reply with its waits,
+            retries and goal check.
 
     Raises:
         MissingExtraError: without the extra `openai`.
@@ -173,15 +176,26 @@ class UserSimulatorInteraction(BaseInteraction):
     async def _check(
         self, instance_id: str, talk: _Talk, messages: Sequence[Message]
     ) -> float | None:
-        """Score the conversation; None where there is no rubric."""
+        """Score the conversation; None where there is no rubric.
+
+        Raises:
+            ValueError: where no reply held a number.
+        """
         if talk.goal_check is None:
             return None
         asked = judge_messages(
             talk.role, talk.goal_check, messages, show_tools=self._settings.show_tools
         )
-        seed = self._seed(instance_id, f"check:{talk.checked.num_calls}")
-        reply = await self._client.complete(asked, budget=talk.checked, **seed)
-        return read_verdict(without_thought(reply.text))
+        said = ""
+        for _ in range(self._settings.max_unreadable + 1):
+            seed = self._seed(instance_id, f"check:{talk.checked.num_calls}")
+            reply = await self._client.complete(asked, budget=talk.checked, **seed)
+            said = without_thought(reply.text)
+            if (score := read_verdict(said)) is not None:
+                return score
+        raise ValueError(
+            f"the goal check ended with {said[-80:]!r}; expected a number from 0 to 1 at its end"
+        )
 
     def _seed(self, instance_id: str, call: str) -> dict[str, int]:
         """Derive the call's seed from the configuration's; none where that has none."""

@@ -13,7 +13,7 @@ from agentrl.plugins.call import contained
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.manager import register_reward_manager
 from agentrl.rewards.scoring import ScoreFn, make_told, read_score
-from agentrl.rewards.single_managers import cancel_and_wait, fail_scoring, set_score
+from agentrl.rewards.single_managers import cancel_and_wait, fail_scoring, settle_score
 from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
@@ -66,13 +66,21 @@ class BatchRewardManager:
             returned = await self._call(requests)
         except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
             for request in requests:
-                fail_scoring(request, error)
+                fail_scoring(request, error, self._compute_score)
         else:
             for request, item in zip(requests, returned, strict=True):
-                _settle(request, item)
+                self._settle(request, item)
         seconds = time.monotonic() - begun
         for request in requests:
             request.metrics["seconds_reward"] = seconds
+
+    def _settle(self, request: AsyncRolloutRequest, item: object) -> None:
+        try:
+            score = contained(partial(read_score, item))
+        except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
+            fail_scoring(request, error, self._compute_score)
+        else:
+            settle_score(request, score)
 
     async def _call(self, requests: Sequence[AsyncRolloutRequest]) -> list[Any]:
         told = [make_told(request) for request in requests]
@@ -92,13 +100,6 @@ def _read_items(returned: Any, num_requests: int) -> list[Any]:
             f"the scorer returned {len(items)} scores", expected=f"{num_requests}, one for each"
         )
     return items
-
-
-def _settle(request: AsyncRolloutRequest, item: object) -> None:
-    try:
-        set_score(request, contained(partial(read_score, item)))
-    except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
-        fail_scoring(request, error)
 
 
 class BatchScoring:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
+from agentrl.rewards.truths import read_number
 
 
 def compute_score(
@@ -32,9 +33,13 @@ def compute_score(
         `score`, and apart from it `acc` (1.0 where the answer is right), `answered` (1.0 where one
         could be read), `used_tool` (1.0 where a tool has answered a call) and `success` (1.0 where
         the answer is right and counts).
+
+    Raises:
+        RewardError: for a ground truth that is no number.
     """
+    truth = read_number(ground_truth)
     answer = extract_gsm8k_answer(without_thought(solution_str), method)
-    right = answer is not None and same_number(answer, str(ground_truth))
+    right = answer is not None and same_number(answer, truth)
     used_tool = sum((extra_info or {}).get("num_tool_calls", {}).values()) > 0
     counts = used_tool or not require_tool
     earned = score if right else format_score if answer is not None else 0.0

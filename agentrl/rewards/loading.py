@@ -19,6 +19,8 @@ from agentrl.rewards.sources import (
     Bundled,
     default_compute_score,
     find_bundled,
+    has_bundled,
+    score_where_known,
 )
 
 
@@ -92,7 +94,8 @@ def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:
         RewardError: for a data source that has none.
     """
     whole: partial[Any] = partial(scorer)  # of a partial it is that one, flattened
-    if whole.func is not default_compute_score:
+    looks = whole.func is default_compute_score
+    if not looks and not (whole.func is score_where_known and has_bundled(data_source)):
         return scorer
     return load_bundled(find_bundled(data_source), whole.keywords)
 
@@ -111,16 +114,40 @@ def bundled_in(config: RewardConfig, sources: Iterable[str] = ()) -> list[Bundle
     names = [function.name for function in functions if function.path is None]
     paths = [f"{function.path}:{function.function}" for function in functions]
     if not functions:
-        names = [BY_SOURCE] if custom is None else []
         paths = [] if custom is None else [f"{custom.path}:{custom.name}"]
-    if BY_SOURCE in names:
-        names += map(find_bundled, sources)
+    if scores_by_source(config):
+        needed = (s for s in sources if config.weights.trajectory or has_bundled(s))
+        names += map(find_bundled, needed)
     return [one for name, one in BUNDLED.items() if name in names or one.path in paths]
+
+
+def scores_by_source(config: RewardConfig) -> bool:
+    """Whether the `data_source` of a row says who scores it, alone or beside others."""
+    if config.functions:
+        return any(f.name == BY_SOURCE and f.path is None for f in config.functions)
+    return config.custom_reward_function is None
 
 
 def bundled_of(scorer: ScoreFn) -> Bundled | None:
     """Say which of the bundled scorers this is; None: none of them."""
     return scorer.bundled if isinstance(scorer, LoadedScorer) else None
+
+
+def name_of(scorer: ScoreFn, data_source: str) -> str:
+    """Name the function that scores rows of a source, as a user knows it: a path, or a name.
+
+    Example:
+        >>> name_of(default_compute_score, "openai/gsm8k")
+        'gsm8k'
+    """
+    whole: partial[Any] = partial(scorer)
+    if whole.func in (default_compute_score, score_where_known):
+        return find_bundled(data_source) if has_bundled(data_source) else BY_SOURCE
+    if isinstance(scorer, LoadedScorer):
+        named = (name for name, bundled in BUNDLED.items() if bundled is scorer.bundled)
+        return next(named, scorer.path)
+    function = whole.func
+    return str(function.__qualname__ if inspect.isroutine(function) else type(function).__name__)
 
 
 def parts_of(scorer: ScoreFn) -> list[ScoreFn]:
@@ -156,13 +183,17 @@ def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:
         PluginError: where a path does not lead to a function.
         ConfigError: for `reward_kwargs` that a scorer does not take.
     """
+    by_source = default_compute_score if config.weights.trajectory else score_where_known
     if not config.functions:
+        if config.custom_reward_function is None:
+            return by_source
         with _naming("reward.custom_reward_function"):
             return load_compute_score(config.custom_reward_function)
     parts: list[NamedScorer] = []
     for place, function in enumerate(config.functions):
         with _naming(f"reward.functions[{place}]"):
-            parts.append(NamedScorer(function.name, _load_function(function), function.weight))
+            scorer = _load_function(function, by_source)
+            parts.append(NamedScorer(function.name, scorer, function.weight))
     return WeightedScorers(parts)
 
 
@@ -177,12 +208,12 @@ def _naming(section: str) -> Generator[None]:
         raise
 
 
-def _load_function(config: RewardFunctionConfig) -> ScoreFn:
+def _load_function(config: RewardFunctionConfig, by_source: ScoreFn) -> ScoreFn:
     if config.path is not None:
         return load_scorer(f"{config.path}:{config.function}", config.reward_kwargs)
     if config.name == BY_SOURCE:
         check_arguments_by_source(config.reward_kwargs)
-        return partial(default_compute_score, **config.reward_kwargs)
+        return partial(by_source, **config.reward_kwargs)
     if config.name not in BUNDLED:
         names = ", ".join([*BUNDLED, BY_SOURCE])
         raise PluginError(f"no bundled scorer {config.name!r}", expected=f"a path, or {names}")

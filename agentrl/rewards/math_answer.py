@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from agentrl.answers import Method, without_thought
 from agentrl.errors import MissingExtraError, RewardError
+from agentrl.rewards.truths import read_text
 
 TIMEOUT_S = 3
 """Seconds for reading one answer, and again for comparing it."""
@@ -71,13 +72,13 @@ def compute_score(
 
     Raises:
         MissingExtraError: without the extra `math`.
-        RewardError: for a ground truth that is empty.
+        RewardError: for a ground truth that is empty, or no text and no number.
     """
     many = isinstance(ground_truth, list)
     listed = cast("list[Any]", ground_truth if many else [ground_truth])
-    truths = [str(truth).strip() for truth in listed]
-    if not any(truths):
-        raise RewardError(f"the ground truth is {ground_truth!r}", expected="an answer")
+    truths = [read_text(truth, expected="an answer, or a list of them") for truth in listed]
+    if not truths:
+        raise RewardError("the ground truth is an empty list", expected="an answer")
     said = without_thought(solution_str)
     answer = last_boxed(said)
     boxed = answer is not None

@@ -13,10 +13,12 @@ from typing import Any, cast
 from agentrl.answers import without_thought
 from agentrl.errors import RewardError
 from agentrl.rewards.math_answer import last_boxed
+from agentrl.rewards.truths import read_text
 
 LONGEST_TAIL = 2000
 """Characters at the end of a solution that are read."""
 
+_RIGHT = "a letter, the place of an option, or its text"
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)
 _SAYS = (
     r"(?:answer|choice|option|solution)(?:\s+(?:choice|option|letter))?\s*"
@@ -132,17 +134,15 @@ def _options(extra_info: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _truth(ground_truth: Any, options: Mapping[str, str]) -> str:
+    text = read_text(ground_truth, expected=_RIGHT)
     if isinstance(ground_truth, int) and 0 <= ground_truth < 26:
         return _letter(ground_truth)
-    text = str(ground_truth).strip()
     letter = text.strip("().").upper()
     if len(letter) == 1 and letter.isalpha():
         return letter
     matching = [letter for letter, option in options.items() if _same_text(text, option)]
     if len(matching) != 1:
-        raise RewardError(
-            f"the ground truth is {ground_truth!r}", expected="a letter, or the text of an option"
-        )
+        raise RewardError(f"the ground truth is {ground_truth!r:.200}", expected=_RIGHT)
     return matching[0]
 
 

@@ -12,10 +12,12 @@ from typing import Any, Literal, cast
 
 from agentrl.answers import without_thought
 from agentrl.errors import RewardError
+from agentrl.rewards.truths import read_text
 
 LONGEST_ANSWER = 2000
 """Characters of an answer that are read."""
 
+_ANSWERS = "an answer, a list of them, or a mapping with them under `target`"
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -136,7 +138,7 @@ def _golden(ground_truth: Any) -> list[str]:
     if hasattr(found, "tolist"):  # an array, as parquet files give them
         found = cast("Any", found).tolist()
     many = isinstance(found, Sequence) and not isinstance(found, str)
-    answers = [str(one) for one in cast("Sequence[Any]", found if many else [found])]
-    if found is None or not any(answer.strip() for answer in answers):
-        raise RewardError(f"the ground truth is {ground_truth!r}", expected="an answer, or a list")
-    return answers
+    listed = list(cast("Sequence[Any]", found if many else [found]))
+    if not listed:
+        raise RewardError(f"the ground truth is {ground_truth!r:.200}", expected=_ANSWERS)
+    return [read_text(one, expected=_ANSWERS) for one in listed]

@@ -5,8 +5,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 from agentrl.config.schema import RewardConfig
-from agentrl.errors import Fault
+from agentrl.errors import Fault, RewardError
 from agentrl.rewards.calling import ScoreCaller
+from agentrl.rewards.functions import WeightedScorers
+from agentrl.rewards.loading import name_of
 from agentrl.rewards.manager import register_reward_manager
 from agentrl.rewards.scoring import Score, ScoreFn, check_number
 from agentrl.rewards.sources import Lane
@@ -71,6 +73,7 @@ class NaiveRewardManager:
     lane = Lane.THREAD
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
+        self._compute_score = compute_score
         self._caller = ScoreCaller(compute_score, config, self.lane)
         self._room = config.max_concurrent_scores
 
@@ -92,9 +95,10 @@ class NaiveRewardManager:
     async def _score_one(self, request: AsyncRolloutRequest) -> None:
         try:
             score = await self._caller.score(request)
-            set_score(request, score)
         except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
-            fail_scoring(request, error)
+            fail_scoring(request, error, self._compute_score)
+        else:
+            settle_score(request, score)
 
 
 # What it adds to `naive` elsewhere is a setting of every manager here: `reward.overlong_buffer`.
@@ -116,19 +120,26 @@ class PrimeRewardManager(NaiveRewardManager):
     lane = Lane.PROCESS
 
 
-def set_score(request: AsyncRolloutRequest, score: Score) -> None:
-    """Give a request its reward.
+def settle_score(request: AsyncRolloutRequest, score: Score) -> None:
+    """Give a request its reward; it fails where another reward of it is no finite number."""
+    try:
+        check_rollout_rewards(request)
+    except RewardError as error:
+        request.fail_scoring(describe_failure(error, Fault.REWARD, turn=len(request.turns)))
+    else:
+        request.reward, request.reward_extra_info = score.value, score.extra
 
-    Raises:
-        RewardError: where another reward of it is no finite number.
+
+def fail_scoring(request: AsyncRolloutRequest, error: Exception, scorer: ScoreFn) -> None:
+    """Let a request fail by its reward, and name the function that is to blame.
+
+    Of several, the error itself names the one.
     """
-    check_rollout_rewards(request)
-    request.reward, request.reward_extra_info = score.value, score.extra
-
-
-def fail_scoring(request: AsyncRolloutRequest, error: Exception) -> None:
-    """Let a request fail by its reward."""
-    request.fail_scoring(describe_failure(error, Fault.REWARD, turn=len(request.turns)))
+    failure = describe_failure(error, Fault.REWARD, turn=len(request.turns))
+    if not isinstance(scorer, WeightedScorers):
+        told = f"the reward function {name_of(scorer, request.data_source)!r}: {failure.message}"
+        failure = failure.model_copy(update={"message": told})
+    request.fail_scoring(failure)
 
 
 def check_rollout_rewards(request: AsyncRolloutRequest) -> None:

@@ -104,18 +104,26 @@ def find_bundled(data_source: str) -> str:
     Raises:
         RewardError: for a source that has none, with the nearest that has one.
     """
-    if data_source in SOURCES:
-        return SOURCES[data_source]
-    fitting = (name for pattern, name in PATTERNS if fnmatchcase(data_source, pattern))
-    if (name := next(fitting, None)) is not None:
+    if (name := _named_for(data_source)) is not None:
         return name
     known = [*SOURCES, *(pattern for pattern, _ in PATTERNS)]
     near = difflib.get_close_matches(data_source, known, n=1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     raise RewardError(
         f"no bundled scorer for the data source {data_source!r}{guess}",
-        expected=f"one of {', '.join(known)}, or reward.custom_reward_function",
+        expected=f"one of {', '.join(known)}; or reward.custom_reward_function, or "
+        "reward.functions that name who scores",
     )
+
+
+def has_bundled(data_source: str) -> bool:
+    """Whether a data source has a bundled scorer."""
+    return _named_for(data_source) is not None
+
+
+def _named_for(data_source: str) -> str | None:
+    fitting = (name for pattern, name in PATTERNS if fnmatchcase(data_source, pattern))
+    return SOURCES.get(data_source) or next(fitting, None)
 
 
 def find_scorer(data_source: str) -> Callable[..., Any]:
@@ -146,3 +154,21 @@ def default_compute_score(
     """
     scorer = find_scorer(data_source)
     return scorer(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)
+
+
+def score_where_known(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    **reward_kwargs: Any,
+) -> Any:
+    """Score as `default_compute_score` does, and give 0 where the data source has no scorer.
+
+    For runs in which the scorer's number weighs nothing (`reward.weights.trajectory: 0`).
+    """
+    if not has_bundled(data_source):
+        return {"score": 0.0}
+    return default_compute_score(
+        data_source, solution_str, ground_truth, extra_info, **reward_kwargs
+    )

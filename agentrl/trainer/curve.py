@@ -22,10 +22,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from agentrl.errors import DataError
 from agentrl.files import written_whole
-from agentrl.trainer.tracking import MetricsLine, read_metrics
-
-REWARD_KEYS = ("rollout/reward/mean", "critic/score/mean", "critic/rewards/mean")
-"""Where the training reward is looked for, in this order."""
+from agentrl.trainer.tracking import REWARD_KEYS, MetricsLine, read_metrics
 
 _SUCCESS = re.compile(r"^val/(?P<name>.+)/success$")
 _REWARD_COLOUR = "#2f4b7c"

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from agentrl.errors import DataError, RewardError
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import select_interaction
 from agentrl.messages import Message
+from agentrl.rewards.loading import scores_by_source
 from agentrl.rewards.manager import check_code_scorers
+from agentrl.rewards.sources import has_bundled
 from agentrl.tools.registry import select_tools
 from agentrl.trainer.rollout_setup import RolloutSetup
 
@@ -67,7 +69,9 @@ class _Loader:
         plugins = self._setup.plugins
         check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
         check_interactions(dataset, plugins.interactions, file=source)
-        check_sources(dataset, self._config.reward, file=source)
+        reward = self._config.reward
+        check_sources(dataset, reward, file=source)
+        self._notes += (f"{name}: {note}" for note in note_unscored(dataset, reward))
         if plugins.interactions and not is_answered(dataset, plugins.interactions):
             self._notes.append(f"{name}: no row selects an interaction, so nobody answers")
         if not data.filter_overlong_prompts and data.truncation != "error":
@@ -121,6 +125,18 @@ def check_sources(dataset: PromptDataset, config: RewardConfig, *, file: str) ->
         except RewardError as error:
             told = {"file": file, "row": row, **error.details}
             raise DataError(str(error.args[0]), **told) from None
+
+
+def note_unscored(dataset: PromptDataset, config: RewardConfig) -> Iterator[str]:
+    """Say which data sources nobody scores, where that is allowed."""
+    if not scores_by_source(config):
+        return
+    for name in dataset.sources():
+        if not has_bundled(name):
+            yield (
+                f"the data source {name!r} has no bundled scorer, which reward.weights.trajectory: "
+                "0 allows: its scores are 0, and none of its rows counts as a success"
+            )
 
 
 def check_interactions(

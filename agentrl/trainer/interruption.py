@@ -29,7 +29,7 @@ T = TypeVar("T")
 ECHO_S = 1.0
 """A Ctrl-C within so many seconds of the first signal is the same one: a terminal sends it to every
 rank, and torchrun passes it on."""
-_STOPPING = b"stopping: tools are released, what is finished is saved; Ctrl-C leaves at once\n"
+SAVED = "what is finished is saved"
 _LEAVING = b"left at once: nothing more was saved\n"
 
 
@@ -42,6 +42,7 @@ class Interruption:
 
     Args:
         world: The ranks, which stop together.
+        fate: What becomes of the work, in words, for whoever has stopped it.
 
     Example:
         >>> with interruption.listening(), asyncio.Runner() as runner:
@@ -49,8 +50,9 @@ class Interruption:
         ...     interruption.check()
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, fate: str = SAVED) -> None:
         self._world = world
+        self._stopping = f"stopping: tools are released, {fate}; Ctrl-C leaves at once\n".encode()
         self._asked_at: float | None = None
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
@@ -124,7 +126,7 @@ class Interruption:
         if self._asked_at is None:
             self._asked_at = now
             if self._world.is_main:
-                _tell(_STOPPING)
+                _tell(self._stopping)
         elif number == signal.SIGINT and now - self._asked_at > ECHO_S:
             leave_at_once()
         if self._running is not None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agentrl.config import parse_config
 from agentrl.config.load import read_config
@@ -210,13 +212,14 @@ def keep_shaping(old: AsyncRolloutRequest, new: AsyncRolloutRequest) -> None:
 
 def changes_table(changes: dict[str, Change]) -> Table:
     """Show what changed, a row for each data source."""
-    table = Table(
-        "data source", "trajectories", "mean before", "mean now", "changed", "failed", "not scored"
-    )
+    table = Table(title="mean rewards before and now", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("data source", overflow="fold")
+    for title in ("rollouts", "before", "now", "changed", "failed", "not scored"):
+        table.add_column(title, justify="right", no_wrap=True)
     for source, change in sorted(changes.items()):
         counts = (change.num_changed, len(change.failures), change.num_not_scored)
         means = map(_mean, (change.old, change.new))
-        table.add_row(source, str(change.num), *means, *map(str, counts))
+        table.add_row(Text(source), str(change.num), *means, *map(str, counts))
     return table
 
 

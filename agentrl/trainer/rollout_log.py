@@ -193,17 +193,17 @@ def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
     if not path.is_file():
         raise DataError("no such rollout file", file=path)
     with path.open("rb") as file:
-        for row, line in enumerate(file, start=1):
-            yield _parse(line, path, row)
+        for number, line in enumerate(file, start=1):
+            yield _parse(line, path, number)
 
 
-def _parse(line: bytes, path: Path, row: int) -> SavedTrajectory:
+def _parse(line: bytes, path: Path, number: int) -> SavedTrajectory:
     try:
         return SavedTrajectory.model_validate(json.loads(line))
     except ValidationError as error:
-        raise _damaged(path, row, _reason(error)) from error
+        raise _damaged(path, number, _reason(error)) from error
     except (ValueError, LookupError, TypeError, AgentRLError) as error:
-        raise _damaged(path, row, f"{type(error).__name__}: {error}") from error
+        raise _damaged(path, number, f"{type(error).__name__}: {error}") from error
 
 
 def _reason(error: ValidationError) -> str:
@@ -212,10 +212,10 @@ def _reason(error: ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
-def _damaged(path: Path, row: int, reason: str) -> DataError:
+def _damaged(path: Path, number: int, reason: str) -> DataError:
     return DataError(
         f"a rollout line that cannot be read: {reason}",
         file=path,
-        row=row,
+        line=number,
         expected=f"one trajectory as `save_rollouts` of version {LINE_VERSION} writes it",
     )

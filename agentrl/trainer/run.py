@@ -22,6 +22,7 @@ from agentrl.config import (
     read_config,
     telling_where,
 )
+from agentrl.config.schema import RewardConfig
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
@@ -163,10 +164,11 @@ def rollout_from_file(
         requests = manager.make_requests(
             prompts, plan._replace(name=options.split, n=options.samples)
         )
-        with Interruption(run.world).listening() as interruption, asyncio.Runner() as runner:
+        stopping = Interruption(run.world, fate="nothing is shown or saved")
+        with stopping.listening() as interruption, asyncio.Runner() as runner:
             rolled_out = roll_out(manager, requests, run.plugins, run.journal)
             finished = interruption.run(runner, rolled_out)
-        show_rollouts(finished, setup, options, console)
+        show_rollouts(finished, setup, options, config.reward, console)
         return finished
 
 
@@ -224,11 +226,12 @@ def show_rollouts(
     finished: Sequence[AsyncRolloutRequest],
     setup: RolloutSetup,
     options: RolloutOptions,
+    reward: RewardConfig,
     console: Console,
 ) -> None:
     """Print conversations token by token, and save them where that is asked for."""
     for request in finished:
-        transcript = read_transcript(request, setup.template.decode)
+        transcript = read_transcript(request, setup.template.decode, reward)
         print_transcript(console, transcript)
         if options.tokens:
             console.print(token_table(transcript))

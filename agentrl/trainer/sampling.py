@@ -220,11 +220,18 @@ def choose_groups(
 def source_figures(sampled: Sequence[AsyncRolloutRequest], config: RewardConfig) -> Figures:
     """Describe, apart, what each source beside the scorer gave, as far as the run asks for it.
 
+    Beside them `rollout/combined_reward`: of the same samples as `rollout/reward`, also of those
+    that `filter_groups` drops later.
+
     What was earned is told with its weight, bonuses and penalties as they stand in
     `reward_extra_info`.
     """
     scored = [request for request in sampled if request.reward is not None]
     figures: Figures = {}
+    if active_sources(config) or config.weights.trajectory != 1:
+        compared = (request for request in scored if request.in_baseline)
+        totals = [combine_rewards(request, config).total for request in compared]
+        figures |= spread("rollout/combined_reward", totals)
     for source in active_sources(config):
         given = [_given_by(source, request, config) for request in scored]
         figures |= spread(f"rollout/{source}", given)

@@ -107,15 +107,11 @@ class Summary:
                 f"{self.steps_without_signal} of {self.steps} steps had no learning signal: "
                 "every advantage was 0"
             )
-        if self.val_success_before is not None and self.val_success_after is not None:
-            lines.append(
-                f"success on {self.num_val} held-out problems: "
-                f"{self.val_success_before:.3f} -> {self.val_success_after:.3f}"
-            )
+        if self.val_success_after is not None:
+            told = _change(self.val_success_before, self.val_success_after)
+            lines.append(f"success on {self.num_val} held-out problems: {told}")
         for name, after in self.others_after.items():
-            before = self.others_before.get(name)
-            first = f"{before:.3f} -> " if before is not None else ""
-            lines.append(f"success on {name}: {first}{after:.3f}")
+            lines.append(f"success on {name}: {_change(self.others_before.get(name), after)}")
         return "\n".join(lines)
 
     def at_stop(self, step: int) -> str:
@@ -133,3 +129,7 @@ class Summary:
         steps = f"{self.seconds_total - self.seconds_prepare:.0f} s"
         before = f"{self.seconds_prepare:.0f} s"
         return steps if before == "0 s" else f"{steps}, after {before} of preparation"
+
+
+def _change(before: float | None, after: float) -> str:
+    return f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"

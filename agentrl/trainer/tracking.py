@@ -148,8 +148,8 @@ def read_metrics(path: Path) -> Iterator[MetricsLine]:
     Raises:
         DataError: naming the line that is no metrics.
     """
-    for row, line in enumerate(_whole_lines(path), start=1):
-        yield _parse_line(line, path, row)
+    for number, line in enumerate(_whole_lines(path), start=1):
+        yield _parse_line(line, path, number)
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _whole_lines(path: Path) -> Iterator[str]:
         yield from (line for line in file if line.endswith("\n"))
 
 
-def _parse_line(line: str, path: Path, row: int) -> MetricsLine:
+def _parse_line(line: str, path: Path, number: int) -> MetricsLine:
     try:
         values = json.loads(line)
         step = values.pop("step")
@@ -167,7 +167,7 @@ def _parse_line(line: str, path: Path, row: int) -> MetricsLine:
         raise DataError(
             "a damaged line of metrics",
             file=path,
-            row=row,
+            line=number,
             expected='one JSON object of numbers with a "step"',
         ) from error
 
@@ -176,8 +176,8 @@ def _drop_lines_after(path: Path, step: int) -> None:
     """Rewrite the file without the steps that the resumed run will take again."""
     kept = [
         line
-        for row, line in enumerate(_whole_lines(path), start=1)
-        if _parse_line(line, path, row).step <= step
+        for number, line in enumerate(_whole_lines(path), start=1)
+        if _parse_line(line, path, number).step <= step
     ]
     with written_whole(path) as draft:
         draft.write_text("".join(kept), encoding="utf-8")
@@ -269,8 +269,15 @@ class Column(NamedTuple):
     form: str
 
 
+REWARD_KEYS = (
+    "rollout/combined_reward/mean", "rollout/reward/mean", "critic/score/mean",
+    "critic/rewards/mean",
+)  # fmt: skip
+"""Where the training reward is looked for, in this order: the combined one, which is logged where
+it may be another than the scorer's number, goes before that."""
+
 COLUMNS = (
-    Column("reward", ("rollout/reward/mean", "critic/score/mean", "critic/rewards/mean"), 8, ".3f"),
+    Column("reward", REWARD_KEYS, 8, ".3f"),
     Column("val", ("val/*/success",), 7, ".3f"),
     Column("length", ("response_length/mean",), 8, ".1f"),
     Column("turns", ("num_turns/mean",), 7, ".2f"),

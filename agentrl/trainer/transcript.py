@@ -1,4 +1,4 @@
-r"""A finished request for a reader: the whole conversation, token by token, with what is trained.
+r"""A finished request for a reader: all that was said, token by token, and what is trained of it.
 
 `read_transcript` turns a request into sections of marked tokens; `render_transcript` shows them on
 a terminal, `plain_transcript` as text in which each line begins with its tokens' mark:
@@ -12,7 +12,7 @@ and invisible characters are shown as `\x1b`, markup is not read.
 import json
 import math
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -21,8 +21,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.config.schema import RewardConfig
+from agentrl.rewards import combine_rewards, place_rewards
+from agentrl.rewards.combination import TRAJECTORY_ALONE
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.trainer.transcript_end import read_end
 
 Decode = Callable[[list[int]], str]
 """Token ids to text: special tokens kept, no clean-up of spaces."""
@@ -67,6 +71,8 @@ class TokenView:
     mark: Mark
     log_prob: float | None
     """At sampling; None for what was not sampled."""
+    reward: float | None = None
+    """What lands on it under the run's `reward` section; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Section:
     name: str
     """`prompt`, or the turn's number and role."""
     facts: str
-    """Its tokens, seconds, finish reason, weights, reward."""
+    """Its tokens, seconds, finish reason, weights, what it was scored, what lands on its tokens."""
     tokens: tuple[TokenView, ...]
     notes: tuple[str, ...] = ()
     """Lines below the tokens: the calls of a completion and what came of them."""
@@ -100,22 +106,33 @@ class Transcript:
 # Reading.
 
 
-def read_transcript(request: AsyncRolloutRequest, decode: Decode) -> Transcript:
-    """Take a request apart into what a reader wants to see, in order; text is not yet escaped."""
+def read_transcript(
+    request: AsyncRolloutRequest, decode: Decode, config: RewardConfig = TRAJECTORY_ALONE
+) -> Transcript:
+    """Take a request apart into what a reader wants to see, in order; text is not yet escaped.
+
+    Args:
+        request: Just finished, or read back from a file.
+        decode: The tokenizer's decoding.
+        config: By which rewards become one, and land on tokens.
+    """
+    placement = place_rewards(request, config)
     num_prompt = request.num_prompt_tokens
     ends = [num_prompt, *(num_prompt + turn.end for turn in request.turns)]
     texts = decode_pieces(request.input_ids, decode, breaks=ends)
-    response = _response_tokens(request, texts[num_prompt:])
+    placed = dict(placement.rewards)
+    response = _response_tokens(request, texts[num_prompt:], placed)
     turns = (
         Section(
             _line(f"turn {turn.index}", turn.role),
-            _turn_facts(turn),
+            _turn_facts(turn, response[turn.start : turn.end]),
             response[turn.start : turn.end],
             _turn_notes(turn),
         )
         for turn in request.turns
     )
-    return Transcript(_title(request), (_prompt(request, texts), *turns), _outcome(request))
+    end = read_end(request, combine_rewards(request, config), placement)
+    return Transcript(_title(request), (_prompt(request, texts), *turns), end)
 
 
 def decode_pieces(ids: Sequence[int], decode: Decode, *, breaks: Sequence[int] = ()) -> list[str]:
@@ -155,7 +172,9 @@ def _prompt(request: AsyncRolloutRequest, texts: Sequence[str]) -> Section:
     return Section("prompt", _count(len(ids), "token"), tokens)
 
 
-def _response_tokens(request: AsyncRolloutRequest, texts: Sequence[str]) -> tuple[TokenView, ...]:
+def _response_tokens(
+    request: AsyncRolloutRequest, texts: Sequence[str], placed: Mapping[int, float]
+) -> tuple[TokenView, ...]:
     is_sampled = [
         turn.role == "assistant" for turn in request.turns for _ in range(turn.num_tokens)
     ]
@@ -164,7 +183,8 @@ def _response_tokens(request: AsyncRolloutRequest, texts: Sequence[str]) -> tupl
         log_prob if sampled else None
         for log_prob, sampled in zip(request.rollout_log_probs, is_sampled, strict=True)
     )
-    columns = zip(request.response_ids, texts, marks, log_probs, strict=True)
+    rewards = (placed.get(place) or None for place in range(request.num_response_tokens))
+    columns = zip(request.response_ids, texts, marks, log_probs, rewards, strict=True)
     return tuple(TokenView(index, *column) for index, column in enumerate(columns))
 
 
@@ -193,7 +213,8 @@ def _title(request: AsyncRolloutRequest) -> str:
     )
 
 
-def _turn_facts(turn: Turn) -> str:
+def _turn_facts(turn: Turn, tokens: Sequence[TokenView]) -> str:
+    rewards = [token.reward for token in tokens if token.reward is not None]
     versions = sorted({span.version for span in turn.weight_versions})
     return _line(
         _count(turn.num_tokens, "token"),
@@ -201,7 +222,8 @@ def _turn_facts(turn: Turn) -> str:
         turn.finish_reason and f"finish: {turn.finish_reason}",
         versions and f"weights v{', v'.join(map(str, versions))}",
         turn.cached_tokens and f"{turn.cached_tokens} cached",
-        turn.reward is not None and f"reward {turn.reward:g}",
+        turn.reward is not None and f"scored {turn.reward:g}",
+        rewards and f"reward {math.fsum(rewards):g}",
         turn.excluded and f"left out of the loss: {turn.excluded}",
         turn.cut and f"cut: {turn.cut}",
     )
@@ -218,36 +240,10 @@ def _call_note(call: CallRecord) -> str:
         f"{call.seconds:.3f} s",
         _count(call.num_tokens, "token"),
         call.num_cut_tokens and f"{call.num_cut_tokens} tokens cut away",
-        call.reward is not None and f"reward {call.reward:g}",
+        call.reward is not None and f"scored {call.reward:g}",
         # An error has a line for each of its details; a call has one line.
         _line(*map(str.strip, call.message.splitlines())),
     )
-
-
-def _outcome(request: AsyncRolloutRequest) -> tuple[str, ...]:
-    lines = [f"{request.state}: {request.stop_reason or 'not finished'}"]
-    if request.dropped:
-        lines.append(f"dropped: {request.dropped}")
-    if error := request.error:
-        lines.append(f"fault of the {error.fault} in turn {error.turn}: {error.kind}")
-        lines += [f"  {line}" for line in (error.message + "\n" + error.traceback).splitlines()]
-    lines.append(_reward_line(request))
-    lines += [f"reward of tool {name}: {value:g}" for name, value in request.tool_rewards.items()]
-    lines += [f"{name}: {value}" for name, value in request.reward_extra_info.items()]
-    lines += [
-        f"tokens differ from the rendering in turn {d.turn} ({d.kind}): "
-        f"expected {d.expected!r}, have {d.actual!r}"
-        for d in request.differences
-    ]
-    return tuple(lines)
-
-
-def _reward_line(request: AsyncRolloutRequest) -> str:
-    if request.reward is None:
-        return "reward: not scored"
-    mask = _trained_mask(request)
-    place = f", on response token {len(mask) - 1 - mask[::-1].index(1)}" if any(mask) else ""
-    return f"reward: {request.reward:g}{place}"
 
 
 def _line(*parts: object) -> str:
@@ -306,8 +302,9 @@ def _marked_lines(tokens: Sequence[TokenView]) -> Iterator[str]:
 
 
 def token_table(transcript: Transcript) -> Table:
-    """List the response token by token: id, text, mark, log-probability and probability."""
-    table = Table("token", "id", "text", "mark", "log-prob", "prob", title="response tokens")
+    """List the response: each token's id, text, mark, log-probability, probability and reward."""
+    titles = ("token", "id", "text", "mark", "log-prob", "prob", "reward")
+    table = Table(*titles, title="response tokens")
     for section in transcript.sections[1:]:
         table.add_row("", "", Text(section.name, style="bold cyan"))
         for token in section.tokens:
@@ -324,6 +321,7 @@ def _cells(token: TokenView) -> tuple[Text, ...]:
         text,
         Text(token.mark.value),
         *map(Text, _figures(token.log_prob)),
+        Text("" if token.reward is None else f"{token.reward:g}"),
     )
 
 

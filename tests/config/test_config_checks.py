@@ -464,3 +464,14 @@ def test_the_batch_arithmetic_is_told_in_words():
         "3 training steps; 4 rows do not fill a batch",
     ):
         assert words in told
+
+
+def test_a_key_that_has_no_effect_biases_nothing():
+    keys = {"reward": {"placement": "tool_call_tokens"}, "algorithm": {"adv_estimator": "remax"}}
+    config = config_of(**keys)
+    assert {bias.key for bias in find_biases(config)} == {"reward.placement"}
+    told = [str(note) for note in check_config(config) if note.key == "reward.placement"]
+    assert told == [
+        "reward.placement has no effect: no tool is ever called, and tool_call_tokens is "
+        "last_token then"
+    ]

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from agentrl.chat_client import ChatConfig
 from agentrl.config import DataConfig, MultiTurnConfig
+from agentrl.config.schema import RewardWeightsConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.data.prompt import Prompt
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
+from agentrl.interactions.code_review_interaction import CodeReviewSettings
 from agentrl.interactions.gsm8k_interaction import Gsm8kSettings
 from agentrl.interactions.gym_interaction import GymInteraction, GymSettings
 from agentrl.interactions.registry import select_interaction
@@ -57,7 +60,15 @@ def roll_out(
     house = make_house(make_engine(*answers), interactions=[*interactions.values()])
     manager = make_manager(house, n=1)
     requests = manager.make_requests([prompt], manager.train_plan())
-    return asyncio.run(manager.rollout(requests))[0]
+
+    async def main() -> AsyncRolloutRequest:
+        try:
+            return (await manager.rollout(requests))[0]
+        finally:
+            for interaction in interactions.values():
+                await interaction.shutdown()
+
+    return asyncio.run(main())
 
 
 def said(request: AsyncRolloutRequest) -> list[str]:
@@ -100,8 +111,25 @@ def test_hints_of_the_gsm8k_row_are_told(here: Path):
 
 def test_the_lake_is_crossed(here: Path):
     request = roll_out(*load(here, *EXAMPLES[3]), "down", "down", "right", "down", "right", "right")
-    assert said(request)[0].startswith("You stand on field 0.\n")
+    assert said(request)[0] == "You stand on field 0.\n\nSFFF\nFHFH\nFFFH\nHFFG\n"
     assert scores(request) == [0.0] * 5 + [1.0]
+
+
+def test_the_reviewer_says_what_the_page_shows(here: Path):
+    wrong = "import os\na, b = map(int, input().split())\nprint(a * b + 1)"
+    right = "print(sum(map(int, input().split())))"
+    codes = [f"```python\n{code}\n```" for code in (wrong, right)]
+    request = roll_out(*load(here, *EXAMPLES[4]), *codes)
+    assert f"```\n{said(request)[0]}\n```" in PAGE
+    assert scores(request) == [0.5, 1.0]
+    assert request.stop_reason is StopReason.INTERACTION_ENDED
+
+
+def test_the_weights_that_the_page_names_are_there():
+    given = re.findall(r"reward\.weights: (\{.*?\})", PAGE)
+    assert given
+    for weights in given:
+        RewardWeightsConfig.model_validate(yaml.safe_load(weights))
 
 
 def test_an_environment_of_ones_own_plays(here: Path):
@@ -119,13 +147,17 @@ def test_the_configs_we_ship_load(config: Path):
     assert len(initialize_interactions_from_config(config)) == 1
 
 
-@pytest.mark.parametrize("section", [Gsm8kSettings, UserSimulatorSettings, GymSettings])
+@pytest.mark.parametrize(
+    "section", [Gsm8kSettings, UserSimulatorSettings, GymSettings, CodeReviewSettings]
+)
 def test_tables_list_every_key_with_its_default(section: type[BaseModel]):
     for name, field in section.model_fields.items():
         (row,) = re.findall(rf"^\| (?:`\w+`, )?`{name}`(?:, `\w+`)? \|(.*?)\|", PAGE, re.M)
         default = field.get_default(call_default_factory=True)
         if field.is_required() or default in ("", []):
             continue
+        if isinstance(default, BaseModel):
+            default = {}
         shown = default if isinstance(default, str) else json.dumps(default)
         assert row.strip().strip("`") == shown, name
 

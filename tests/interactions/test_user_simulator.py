@@ -193,24 +193,38 @@ async def test_the_goal_check_may_score_every_answer():
 
 async def test_a_verdict_that_is_none_is_the_interactions_failure():
     serve = serving(in_turn("###STOP###", "Well."))
-    async with serve as fake, user_of(fake, goal_check="Soup.") as user:
+    async with serve as fake, user_of(fake, goal_check="Soup.", max_unreadable=1) as user:
         request = await talk(user, "Leeks.")
+    assert len(fake.asked) == 3, "it was asked once more"
     assert request.error is not None
     assert "expected a number from 0 to 1" in request.error.message
 
 
 @pytest.mark.parametrize(
     ("text", "verdict"),
-    [("0", 0.0), ("1", 1.0), ("a\nScore: 0.25", 0.25), (".5", 0.5), ("1.00", 1.0), ("`0.`", 0.0)],
-)
+    [("0", 0.0), ("1", 1.0), ("a\nScore: 0.25", 0.25), (".5", 0.5), ("1.00", 1.0), ("`0.`", 0.0),
+     ("It was fine. 0.7", 0.7), ("**Score:** 1", 1.0), ("I would say 0.4.", 0.4), ("(0.5)", 0.5),
+     ("My score is 1.", 1.0), ("From 0 to 1: 0.25", 0.25)],
+)  # fmt: skip
 def test_verdicts_are_read(text: str, verdict: float):
     assert read_verdict(text) == verdict
 
 
-@pytest.mark.parametrize("text", ["", "2", "1.5", "-1", "0.5\nwell", "1/2", "nan", "score: ten"])
-def test_what_is_no_verdict_is_refused(text: str):
-    with pytest.raises(ValueError, match="expected a number from 0 to 1"):
-        read_verdict(text)
+@pytest.mark.parametrize(
+    "text",
+    ["", "2", "1.5", "-1", "0.5\nwell", "1/2", "nan", "score: ten", "70%", "-0.5", "0,7", "7 / 1",
+     "0.7 of 1", "It failed in turn 1", "a number from 0 to 1", "version2.0"],
+)  # fmt: skip
+def test_what_is_no_verdict_is_none(text: str):
+    assert read_verdict(text) is None
+
+
+async def test_a_verdict_that_cannot_be_read_is_asked_for_again_with_another_seed():
+    serve = serving(in_turn("###STOP###", "Well.", "Hm.", "It was fine. 0.75"))
+    async with serve as fake, user_of(fake, goal_check="Soup.", chat={"seed": 1}) as user:
+        request = await talk(user, "Leeks.")
+    assert request.reward_scores["user_turn_rewards"] == [0.75]
+    assert len({body["seed"] for body in fake.asked}) == 4
 
 
 async def test_seeds_are_functions_of_the_request_and_the_call():

@@ -500,7 +500,7 @@ def test_law_5_a_function_that_fails_is_named_and_costs_its_request_alone():
     requests = answers("good", "nan", "raises")
     manager = functions(
         {"name": "mine", "path": fakes_scorers.__file__, "function": "misbehave"},
-        {"name": "data_source"},
+        {"name": "qa"},
     )
     score(manager, requests)
     assert [request.reward for request in requests] == [1.0, None, None]

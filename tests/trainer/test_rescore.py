@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -10,7 +11,7 @@ from agentrl.rollout.states import RequestState, StopReason
 from agentrl.trainer.rescore import read_reward_config, rescore, rescore_from_file
 from agentrl.trainer.rollout_log import read_trajectories, save_rollouts
 from tests.fakes_requests import build_request, said
-from tests.fakes_runs import write_yaml
+from tests.fakes_runs import run_agentrl, write_yaml
 
 
 def answered(text, reward, **fields):
@@ -107,7 +108,7 @@ def test_nothing_is_written_over(saved: Path, tmp_path: Path):
 
 def test_what_stops_a_rescoring_leaves_no_half_file(saved: Path, tmp_path: Path):
     saved.write_text(saved.read_text() + "{damaged\n")
-    with pytest.raises(DataError, match="row: 7"):
+    with pytest.raises(DataError, match="line: 7"):
         rescore(saved, RewardConfig(), out=tmp_path / "new.jsonl")
     assert not (tmp_path / "new.jsonl").exists()
     custom = CustomRewardConfig(path="no_such_module")
@@ -143,3 +144,18 @@ def test_overrides_of_other_sections_and_contradictions_are_refused(tmp_path: Pa
     with pytest.raises(ConfigError, match="did you mean 'math'"):
         read_reward_config(None, ["reward.functions=[{name: maths}]"])
     assert read_reward_config(None, ["reward.timeout_s=3"]).timeout_s == 3.0
+
+
+def test_a_table_that_is_piped_cuts_no_name(saved: Path):
+    console = Console(record=True, width=80)
+    rescore_from_file(saved, None, [], console)
+    assert "openai/gsm8k" in console.export_text()
+
+
+def test_the_command_fails_where_nothing_could_be_scored(saved: Path, capsys: Any):
+    assert run_agentrl(capsys, "reward", "rescore", saved).code == 0
+    broken = "reward.custom_reward_function.path=tests.fakes_scorers"
+    name = "reward.custom_reward_function.name=Counter"
+    assert run_agentrl(capsys, "reward", "rescore", saved, broken, name).code == 0
+    named = "reward.custom_reward_function.name=no_number"
+    assert run_agentrl(capsys, "reward", "rescore", saved, broken, named).code == 1

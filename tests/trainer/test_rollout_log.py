@@ -147,7 +147,7 @@ def test_reading_streams(tmp_path):
     assert next(rollouts).num_response_tokens == 12
     with pytest.raises(DataError) as caught:
         next(rollouts)
-    assert (caught.value.file, caught.value.row) == (path, 2)
+    assert (caught.value.file, caught.value.line) == (path, 2)
 
 
 def damage(line, place, value):
@@ -178,7 +178,7 @@ def test_a_line_of_another_version_or_damaged_is_named(tmp_path, place, value, s
     path.write_text(json.dumps(damage(json.loads(path.read_text()), place, value)) + "\n")
     with pytest.raises(DataError, match=said) as caught:
         list(read_trajectories(path))
-    assert caught.value.row == 1
+    assert caught.value.line == 1
 
 
 @pytest.mark.parametrize("missing", ["request", "summary", "version", "request.turns"])

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import register_adv_est
 from agentrl.collate import collate
+from agentrl.config.schema import RewardConfig, RewardWeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.greedy import IS_BASELINE, NO_BASELINE
 from agentrl.trainer.group_filter import Measured, places_that_differ
-from agentrl.trainer.sampling import NO_SIGNAL, SURPLUS
+from agentrl.trainer.sampling import NO_SIGNAL, SURPLUS, source_figures
 from agentrl.training.distributed import World, start_world, stop_world
+from tests.fakes_requests import build_request, said
 from tests.fakes_sampling import GREEDY, Came, FakeLoop
 
 FAILED = Came(stop_reason=StopReason.FAILED)
@@ -213,6 +215,8 @@ def test_long_answers_lose_reward_and_it_is_written_down(world: World):
     assert {name: figure.value for name, figure in samples.figures.items()} == {
         "rollout/overlong_reward/mean": -0.625, "rollout/overlong_reward/min": -2.0,
         "rollout/overlong_reward/max": 0.0, "rollout/overlong_frac": 0.5,
+        "rollout/combined_reward/mean": 0.375, "rollout/combined_reward/min": -1.0,
+        "rollout/combined_reward/max": 1.0,
     }  # fmt: skip
 
 
@@ -244,6 +248,8 @@ def test_each_source_beside_the_scorer_is_told_apart(world: World):
         "rollout/length_penalty/mean": -0.3125, "rollout/length_penalty/min": -0.5,
         "rollout/length_penalty/max": -0.1, "rollout/tool_reward/mean": 0.0,
         "rollout/tool_reward/min": 0.0, "rollout/tool_reward/max": 0.0,
+        "rollout/combined_reward/mean": 0.6875, "rollout/combined_reward/min": 0.5,
+        "rollout/combined_reward/max": 0.9,
     })  # fmt: skip
 
 
@@ -303,3 +309,14 @@ def test_a_group_without_its_baseline_gives_way_under_dynamic_sampling(world: Wo
     samples = remax(outcome, world, algorithm=algorithm)
     assert rows_of(samples.batch) == ["train-1-1", "train-2-2"]
     assert set(samples.baselines) == {1, 2, 3}
+
+
+def test_the_combined_reward_is_logged_where_it_may_be_another_than_the_scorers():
+    requests = [build_request(said(2), reward=1.0), build_request(said(2), reward=0.0)]
+    requests.append(build_request(said(2), stop_reason=StopReason.FAILED))
+    assert source_figures(requests, RewardConfig()) == {}
+    for config in (
+        RewardConfig(weights=RewardWeightsConfig(trajectory=3)),
+        RewardConfig(weights=RewardWeightsConfig(trajectory=3, tool=1)),
+    ):
+        assert source_figures(requests, config)["rollout/combined_reward/mean"].value == 1.5

@@ -1,47 +1,85 @@
-"""The data sources of rows, held against the scorers of the run before it begins."""
+"""Which rows need a bundled scorer, said before a run begins."""
+
+from typing import Any
 
 import pytest
 
 from agentrl.config.schema import RewardConfig
 from agentrl.data.dataset import PromptDataset
 from agentrl.errors import DataError, SandboxError
-from agentrl.trainer.datasets import check_sources
+from agentrl.rewards import make_reward_manager
+from agentrl.trainer.datasets import check_sources, note_unscored
 from tests.fakes import make_prompts
+from tests.fakes_scorers import answers, score
 
-OWN = {"path": "my_scorers"}
-
-
-def check(source: str, **reward: object) -> None:
-    rows = PromptDataset(make_prompts(1, data_source=source))
-    check_sources(rows, RewardConfig.model_validate(reward), file="rows.jsonl")
+OWN = {"name": "mine", "path": "tests.fakes_scorers", "function": "misbehave"}
+JUDGE = {"name": "judge", "reward_kwargs": {"model": "m", "base_url": "http://x", "rubric": "r"}}
 
 
-@pytest.mark.parametrize("source", ["openai/gsm8k", "aime2024", "searchR1_nq"])
-def test_a_source_that_has_a_scorer_by_name_or_by_pattern_is_taken(source: str):
-    check(source)
+def rows(source: str) -> PromptDataset:
+    return PromptDataset(make_prompts(2, data_source=source))
 
 
-def test_a_source_without_scorer_is_named_with_its_row():
-    with pytest.raises(DataError, match="did you mean 'openai/gsm8k'") as error:
-        check("openai/gsm8")
-    assert error.value.details["file"] == "rows.jsonl"
-    assert error.value.details["row"] == 0
+def config(**keys: Any) -> RewardConfig:
+    return RewardConfig.model_validate(keys)
 
 
 @pytest.mark.parametrize(
-    "reward",
-    [
-        {"custom_reward_function": OWN},
-        {"functions": [{"name": "mine", **OWN}]},
-        {"functions": [{"name": "gsm8k"}]},
-    ],
+    "source",
+    ["aime24", "amc23", "numina_olympiads", "searchR1_nq", "Idavidrein/gpqa_main", "openai/gsm8k"],
 )
-def test_where_the_source_does_not_say_who_scores_any_will_do(reward: dict[str, object]):
-    check("nobody/knows", **reward)
+def test_sources_that_fit_a_pattern_are_taken(source: str):
+    check_sources(rows(source), config(), file="f")
+    assert list(note_unscored(rows(source), config())) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"custom_reward_function": {"path": "tests.fakes_scorers"}},
+        {"functions": [OWN]},
+        {"functions": [JUDGE, {"name": "math"}]},
+        {"weights": {"trajectory": 0, "interaction": 1}},
+    ],
+    ids=["custom", "functions", "bundled ones by name", "other rewards"],
+)
+def test_rows_that_are_scored_otherwise_need_no_bundled_scorer(keys: dict[str, Any]):
+    check_sources(rows("mine"), config(**keys), file="f")
+
+
+@pytest.mark.parametrize("keys", [{}, {"functions": [OWN, {"name": "data_source"}]}])
+def test_rows_that_are_scored_by_their_source_need_one(keys: dict[str, Any]):
+    with pytest.raises(DataError, match=r"for the data source 'mine'") as caught:
+        check_sources(rows("mine"), config(**keys), file="f")
+    told = str(caught.value)
+    for word in ("aime*", "searchR1_*", "reward.functions", "row: 0", "file: f"):
+        assert word in told
+
+
+def test_a_source_that_nobody_scores_is_said_where_the_score_weighs_nothing():
+    reward = config(weights={"trajectory": 0, "interaction": 1})
+    (note,) = note_unscored(rows("mine"), reward)
+    assert "'mine' has no bundled scorer" in note
+    assert list(note_unscored(rows("mine"), config(functions=[OWN]))) == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"functions": [{"name": "data_source"}]}])
+def test_its_rows_score_nothing_and_others_are_scored_as_ever(keys: dict[str, Any]):
+    reward = config(weights={"trajectory": 0, "interaction": 1}, **keys)
+    requests = [*answers("5", data_source="mine"), *answers("5"), *answers("6")]
+    score(make_reward_manager(reward), requests)
+    assert [request.error for request in requests] == [None, None, None]
+    assert [request.reward for request in requests] == [0.0, 1.0, 0.0]
+
+
+def test_a_source_without_scorer_is_told_the_nearest_one():
+    with pytest.raises(DataError, match="did you mean 'openai/gsm8k'"):
+        check_sources(rows("openai/gsm8"), config(), file="f")
 
 
 def test_a_source_whose_scorer_runs_code_needs_a_sandbox():
+    untrusted = config(sandbox={"provider": "subprocess"})
     with pytest.raises(SandboxError, match="trusted") as error:
-        check("mbpp", sandbox={"provider": "subprocess"})
+        check_sources(rows("mbpp"), untrusted, file="f")
     assert error.value.details["key"] == "reward.sandbox"
-    check("openai/gsm8k", sandbox={"provider": "subprocess"})
+    check_sources(rows("openai/gsm8k"), untrusted, file="f")

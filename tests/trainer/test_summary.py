@@ -30,3 +30,11 @@ def test_run_that_is_stopped_goes_on_from_what_was_saved_last():
     assert back == Summary(seed=0, seconds_total=9.0, checkpoint="global_step_3")
     assert back.at_stop(3) == "step 3 was finished last; the run goes on from global_step_3"
     assert back.at_stop(0) == "no step was finished"
+
+
+def test_success_that_was_not_measured_before_is_told_alone():
+    summary = Summary(seed=0)
+    summary.note_validation(4, {"arithmetic": 0.5, "unseen": 0.25}, 8)
+    assert told(summary)[1:] == [
+        "success on 8 held-out problems: 0.500", "success on unseen: 0.250",
+    ]  # fmt: skip

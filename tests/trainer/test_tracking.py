@@ -115,7 +115,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     path.write_bytes(b'{"step": 0}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(DataError) as caught:
         list(read_metrics(path))
-    assert (caught.value.file, caught.value.row) == (path, 2)
+    assert (caught.value.file, caught.value.line) == (path, 2)
 
 
 def test_a_full_disk_names_the_file(tmp_path):
@@ -256,3 +256,10 @@ def test_tensorboard_gets_scalars_and_forgets_later_steps_on_resume(tmp_path):
     events.Reload()
     scalars = [(e.step, round(e.value, 3)) for e in events.Scalars("critic/rewards/mean")]
     assert scalars == [(1, 1.1), (2, 2.1), (3, 3.3), (4, 4.3), (5, 5.3)]
+
+
+def test_the_console_shows_the_reward_that_is_trained():
+    combined = STEP | {"rollout/combined_reward/mean": 0.875}
+    lines = log_console([(1, combined), (2, STEP)])
+    assert lines[0].split()[1] == "reward"
+    assert [line.split()[1] for line in lines[1:]] == ["0.875", "0.125"]

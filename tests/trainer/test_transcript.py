@@ -1,15 +1,26 @@
 import io
+import json
+import math
 import unicodedata
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.errors import ToolLifeError
+from agentrl.config.reward_schema import Placement
+from agentrl.config.schema import RewardConfig, RewardWeightsConfig
+from agentrl.errors import Fault, ToolLifeError
+from agentrl.rewards import combine_rewards
+from agentrl.rewards.combination import record_shaping
+from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.records import CallRecord, TokenDifference
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
+from agentrl.trainer import transcript_end
+from agentrl.trainer.rollout_log import read_rollouts, save_rollouts
 from agentrl.trainer.transcript import (
     Mark,
     decode_pieces,
@@ -19,6 +30,7 @@ from agentrl.trainer.transcript import (
     render_transcript,
     token_table,
 )
+from agentrl.trainer.transcript_end import find_place
 from tests.fakes_seeing import byte_decode, finish, finished_requests, sample, started, tool_story
 
 TOKENIZERS = Path(__file__).resolve().parents[2].parent / "shared/data/tokenizers"
@@ -146,6 +158,108 @@ def test_rewards_and_differences_are_told():
     )
 
 
+def with_scores() -> AsyncRolloutRequest:
+    """The scorer gave nothing, the call (tokens 0 to 3) 0.5, and the answer was scored 0.25."""
+    request = tool_story(reward=0.0)
+    request.turns[0].calls[0].reward, request.turns[2].reward = 0.5, 0.25
+    return request
+
+
+COMBINED = RewardConfig(
+    weights=RewardWeightsConfig(trajectory=0, interaction=1, tool_call=1),
+    tool_call_bonus=0.25,
+    placement="tool_call_tokens",
+)
+
+
+def test_the_end_tells_what_is_trained_and_what_it_is_made_of():
+    text = plain_transcript(read_transcript(with_scores(), byte_decode, COMBINED))
+    end = text.partition("--- end\n")[2].splitlines()
+    assert end == [
+        "completed: answered",
+        "reward: 1, on 5 tokens, the last is response token 11",
+        "  interaction_reward: 0.25",
+        "  tool_call_reward: 0.5",
+        "  tool_call_bonus: 0.25",
+        "  scorer: 0",
+    ]
+
+
+def test_turns_and_tokens_tell_what_lands_on_them():
+    transcript = read_transcript(with_scores(), byte_decode, COMBINED)
+    text = plain_transcript(transcript)
+    assert "weights v0 · reward 0.75" in text
+    assert "weights v0 · scored 0.25 · reward 0.25" in text
+    assert "3 tokens · scored 0.5" in text
+    rows = shown(token_table(transcript)).splitlines()
+    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows if "│" in row]
+    rewards = {row[0]: row[-1] for row in cells if row[0] and row[-1]}
+    assert rewards == dict.fromkeys("0123", "0.1875") | {"11": "0.25"}
+
+
+def test_a_saved_request_is_shown_as_it_was(tmp_path: Path):
+    request = with_scores()
+    record_shaping(request, COMBINED)
+    path = tmp_path / "step_000001.jsonl"
+    save_rollouts(path, [request], step=1)
+    (saved,) = read_rollouts(path)
+    texts = [
+        plain_transcript(read_transcript(one, byte_decode, COMBINED)) for one in (request, saved)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].count("tool_call_bonus") == 1
+
+
+@pytest.mark.parametrize("placement", get_args(Placement))
+@settings(max_examples=20, deadline=None)
+@given(request=finished_requests())
+def test_law_7_the_rewards_that_are_shown_sum_to_the_one_that_is_told(placement, request):
+    config = COMBINED.model_copy(update={"placement": placement})
+    transcript = read_transcript(request, byte_decode, config)
+    tokens = [token for section in transcript.sections for token in section.tokens]
+    placed = math.fsum(token.reward for token in tokens if token.reward is not None)
+    total = combine_rewards(request, config).total
+    assert placed == pytest.approx(
+        total
+        if request.is_trained and any(token.mark is Mark.TRAINED for token in tokens)
+        else 0.0,
+        abs=1e-5,
+    )
+    assert all(token.reward is None or token.mark is Mark.TRAINED for token in tokens)
+
+
+def test_a_failure_is_told_in_words_with_the_users_own_line():
+    request = started()
+    sample(request, "go")
+    told = describe_failure(_raised_at_home(), Fault.TOOL, turn=1)
+    request.finish(StopReason.FAILED, told)
+    lines = plain(request).partition("--- end\n")[2].splitlines()
+    assert lines == [
+        "failed: failed",
+        "fault of the tool in turn 1: KeyError: 'no such item'",
+        "  at /home/me/my_tools.py:2, in execute",
+        "reward: not scored",
+    ]
+    assert "Traceback" in request.error.traceback, "the saved record has the whole of it"
+
+
+def test_a_failure_of_agentrls_own_names_no_place():
+    assert find_place(f'  File "{transcript_end.__file__}", line 3, in f\n') is None
+    assert find_place(f'  File "{json.__file__}", line 3, in f\n') is None
+    assert find_place("") is None
+
+
+def _raised_at_home() -> Exception:
+    there: dict[str, Any] = {}
+    code = "def execute():\n    raise KeyError('no such item')\n"
+    exec(compile(code, "/home/me/my_tools.py", "exec"), there)
+    try:
+        there["execute"]()
+    except KeyError as error:
+        return error
+    raise AssertionError
+
+
 # What is shown.
 
 
@@ -172,7 +286,7 @@ def test_the_table_lists_every_response_token():
     rows = shown(token_table(read_transcript(request, byte_decode))).splitlines()
     cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows if "│" in row]
     assert cells[0][2] == "turn 0 · assistant"
-    assert cells[1] == ["0", "97", "a", "+", "-0.5000", "0.607"]
+    assert cells[1] == ["0", "97", "a", "+", "-0.5000", "0.607", ""]
     assert [row[2] for row in cells[2:]] == ["␣", "…", "…", "€"]
 
 
