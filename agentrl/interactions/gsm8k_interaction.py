@@ -64,12 +64,15 @@ class Gsm8kInteraction(BaseInteraction):
 
     Args:
         config: The keys of `Gsm8kSettings`: `max_hints` (2), `method` (`flexible`), `hints` (none),
-            `score` (1.0), `format_score` (0.0), `hint_penalty` (0.0), `encourage` (false).
+            `score` (1.0), `format_score` (0.0), `hint_penalty` (0.0), `encourage` (false). A
+            subclass with keys of its own names them by its `keys_class`.
     """
+
+    keys_class: type[Gsm8kSettings] = Gsm8kSettings
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._settings = read_keys(Gsm8kSettings, config, key="", also_known=SHARED_KEYS)
+        self._settings = read_keys(self.keys_class, config, key="", also_known=SHARED_KEYS)
         self._talks: dict[str, _Talk] = {}
 
     async def start_interaction(

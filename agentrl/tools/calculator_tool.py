@@ -61,15 +61,18 @@ class CalculatorTool(BaseTool):
     """Compute arithmetic; what cannot be computed is said in words that help to do better.
 
     Args:
-        config: The keys of every tool, and none of its own.
+        config: The keys of every tool, and none of its own; a subclass that has some names them by
+            its `keys_class`.
         tool_schema: What the model is told; None: the bundled schema.
     """
+
+    keys_class: type[Section] = _NoKeys
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        read_keys(_NoKeys, config, key="config", also_known=SHARED_KEYS)
+        read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Give the schema that a YAML need not repeat."""

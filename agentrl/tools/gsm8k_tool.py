@@ -43,14 +43,17 @@ class Gsm8kTool(BaseTool):
 
     A call is rewarded with 0.0 where it scored better than the one before and with
     `config.repeat_penalty` (default -0.05) where it did not. The tool's own reward is the last
-    answer's score. `create_kwargs`: `ground_truth`.
+    answer's score. `create_kwargs`: `ground_truth`. A subclass with keys of its own names them by
+    its `keys_class`.
     """
+
+    keys_class: type[Gsm8kToolConfig] = Gsm8kToolConfig
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._keys = read_keys(Gsm8kToolConfig, config, key="config", also_known=SHARED_KEYS)
+        self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
         self._truths: dict[str, str] = {}
         self._scores: dict[str, float] = {}
 
