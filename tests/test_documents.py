@@ -57,7 +57,7 @@ def test_first_two_commands_install_and_train_and_test() -> None:
     assert "pip install" in train
     assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in train
     assert "pip install" in test
-    assert "&& pytest && pytest -m slow" in test
+    assert "&& pytest -n logical --dist worksteal && pytest -m slow" in test
 
 
 def test_third_command_installs_sglang_and_ci_runs_it() -> None:

@@ -57,6 +57,11 @@ class SandboxTool(BaseTool, Generic[Keys]):
         self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
 
+    @property
+    def sandbox_config(self) -> SandboxConfig:
+        """The keys of the sandbox in which this runs code."""
+        return self._keys.sandbox
+
     async def open_session(self, sandbox: Sandbox) -> Session:
         """Open what one request runs its code in."""
         raise NotImplementedError

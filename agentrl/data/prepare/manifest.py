@@ -44,7 +44,7 @@ def make_once(
     """Call `write`, unless `files` were made with the same arguments before.
 
     Where `write` raises and has left no file, nothing of it is left: no manifest, and no folder
-    that was not there before.
+    that was not there before. (What was interrupted is known as unfinished.)
 
     Returns:
         Whether anything was written.
@@ -69,7 +69,7 @@ def make_once(
     _write(path, wanted.model_copy(update={"complete": False}))
     try:
         write()
-    except BaseException:
+    except Exception:
         if list(out_dir.iterdir()) == [path]:
             path.unlink()
             if not was_there:
