@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 
 from agentrl.config.schema import RewardConfig
+from agentrl.machine import num_cores
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.math_answer import compute_score
-from agentrl.rewards.pool import num_cores
 from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes_requests import build_request, said
 
