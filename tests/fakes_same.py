@@ -8,10 +8,10 @@ from typing import Any
 
 CLOCKS_OF_METRICS = re.compile(
     r"timing_s/.*|weight_sync/seconds|perf/(throughput|time_per_step|max_.*)|reward/seconds/.*|"
-    r"rollout/(turn_seconds|tool/.*/seconds)/.*"
+    r"rollout/(turn_seconds|tool/.*/(queue_)?seconds)/.*"
 )
 """Figures that are read off a clock or off the process's memory; every other one is compared."""
-CLOCKS_OF_RECORDS = re.compile(r"seconds(_.*)?")
+CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?")
 """Keys of rollouts, of `summary.json` and of `state.json` that hold seconds."""
 APART = re.compile(r"metrics\.\d+\.jsonl|started|(.*/)?manifest\.json")
 """Figures of an attempt that had no checkpoint yet; the date; checksums, one of them of a file with
