@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from agentrl.protocol import DataProto
     from agentrl.trainer.trainer import Trainer
 
-__all__ = ["DataProto", "RunConfig", "Trainer", "load_config"]
+__version__ = "0.1.0"
+__all__ = ["DataProto", "RunConfig", "Trainer", "__version__", "load_config"]
 
 _HOMES = {
     "DataProto": "agentrl.protocol",
@@ -28,3 +29,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, SecretStr, field_validator, model_valida
 
 from agentrl.config.section import Section
 from agentrl.errors import AgentRLError, ConfigError, MissingExtraError
+from agentrl.plugins.extras import install_command
 
 _CHARACTERS_PER_TOKEN = 4
 """An estimate, for servers that do not count."""
@@ -313,6 +314,6 @@ def _import_openai() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "a model behind an OpenAI-compatible address needs the package openai",
-            install='pip install "agentrl[openai]"',
+            install=install_command("openai"),
         ) from error
     return openai

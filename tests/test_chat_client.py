@@ -21,6 +21,7 @@ from agentrl.chat_client import (
     ChatReply,
 )
 from agentrl.errors import ConfigError, MissingExtraError
+from agentrl.plugins.extras import install_command
 from tests.fakes_chat import KEY, FakeChat, in_turn, serving
 
 HELLO = [{"role": "user", "content": "Hello?"}]
@@ -221,4 +222,4 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(MissingExtraError) as caught:
         ChatClient(ChatConfig(base_url="http://here/v1", model="m"))
-    assert caught.value.details["install"] == 'pip install "agentrl[openai]"'
+    assert caught.value.details["install"] == install_command("openai")

@@ -302,7 +302,7 @@ def test_a_tool_that_finds_no_sandbox_says_what_to_install(
 ):
     looked = look(coding)
     assert "tools and users" in looked.faults()
-    assert 'pip install "agentrl[sandbox]"' in looked.text("tools and users")
+    assert "pip install 'sandlock<" in looked.text("tools and users")
     assert "tools[0].config.sandbox" in looked.text("tools and users")
     assert looked.text("sandbox") == "because of 'tools and users'"
     told = run_agentrl(capsys, "config", "check", coding)

@@ -1,11 +1,11 @@
 """The application that the commands belong to."""
 
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+import agentrl
 from agentrl.trainer.leaving import say_interrupted
 
 
@@ -39,7 +39,7 @@ app.add_typer(reward_app, name="reward")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"agentrl {version('agentrl')}")
+        typer.echo(f"agentrl {agentrl.__version__}")
         raise typer.Exit
 
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, Protocol
 
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.plugins.extras import install_command
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 
-INSTALL = "pip install 'agentrl[sglang]'"
 MAX_SECONDS = 2.0
 """CPU time of one text: some detectors take cubic time for a text that repeats itself."""
 LOOKS = 10
@@ -141,7 +141,9 @@ def sglang_parser_names() -> list[str]:
         MissingExtraError: where it is not installed.
     """
     if find_spec("sglang") is None:
-        raise MissingExtraError("the parsers of SGLang need SGLang", install=INSTALL)
+        raise MissingExtraError(
+            "the parsers of SGLang need SGLang", install=install_command("sglang")
+        )
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     return sorted(FunctionCallParser.ToolCallParserEnum)

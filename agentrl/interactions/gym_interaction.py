@@ -19,6 +19,7 @@ from agentrl.interactions.gym_actions import ActionReader, InvalidActionError
 from agentrl.interactions.gym_episode import Episode, Step
 from agentrl.interactions.own_thread import OwnThread
 from agentrl.plugins import load_object
+from agentrl.plugins.extras import install_command
 from agentrl.plugins.keys import read_keys
 
 _FIELDS = ("observation", "rendered", "reward", "step")
@@ -195,7 +196,7 @@ def _registered(env: str) -> Callable[..., Any]:
     except ImportError as error:
         raise MissingExtraError(
             f"the environment {env!r} needs the package gymnasium",
-            install='pip install "agentrl[gym]"',
+            install=install_command("gym"),
         ) from error
     try:
         gymnasium.spec(env)

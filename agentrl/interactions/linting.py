@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import MissingExtraError
+from agentrl.plugins.extras import install_command
 
 TIMEOUT_S = 20.0
 
@@ -86,6 +87,6 @@ def _find_ruff() -> str:
     if found is None:
         raise MissingExtraError(
             "the static checks of CodeReviewInteraction need ruff",
-            install='pip install "agentrl[lint]"',
+            install=install_command("lint"),
         )
     return found

@@ -1,8 +1,38 @@
-"""Packages that only some plug-ins need."""
+"""Packages that only some plug-ins need, and how to install them."""
 
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 
+from packaging.requirements import Requirement
+
 from agentrl.errors import MissingExtraError
+
+DISTRIBUTION = "agentrl-multiturn"
+"""The name of this project on the package index. `agentrl` is another project there."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of agentrl brings.
+
+    It names the packages themselves, so it works in every folder and needs no published agentrl.
+
+    Args:
+        extra: As in pyproject.toml.
+    """
+    try:
+        declared = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # agentrl is imported from a folder that was not installed
+        declared = []
+    packages = [
+        f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}{one.specifier}"
+        for one in map(Requirement, declared)
+        if one.marker
+        and not one.marker.evaluate({"extra": ""})
+        and one.marker.evaluate({"extra": extra})
+    ]
+    if not packages:
+        return f"pip install '.[{extra}]' (in a checkout of agentrl)"
+    return "pip install " + " ".join(f"'{package}'" for package in packages)
 
 
 def require_package(package: str, *, extra: str, what: str) -> None:
@@ -19,5 +49,5 @@ def require_package(package: str, *, extra: str, what: str) -> None:
     if find_spec(package) is None:
         raise MissingExtraError(
             f"{what} needs the package {package!r}, which is not installed",
-            install=f'pip install "agentrl[{extra}]"',
+            install=install_command(extra),
         )

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from agentrl.answers import Method, without_thought
 from agentrl.errors import MissingExtraError, RewardError
+from agentrl.plugins.extras import install_command
 from agentrl.rewards.truths import read_text
 
 TIMEOUT_S = 3
@@ -210,7 +211,7 @@ def _import() -> Any:
     except ImportError:
         raise MissingExtraError(
             "scoring mathematics needs the package math-verify",
-            install='pip install "agentrl[math]"',
+            install=install_command("math"),
         ) from None
     # It warns of every time-out, and once that it has none on a thread.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

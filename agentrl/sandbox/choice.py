@@ -13,12 +13,12 @@ from typing import Any
 
 from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
+from agentrl.plugins.extras import install_command
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.keeper_process import KeeperProcess, Sockets
 from agentrl.sandbox.local import LocalSandbox
 from agentrl.sandbox.settings import LocalProvider, sandlock_folder
 
-INSTALL = 'pip install "agentrl[sandbox]"'
 _CHECK_S = 30.0
 _HEAD = struct.Struct(">I")
 WALLS: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
@@ -53,11 +53,12 @@ def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
             return provider
         reasons[provider] = reason
     if asked == ("sandlock",) and sandlock_folder() is None:
-        raise MissingExtraError("sandlock is not installed", install=INSTALL)
+        raise MissingExtraError("sandlock is not installed", install=install_command("sandbox"))
+    install = install_command("sandbox")
     raise SandboxError(
         "nothing on this machine keeps in the code that a model wrote",
         **reasons,
-        expected=f"one of them: {INSTALL}, or bubblewrap from the system's packages; "
+        expected=f"one of them: {install}, or bubblewrap from the system's packages; "
         "or provider: sandbox_fusion with a url",
     )
 
@@ -65,11 +66,12 @@ def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
 def _trusted(config: SandboxConfig) -> LocalProvider:
     if config.trusted:
         return "subprocess"
+    install = install_command("sandbox")
     raise SandboxError(
         "provider: subprocess sets limits and keeps nothing secret: code could read and delete "
         "whatever this user can",
         provider="subprocess",
-        expected=f"trusted: true, where the code is trusted; else sandlock ({INSTALL}) or "
+        expected=f"trusted: true, where the code is trusted; else sandlock ({install}) or "
         "bubblewrap from the system's packages",
     )
 
@@ -83,7 +85,7 @@ def why_not(provider: LocalProvider) -> str | None:
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
     if provider == "sandlock" and sandlock_folder() is None:
-        return f"it is not installed: {INSTALL}"
+        return f"it is not installed: {install_command('sandbox')}"
     if provider == "bubblewrap" and shutil.which("bwrap") is None:
         return "it is not installed: the package bubblewrap of the system brings bwrap"
     keeper = KeeperProcess(SandboxConfig(), provider)

@@ -23,8 +23,8 @@ from agentrl.engines.sglang.arguments import (
 )
 from agentrl.engines.sglang.connecting import SyncSource, connect
 from agentrl.engines.sglang.engine import SGLangEngine
-from agentrl.engines.sglang_parsers import INSTALL
 from agentrl.errors import MissingExtraError
+from agentrl.plugins.extras import install_command
 
 
 def choose_engine(config: RunConfig) -> EngineName:
@@ -50,7 +50,9 @@ def check_engine(config: RunConfig) -> None:
     if find_spec("sglang") is None:
         key = "rollout.engine.name"
         raise MissingExtraError(
-            f"{key}: asks for SGLang, which is not installed", key=key, install=INSTALL
+            f"{key}: asks for SGLang, which is not installed",
+            key=key,
+            install=install_command("sglang"),
         )
     check_given(config.rollout.engine.sglang.server_arguments)
 

@@ -26,6 +26,7 @@ from rich.text import Text
 from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
 from agentrl.files import naming, written_whole
+from agentrl.plugins.extras import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class TensorBoardSink:
         except ImportError as error:
             raise MissingExtraError(
                 "trainer.logger names tensorboard, whose package is not installed",
-                install="pip install agentrl[tensorboard]",
+                install=install_command("tensorboard"),
             ) from error
         purge = None if resumed_step is None else resumed_step + 1
         self._folder = folder

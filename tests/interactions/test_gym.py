@@ -20,6 +20,7 @@ from agentrl.interactions.gym_actions import ActionReader, InvalidActionError
 from agentrl.interactions.gym_interaction import GymInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.messages import Message
+from agentrl.plugins.extras import install_command
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
@@ -288,5 +289,5 @@ def test_an_id_without_the_extra_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingExtraError) as caught:
         gym("FrozenLake-v1")
-    assert caught.value.details["install"] == 'pip install "agentrl[gym]"'
+    assert caught.value.details["install"] == install_command("gym")
     gym()  # one of one's own needs no extra

@@ -266,7 +266,7 @@ def test_without_the_extra_it_says_what_to_install():
         "import sys; sys.modules['openai'] = None\n"
         "from agentrl.rewards.judge import Judge\n"
         "try: Judge(base_url='http://localhost:1/v1', model='m', rubric='r')\n"
-        "except ImportError as error: assert 'agentrl[openai]' in str(error), error\n"
+        "except ImportError as error: assert 'openai>=' in str(error), error\n"
         "else: raise SystemExit('was built')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -159,7 +159,7 @@ def test_without_the_extra_it_says_what_to_install():
         "from agentrl.rewards.math_answer import compute_score\n"
         "assert compute_score('math', r'\\boxed{5}', '5')['score'] == 1.0\n"
         "try: compute_score('math', r'\\boxed{5}', '6')\n"
-        "except ImportError as error: assert 'agentrl[math]' in str(error), error\n"
+        "except ImportError as error: assert 'math-verify' in str(error), error\n"
         "else: raise SystemExit('was scored')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

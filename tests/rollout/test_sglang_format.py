@@ -171,7 +171,7 @@ def test_without_tools_nothing_is_a_call():
 
 def test_without_sglang_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("agentrl.engines.sglang_parsers.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=re.escape("pip install 'agentrl[sglang]'")):
+    with pytest.raises(MissingExtraError, match=re.escape("pip install 'sglang==")):
         get_tool_parser("sglang:deepseekv3")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
+from agentrl.plugins.extras import install_command
 from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
@@ -178,7 +179,7 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as error:
         load(tmp_path, one())
-    assert error.value.details["install"] == 'pip install "agentrl[mcp]"'
+    assert error.value.details["install"] == install_command("mcp")
 
 
 def test_verls_names_and_keys_are_read(tmp_path: Path):

@@ -11,6 +11,7 @@ from aiohttp import web
 from agentrl.config.prepare_schema import SearchIndexConfig
 from agentrl.data.prepare import prepare_search_index
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
+from agentrl.plugins.extras import install_command
 from agentrl.tools import initialize_tools_from_config
 from agentrl.tools.search_tool import SearchTool
 from tests.fakes_services import Answer, always, retriever, serving
@@ -231,7 +232,7 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as error:
         SearchTool({"retriever": "bm25", "index_dir": str(folder)})
-    assert error.value.details["install"] == 'pip install "agentrl[search]"'
+    assert error.value.details["install"] == install_command("search")
 
 
 VERLS = """

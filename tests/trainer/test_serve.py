@@ -38,4 +38,4 @@ def test_without_sglang_the_error_names_the_extra(tiny_home: Path, tmp_path: Pat
     run_file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
     told = run_agentrl(capsys, "serve", run_file)
     assert told.code == 2
-    assert "pip install 'agentrl[sglang]'" in told.err
+    assert "pip install 'sglang==" in told.err

@@ -11,8 +11,8 @@ import psutil
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from agentrl.engines.sglang_parsers import INSTALL
 from agentrl.errors import ConfigError, EngineError, MissingExtraError
+from agentrl.plugins.extras import install_command
 
 TESTED_VERSION = "0.5.23"
 SPARE_TOKENS = 8
@@ -163,7 +163,7 @@ def require_sglang() -> None:
         MissingExtraError: saying how to install it.
     """
     if find_spec("sglang") is None:
-        raise MissingExtraError("SGLang is not installed", install=INSTALL)
+        raise MissingExtraError("SGLang is not installed", install=install_command("sglang"))
 
 
 def has_accelerator() -> bool:

@@ -17,11 +17,12 @@ from agentrl.config.schema import RunConfig
 from agentrl.engines.sglang.arguments import TESTED_VERSION
 from agentrl.errors import ConfigError
 from agentrl.machine import num_cores
+from agentrl.plugins.extras import DISTRIBUTION
 from agentrl.trainer.doctor.records import Checked
 from agentrl.training.distributed import World, start_world
 
-_SHOWN = ("agentrl", "torch", "transformers", "sglang")
-_PINNING = ("agentrl", "sglang")
+_SHOWN = (DISTRIBUTION, "torch", "transformers", "sglang")
+_PINNING = (DISTRIBUTION, "sglang")
 BUSY_FRAC = 0.5
 """Share of an accelerator's memory that others may hold before it is told."""
 
