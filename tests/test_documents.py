@@ -6,6 +6,10 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import typer
+
+from agentrl.cli import app
+from agentrl.config.method_keys import INPUTS_NOT_MADE
 from agentrl.rollout.states import StopReason, state_diagram
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +69,38 @@ def test_third_command_installs_sglang_and_ci_runs_it() -> None:
     assert ".[sglang,dev]" in command
     assert "pytest -m sglang" in command
     assert "blocks[1] + blocks[2]" in (ROOT / ".ci/run").read_text()
+
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def test_pages_name_only_commands_that_exist() -> None:
+    commands = typer.main.get_command(app)
+    known = set(commands.commands)  # pyright: ignore[reportAttributeAccessIssue]
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"(?:^|[`&] ?)agentrl ([a-z][a-z-]*)", text, re.M))
+        assert named <= known, f"{page.relative_to(ROOT)}: {sorted(named - known)}"
+
+
+def test_pages_say_which_estimators_no_run_can_use() -> None:
+    for name in INPUTS_NOT_MADE.keys() - {"gae_verl"}:
+        rows = [
+            line
+            for page in PAGES
+            if page.parent.name == "algorithms"
+            for line in page.read_text(encoding="utf-8").splitlines()
+            if line.startswith(f"| [`{name}`](#")
+        ]
+        assert rows
+        assert all("not in a run yet" in row for row in rows), name
+
+
+def test_no_page_leads_to_the_project_that_owns_the_name_agentrl_on_the_index() -> None:
+    files = [*PAGES, *(ROOT / "configs").rglob("*.yaml"), *(ROOT / "agentrl").rglob("*.py")]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"install (?:-\S+ )*[\"']?agentrl(?![-/\w])", text), file
 
 
 def test_readme_has_no_gap() -> None:

@@ -51,7 +51,7 @@ def test_nothing_there_is_an_error_that_says_what_to_install(monkeypatch: pytest
 @pytest.mark.usefixtures("fresh")
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     nothing_installed(monkeypatch)
-    with pytest.raises(MissingExtraError, match="pip install .sandlock"):
+    with pytest.raises(MissingExtraError, match=r"pip install .sandlock"):
         make_sandbox(SandboxConfig(provider="sandlock"))
 
 
