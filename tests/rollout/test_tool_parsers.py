@@ -21,6 +21,7 @@ from agentrl.rollout.tool_parsers import (
     register_tool_parser,
     tool_parser_names,
 )
+from agentrl.rollout.tool_parsers.json_calls import decode_json
 from agentrl.rollout.tool_parsers.qwen3_coder import typed
 from tests.fakes_tools import schema
 
@@ -157,6 +158,13 @@ def test_variants_that_models_write(name: str, text: str, expected: list[Any] | 
     assert calls(parse(name, text)) == expected
 
 
+PARAMETER_A = "<parameter=a>1</parameter>"
+
+
+def hermes(arguments: str) -> str:
+    return f'<tool_call>{{"name": "say", "arguments": {arguments}}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
@@ -173,6 +181,20 @@ def test_variants_that_models_write(name: str, text: str, expected: list[Any] | 
             '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>',
             "surrogate",
         ),
+        ("hermes", hermes('"rm -rf"'), "not valid JSON"),
+        ("hermes", hermes('"{broken"'), "not valid JSON"),
+        ("hermes", hermes(r'"{\"x\": 1} and more"'), "something behind"),
+        ("hermes", hermes(r'"{\"x\": \"\\ud83d\"}"'), "surrogate"),
+        ("hermes", hermes('"[1]"'), "not a JSON object"),
+        ("hermes", hermes('{"x": 1e999}'), "1e999 is too large"),
+        ("hermes", hermes('{"x": [-1e999]}'), "too large"),
+        ("hermes", hermes('{"x": -Infinity}'), "-Infinity is not JSON"),
+        ("hermes", hermes('{"x": 1, "x": 2}'), "'x' is there twice"),
+        ("hermes", hermes(r'"{\"x\": 1, \"x\": 2}"'), "'x' is there twice"),
+        ("llama3_json", '{"name": "a", "parameters": "oops"}', "not valid JSON"),
+        ("json", '{"name": "a", "name": "b", "arguments": {}}', "'name' is there twice"),
+        ("qwen3_coder", f"<function=add>{PARAMETER_A * 2}</function>", "a is there twice"),
+        ("pythonic", "[add(a={'x': 1, 'x': 2})]", "argument a is not a literal"),
         ("hermes", f"<tool_call>{'[' * 99999}</tool_call>", "nested too deeply"),
         ("hermes", f'<tool_call>{{"name": {"9" * 5000}}}</tool_call>', "not valid JSON"),
         ("qwen3_coder", "<tool_call>add(1)</tool_call>", "no <function=NAME>"),
@@ -203,12 +225,26 @@ def test_a_broken_call_is_recorded_with_its_reason_and_stays_in_the_text(
     assert turn.malformed[0].text == text
 
 
+@pytest.mark.parametrize("arguments", ["null", '""', '" "', '"null"', "{}", '"{}"'])
+def test_a_call_may_be_written_without_arguments(arguments: str):
+    assert calls(parse("hermes", hermes(arguments))) == [("say", {})]
+
+
 def test_a_broken_call_hides_no_other():
     good = ONE_CALL["hermes"]
     turn = parse("hermes", f"{good}<tool_call>oops</tool_call>{good}")
     assert [call.index for call in turn.calls] == [0, 2]
     assert [call.index for call in turn.malformed] == [1]
     assert turn.content == "<tool_call>oops</tool_call>"
+
+
+def test_a_parameter_that_is_not_closed_takes_no_other_call_with_it():
+    good = ONE_CALL["qwen3_coder"]
+    turn = parse("qwen3_coder", f"<tool_call><function=say><parameter=text>hi</tool_call>{good}")
+    assert [(call.name, call.arguments) for call in turn.calls] == [ADD]
+    assert [(call.name, call.reason) for call in turn.malformed] == [
+        ("say", "the parameter text is not closed by </parameter>")
+    ]
 
 
 def test_a_bare_object_that_is_an_answer_is_no_call():
@@ -397,6 +433,39 @@ def test_long_hostile_texts_are_read_in_linear_time(name: str, piece: str):
         )
 
     assert seconds(8000) < 40 * max(seconds(1000), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "piece", "end"),
+    [
+        ("qwen3_coder", "<function=a><parameter=b></tool_call>", "</parameter>"),
+        ("qwen3_coder", "<function=a><parameter=b></tool_call>", ""),
+        ("hermes", "<tool_call></tool_call>", ""),
+        ("hermes", '<tool_call>{"a"</tool_call>', ""),
+        ("hermes", '<tool_call>{"a": "</tool_call>', ""),
+    ],
+)
+def test_many_broken_calls_are_read_in_linear_time(name: str, piece: str, end: str):
+    # A ratio, not seconds: sixteen times the text may take five times sixteen as long.
+    def seconds(num: int) -> float:
+        text = piece * num + end
+        return min(
+            timeit.repeat(lambda: parse(name, text), timer=time.process_time, number=1, repeat=3)
+        )
+
+    assert seconds(16000) < 80 * max(seconds(1000), 1e-3)
+
+
+@given(json_values, st.integers(0, 3), st.text(max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_long_json_is_read_whatever_window_it_is_cut_at(value: Any, blanks: int, behind: str):
+    written = json.dumps([value, "x" * 3000, value], indent=blanks)
+    for text in (written, written + " ,", json.dumps(written) + behind):
+        found = decode_json(text)
+        expected, end = json.JSONDecoder().raw_decode(text)
+        assert (found.value, found.end, found.reason) == (expected, end, None)
+    cut = decode_json(written[:-1])
+    assert cut.reason is not None
 
 
 def test_schemas_are_only_read():

@@ -1,12 +1,17 @@
 """Formats that write a call as a JSON object: `hermes`, `llama3_json`, `json`."""
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
+_FIRST_WINDOW = 1024
+_LONGEST_WORD = 16
+"""Characters after an error that the decoder may have looked at: `-Infinity`, an escape."""
 _BLANK = re.compile(r"\s*")
 _BLANK_OR_SEMICOLON = re.compile(r"[\s;]*")
 _CALL_SHAPED = r'(?=\{\s*"(?:name|type|function|arguments|parameters)"\s*:)'
@@ -86,9 +91,14 @@ class Decoded(NamedTuple):
 
 
 def decode_json(text: str, start: int = 0) -> Decoded:
-    """Decode the JSON value that begins at `start` (white space skipped); raises nothing."""
+    """Decode the JSON value that begins at `start` (white space skipped); raises nothing.
+
+    The value is JSON in the strict sense: no constants such as `NaN`, no number that is infinite
+    as a float, and no object that has a key twice.
+    """
+    start = _skip(_BLANK, text, start)
     try:
-        value, end = _DECODER.raw_decode(text, _skip(_BLANK, text, start))
+        value, end = _decode_in_windows(text, start)
     except RecursionError:
         return Decoded(None, start, "the JSON is nested too deeply")
     except ValueError as error:
@@ -96,6 +106,29 @@ def decode_json(text: str, start: int = 0) -> Decoded:
     if "\\u" in text[start:end] and not _is_unicode(value):
         return Decoded(None, start, "it holds half of a surrogate pair")
     return Decoded(value, end)
+
+
+def _decode_in_windows(text: str, start: int) -> tuple[Any, int]:
+    """Decode a value from a window of the text that doubles until it is large enough.
+
+    The library counts the lines of its whole input for each error, so many errors in one long text
+    would take quadratic time.
+    """
+    width = _FIRST_WINDOW
+    while start + width < len(text):
+        window = text[start : start + width]
+        width *= 2
+        try:
+            value, end = _DECODER.raw_decode(window)
+        except json.JSONDecodeError as error:
+            is_cut = error.pos + _LONGEST_WORD > len(window) or "Unterminated" in error.msg
+            if not is_cut:
+                raise
+        else:
+            if end < len(window):  # a number could go on after the window
+                return value, start + end
+    value, end = _DECODER.raw_decode(text[start:])
+    return value, start + end
 
 
 def call_of(value: Any) -> Call | Problem:
@@ -109,8 +142,25 @@ def call_of(value: Any) -> Call | Problem:
     if not isinstance(name, str) or not name:
         return Problem('it has no "name"')
     arguments: Any = fields.get("arguments", fields.get("parameters", {}))
+    return read_arguments(name, arguments)
+
+
+def read_arguments(name: str, arguments: Any) -> Call | Problem:
+    """Read the arguments of a call: an object, the text of one, or nothing at all.
+
+    Args:
+        name: The tool's name.
+        arguments: A decoded value. None and a blank text are a call without arguments.
+    """
     if isinstance(arguments, str):
-        arguments = decode_json(arguments).value
+        arguments = arguments.strip() or None
+    if isinstance(arguments, str):
+        decoded = decode_json(arguments)
+        if decoded.reason is not None:
+            return Problem(f"its arguments: {decoded.reason}", name)
+        if arguments[decoded.end :].strip():
+            return Problem("there is something behind the JSON object of its arguments", name)
+        arguments = decoded.value
     if not isinstance(arguments, dict | None):
         return Problem('its "arguments" are not a JSON object', name)
     return Call(name, cast("dict[str, Any]", arguments or {}))
@@ -129,7 +179,30 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return number
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs.
+
+    Raises:
+        ValueError: if a key is there twice; no reader could say which value is meant.
+    """
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"the key {key[:40]!r} is there twice")
+        made[key] = value
+    return made
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=unique_keys
+)
 
 
 def _skip(blank: re.Pattern[str], text: str, position: int) -> int:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from agentrl.rollout.tool_parsers.base import Call, Piece, Problem, ToolParser, Tools
+from agentrl.rollout.tool_parsers.json_calls import unique_keys
 from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _QUOTE_OR_BRACKET = re.compile(r"""\\.|'''|\"\"\"|['"\[\](){}]""", re.DOTALL)
@@ -61,11 +62,15 @@ def _literal(node: ast.expr) -> Any:
     """Evaluate a literal to a JSON value.
 
     Raises:
-        ValueError: for what is no literal, or no JSON (sets, bytes, infinities).
+        ValueError: for what is no literal, or no JSON (sets, bytes, infinities, a key twice).
     """
     plain = _JsonNames().visit(node)
+    for inner in ast.walk(plain):
+        if isinstance(inner, ast.Dict):
+            unique_keys([(ast.unparse(key), None) for key in inner.keys if key is not None])
     value = ast.literal_eval(plain)
-    return json.loads(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    written = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    return json.loads(written, object_pairs_hook=unique_keys)
 
 
 class _JsonNames(ast.NodeTransformer):

@@ -9,7 +9,7 @@ from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _NAME = re.compile(r"\s*<function=([^>\s]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
-_PARAMETER_END = re.compile(r"\n?</parameter>")
+_VALUE_END = re.compile(r"\n?</parameter>|</tool_call>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _CALL_END = re.compile(r"\s*</tool_call>")
 
@@ -32,12 +32,15 @@ class Qwen3CoderParser(ToolParser):
         properties = _properties(name, tools)
         arguments: dict[str, Any] = {}
         while parameter := _PARAMETER.match(text, position):
-            end = _PARAMETER_END.search(text, parameter.end())
-            if end is None:
-                reason = f"the parameter {parameter[1]} is not closed by </parameter>"
+            key, end = parameter[1], _VALUE_END.search(text, parameter.end())
+            # Never beyond the call's end, or many calls that are not closed take quadratic time.
+            if end is None or end[0] == "</tool_call>":
+                reason = f"the parameter {key} is not closed by </parameter>"
                 return _malformed(text, body, reason, name)
+            if key in arguments:
+                return _malformed(text, body, f"the parameter {key} is there twice", name)
             raw = text[parameter.end() : end.start()]
-            arguments[parameter[1]] = typed(raw, properties.get(parameter[1], {}))
+            arguments[key] = typed(raw, properties.get(key, {}))
             position = end.end()
         closed = _FUNCTION_END.match(text, position)
         if closed is None:

@@ -10,7 +10,7 @@ from agentrl.engines.sglang_parsers import (
     texts_in,
 )
 from agentrl.rollout.tool_parsers.base import THOUGHT, Call, Piece, Problem, ToolParser, Tools
-from agentrl.rollout.tool_parsers.json_calls import decode_json
+from agentrl.rollout.tool_parsers.json_calls import read_arguments
 from agentrl.rollout.tool_parsers.registry import register_tool_parser_family
 
 MAX_CUTS = 8
@@ -133,12 +133,7 @@ def _found_in(region: _Region) -> tuple[Call | Problem, ...]:
 def _call_of(detected: DetectedCall) -> Call | Problem:
     if not detected.name:
         return Problem("it has no name")
-    decoded = decode_json(detected.arguments or "{}")
-    if decoded.reason is not None:
-        return Problem(f"its arguments: {decoded.reason}", detected.name)
-    if detected.arguments[decoded.end :].strip() or not isinstance(decoded.value, dict):
-        return Problem("its arguments are not a JSON object", detected.name)
-    return Call(detected.name, decoded.value)
+    return read_arguments(detected.name, detected.arguments)
 
 
 def _problem(detection: Detection) -> Problem:
