@@ -138,6 +138,31 @@ PROBES = (
         "reached(goes(lambda: socket.create_connection(('127.0.0.1', TCP), 2)))",
     ),
     Probe(
+        "tcp_around_connect",
+        "connect by TCP without `connect` of plain TCP: by MPTCP, by fast open",
+        "def fast(flags, *kind):\n"
+        "    asking = socket.socket(socket.AF_INET, socket.SOCK_STREAM, *kind)\n"
+        "    asking.settimeout(2)\n"
+        "    if flags: return asking.sendto(b'x', flags, ('127.0.0.1', TCP)) == 1\n"
+        "    asking.connect(('127.0.0.1', TCP))\n"
+        "reached(any([goes(lambda: fast(0, 262)), goes(lambda: fast(socket.MSG_FASTOPEN))]))",
+    ),
+    Probe(
+        "tcp_listen",
+        "listen by TCP, with an address or without",
+        "def listens(address, *kind):\n"
+        "    waiting = socket.socket(socket.AF_INET, socket.SOCK_STREAM, *kind)\n"
+        "    if address: waiting.bind(address)\n"
+        "    waiting.listen()\n"
+        "reached(any([goes(lambda: listens(None)), goes(lambda: listens(('0.0.0.0', 0), 262)),\n"
+        "             goes(lambda: listens(('127.0.0.1', 0)))]))",
+    ),
+    Probe(
+        "tcp_memory",
+        "open TCP sockets, whose memory is one budget of the machine",
+        "reached(any([goes(lambda: socket.socket(f)) for f in (socket.AF_INET, socket.AF_INET6)]))",
+    ),
+    Probe(
         "udp",
         "send by UDP",
         "def answered():\n"
@@ -163,6 +188,24 @@ PROBES = (
         "reached(goes(lambda: os.kill(PID, 0)))",
     ),
     Probe(
+        "limit_others",
+        "change limits, priority or processors of another process",
+        _SYSCALLS + "def changes(pid):\n"
+        "    cpus = bytes(128)\n"
+        "    size = libc.syscall(204, pid, 128, cpus)\n"
+        "    return [name for name, numbers in {\n"
+        "        'prlimit64': (302, pid, 4, 0, bytes(16)),\n"
+        "        'sched_setscheduler': (144, pid, 0, bytes(4)),\n"
+        "        'sched_setparam': (142, pid, bytes(4)),\n"
+        "        'sched_setattr': (314, pid, bytes([48] + 47 * [0]), 0),\n"
+        "        'sched_setaffinity': (203, pid, max(size, 8), cpus),\n"
+        "        'setpriority': (141, 0, pid, 0), 'ioprio_set': (251, 1, pid, 0),\n"
+        "    }.items() if call(*numbers)]\n"
+        "found = changes(PID) + changes(os.getppid())\n"
+        "print(found)\n"
+        "reached(bool(found))",
+    ),
+    Probe(
         "write_outside",
         "write outside its folder",
         "def wrote(path): open(os.path.join(path, 'probe'), 'w').write('x')\n"
@@ -171,7 +214,9 @@ PROBES = (
     Probe(
         "change_outside",
         "change modes and times outside",
-        "reached(goes(lambda: os.chmod(SECRET, 0o600)) or goes(lambda: os.utime(SECRET, (1, 1))))",
+        "ways = [lambda: os.chmod(SECRET, 0o666), lambda: os.chown(SECRET, -1, -1),\n"
+        "        lambda: os.utime(SECRET, (1, 1)), lambda: os.setxattr(SECRET, 'user.x', b'x')]\n"
+        "reached(any([goes(way) for way in ways]))",
     ),
     Probe(
         "symlink",
@@ -270,6 +315,45 @@ PROBES = (
         "reached(libc.vmsplice(os.pipe()[1], ctypes.byref(lent), ctypes.c_size_t(1), 0) == 1)",
     ),
     Probe(
+        "memory_of_buffers",
+        "hold memory in sockets and pipes, beyond the size that they have by default",
+        "import fcntl\n"
+        "pair, pipe = socket.socketpair(), os.pipe()\n"
+        "before = [pair[0].getsockopt(1, option) for option in (7, 8)]\n"
+        "def grow(option): pair[0].setsockopt(1, option, 2 * max(before))\n"
+        "ways = [lambda o=o: grow(o) for o in (7, 8, 32, 33)]\n"
+        "ways.append(lambda: fcntl.fcntl(pipe[1], 1031, 2**20))\n"
+        "reached(any([goes(way) for way in ways]))",
+    ),
+    Probe(
+        "message_queues",
+        "make message queues, which outlive their process",
+        "name = b'agentrl-probe'\n"
+        "made = libc.syscall(240, name, os.O_CREAT | os.O_RDWR, 0o600, None) >= 0\n"
+        "libc.syscall(241, name)\n"
+        "reached(made)",
+    ),
+    Probe(
+        "machine_budgets",
+        "take contexts of asynchronous input and output, of which the machine has few",
+        _SYSCALLS + "context = ctypes.c_long(0)\n"
+        "taken = call(206, 1, ctypes.byref(context))\n"
+        "libc.syscall(207, context)\n"
+        "reached(taken)",
+    ),
+    Probe(
+        "timers",
+        "make timers without end",
+        "made, timer = 0, ctypes.c_int()\n"
+        "while made < 2000 and libc.timer_create(1, None, ctypes.byref(timer)) == 0: made += 1\n"
+        "reached(made >= 2000)",
+    ),
+    Probe(
+        "landlock_rules",
+        "hold memory in Landlock's rules",
+        "reached(libc.syscall(444, ctypes.byref(ctypes.c_uint64(1)), 8, 0) >= 0)",
+    ),
+    Probe(
         "fork_bomb",
         "start processes without end",
         "made = 0\n"
@@ -330,6 +414,21 @@ PROBES = (
         "mount",
         "mount a file system",
         "reached(libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0)",
+    ),
+    Probe(
+        "list_mounts",
+        "list the machine's mounts by `listmount`",
+        "class Asked(ctypes.Structure):\n"
+        "    _fields_ = [('size', ctypes.c_uint32), ('spare', ctypes.c_uint32),\n"
+        "                ('mount', ctypes.c_uint64), ('parameter', ctypes.c_uint64)]\n"
+        "asked = Asked(24, 0, 2**64 - 1, 0)\n"
+        "reached(libc.syscall(458, ctypes.byref(asked), (ctypes.c_uint64 * 64)(), 64, 0) > 0)",
+    ),
+    Probe(
+        "watch_files",
+        "be notified when somebody uses the system's files",
+        "watching = libc.inotify_init1(0)\n"
+        "reached(watching >= 0 and libc.inotify_add_watch(watching, b'/usr', 32) >= 0)",
     ),
     Probe(
         "user_namespace",

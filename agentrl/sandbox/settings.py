@@ -16,6 +16,8 @@ from agentrl.sandbox.syscall_filter import syscall_filter
 LocalProvider = Literal["sandlock", "bubblewrap", "subprocess"]
 _INSIDE = Path(__file__).with_name("inside").resolve()
 KEEPER = _INSIDE / "keeper.py"
+_MOST_TIMERS = 256
+"""POSIX timers and queued signals of a user: the kernel's memory for them counts for no process."""
 
 
 def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]:
@@ -76,6 +78,7 @@ def _limits(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]
         "RLIMIT_NOFILE": config.max_open_files,
         "RLIMIT_FSIZE": config.disk_bytes,
         "RLIMIT_CORE": 0,
+        "RLIMIT_SIGPENDING": _MOST_TIMERS,
     }
     return {
         "rlimits": rlimits,

@@ -197,3 +197,30 @@ async def test_event_loop_goes_on_while_code_runs(sandbox: Sandbox):
         await asyncio.sleep(0.01)
         ticks += 1
     assert ticks > 15
+
+
+ORDINARY = """
+import asyncio, concurrent.futures, multiprocessing, os, resource, shutil, sqlite3, subprocess
+async def echo():
+    started = await asyncio.create_subprocess_exec("echo", "hi", stdout=subprocess.PIPE)
+    return (await started.communicate())[0]
+assert asyncio.run(echo()) == b"hi\\n"
+forks = multiprocessing.get_context("fork")
+with concurrent.futures.ProcessPoolExecutor(2, mp_context=forks) as pool:
+    assert list(pool.map(abs, [-1, 2])) == [1, 2]
+shell = "nice -n 1 touch a && chmod +x a && cp -p a b && mkdir -p d && mv b d && ls d"
+done = subprocess.run(shell, shell=True, capture_output=True, text=True)
+assert (done.stdout, done.stderr) == ("b\\n", ""), done
+with sqlite3.connect("numbers.db") as numbers:
+    numbers.execute("create table numbers (number)")
+shutil.copy("numbers.db", "copy.db")
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+print("done")
+"""
+
+
+async def test_calls_that_ordinary_programs_need_are_not_refused(make: MakeSandbox):
+    session = await make(memory_bytes=1024**3).open_python()
+    done = await session.run(ORDINARY)
+    assert (done.stdout, done.stderr) == ("done\n", "")
