@@ -28,6 +28,7 @@ class CrowdedSandbox:
         files: Mapping[str, str] | None = None,
         stdin: str = "",
         timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)

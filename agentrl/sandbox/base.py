@@ -10,7 +10,12 @@ class Session(Protocol):
     """One request's place in a sandbox: files, and for Python names, stay from call to call."""
 
     async def run(
-        self, source: str, *, timeout_s: float | None = None, echo: bool = False
+        self,
+        source: str,
+        *,
+        timeout_s: float | None = None,
+        echo: bool = False,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run Python code, or a shell script, behind what ran before.
 
@@ -22,6 +27,7 @@ class Session(Protocol):
             source: The code.
             timeout_s: Seconds of wall clock; None: the configuration's.
             echo: Whether the value of a last expression of Python is printed, as in a notebook.
+            max_output_bytes: Bytes of output that are kept; None: the configuration's.
 
         Raises:
             SandboxError: where the sandbox itself failed, and not the code.
@@ -51,6 +57,7 @@ class Sandbox(Protocol):
         files: Mapping[str, str] | None = None,
         stdin: str = "",
         timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run one program in a fresh folder that holds `files`, and forget it all.
 
@@ -59,6 +66,7 @@ class Sandbox(Protocol):
             files: Texts by relative path.
             stdin: What it can read.
             timeout_s: Seconds; None: the configuration's.
+            max_output_bytes: Bytes of output that are kept; None: the configuration's.
 
         Raises:
             SandboxError: where the sandbox itself failed, and not the program.

@@ -119,7 +119,8 @@ def _try_out(keeper: KeeperProcess) -> str | None:
         source = _TRIAL.format(secret=secret.name, pid=os.getpid())
         try:
             _receive(sockets.talk)
-            _send(sockets.talk, {"op": "python", "source": source, "timeout_s": _CHECK_S})
+            limits = {"timeout_s": _CHECK_S, "max_output_bytes": 1024}
+            _send(sockets.talk, {"op": "python", "source": source, **limits})
             answer = _receive(sockets.talk)
         except (OSError, EOFError, ValueError) as error:
             return _last_words(sockets) or keeper.last_words() or f"{error}"

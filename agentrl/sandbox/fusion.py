@@ -59,11 +59,14 @@ class FusionSandbox:
         files: Mapping[str, str] | None = None,
         stdin: str = "",
         timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run one program there; see `Sandbox.run_program`."""
         code = _call("run_program", list(argv))
         timeout_s = timeout_s or self._timeout_s
-        return await self.client.run(code, timeout_s=timeout_s, stdin=stdin, files=files)
+        return await self.client.run(
+            code, timeout_s=timeout_s, stdin=stdin, files=files, max_output_bytes=max_output_bytes
+        )
 
     async def close(self) -> None:
         """Close the connections."""
@@ -88,13 +91,20 @@ class FusionSession:
         self._note = ""
 
     async def run(
-        self, source: str, *, timeout_s: float | None = None, echo: bool = False
+        self,
+        source: str,
+        *,
+        timeout_s: float | None = None,
+        echo: bool = False,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run a source behind the others; see `Session.run`."""
         options = {"echo": echo} if self._function == "run_python" else {}
         async with self._turn:
             code = _call(self._function, [*self._sources, source], **options)
-            execution = await self._client.run(code, timeout_s=timeout_s or self._timeout_s)
+            execution = await self._client.run(
+                code, timeout_s=timeout_s or self._timeout_s, max_output_bytes=max_output_bytes
+            )
             note, self._note = self._note, ""
             if execution.end in (ExecutionEnd.TIMEOUT, ExecutionEnd.KILLED):
                 self._sources, self._note = [], _STATE_IS_GONE

@@ -59,7 +59,6 @@ class FusionClient:
         self.url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
         self._memory_limit_mb = memory_limit_mb
         self._max_output_bytes = max_output_bytes
-        self._max_body_bytes = _FLOOD_FACTOR * max_output_bytes
         self._http: aiohttp.ClientSession | None = None
 
     async def run(
@@ -70,6 +69,7 @@ class FusionClient:
         language: str = "python",
         stdin: str = "",
         files: Mapping[str, str] | None = None,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run code, and say what came of it. Cancelling gives the request up.
 
@@ -90,16 +90,18 @@ class FusionClient:
                 for name, text in (files or {}).items()
             },
         }
-        body = await self._post(asked, timeout_s=2 * timeout_s + MARGIN_S)
-        if len(body) > self._max_body_bytes:
-            told = f"[given up: the answer has more than {self._max_body_bytes} bytes]\n"
+        limit = max_output_bytes or self._max_output_bytes
+        max_body_bytes = _FLOOD_FACTOR * limit
+        body = await self._post(asked, 2 * timeout_s + MARGIN_S, max_body_bytes)
+        if len(body) > max_body_bytes:
+            told = f"[given up: the answer has more than {max_body_bytes} bytes]\n"
             return Execution(end=ExecutionEnd.KILLED, stderr=told, num_cut_bytes=len(body))
         try:
             reply = _Reply.model_validate_json(body)
         except ValidationError as error:
             told = f"it answered {body[:_SHOWN]!r}: {error.errors()[0]['msg']}"
             raise self._failure(told) from error
-        return self._read(reply)
+        return self._read(reply, limit)
 
     async def close(self) -> None:
         """Close the connections. May be called twice."""
@@ -107,7 +109,7 @@ class FusionClient:
         if http is not None:
             await http.close()
 
-    async def _post(self, asked: Mapping[str, Any], *, timeout_s: float) -> bytes:
+    async def _post(self, asked: Mapping[str, Any], timeout_s: float, max_body_bytes: int) -> bytes:
         """Send a request; of an answer that is too long, no more is read than shows that."""
         import aiohttp
 
@@ -117,7 +119,7 @@ class FusionClient:
                 body = bytearray()
                 async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
                     body += chunk
-                    if len(body) > self._max_body_bytes:
+                    if len(body) > max_body_bytes:
                         break  # leaving closes the connection
                 if answer.status != 200:
                     raise self._failure(f"it answered {answer.status}: {bytes(body[:_SHOWN])!r}")
@@ -127,7 +129,7 @@ class FusionClient:
         except (aiohttp.ClientError, ValueError) as error:
             raise self._failure(f"{type(error).__name__}: {error}") from error
 
-    def _read(self, reply: _Reply) -> Execution:
+    def _read(self, reply: _Reply, limit: int) -> Execution:
         if reply.status == "SandboxError":
             raise self._failure(f"its own failure: {(reply.message or '')[:_SHOWN]}")
         compiled, ran = reply.compile_result, reply.run_result
@@ -135,7 +137,6 @@ class FusionClient:
         if result is None or result.status == "Error":
             raise self._failure("it answered without a result")
         stdout, stderr = (result.stdout or "").encode(), (result.stderr or "").encode()
-        limit = self._max_output_bytes
         kept_stdout, kept_stderr = stdout[:limit], stderr[: max(0, limit - len(stdout))]
         end = _end(result)
         return Execution(

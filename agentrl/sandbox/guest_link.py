@@ -29,6 +29,7 @@ class Ask:
 
     record: dict[str, Any]
     timeout_s: float
+    max_output_bytes: int
 
 
 class GuestLink:
@@ -37,36 +38,33 @@ class GuestLink:
     Args:
         streams: Of the guest.
         control: Of its warden.
-        max_frame_bytes: What an answer may be long.
     """
 
     def __init__(
         self,
         streams: tuple[StreamReader, StreamWriter],
         control: tuple[StreamReader, StreamWriter],
-        max_frame_bytes: int,
     ) -> None:
         self._reader, self._writer = streams
         self._control = control
-        self._max_frame_bytes = max_frame_bytes
         self._is_open = True
 
     @classmethod
-    async def start(cls, keeper: KeeperProcess, max_output_bytes: int) -> "GuestLink":
+    async def start(cls, keeper: KeeperProcess) -> "GuestLink":
         """Start a sandbox and wait until its guest is ready.
 
         Raises:
             SandboxError: where it does not start.
         """
         try:
-            return await cls._start(keeper, max_output_bytes)
+            return await cls._start(keeper)
         except SandboxError:
             if not await keeper.has_died():
                 raise
-        return await cls._start(keeper, max_output_bytes)  # by a new keeper
+        return await cls._start(keeper)  # by a new keeper
 
     @classmethod
-    async def _start(cls, keeper: KeeperProcess, max_output_bytes: int) -> "GuestLink":
+    async def _start(cls, keeper: KeeperProcess) -> "GuestLink":
         sockets = keeper.start_sandbox()
         try:
             streams = await asyncio.open_unix_connection(sock=sockets.talk)
@@ -75,10 +73,10 @@ class GuestLink:
             sockets.talk.close()
             sockets.control.close()
             raise
-        link = cls(streams, control, max_output_bytes * _ESCAPED + _OVERHEAD_BYTES)
+        link = cls(streams, control)
         try:
             async with asyncio.timeout(_START_S):
-                await link._receive()
+                await link._receive(_OVERHEAD_BYTES)
         except (TimeoutError, _GuestDiedError):
             words = await link.close() or keeper.last_words()
             raise SandboxError(
@@ -99,8 +97,10 @@ class GuestLink:
         started = time.monotonic()
         try:
             async with asyncio.timeout(ask.timeout_s + _GRACE_S):
-                await self._send({**ask.record, "timeout_s": ask.timeout_s})
-                return _checked(await self._receive())
+                limits = {"timeout_s": ask.timeout_s, "max_output_bytes": ask.max_output_bytes}
+                await self._send({**ask.record, **limits})
+                max_frame_bytes = ask.max_output_bytes * _ESCAPED + _OVERHEAD_BYTES
+                return _checked(await self._receive(max_frame_bytes))
         except TimeoutError:
             end, note = ExecutionEnd.TIMEOUT, "[killed: its time was up]\n"
         except _GuestDiedError:
@@ -119,10 +119,10 @@ class GuestLink:
         except ConnectionError:
             raise _GuestDiedError from None
 
-    async def _receive(self) -> object:
+    async def _receive(self, max_frame_bytes: int) -> object:
         try:
             (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-            if size > self._max_frame_bytes:
+            if size > max_frame_bytes:
                 raise _GuestDiedError
             return json.loads(await self._reader.readexactly(size))
         except (IncompleteReadError, ConnectionError, ValueError, RecursionError):

@@ -45,6 +45,7 @@ class LocalSandbox:
         files: Mapping[str, str] | None = None,
         stdin: str = "",
         timeout_s: float | None = None,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run one program in a fresh folder; see `Sandbox.run_program`."""
         if not argv:
@@ -53,13 +54,22 @@ class LocalSandbox:
         record["files"] = {**(files or {})}
         guest = await self.take()
         try:
-            return await guest.ask(self.as_ask(record, timeout_s))
+            return await guest.ask(self.as_ask(record, timeout_s, max_output_bytes))
         finally:
             await self.give_up(guest)
 
-    def as_ask(self, record: dict[str, object], timeout_s: float | None) -> Ask:
-        """Make a request of a record; None is the configuration's time."""
-        return Ask(record, self.config.timeout_s if timeout_s is None else timeout_s)
+    def as_ask(
+        self, record: dict[str, object], timeout_s: float | None, max_output_bytes: int | None
+    ) -> Ask:
+        """Make a request of a record; None is the configuration's limit."""
+        config = self.config
+        return Ask(
+            record,
+            timeout_s=config.timeout_s if timeout_s is None else timeout_s,
+            max_output_bytes=config.max_output_bytes
+            if max_output_bytes is None
+            else max_output_bytes,
+        )
 
     async def take(self) -> GuestLink:
         """Hand out a guest that nobody had before.
@@ -87,7 +97,7 @@ class LocalSandbox:
         await guest.close()
 
     async def _start(self) -> GuestLink:
-        return await GuestLink.start(self._keeper, self.config.max_output_bytes)
+        return await GuestLink.start(self._keeper)
 
     async def close(self) -> None:
         """Kill everything and delete every file. May be called twice."""
@@ -112,7 +122,12 @@ class LocalSession:
         self._turn = asyncio.Lock()
 
     async def run(
-        self, source: str, *, timeout_s: float | None = None, echo: bool = False
+        self,
+        source: str,
+        *,
+        timeout_s: float | None = None,
+        echo: bool = False,
+        max_output_bytes: int | None = None,
     ) -> Execution:
         """Run code behind what ran before; see `Session.run`."""
         async with self._turn:
@@ -120,7 +135,7 @@ class LocalSession:
             assert self._guest is not None
             record: dict[str, object] = {"op": self._op, "source": source, "note": note}
             record["echo"] = echo
-            return await self._guest.ask(self._sandbox.as_ask(record, timeout_s))
+            return await self._guest.ask(self._sandbox.as_ask(record, timeout_s, max_output_bytes))
 
     async def _prepare(self) -> str:
         """Have a guest; say what the code should know of it."""

@@ -82,7 +82,6 @@ def _limits(config: SandboxConfig, provider: LocalProvider) -> dict[str, object]
     }
     return {
         "rlimits": rlimits,
-        "max_output_bytes": config.max_output_bytes,
         "is_alone": provider != "subprocess",
         "syscall_filter": None if provider == "subprocess" else syscall_filter().hex(),
     }

@@ -67,9 +67,12 @@ async def test_a_shell_keeps_its_files_and_a_program_reads_its_input():
 async def test_output_is_cut_at_the_limit():
     async with fusion_service() as service:
         sandbox = FusionSandbox(config(service.url, max_output_bytes=10))
-        said = await sandbox.run_program(["python", "-c", "print('x' * 99)"])
+        argv = ["python", "-c", "print('x' * 99)"]
+        said = await sandbox.run_program(argv)
+        one_call = await sandbox.run_program(argv, max_output_bytes=1000)
         await sandbox.close()
     assert (said.stdout, said.num_cut_bytes) == ("x" * 10, 90)
+    assert (one_call.stdout, one_call.num_cut_bytes) == ("x" * 99 + "\n", 0)
 
 
 async def test_output_without_end_is_read_no_further_and_ends_the_state():

@@ -123,6 +123,8 @@ async def test_output_is_cut_and_what_is_cut_is_counted(make: MakeSandbox):
     session = await make(max_output_bytes=1000).open_python()
     done = await session.run("print('x' * 5000)")
     assert (done.stdout, done.num_cut_bytes) == ("x" * 1000, 4001)
+    one_call = await session.run("print('x' * 500_000)", max_output_bytes=600_000)
+    assert (len(one_call.stdout), one_call.num_cut_bytes) == (500_001, 0)
 
 
 async def test_ten_gigabytes_of_output_take_no_memory_and_no_time(sandbox: Sandbox):

@@ -75,7 +75,7 @@ class Guest:
             program = Program(argv, asked.get("stdin", ""), self._limits)
         except (OSError, ValueError) as error:
             return {"end": "error", "stderr": f"{argv[0]}: {told(error)}\n", "exit_code": 127}
-        watch = Watch(program.outputs, asked["timeout_s"], self._limits)
+        watch = Watch(program.outputs, asked["timeout_s"], asked["max_output_bytes"])
         watch.until(program.has_ended)
         self.kill_all()
         return program.answer(watch)

@@ -52,7 +52,12 @@ class Interpreter:
         """Run code in it and say what came of it."""
         self._number += 1
         self._said = None
-        watch = Watch(self._outputs, asked["timeout_s"], self._limits, answers=self._answers)
+        watch = Watch(
+            self._outputs,
+            asked["timeout_s"],
+            asked["max_output_bytes"],
+            answers=self._answers,
+        )
         with suppress(BrokenPipeError):  # it died between two calls: its answers' end tells
             record = {"source": asked["source"], "echo": asked.get("echo", False)}
             write_frame(self._requests, {"number": self._number, **record})

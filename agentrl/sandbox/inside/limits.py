@@ -11,7 +11,6 @@ class Limits(TypedDict):
 
     rlimits: dict[str, int]
     """By their names in `resource`."""
-    max_output_bytes: int
     is_alone: bool
     """Whether it can signal no process but those of its own sandbox."""
     syscall_filter: str | None

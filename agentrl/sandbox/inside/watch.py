@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from limits import Limits
-
 _CHUNK = 65536
 _FLOOD_FACTOR = 256
 """What writes this often the output that is kept is killed: nobody will read it."""
@@ -19,7 +17,7 @@ class Watch:
     Args:
         outputs: Descriptors of its output and its error output, which do not block.
         timeout_s: Seconds.
-        limits: Of the output.
+        max_output_bytes: Bytes of output that are kept.
         answers: A descriptor on which an answer may come, or None.
     """
 
@@ -27,13 +25,13 @@ class Watch:
         self,
         outputs: Sequence[int],
         timeout_s: float,
-        limits: Limits,
+        max_output_bytes: int,
         *,
         answers: int | None = None,
     ) -> None:
         self._outputs, self._answers = outputs, answers
         self._kept = {descriptor: bytearray() for descriptor in outputs}
-        self._max_bytes = limits["max_output_bytes"]
+        self._max_bytes = max_output_bytes
         self._num_bytes = 0
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
