@@ -6,7 +6,7 @@ JSON Schema keyword of a tool go through whole.
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import jsonschema
 from jsonschema.validators import validator_for
@@ -93,6 +93,28 @@ def schema_validator(schema: Mapping[str, Any]) -> Any:
     return validator_for(schema, default=jsonschema.Draft202012Validator)
 
 
+def without_nulls(schema: Any) -> Any:
+    """Return a JSON Schema without the keywords that are null, as verl's `model_dump` writes them.
+
+    Where null is a value (`default`, `const`, in lists) it stays.
+
+    Example:
+        >>> without_nulls({"type": "string", "enum": None, "default": None})
+        {'type': 'string', 'default': None}
+    """
+    if isinstance(schema, list):
+        return [without_nulls(item) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    items = cast("Mapping[str, Any]", schema).items()
+    kept = ((k, v) for k, v in items if v is not None or k in ("default", "const"))
+    return {key: value if key in _VALUES else without_nulls(value) for key, value in kept}
+
+
+_VALUES = frozenset({"default", "const", "enum", "examples"})
+"""Keywords of JSON Schema that hold values, not schemas."""
+
+
 class OpenAIFunctionSchema(BaseModel):
     """Name, description and JSON Schema of a tool's parameters; unknown keys are kept."""
 
@@ -115,7 +137,7 @@ class OpenAIFunctionSchema(BaseModel):
     @classmethod
     def _is_json_schema(cls, value: dict[str, Any]) -> dict[str, Any]:
         try:
-            schema_validator(value).check_schema(value)
+            schema_validator(value).check_schema(without_nulls(value))
         except jsonschema.SchemaError as error:
             raise ValueError(f"not a JSON Schema: {error.message}") from None
         return value

@@ -4,6 +4,7 @@ The page `docs/from_verl.md` gives the command that changes those; the tests run
 """
 
 import asyncio
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,15 +12,20 @@ from typing import Any
 
 import pytest
 
-from agentrl.interactions import initialize_interactions_from_config
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
+from agentrl.rollout.tool_calls import check_calls
+from agentrl.rollout.tool_parsers import ParsedCall, ParsedTurn
 from agentrl.tools import (
     OpenAIFunctionParametersSchema,
     OpenAIFunctionPropertySchema,
     OpenAIFunctionToolSchema,
 )
 from agentrl.tools.registry import load_all_tools
+from agentrl.tools.verl_names import as_verl_shows
 from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/from_verl.md"
@@ -237,3 +243,121 @@ def test_a_schema_spelt_with_verls_records_is_any_json_schema() -> None:
         "properties": {"item": {"type": "string", "description": "What to take."}},
         "required": ["item"],
     }
+
+
+def test_a_schema_as_verl_dumps_it_is_read_and_checked() -> None:
+    dumped = {
+        "type": "function",
+        "function": {
+            "name": "calc",
+            "description": "Score it.",
+            "parameters": {
+                "type": "object",
+                "properties": {"answer": {"type": "string", "description": None, "enum": None}},
+                "required": ["answer"],
+            },
+            "strict": False,
+        },
+    }
+    schema = OpenAIFunctionToolSchema.model_validate(dumped)
+    assert schema.to_template() == dumped
+    good, bad = (
+        check_calls(ParsedTurn("", [ParsedCall("calc", arguments)]), [schema])
+        for arguments in ({"answer": "42"}, {"answer": 42})
+    )
+    assert (len(good.calls), len(bad.calls)) == (1, 0)
+
+
+def test_the_schema_is_shown_as_verl_shows_it() -> None:
+    given = {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Find.",
+            "parameters": {
+                "type": "object",
+                "properties": {"queries": {"type": "array", "items": {"type": "string"}}},
+                "required": ["queries"],
+            },
+        },
+    }
+    schema = OpenAIFunctionToolSchema.model_validate(given)
+    sync = as_verl_shows(schema, "verl_sync").to_template()["function"]
+    assert json.dumps(sync) == (
+        '{"name": "search", "description": "Find.", "parameters": {"type": "object", '
+        '"properties": {"queries": {"type": "array", "description": null, "enum": null}}, '
+        '"required": ["queries"]}, "strict": false}'
+    )
+    loops = as_verl_shows(schema, "verl_async").to_template()["function"]
+    assert loops["parameters"]["properties"] == {"queries": {"type": "array"}}
+    assert "strict" not in loops
+
+
+def test_arguments_that_the_schema_refuses_reach_a_tool_if_they_are_not_checked(here: Path):
+    tools = load_all_tools(here / "tool.yaml")
+    house = make_house(
+        make_engine(calling("book", amount=3), "done"), tools=tools, check_tool_arguments=False
+    )
+    manager = make_manager(house, n=1)
+    row = {**ROW, "interaction_kwargs": {}}
+    requests = manager.make_requests(make_prompts(1, **row), manager.train_plan())
+    [request] = asyncio.run(manager.rollout(requests))
+    assert [call.outcome for call in request.turns[0].calls] == ["ok"]
+    assert request.reward_scores["book"] == 1.0
+
+
+FILE = """
+actor_rollout_ref:
+  model: {path: somewhere}
+  rollout:
+    name: hf
+    multi_turn: {enable: true, tool_config_path: tools.yaml}
+data: {train_files: rows.parquet}
+algorithm: {adv_estimator: grpo}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checked", "style"),
+    [
+        ([], False, "verl_sync"),
+        (["actor_rollout_ref.rollout.mode=async"], False, "verl_async"),
+        (["rollout.multi_turn.check_tool_arguments=true"], True, "verl_sync"),
+        (["actor_rollout_ref.rollout.multi_turn.tool_schema_style=full"], False, "full"),
+    ],
+)
+def test_a_run_file_of_verl_shows_and_takes_tools_as_verl_does(
+    tmp_path: Path, overrides: list[str], checked: bool, style: str
+):
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    turns = load_config(path, overrides).rollout.multi_turn
+    assert (turns.check_tool_arguments, turns.tool_schema_style) == (checked, style)
+
+
+class OldInteraction(BaseInteraction):
+    """Written for a system that calls `create`."""
+
+    async def create(self, instance_id: str, **kwargs: Any) -> str:
+        return instance_id
+
+
+class ForgetfulInteraction(BaseInteraction):
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.talks: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("OldInteraction", "defines create, which nothing calls, and no start_interaction"),
+        ("ForgetfulInteraction", "does not call super().__init__"),
+    ],
+)
+def test_an_interaction_that_can_never_work_is_an_error_at_load(
+    tmp_path: Path, name: str, told: str
+):
+    path = tmp_path / "users.yaml"
+    path.write_text(f"interaction: [{{class_name: {__name__}.{name}}}]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        initialize_interactions_from_config(path)

@@ -133,7 +133,8 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     DeadKeyRule(
         (*_multi_turn("tool_timeout_s", "max_parallel_calls", "max_tool_calls", "format",
-                      "on_malformed_call", "on_tool_failure"), "reward.weights.tool", *CALL_KEYS),
+                      "on_malformed_call", "check_tool_arguments", "tool_schema_style",
+                      "on_tool_failure"), "reward.weights.tool", *CALL_KEYS),
         lambda c: not has_tools(c),
         "the run has no tools (rollout.multi_turn.tool_config_path, function_tool_path)",
     ),

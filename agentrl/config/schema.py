@@ -187,6 +187,13 @@ class MultiTurnConfig(Section):
     on_malformed_call: Literal["observe", "stop", "mask"] = "observe"
     """A malformed call: its error goes back to the model; or the request ends; or it goes back
     and that turn is left out of the loss."""
+    check_tool_arguments: bool = True
+    """Whether a call whose arguments the tool's JSON Schema refuses is malformed; if not, the tool
+    gets the arguments as they are."""
+    tool_schema_style: Literal["full", "verl_sync", "verl_async"] = "full"
+    """How the policy is shown a tool: `full`, every keyword that was written; `verl_sync` and
+    `verl_async`, what verl 0.6.1 shows under that `rollout.mode`: type, description and enum of
+    each parameter, and under sync what is absent as null."""
     on_tool_failure: Literal["observe", "fail"] = "observe"
     """A call whose tool crashed (raised anything but `ToolError`), timed out, or was unavailable
     (its circuit breaker is open): the model is told in neutral words and goes on; or the request

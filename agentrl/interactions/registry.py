@@ -139,11 +139,19 @@ def default_name(interaction: type[BaseInteraction]) -> str:
 def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInteraction]:
     try:
         own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
-        return load_class(own.path, BaseInteraction, file=path)
+        found = load_class(own.path, BaseInteraction, file=path)
     except PluginError as error:
         told = explain_import(error, base=_BASE)
         details = {"file": path, **told.details, "key": f"{key}.class_name"}
         raise PluginError(str(told.args[0]), **details) from error
+    if hasattr(found, "create") and found.start_interaction is BaseInteraction.start_interaction:
+        raise ConfigError(
+            f"{found.__name__} defines create, which nothing calls, and no start_interaction",
+            file=path,
+            key=f"{key}.class_name",
+            expected="start_interaction for create, and finalize_interaction for release",
+        )
+    return found
 
 
 def _config(entry: InteractionEntry) -> dict[str, Any]:
@@ -200,5 +208,12 @@ def _build(
             key=f"{key}.config",
             expected="a config that the class takes",
         ) from error
+    if not (hasattr(interaction, "config") and hasattr(interaction, "name")):
+        raise ConfigError(
+            f"the constructor of {found.__name__} does not call super().__init__",
+            file=path,
+            key=f"{key}.class_name",
+            expected="super().__init__(config) as its first line",
+        )
     interaction.data_sources = tuple(entry.data_sources)
     return interaction

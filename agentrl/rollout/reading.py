@@ -28,6 +28,7 @@ def read_turn(
     parser: ToolParser,
     *,
     tools: Sequence[OpenAIFunctionToolSchema],
+    check_arguments: bool = True,
 ) -> ReadTurn:
     """Read a completion. Its tokens stay what they are, whatever is read in them (law 2).
 
@@ -36,6 +37,7 @@ def read_turn(
         template: Decodes, and knows its stop tokens.
         parser: Finds calls in the text.
         tools: Of the request; where there are none, nothing is a call.
+        check_arguments: See `check_calls`.
     """
     stop = template.stop_texts.get(ids[-1], "") if ids else ""
     said = ids[:-1] if stop else ids
@@ -44,7 +46,7 @@ def read_turn(
     if tools:
         in_thought = template.starts_in_thought
         parsed = parser.parse(text, starts_in_thought=in_thought, tools=tools)
-    checked = check_calls(parsed, tools)
+    checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
     return ReadTurn(
         text=text + stop,

@@ -284,7 +284,13 @@ class _Run:
 
     def _read(self, ids: Sequence[int]) -> None:
         request, house = self.request, self.house
-        read = read_turn(ids, house.template, house.parser, tools=request.tool_schemas)
+        read = read_turn(
+            ids,
+            house.template,
+            house.parser,
+            tools=request.tool_schemas,
+            check_arguments=house.settings.check_tool_arguments,
+        )
         self.wording.append(lambda: read.text)
         self.calls, self.call_spans = read.calls, read.call_spans
         request.messages.append(read.message)

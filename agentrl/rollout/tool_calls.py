@@ -19,6 +19,7 @@ from agentrl.messages import (
     OpenAIFunctionToolSchema,
     ToolResponse,
     schema_validator,
+    without_nulls,
 )
 from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
@@ -148,14 +149,25 @@ class ToolCaller:
         return Observation(shown.message, response, record)
 
 
-def check_calls(parsed: ParsedTurn, tools: Iterable[OpenAIFunctionToolSchema]) -> CheckedCalls:
-    """Hold the calls of a turn against the tools' names and JSON Schemas.
+def check_calls(
+    parsed: ParsedTurn,
+    tools: Iterable[OpenAIFunctionToolSchema],
+    *,
+    check_arguments: bool = True,
+) -> CheckedCalls:
+    """Check the calls of a turn against the tools' names and JSON Schemas.
+
+    Args:
+        parsed: What the parser read.
+        tools: Of the request.
+        check_arguments: Whether arguments that the schema refuses make a call malformed
+            (`rollout.multi_turn.check_tool_arguments`); if not, they reach the tool.
 
     Returns:
         The calls that may be executed; those that were malformed before, and those that are found
         to be now: an unknown tool, arguments that the schema refuses.
     """
-    schemas = {tool.name: tool.function.parameters for tool in tools}
+    schemas = {tool.name: tool.function.parameters if check_arguments else {} for tool in tools}
     calls: list[ParsedCall] = []
     malformed = list(parsed.malformed)
     for call in parsed.calls:
@@ -225,7 +237,8 @@ class _Validators:
         if made is not None and made[0] is schema:
             return made[1]
         # An empty registry: a `$ref` to somewhere on the network is never followed.
-        validator: Validator = schema_validator(schema)(schema, registry=Registry())
+        read = without_nulls(schema)
+        validator: Validator = schema_validator(read)(read, registry=Registry())
         if len(self._made) >= _MOST_VALIDATORS:
             self._made.clear()
         self._made[id(schema)] = schema, validator

@@ -104,8 +104,13 @@ class BaseTool:
 
     @property
     def name(self) -> str:
-        """The name by which the model calls the tool."""
-        return self.tool_schema.name
+        """The name by which the model calls the tool: that of its schema."""
+        return vars(self).get("_name") or self.tool_schema.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        # Constructors written for verl set it; the loader checks that the schema has the same.
+        self._name = name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Give the schema; override it where the YAML need not write one.
@@ -161,8 +166,13 @@ class BaseTool:
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
-    async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
+    async def calc_reward(
+        self, instance_id: str, **calc_reward_kwargs: Any
+    ) -> float | list[Any] | None:
         """Judge what was done with the tool. Called once, at the end of a request.
+
+        Returns:
+            A number. A list or None is no reward: the tool does not judge.
 
         Raises:
             Exception: Any (and a number that is not finite) fails this request with `Fault.TOOL`.
@@ -205,6 +215,18 @@ def finite(value: Any, tool: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"tool {tool!r} gave {number} as its reward, not a finite number")
     return number
+
+
+def read_reward(value: Any, tool: str) -> float | None:
+    """Read what `calc_reward` returned; None if that is no judgment.
+
+    Tools written for verl return the list of their results, which verl stores and never reads.
+
+    Raises:
+        TypeError: for anything else that is no number.
+        ValueError: for NaN and infinities.
+    """
+    return None if value is None or isinstance(value, list) else finite(value, tool)
 
 
 def _response(value: Any, tool: str) -> ToolResponse:

@@ -16,10 +16,11 @@ from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.keys import read_keys
 from agentrl.plugins.tracebacks import place_of, traceback_of
-from agentrl.tools.base import BaseTool, ToolResult, finite
+from agentrl.tools.base import BaseTool, ToolResult, read_reward
 from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
 from agentrl.tools.settings import ToolSettings
+from agentrl.tools.signatures import create_arguments
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class ToolInstance:
     def __init__(
         self, tool: BaseTool, *, instance_id: str, kwargs: ToolKwargs, timeout_s: float
     ) -> None:
-        settings = ToolSettings.check(tool.config, key=f"{tool.name}.config")
+        settings = ToolSettings.of(type(tool), tool.config, key=f"{tool.name}.config")
         self.tool = tool
         self._kwargs = kwargs
         self._settings = settings
@@ -170,8 +171,8 @@ class ToolInstance:
             is_cached=visit.is_cached,
         )
 
-    async def calc_reward(self) -> float:
-        """Ask for the tool's reward.
+    async def calc_reward(self) -> float | None:
+        """Ask for the tool's reward; None if the tool does not judge.
 
         Raises:
             ToolLifeError: where it raises, hangs, or gives no finite number.
@@ -179,7 +180,7 @@ class ToolInstance:
         try:
             await self._revive()
             call = self._call("calc_reward", **self._kwargs.calc_reward_kwargs)
-            return await self._run(call, lambda value: finite(value, self.tool.name))
+            return await self._run(call, lambda value: read_reward(value, self.tool.name))
         except Exception as error:
             raise self._failure("calc_reward", error) from error
 
@@ -204,7 +205,8 @@ class ToolInstance:
         return not (_is_inherited(self.tool, "release") and isinstance(self._lane, LoopLane))
 
     async def _create(self) -> ToolResponse:
-        call = self._call("create", **self._kwargs.create_kwargs)
+        given = create_arguments(self.tool.create, self._kwargs.create_kwargs)
+        call = self._call("create", **given)
         self._instance_id, response = await self._run(call, self._created)
         return response
 

@@ -101,7 +101,7 @@ class ToolSession:
         return await asyncio.gather(*(self._execute(call) for call in calls))
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Ask every tool for its reward, all at once.
+        """Ask every tool for its reward, all at once; tools that do not judge are left out.
 
         Raises:
             ToolLifeError: of the first tool that failed.
@@ -111,7 +111,8 @@ class ToolSession:
         for name, reward in zip(self._instances, rewards, strict=True):
             if isinstance(reward, BaseException):
                 raise reward
-            by_name[name] = reward
+            if reward is not None:
+                by_name[name] = reward
         return by_name
 
     async def release(self) -> list[BaseException]:

@@ -16,9 +16,10 @@ from agentrl.plugins.from_verl import explain_import, name_translated, translate
 from agentrl.tools.base import BaseTool
 from agentrl.tools.from_verl import OWN_CLASSES, with_our_keys
 from agentrl.tools.function_tool import MARK, FunctionTool
-from agentrl.tools.instance import ToolSettings
 from agentrl.tools.mcp.sessions import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
+from agentrl.tools.settings import ToolSettings, own_keys
+from agentrl.tools.signatures import build_tool
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +195,13 @@ def _build(
     """Build the tools of an entry: one, or those of its MCP servers."""
     place = f"{key}.config"
     config = with_our_keys(entry.config, named=entry.class_name, found=found, file=path, key=place)
-    ToolSettings.check(config, file=path, key=place)
+    ToolSettings.of(found, config, file=path, key=place)
     if not found.__module__.startswith(_OURS):
         _warn_of_near_misses(config, file=path, key=place)
+        _warn_of_own_keys(found, config, file=path, key=place)
     try:
         if entry.mcp is None:
-            return [found(config, entry.tool_schema)]
+            return [build_tool(found, config, entry.tool_schema)]
         if not issubclass(found, MCPTool):
             raise ConfigError(
                 f"{entry.class_name} is no tool of MCP servers",
@@ -229,6 +231,17 @@ def _warn_of_near_misses(config: Mapping[str, Any], *, file: Path, key: str) -> 
             logger.warning(
                 "%s: %s.%s is not read by agentrl; did you mean %s?", file, key, name, near[0]
             )
+
+
+def _warn_of_own_keys(
+    found: type[BaseTool], config: Mapping[str, Any], *, file: Path, key: str
+) -> None:
+    """Report keys that agentrl reads elsewhere, and leaves to a tool that was written for verl."""
+    for name in sorted(own_keys(found, config)):
+        logger.warning(
+            "%s: %s.%s: %r is left to the tool, as in verl; agentrl's own %s is a mapping",
+            *(file, key, name, config[name], name),
+        )
 
 
 def _is_marked(value: Any) -> bool:

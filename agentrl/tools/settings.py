@@ -113,9 +113,56 @@ class ToolSettings(BaseModel):
             return _NOTHING  # read for each tool of each request: this costs next to nothing
         return read_keys(cls, config, file=file, key=key)
 
+    @classmethod
+    def of(
+        cls,
+        found: type,
+        config: Mapping[str, Any],
+        *,
+        file: str | Path | None = None,
+        key: str = "config",
+    ) -> "ToolSettings":
+        """Read a tool's `config`, but for the keys that are the tool's own (`own_keys`).
+
+        Raises:
+            ConfigError: as `check` does; for a class of users it says how to keep a key.
+        """
+        own = own_keys(found, config)
+        ours = {name: value for name, value in config.items() if name not in own}
+        try:
+            return cls.check(ours if own else config, file=file, key=key)
+        except ConfigError as error:
+            name = str(error.details.get("key", "")).removeprefix(f"{key}.").partition(".")[0]
+            if name in _OFTEN_OWN and not found.__module__.startswith(_BUNDLED):
+                error.details["expected"] = f"{error.details['expected']}; {_KEEP_IT}"
+            raise
+
 
 _KEYS = frozenset(ToolSettings.model_fields)
+_OFTEN_OWN = frozenset({"retry", "rate_limit", "cache", "circuit_breaker"})
+_KEEP_IT = (
+    "if the key is the tool's own, rename it, or add type: native to config, as verl's files have "
+    "it: plain values of this key are then the tool's"
+)
+_BUNDLED = "agentrl."
 _NOTHING = ToolSettings()
+
+
+def own_keys(found: type, config: Mapping[str, Any]) -> set[str]:
+    """Find the keys of `config` that have a name of ours, and are the tool's own.
+
+    An entry with verl's `type` was written for verl, whose tools read such keys themselves: there
+    `rate_limit: 10` means ten calls at once. Written as mappings, they are ours there too.
+
+    Args:
+        found: The tool's class; those that agentrl brings along have no such keys.
+        config: Of the entry.
+    """
+    if "type" not in config or found.__module__.startswith(_BUNDLED):
+        return set()
+    plain = (name for name in _OFTEN_OWN if config.get(name) is not None)
+    return {name for name in plain if not isinstance(config[name], Mapping)}
+
 
 SHARED_KEYS = _KEYS | {"type"}
 """Keys of every tool's `config`: what a bundled tool need not know. `type` is verl's."""

@@ -3,10 +3,12 @@
 A schema is any JSON Schema here, so these records do no more than spell one.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
+
+from agentrl.messages import OpenAIFunctionToolSchema
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +31,40 @@ class OpenAIFunctionParametersSchema(BaseModel):
     type: str
     properties: dict[str, OpenAIFunctionPropertySchema]
     required: list[str]
+
+
+def as_verl_shows(
+    schema: OpenAIFunctionToolSchema, style: Literal["verl_sync", "verl_async"]
+) -> OpenAIFunctionToolSchema:
+    """Return a tool's schema as verl 0.6.1 shows it to the policy.
+
+    verl keeps type, description and enum of each parameter. Its request loop (`sync`) writes what
+    is absent as null, and `strict`; its agent loops (`async`) leave it out.
+
+    Args:
+        schema: As the YAML or the server has it.
+        style: By verl's `rollout.mode`.
+    """
+    function, has_nulls = schema.function, style == "verl_sync"
+    given = cast("dict[str, dict[str, Any]]", function.parameters.get("properties") or {})
+    parameters: dict[str, Any] = {
+        "type": function.parameters.get("type", "object"),
+        "properties": {name: _shown(one, has_nulls) for name, one in given.items()},
+        "required": list(function.parameters.get("required") or []),
+    }
+    shown: dict[str, Any] = {
+        "name": function.name,
+        "description": function.description,
+        "parameters": parameters,
+    }
+    if has_nulls or function.strict is not None:
+        shown["strict"] = bool(function.strict)
+    return OpenAIFunctionToolSchema.model_validate({"type": schema.type, "function": shown})
+
+
+def _shown(parameter: Mapping[str, Any], has_nulls: bool) -> dict[str, Any]:
+    known = {key: parameter.get(key) for key in ("type", "description", "enum")}
+    return {key: value for key, value in known.items() if has_nulls or value is not None}
 
 
 def rollout_trace_op(method: F) -> F:

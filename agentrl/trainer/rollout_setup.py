@@ -33,6 +33,7 @@ from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
 from agentrl.tools import BaseTool
 from agentrl.tools import registry as tool_registry
 from agentrl.tools.registry import load_all_tools
+from agentrl.tools.verl_names import as_verl_shows
 from agentrl.training.tokenizer import load_tokenizer
 
 _UNUSED_PARSER = "hermes"
@@ -78,6 +79,9 @@ def load_plugins(config: RunConfig) -> Plugins:
     """
     turns = config.rollout.multi_turn
     tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
+    if turns.tool_schema_style != "full":
+        for tool in tools:
+            tool.tool_schema = as_verl_shows(tool.tool_schema, turns.tool_schema_style)
     interactions: dict[str, BaseInteraction] = {}
     if turns.interaction_config_path is not None:
         interactions = initialize_interactions_from_config(turns.interaction_config_path)

@@ -81,7 +81,19 @@ def rollout_mode(value: Any, tree: Tree) -> Reading:
     if value not in ("sync", "async"):
         raise ConfigError(f"is {value!r}", expected="sync or async")
     loops = "whether a row may call tools is not decided by its `agent_name`: it has the run's"
-    return Reading(note=loops if value == "async" else "")
+    return Reading(_tools_as_there(value, tree), loops if value == "async" else "")
+
+
+def _tools_as_there(mode: str, tree: Tree) -> dict[str, Any]:
+    """Show tools to the policy, and take its arguments, as verl does; our own keys go before."""
+    if not (tree.value(f"{TURNS}.tool_config_path") or tree.value(f"{TURNS}.function_tool_path")):
+        return {}
+    theirs = {"check_tool_arguments": False, "tool_schema_style": f"verl_{mode}"}
+    return {
+        f"{OURS_TURNS}.{key}": value
+        for key, value in theirs.items()
+        if not (tree.is_given(f"{OURS_TURNS}.{key}") or tree.is_given(f"{TURNS}.{key}"))
+    }
 
 
 def multi_turn_enabled(value: Any, tree: Tree) -> Reading:

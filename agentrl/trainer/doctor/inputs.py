@@ -19,7 +19,7 @@ from agentrl.config import (
 from agentrl.data.prepare.manifest import is_made
 from agentrl.data.prompt import Prompt
 from agentrl.errors import AgentRLError
-from agentrl.messages import schema_validator
+from agentrl.messages import schema_validator, without_nulls
 from agentrl.tools import BaseTool
 from agentrl.tools.life import ToolSession
 from agentrl.trainer.build import make_order
@@ -152,7 +152,7 @@ async def _live_once(tool: BaseTool, row: Prompt | None, timeout_s: float) -> li
 def _wrong_schema(tool: BaseTool) -> str | None:
     try:
         parameters = tool.tool_schema.function.parameters
-        schema_validator(parameters).check_schema(parameters)
+        schema_validator(parameters).check_schema(without_nulls(parameters))
     except SchemaError as error:
         return f"the parameters of {tool.name!r} are no JSON Schema: {error.message}"
     return None

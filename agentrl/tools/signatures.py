@@ -1,0 +1,109 @@
+"""Build and create tools of users by the signatures that they wrote.
+
+Tools that were written for verl differ: constructors take `config` alone, `create` takes the row's
+`create_kwargs` whole, as verl's agent loops pass it, or unpacked, as its request loop does.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from agentrl.errors import ConfigError
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.tools.base import BaseTool
+
+_WHOLE = "create_kwargs"
+_CONSTRUCTOR = "def __init__(self, config, tool_schema) that calls super().__init__(...)"
+
+
+def build_tool(
+    found: type[BaseTool], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+) -> BaseTool:
+    """Build a tool, with the arguments that its constructor takes.
+
+    Raises:
+        ConfigError: if the constructor cannot take the YAML's schema, does not call that of
+            `BaseTool`, or gives the tool another name than its schema has.
+    """
+    try:
+        tool = _construct(found, config, tool_schema)
+    except AttributeError as error:
+        if isinstance(error.obj, found) and error.name in ("config", "tool_schema", "name"):
+            raise _not_initialized(found) from error
+        raise
+    if not (hasattr(tool, "config") and hasattr(tool, "tool_schema")):
+        raise _not_initialized(found)
+    shown = tool.tool_schema.name
+    if tool.name != shown:
+        raise ConfigError(
+            f"{found.__name__} names itself {tool.name!r}, and its schema says {shown!r}",
+            expected="one name: the model calls the tool by the name in its schema",
+        )
+    return tool
+
+
+def create_arguments(
+    create: Callable[..., Any], create_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Choose the keywords with which a tool's `create` is called.
+
+    A `create` with a parameter `create_kwargs` gets the row's mapping whole, and by name those of
+    its entries that have a parameter of their own. One that takes any keyword and reads
+    "create_kwargs" from them gets the mapping both ways. Every other gets it unpacked.
+
+    Args:
+        create: The tool's method.
+        create_kwargs: The row's.
+    """
+    parameters = inspect.signature(create).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    whole = parameters.get(_WHOLE)
+    if whole is not None and whole.kind is not whole.VAR_KEYWORD:
+        by_name = {key: value for key, value in create_kwargs.items() if key in parameters}
+        return {**by_name, _WHOLE: dict(create_kwargs)}
+    if takes_any and _reads_whole(create):
+        return {**create_kwargs, _WHOLE: dict(create_kwargs)}
+    return dict(create_kwargs)
+
+
+def _construct(
+    found: type[BaseTool], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+) -> BaseTool:
+    constructor = cast("Callable[..., BaseTool]", found)
+    signature = inspect.signature(found)
+    # verl calls constructors by keyword, so the order of the two may differ.
+    if _takes(signature, config=config, tool_schema=tool_schema):
+        return constructor(config=config, tool_schema=tool_schema)
+    if _takes(signature, config, tool_schema):
+        return constructor(config, tool_schema)
+    if not _takes(signature, config):
+        raise ConfigError(f"{found.__name__}{signature} takes no config", expected=_CONSTRUCTOR)
+    if tool_schema is not None:
+        raise ConfigError(
+            f"{found.__name__}{signature} takes no tool_schema, and the YAML has one",
+            key="tool_schema",
+            expected=f"{_CONSTRUCTOR}; or a schema in get_openai_tool_schema, and none here",
+        )
+    return constructor(config)
+
+
+def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _not_initialized(found: type[BaseTool]) -> ConfigError:
+    return ConfigError(
+        f"the constructor of {found.__name__} does not call super().__init__ before it returns "
+        "or reads config, tool_schema or name",
+        expected="super().__init__(config, tool_schema) as its first line",
+    )
+
+
+def _reads_whole(create: Callable[..., Any]) -> bool:
+    """Whether a method names `create_kwargs` in its code: `kwargs.get("create_kwargs")`."""
+    code = getattr(inspect.unwrap(create), "__code__", None)
+    return code is not None and _WHOLE in code.co_consts
