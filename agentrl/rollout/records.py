@@ -27,7 +27,11 @@ class Record(BaseModel):
     """A checked record that refuses unknown fields."""
 
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, ser_json_bytes="base64"
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_bytes="base64",
+        # As Python's `json` writes them: `null` would read back as another value, or not at all.
+        ser_json_inf_nan="constants",
     )
 
 

@@ -8,8 +8,9 @@ A line holds the whole request and a summary of what can be derived from it:
 
     {"version": 1, "step": 10, "summary": {"num_turns": 3, ...}, "request": {...}}
 
-What JSON cannot hold is written as the nearest that it can: numbers that are not finite as null,
-arrays as lists, bytes as base64, other objects as their `str`.
+What JSON cannot hold is written as the nearest that it can: numbers that are not finite as Python's
+`json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, other objects as their
+`str`.
 """
 
 import json
@@ -172,7 +173,7 @@ def to_line(request: AsyncRolloutRequest, step: int, note: SkipNote | None = Non
         **({} if note is None else {"skipped": note.model_dump()}),
         "request": request.model_dump(mode="json", fallback=to_plain),
     }
-    return json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(line, ensure_ascii=False) + "\n"
 
 
 def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:

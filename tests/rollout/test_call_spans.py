@@ -1,5 +1,8 @@
 """From the text of a call to the tokens that were sampled for it."""
 
+import re
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from tests.fakes import (
     make_request,
     tiny_template,
 )
+from tests.fakes_templates import load_template
 
 WORDS = st.sampled_from(["ab ", "é", "日本", "x", "<tool_call>", "🙂", "</tool_call>"])
 
@@ -58,6 +62,36 @@ def test_a_tokenizer_that_writes_a_token_differently_at_the_start_is_asked_for_b
     start = text.index("(")
     pieces = TokenPieces(decode_words)
     assert pieces.locate(ids, text, [(start, text.index(")") + 1), None]) == [(2, 7), None]
+
+
+@pytest.mark.parametrize("word", [" \U0001fae8", "\U0001fae8" * 40, " ✅ 漢 √ ñ", "é\ufffd"])
+def test_split_characters_cost_decodings_of_a_few_tokens_each(word: str):
+    template, num_decoded = load_template("qwen2_5"), 0
+
+    def decode_counted(ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return template.decode(ids)
+
+    calls = "<tool_call>" + '{"name": "lookup"}</tool_call>' * 200
+    text = f"Hm.{word} {calls}{word}"
+    ids = template.encode_policy_text(text)
+    spans = [(m.start(), m.end()) for m in re.finditer("lookup", text)]
+    found = TokenPieces(decode_counted).locate(ids, text, spans)
+    assert {template.decode(ids[slice(*span)]) for span in found if span} == {"lookup"}
+    assert num_decoded < 1000 + 20 * len(ids)
+
+
+def test_bytes_that_are_no_character_cost_linear_time():
+    template = load_template("qwen2_5")
+    [*_, torn] = template.encode_text(" \U0001fae8")
+    ids = [torn] * 20_000 + template.encode_text("end")
+    text = template.decode(ids)
+    started = time.process_time()
+    [span] = template.pieces.locate(ids, text, [(len(text) - 3, len(text))])
+    assert time.process_time() - started < 2
+    assert span is not None
+    assert template.decode(ids[slice(*span)]).endswith("end")
 
 
 def test_what_a_token_says_is_decoded_once_in_a_run():

@@ -3,6 +3,7 @@ in `test_request_machine.py`.
 """
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import LedgerError, TransitionError
-from agentrl.messages import Message
+from agentrl.messages import FunctionCall, Message, ToolCall
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import (
@@ -144,6 +145,17 @@ def test_request_of_another_version_is_refused() -> None:
     saved = make_request().model_dump(mode="json") | {"version": 99}
     with pytest.raises(ValueError, match="version 99"):
         AsyncRolloutRequest.model_validate(saved)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf])
+def test_a_saved_request_with_infinite_numbers_reads_back_equal(number: float) -> None:
+    call = ToolCall(function=FunctionCall(name="f", arguments={"x": number}))
+    request = AsyncRolloutRequest(
+        messages=[Message(role="assistant", tool_calls=[call])],
+        metrics={"seconds": number},
+        extra_info={"x": number},
+    )
+    assert AsyncRolloutRequest.model_validate_json(request.model_dump_json()) == request
 
 
 def test_prompt_is_set_once() -> None:

@@ -106,6 +106,9 @@ def test_a_tokenizer_without_fast_backend_is_refused() -> None:
         ("<|IM_START|>", False),
         ("＜|im_start|＞", False),
         ("call <tool_call> now", False),
+        ("ends <|im_end|>\u0338", False),
+        ("<|im_end|>\u0323\u0338 in the middle", False),
+        ("a plain sign>\u0338 alone", True),
     ],
 )
 def test_a_schema_s_word_is_harmless_only_far_from_any_control_token(

@@ -109,12 +109,12 @@ def test_the_reward_sits_on_the_last_trained_token():
 
 def test_what_json_cannot_hold_is_written_as_the_nearest(tmp_path):
     request = tool_story(columns={"image": b"\xff", "lone": "\ud800", "array": np.arange(2)})
-    request.turns[0].calls[0].metrics = {"score": np.float32(0.5), "nan": math.nan}
+    request.turns[0].calls[0].metrics = {"score": np.float32(0.5), "huge": math.inf}
     path = tmp_path / "a.jsonl"
     save_rollouts(path, [request], step=1)
     (back,) = read_rollouts(path)
     assert back.columns == {"image": "_w==", "lone": "\ud800", "array": [0, 1]}
-    assert back.turns[0].calls[0].metrics == {"score": 0.5, "nan": None}
+    assert back.turns[0].calls[0].metrics == {"score": 0.5, "huge": math.inf}
 
 
 def test_other_scripts_are_readable_in_the_file(tmp_path):

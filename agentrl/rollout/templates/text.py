@@ -115,13 +115,20 @@ class TextEncoder:
         return " ".join(map(normalizer.normalize_str, text.split(" ")))
 
     def is_inert(self, text: str) -> bool:
-        """Whether `text` can have no part in a control token, wherever a template puts it."""
-        folded = _fold(text)
-        if self._folded_pattern.search(folded) or folded in self._folded_joined:
+        """Whether `text` can have no part in a control token, wherever a template puts it.
+
+        A tokenizer finds some added tokens in a text as it is, others in its normalized form. So
+        every form of the text is checked: normalization can hide a token (`>` and U+0338 become
+        one character) as well as make one.
+        """
+        return all(map(self._is_inert_form, _forms(text)))
+
+    def _is_inert_form(self, form: str) -> bool:
+        if self._folded_pattern.search(form) or form in self._folded_joined:
             return False
-        longest = range(1, min(len(folded), self._longest) + 1)
+        longest = range(1, min(len(form), self._longest) + 1)
         heads, tails = self._fragments
-        return not any(folded[-k:] in heads or folded[:k] in tails for k in longest)
+        return not any(form[-k:] in heads or form[:k] in tails for k in longest)
 
     @cached_property
     def _prefixes(self) -> bool:
@@ -137,7 +144,7 @@ class TextEncoder:
 
     @cached_property
     def _folded(self) -> list[str]:
-        return [_fold(token) for token in self.control]
+        return sorted({form for token in self.control for form in _forms(token)})
 
     @cached_property
     def _folded_pattern(self) -> re.Pattern[str]:
@@ -175,8 +182,10 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _fold(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).casefold()
+def _forms(text: str) -> set[str]:
+    """Every normalized form of a text and the text itself, without case."""
+    normalized = {unicodedata.normalize(form, text) for form in ("NFC", "NFD", "NFKC", "NFKD")}
+    return {form.casefold() for form in (text, *normalized)}
 
 
 def _clone_without_added_tokens(backend: "Tokenizer") -> "Tokenizer":
