@@ -322,6 +322,13 @@ class _Run:
 
     async def _call_tools(self) -> Way:
         started = time.monotonic()
+        try:
+            # A tool may have effects: no call is executed that the template could not answer.
+            outline = self.house.caller.outline(self.calls)
+            self.house.template.plan_delta(outline, tools=self.request.tool_schemas)
+        except TemplateError as error:
+            self._note_calls(self.request.turns[-1], skip_calls(self.calls))
+            return self._refuse_calls(self.request.turns[-1], error)
         found = await self.house.caller.answer(self.calls, self.tools)
         seconds = time.monotonic() - started
         self._record_calls(self.request.turns[-1], found)
@@ -352,7 +359,8 @@ class _Run:
     def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
         """The model made calls that its template cannot answer, such as two tools in one turn."""
         for call in turn.calls:
-            call.message = call.message or f"not shown to the model: {error.args[0]}"
+            what = "not executed" if call.outcome == "skipped" else "not shown to the model"
+            call.message = call.message or f"{what}: {error.args[0]}"
         return StopReason.MALFORMED_CALL
 
     # INTERACTING

@@ -15,6 +15,7 @@ from referencing import Registry
 
 from agentrl.errors import ToolCallError
 from agentrl.messages import (
+    ContentPart,
     Message,
     OpenAIFunctionToolSchema,
     ToolResponse,
@@ -100,6 +101,11 @@ class ToolCaller:
         answered |= {call.index: self._complain(call) for call in checked.malformed}
         return [answered[index] for index in sorted(answered)]
 
+    def outline(self, checked: CheckedCalls) -> list[Message]:
+        """Make a message for each call that has the shape of its answer, in order of the calls."""
+        calls = sorted([*checked.calls, *checked.malformed], key=lambda call: call.index)
+        return [self._message("?", call.name or None, call.id) for call in calls]
+
     def show(
         self, response: ToolResponse, *, tool: str | None, call_id: str | None = None
     ) -> ShownText:
@@ -109,11 +115,15 @@ class ToolCaller:
         """
         fitted = self._fit(response.wording)
         content = response.content(self._parser.render_result(fitted.text))
+        return ShownText(self._message(content, tool, call_id), fitted.num_cut)
+
+    def _message(
+        self, content: str | list[ContentPart], tool: str | None, call_id: str | None
+    ) -> Message:
         role = self._parser.result_role
         if role != "tool":
-            return ShownText(Message(role=role, content=content), fitted.num_cut)
-        message = Message(role=role, content=content, tool_call_id=call_id, name=tool)
-        return ShownText(message, fitted.num_cut)
+            return Message(role=role, content=content)
+        return Message(role=role, content=content, tool_call_id=call_id, name=tool)
 
     def _observe(self, outcome: ToolOutcome) -> Observation:
         call, response = outcome.call, outcome.response

@@ -34,7 +34,7 @@ from agentrl.tools import BaseTool
 from agentrl.tools import registry as tool_registry
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.verl_names import as_verl_shows
-from agentrl.training.tokenizer import load_tokenizer
+from agentrl.training.tokenizer import find_model_stops, load_tokenizer
 
 _UNUSED_PARSER = "hermes"
 
@@ -125,6 +125,7 @@ def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = N
         custom_template=config.model.custom_chat_template,
         template_kwargs=config.data.apply_chat_template_kwargs,
         now=now,
+        model_stops=find_model_stops(tokenizer, config.model.path),
     )
     report = probe_template(template, [tool.tool_schema for tool in plugins.tools])
     return ProbedModel(tokenizer, template, report)

@@ -62,9 +62,9 @@ def find_disagreements(
 ) -> Iterator[str]:
     """Say where a model's own special tokens are not the tokenizer's.
 
-    This decides nothing that agentrl does: a turn ends where the chat template ends it. But a model
-    that was trained to end with another token does not end its turns, and a tokenizer of another
-    family is first seen here.
+    A turn ends at the end that the chat template writes, at the tokenizer's end of sequence, and at
+    the model's own ends (`find_model_stops`). A model with other ends than these was trained with
+    another tokenizer.
 
     Args:
         tokenizer: Of the run.
@@ -87,6 +87,23 @@ def find_disagreements(
             f"the tokenizer's end of sequence is {tokenizer.eos_token!r} "
             f"({tokenizer.eos_token_id}), the model's {sorted(ends)}"
         )
+
+
+def find_model_stops(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
+    """Find the tokens at which the model's `generation_config.json` ends a generation.
+
+    An id that is no control token of the run's tokenizer is left out: it is another tokenizer's,
+    and would end a turn at an ordinary word. `find_disagreements` reports it.
+
+    Args:
+        tokenizer: The run's tokenizer.
+        path: The model's folder.
+    """
+    generation = _generation_config(path)
+    if generation is None:
+        return ()
+    control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return tuple(sorted(_ids(generation, "eos_token_id") & control))
 
 
 def _check_beside_model(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:

@@ -279,12 +279,15 @@ class RefusingTemplate:
 
 
 async def test_calls_that_the_template_cannot_answer_are_the_models_doing():
+    tool = FakeTool()
     engine = make_engine(CALL)
-    house = make_house(engine, tools=[FakeTool()])
+    house = make_house(engine, tools=[tool])
     refusing: Any = RefusingTemplate(house.template)
     request = await roll_out(engine, replace(house, template=refusing))
     assert request.stop_reason is StopReason.MALFORMED_CALL
-    assert request.turns[0].calls[0].message == "not shown to the model: results of two tools"
+    assert outcomes(request) == ["skipped"]
+    assert request.turns[0].calls[0].message == "not executed: results of two tools"
+    assert "execute" not in next(iter(tool.lives.values()))
     assert request.in_baseline
 
 

@@ -41,12 +41,20 @@ class Anatomy:
         renderer: Renders the template.
         encoder: Knows the tokenizer's control tokens.
         eos_id: The tokenizer's own end of sequence.
+        model_stops: Tokens that the model's generation ends at, whatever the template writes.
     """
 
-    def __init__(self, renderer: Renderer, encoder: TextEncoder, eos_id: int | None) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        encoder: TextEncoder,
+        eos_id: int | None,
+        model_stops: Sequence[int] = (),
+    ) -> None:
         self.renderer = renderer
         self.encoder = encoder
         self._eos_id = eos_id
+        self._model_stops = tuple(model_stops)
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -104,7 +112,7 @@ class Anatomy:
         answer = self.last_end_of_turn or self.end_of_turn.text
         for end in (answer, self._end_of_calls):
             found += self.encoder.encode_literal(end)[-1:] if end else []
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys([*found, *self._model_stops]))
 
     @cached_property
     def call_style(self) -> CallStyle | None:

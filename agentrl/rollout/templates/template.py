@@ -53,6 +53,7 @@ class ChatTemplate:
         custom_template: Replaces the tokenizer's template: its text, or the path of a file.
         template_kwargs: Further variables of the template, such as `enable_thinking`.
         now: The date for templates that write one; frozen, so that every prompt of a run agrees.
+        model_stops: Further tokens that end a turn, such as those of `generation_config.json`.
 
     Attributes:
         anatomy: What the template is made of.
@@ -77,6 +78,7 @@ class ChatTemplate:
         custom_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime | None = None,
+        model_stops: Sequence[int] = (),
     ) -> None:
         renderer = Renderer(
             tokenizer,
@@ -85,7 +87,7 @@ class ChatTemplate:
             now=now or datetime.now(),
         )
         eos_id: Any = tokenizer.eos_token_id
-        self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id)
+        self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id, model_stops)
         self.queue = EncodingQueue(self.encode_texts)
         self.pieces = TokenPieces(self.decode)
         self._shapes: dict[Any, Any] = {}
@@ -98,7 +100,7 @@ class ChatTemplate:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant turn: the tokenizer's and the template's.
+        """Tokens that end an assistant turn: the tokenizer's, the model's and the template's.
 
         Where a template writes no end of its own, those that open a user's and a tool's turn (the
         policy samples them).
