@@ -14,10 +14,19 @@ import torch
 
 from agentrl.config.schema import OptimConfig, SftConfig
 from agentrl.data.files import read_rows
+from agentrl.tools import initialize_tools_from_config
 from agentrl.training.distributed import start_world, stop_world
 from agentrl.training.sft import run_sft
 from tests.fakes_kill import SCORER, STATIONS, Life, Mark, Nursery
-from tests.fakes_runs import ROOT, read_lines, spawn_agentrl, tiny_run, write_jsonl, write_yaml
+from tests.fakes_runs import (
+    CALCULATOR,
+    ROOT,
+    read_lines,
+    spawn_agentrl,
+    tiny_run,
+    write_jsonl,
+    write_yaml,
+)
 from tests.fakes_same import differences
 
 STEPS_PER_EPOCH = 4
@@ -92,7 +101,8 @@ def warm_home(home: Home, tiny_home: Path) -> Home:
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    run_sft(config, start_world("cpu", timeout_s=60))
+    shown = [tool.tool_schema for tool in initialize_tools_from_config(CALCULATOR)]
+    run_sft(config, start_world("cpu", timeout_s=60), tools=shown)
     stop_world()
     torch.set_num_threads(threads)
     return Home(home.folder, config.out_dir)

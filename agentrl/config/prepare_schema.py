@@ -71,7 +71,7 @@ class SftConfig(Section):
 
     model_path: FolderOrHubName
     train_file: UserPath
-    """Rows with `messages` and, where tools are used, `tools` (or the run's tool YAML)."""
+    """Rows with `messages`, and with `tools` if they were shown other tools than the run's."""
     out_dir: UserPath
     steps: int = Field(default=1000, ge=1)
     batch_size: int = Field(default=16, ge=1)
@@ -83,6 +83,12 @@ class SftConfig(Section):
     grad_clip: float = Field(default=1.0, gt=0)
     optim: OptimConfig = OptimConfig(lr=1e-5, lr_scheduler="cosine")
     tool_config_path: UserPath | None = None
+    """YAML of the tools that rows without `tools` are shown; with `function_tool_path` null: the
+    run's tools."""
+    function_tool_path: str | None = None
+    """Python file or module with `@function_tool` functions, shown likewise."""
+    num_held_out: int = Field(default=32, ge=0)
+    """Conversations that are not trained on, at most a tenth of all; their loss is reported."""
     seed: Seed = 0
 
 

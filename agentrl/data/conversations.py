@@ -21,6 +21,12 @@ class Conversation(BaseModel):
     tools: list[OpenAIFunctionToolSchema] | None = None
     """The tools that it was shown; None: those of the run."""
 
+    @property
+    def tools_called(self) -> list[str]:
+        """Names of the tools that the assistant calls, in order."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        return [call.function.name for call in calls]
+
 
 def load_conversations(file: str | Path) -> list[Conversation]:
     """Read a Parquet, JSON or JSONL file of conversations.

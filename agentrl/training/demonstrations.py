@@ -1,8 +1,9 @@
 """Conversations as tokens with loss weights, for the supervised warm-up."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.tools import initialize_tools_from_config
 from agentrl.training.packing import PaddedRows
 
 
@@ -81,22 +81,28 @@ class Demonstrations:
     Args:
         config: File, order, length, weights.
         template: The policy's.
+        tools: What rows without `tools` are shown.
 
     Raises:
-        DataError: for a file that cannot be read.
-        ConfigError: for a tool YAML that cannot be read.
+        DataError: for a file that cannot be read, and for a call of a tool that its conversation
+            is not shown.
     """
 
-    def __init__(self, config: SftConfig, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        config: SftConfig,
+        template: ChatTemplate,
+        tools: Sequence[OpenAIFunctionToolSchema] = (),
+    ) -> None:
         self._config = config
         self._encoder = DemonstrationEncoder(template, config.observed_loss_weight)
         self._rows = load_conversations(config.train_file)
         self._encoded: dict[int, Demonstration] = {}
         self._too_long: set[int] = set()
-        self._tools: list[OpenAIFunctionToolSchema] = []
-        if config.tool_config_path is not None:
-            loaded = initialize_tools_from_config(config.tool_config_path)
-            self._tools = [tool.tool_schema for tool in loaded]
+        self._tools = list(tools)
+        check_calls(self._rows, self._tools, file=config.train_file)
+        num_held_out = min(config.num_held_out, len(self._rows) // 10)
+        self._held_out = self._permutation(0)[len(self._rows) - num_held_out :]
 
     @property
     def num_conversations(self) -> int:
@@ -107,6 +113,11 @@ class Demonstrations:
     def num_dropped(self) -> int:
         """Conversations met so far that are longer than `max_length`."""
         return len(self._too_long)
+
+    def held_out(self) -> list[Demonstration]:
+        """Encode the conversations that no batch has, without those that are too long."""
+        encoded = [self._encode(self._rows[row]) for row in self._held_out]
+        return [one for one in encoded if len(one.ids) <= self._config.max_length]
 
     def batches(self) -> Iterator[list[Demonstration]]:
         """Give `config.steps` batches of `config.batch_size`.
@@ -133,15 +144,46 @@ class Demonstrations:
         )
 
     def _order(self) -> Iterator[int]:
-        """Rows epoch after epoch, without those known to be too long; ends where all are."""
+        """Rows epoch after epoch, without those known to be too long; ends if all are."""
+        held_out = set(self._held_out)
         for epoch in count():
-            if len(self._too_long) == len(self._rows):
+            if len(self._too_long) + len(held_out) == len(self._rows):
                 return
-            order = np.random.default_rng([self._config.seed, epoch]).permutation(len(self._rows))
-            yield from (row for row in order.tolist() if row not in self._too_long)
+            order = (row for row in self._permutation(epoch) if row not in held_out)
+            yield from (row for row in order if row not in self._too_long)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        rng = np.random.default_rng([self._config.seed, epoch])
+        return rng.permutation(len(self._rows)).tolist()
 
     def _encode(self, row: Conversation) -> Demonstration:
-        return self._encoder.encode(row.messages, row.tools or self._tools)
+        return self._encoder.encode(row.messages, self._tools if row.tools is None else row.tools)
+
+
+def check_calls(
+    rows: Iterable[Conversation], tools: Sequence[OpenAIFunctionToolSchema], *, file: Path
+) -> None:
+    """Check that conversations call only tools that they are shown.
+
+    Args:
+        rows: The conversations.
+        tools: What rows without `tools` are shown.
+        file: Named in the error.
+
+    Raises:
+        DataError: with the first row that calls another tool.
+    """
+    of_run = {tool.name for tool in tools}
+    for number, row in enumerate(rows):
+        shown = of_run if row.tools is None else {tool.name for tool in row.tools}
+        for name in row.tools_called:
+            if name not in shown:
+                raise DataError(
+                    f"the conversation calls the tool {name!r}, and it is not shown that tool",
+                    file=file,
+                    row=number,
+                    expected=f"one of {', '.join(sorted(shown)) or 'none: it is shown no tools'}",
+                )
 
 
 def pad_demonstrations(batch: Sequence[Demonstration]) -> tuple[PaddedRows, Tensor]:

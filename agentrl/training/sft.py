@@ -2,20 +2,24 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from agentrl.config.schema import FsdpConfig, ModelConfig, SftConfig
+from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.training.batches import split_micro_batches
 from agentrl.training.demonstrations import Demonstration, Demonstrations, pad_demonstrations
 from agentrl.training.distributed import World
 from agentrl.training.model import PolicyModel, ScoringParams, load_policy
 from agentrl.training.optim import PolicyOptimizer
+from agentrl.training.packing import PaddedRows
 from agentrl.training.snapshot import export_hf
 from agentrl.training.tokenizer import check_tokenizer, load_tokenizer
 
@@ -47,12 +51,15 @@ class SftResult:
     num_dropped: int
     """Conversations longer than `max_length`."""
     last: SftStep
+    held_out_loss: float | None = None
+    """Weighted mean over the conversations that were not trained on; None if there are none."""
 
 
 def run_sft(
     config: SftConfig,
     world: World,
     *,
+    tools: Sequence[OpenAIFunctionToolSchema] = (),
     model: ModelConfig | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     now: datetime | None = None,
@@ -63,15 +70,17 @@ def run_sft(
     Args:
         config: Model, data, length, optimizer.
         world: The ranks; each takes its share of every batch.
+        tools: What conversations without `tools` of their own are shown.
         model: Settings of the run that the model is warmed up for; its `path` is not read.
         template_kwargs: The run's `data.apply_chat_template_kwargs`.
         now: The date for templates that write one.
         on_step: Told of every step, on every rank.
 
     Raises:
-        ConfigError: for a model or tool YAML that cannot be used.
+        ConfigError: for a model that cannot be used.
         TemplateError: for a chat template that cannot be used.
-        DataError: for a file without a usable conversation.
+        DataError: for a file without a usable conversation, and for a conversation that calls a
+            tool that it is not shown.
         CheckpointError: where the result cannot be written.
     """
     model = (model or ModelConfig(path="")).model_copy(update={"path": config.model_path})
@@ -84,7 +93,7 @@ def run_sft(
     )
     policy = load_policy(model, world, FsdpConfig())
     check_tokenizer(tokenizer, policy.config)
-    dataset = Demonstrations(config, template)
+    dataset = Demonstrations(config, template, tools)
     optimizer = PolicyOptimizer(policy.named_weights(), config.optim, world, config.steps)
     policy.train()
     last: SftStep | None = None
@@ -93,8 +102,34 @@ def run_sft(
         if on_step is not None:
             on_step(last)
     assert last is not None
+    held_out_loss = _loss_on(policy, dataset.held_out())
     export_hf(policy, tokenizer, config.out_dir)
-    return SftResult(dataset.num_conversations, dataset.num_dropped, last)
+    return SftResult(dataset.num_conversations, dataset.num_dropped, last, held_out_loss)
+
+
+def _loss_on(policy: PolicyModel, demonstrations: Sequence[Demonstration]) -> float | None:
+    """Compute the weighted mean loss without training; None for no demonstrations."""
+    world = policy.world
+    rows, weights = pad_demonstrations(demonstrations[world.rank :: world.size])
+    total = world.sum([float(weights.sum())])[0]
+    if not total:
+        return None
+    policy.eval()
+    with torch.no_grad():
+        losses = [float(loss) for loss in _micro_batch_losses(policy, rows, weights, total)]
+    return world.sum([sum(losses)])[0]
+
+
+def _micro_batch_losses(
+    policy: PolicyModel, rows: PaddedRows, weights: Tensor, total: float
+) -> Iterator[Tensor]:
+    """Compute this rank's share of the weighted mean loss, one micro-batch after the other."""
+    world, params = policy.world, ScoringParams(temperature=1.0)
+    for packed in split_micro_batches(rows, range(len(weights)), MAX_MICRO_BATCH_TOKENS, world):
+        scores = policy(packed, params)
+        own = weights[list(packed.row_index)] if packed.row_index else weights[:0]
+        target_weights = own[packed.rows.cpu(), packed.columns.cpu()].to(world.device)
+        yield -(scores.log_probs * target_weights).sum() / total
 
 
 def _take_step(
@@ -107,14 +142,8 @@ def _take_step(
     start, world = time.perf_counter(), policy.world
     rows, weights = pad_demonstrations(batch[world.rank :: world.size])
     total = world.sum([float(weights.sum())])[0]
-    params = ScoringParams(temperature=1.0)
     loss_sum = 0.0
-    index = range(len(weights))
-    for packed in split_micro_batches(rows, index, MAX_MICRO_BATCH_TOKENS, world):
-        scores = policy(packed, params)
-        own = weights[list(packed.row_index)] if packed.row_index else weights[:0]
-        target_weights = own[packed.rows.cpu(), packed.columns.cpu()].to(world.device)
-        loss = -(scores.log_probs * target_weights).sum() / total
+    for loss in _micro_batch_losses(policy, rows, weights, total):
         (loss * world.size).backward()
         loss_sum += float(loss.detach())
     grad_norm, lr = optimizer.grad_norm(), optimizer.lr

@@ -147,14 +147,23 @@ def test_the_same_arguments_make_the_same_files_byte_for_byte(tmp_path):
     }
 
 
-def test_what_is_there_is_left_alone_and_what_changed_is_made_anew(tmp_path):
+def test_what_is_there_is_left_alone_and_what_is_missing_is_made_again(tmp_path):
     assert prepare_arithmetic(small(tmp_path)).made
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert not prepare_arithmetic(small(tmp_path)).made
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert prepare_arithmetic(small(tmp_path, seed=5)).made
     (tmp_path / "val.parquet").unlink()
-    assert prepare_arithmetic(small(tmp_path, seed=5)).made
+    assert prepare_arithmetic(small(tmp_path)).made
+
+
+def test_changed_settings_replace_no_finished_file(tmp_path):
+    prepare_arithmetic(small(tmp_path))
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match="finished files are not replaced") as caught:
+        prepare_arithmetic(small(tmp_path, seed=5))
+    assert caught.value.details["changed"] == "seed: 0 -> 5"
+    assert f"delete {tmp_path}" in str(caught.value)
+    assert contents(tmp_path) == before
 
 
 def test_a_half_made_folder_is_made_anew(tmp_path, monkeypatch):

@@ -87,7 +87,8 @@ def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(
     )
     config = make_config(tmp_path, prepare={"sft": sft})
     journal = Journal(config.trainer, is_main=False)
-    preparation.warm_up(config, sft, start_world("cpu", timeout_s=60), journal, now=datetime.now())
+    world = start_world("cpu", timeout_s=60)
+    preparation.warm_up(config, sft, world, journal, [], now=datetime.now())
     stop_world()
     assert told == ["trained"]
     assert (tmp_path / "warm/notes.txt").read_text() == "a user's"

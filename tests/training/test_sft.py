@@ -18,10 +18,14 @@ from agentrl.data.conversations import load_conversations
 from agentrl.data.prepare.arithmetic import prepare_arithmetic
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.templates import ChatTemplate
+from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.training.demonstrations import DemonstrationEncoder, Demonstrations, pad_demonstrations
 from agentrl.training.distributed import World
 from agentrl.training.sft import SftStep, run_sft
 from agentrl.training.tiny_policy import make_tiny_policy
+from tests.fakes_runs import write_jsonl
+
+TOOLS = [CalculatorTool({}).tool_schema]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SftConfig:
     )
     return SftConfig(
         model_path=str(folder / "policy"), train_file=corpus, out_dir=folder / "out",
-        steps=30, batch_size=8, observed_loss_weight=0.3,
+        steps=30, batch_size=8, observed_loss_weight=0.3, num_held_out=0,
         optim=OptimConfig(name="muon", lr=8e-3, muon_lr=0.01, lr_scheduler="cosine"),
     )  # fmt: skip
 
@@ -46,7 +50,7 @@ def template(config: SftConfig) -> ChatTemplate:
 
 def test_warm_up_learns_and_leaves_a_plain_folder(world: World, config: SftConfig):
     seen = []
-    result = run_sft(config, world, on_step=seen.append)
+    result = run_sft(config, world, tools=TOOLS, on_step=seen.append)
     assert [step.step for step in seen] == list(range(1, 31))
     assert result.last == seen[-1]
     assert seen[-1].loss < 0.6 * seen[0].loss
@@ -56,8 +60,33 @@ def test_warm_up_learns_and_leaves_a_plain_folder(world: World, config: SftConfi
     assert loss_of(model, config, seed_batch(config)) < 0.6 * seen[0].loss
 
 
+def test_conversations_that_are_held_out_are_not_trained_and_their_loss_is_reported(
+    world: World, config: SftConfig
+):
+    dataset = Demonstrations(config.model_copy(update={"num_held_out": 3}), template(config), TOOLS)
+    held_out = {tuple(one.ids) for one in dataset.held_out()}
+    trained = {tuple(one.ids) for batch in dataset.batches() for one in batch}
+    assert len(held_out) == 3
+    assert not held_out & trained
+    result = run_sft(config.model_copy(update={"num_held_out": 3, "steps": 1}), world, tools=TOOLS)
+    model = AutoModelForCausalLM.from_pretrained(config.out_dir)
+    expected = loss_of(model, config, dataset.held_out())
+    assert result.held_out_loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_conversation_that_calls_an_unknown_tool_is_refused(config: SftConfig, tmp_path: Path):
+    call = {"function": {"name": "calculater", "arguments": {"expression": "1"}}}
+    told = [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [call]}]
+    write_jsonl(tmp_path / "demos.jsonl", [{"messages": told}])
+    mine = config.model_copy(update={"train_file": tmp_path / "demos.jsonl"})
+    with pytest.raises(DataError, match="calls the tool 'calculater'") as caught:
+        Demonstrations(mine, template(config), [CalculatorTool({}).tool_schema])
+    assert caught.value.details["row"] == 0
+    assert caught.value.details["expected"] == "one of calculator"
+
+
 def seed_batch(config: SftConfig):
-    return next(Demonstrations(config, template(config)).batches())
+    return next(Demonstrations(config, template(config), TOOLS).batches())
 
 
 def loss_of(model, config: SftConfig, batch) -> float:
@@ -75,13 +104,13 @@ def loss_of(model, config: SftConfig, batch) -> float:
 
 def test_first_loss_is_that_of_the_naive_computation(world: World, config: SftConfig):
     seen = []
-    run_sft(config.model_copy(update={"steps": 1}), world, on_step=seen.append)
+    run_sft(config.model_copy(update={"steps": 1}), world, tools=TOOLS, on_step=seen.append)
     model = AutoModelForCausalLM.from_pretrained(config.model_path)
     assert seen[0].loss == pytest.approx(loss_of(model, config, seed_batch(config)), rel=1e-4)
 
 
 def first_step(config: SftConfig, world: World, **options: Any) -> SftStep:
-    return run_sft(config.model_copy(update={"steps": 1}), world, **options).last
+    return run_sft(config.model_copy(update={"steps": 1}), world, tools=TOOLS, **options).last
 
 
 def test_templates_of_the_run_are_those_of_the_warm_up(world: World, config: SftConfig):
@@ -130,7 +159,7 @@ def test_order_is_seeded_and_each_epoch_has_every_row(config: SftConfig):
     one_epoch = config.model_copy(update={"steps": 5})
 
     def ids(changed: SftConfig) -> list[list[int]]:
-        batches = Demonstrations(changed, template(config)).batches()
+        batches = Demonstrations(changed, template(config), TOOLS).batches()
         return [one.ids for batch in batches for one in batch]
 
     first = ids(one_epoch)
@@ -145,13 +174,15 @@ def test_long_conversations_are_dropped_and_counted(config: SftConfig):
         len(one.ids) for one in seed_batch(config.model_copy(update={"batch_size": 40}))
     )
     data = Demonstrations(
-        config.model_copy(update={"max_length": lengths[20], "steps": 12}), template(config)
+        config.model_copy(update={"max_length": lengths[20], "steps": 12}), template(config), TOOLS
     )
     assert all(len(one.ids) <= lengths[20] for batch in data.batches() for one in batch)
     assert data.num_dropped == sum(length > lengths[20] for length in lengths)
     with pytest.raises(DataError, match="no conversation has at most 3 tokens"):
         next(
-            Demonstrations(config.model_copy(update={"max_length": 3}), template(config)).batches()
+            Demonstrations(
+                config.model_copy(update={"max_length": 3}), template(config), TOOLS
+            ).batches()
         )
 
 
@@ -166,5 +197,5 @@ def test_bad_row_is_named(config: SftConfig, tmp_path: Path):
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "nobody", "content": "x"}]}) + "\n")
     with pytest.raises(DataError) as caught:
-        Demonstrations(config.model_copy(update={"train_file": file}), template(config))
+        Demonstrations(config.model_copy(update={"train_file": file}), template(config), TOOLS)
     assert caught.value.details["row"] == 0

@@ -1,16 +1,16 @@
-"""Make files once: what was made with the same arguments is left alone.
+"""Make files once. Finished files are never replaced: a run may use them.
 
 `manifest.json` in the folder says what made its files. It is written before the first of them as
 incomplete and after the last as complete, so a run that was killed is noticed, and files that
-somebody else put there are never overwritten. Inputs stand in it by their content, so a folder that
-was moved, or is written another way, is still the same.
+somebody else put there are never overwritten. Inputs are recorded by their content, so a folder
+that was moved, or is written another way, is still the same.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +19,8 @@ from agentrl.files import remove_drafts, written_whole
 
 Arguments = dict[str, Any]
 _NAME = "manifest.json"
+_MAX_SHOWN = 60
+"""Characters of a value that an error shows."""
 _MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
@@ -43,27 +45,20 @@ def make_once(
 ) -> bool:
     """Call `write`, unless `files` were made with the same arguments before.
 
-    Where `write` raises and has left no file, nothing of it is left: no manifest, and no folder
-    that was not there before. (What was interrupted is known as unfinished.)
+    Finished files that were made with other arguments are not replaced. If `write` raises and has
+    left no file, nothing of it is left: no manifest, and no folder that was not there before. (What
+    was interrupted is known as unfinished.)
 
     Returns:
         Whether anything was written.
 
     Raises:
-        DataError: where the folder has such files and no manifest: they are somebody else's.
+        DataError: see `must_make`.
     """
+    if not must_make(out_dir, maker, arguments, files):
+        return False
     wanted = Manifest(maker=maker, arguments=dict(arguments), complete=True)
     path = out_dir / _NAME
-    found = _read(path)
-    present = [file for file in files if file.exists()]
-    if found == wanted and len(present) == len(files):
-        return False
-    if present and (found is None or _family(found) != _family(wanted)):
-        raise DataError(
-            f"{present[0]} exists and was not made by {maker}",
-            file=present[0],
-            expected="another out_dir, or a folder without these files",
-        )
     remove_drafts(out_dir)
     was_there = out_dir.is_dir()
     _write(path, wanted.model_copy(update={"complete": False}))
@@ -76,6 +71,31 @@ def make_once(
                 out_dir.rmdir()
         raise
     _write(path, wanted)
+    return True
+
+
+def must_make(
+    out_dir: Path, maker: str, arguments: Mapping[str, Any], files: Sequence[Path]
+) -> bool:
+    """Return whether `make_once` would write; nothing is changed.
+
+    Raises:
+        DataError: if the folder has such files and no manifest (they are somebody else's), or
+            files that were made with other arguments.
+    """
+    wanted = Manifest(maker=maker, arguments=dict(arguments), complete=True)
+    found = _read(out_dir / _NAME)
+    present = [file for file in files if file.exists()]
+    if found == wanted and len(present) == len(files):
+        return False
+    if present and (found is None or _family(found) != _family(wanted)):
+        raise DataError(
+            f"{present[0]} exists and was not made by {maker}",
+            file=present[0],
+            expected="another out_dir, or a folder without these files",
+        )
+    if present and found is not None and found.complete and found != wanted:
+        raise _made_otherwise(out_dir, found, wanted)
     return True
 
 
@@ -105,6 +125,37 @@ def is_unfinished(out_dir: Path) -> bool:
     """Whether the making of a folder's files was begun, and not ended."""
     found = _read(out_dir / _NAME)
     return found is not None and not found.complete
+
+
+def _made_otherwise(out_dir: Path, found: Manifest, wanted: Manifest) -> DataError:
+    changes = _changes(found.arguments, wanted.arguments)
+    if found.maker != wanted.maker:
+        changes.append(f"maker: {found.maker} -> {wanted.maker}")
+    return DataError(
+        f"{out_dir} was made with other settings or inputs, and finished files are not replaced: "
+        "a run may use them",
+        changed="; ".join(changes) or "a file of it is missing",
+        expected=f"another out_dir, or the old settings; to make it again, delete {out_dir}",
+    )
+
+
+def _changes(found: Any, wanted: Any, key: str = "") -> list[str]:
+    """List the keys whose values differ, dotted, with both values."""
+    if found == wanted:
+        return []
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        old, new = cast("Arguments", found), cast("Arguments", wanted)
+        names = list(dict.fromkeys([*old, *new]))
+        return [
+            change
+            for name in names
+            for change in _changes(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    if key == "of":
+        return ["the content of the files that it is made of"]
+    values = json.dumps(found), json.dumps(wanted)
+    is_short = max(map(len, values)) <= _MAX_SHOWN
+    return [f"{key}: {values[0]} -> {values[1]}" if is_short else key]
 
 
 def _family(manifest: Manifest) -> str:

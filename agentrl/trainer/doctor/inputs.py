@@ -98,7 +98,7 @@ def leave_as_made(config: RunConfig, plugins: Result[Plugins]) -> RunConfig:
     knowing: dict[str, TinyPolicyConfig | SftConfig] = {}
     if prepare.tiny_policy is not None:
         knowing["tiny_policy"] = prepare.tiny_policy
-    if prepare.sft is not None and prepare.sft.tool_config_path is not None:
+    if prepare.sft is not None:
         knowing["sft"] = prepare.sft
     if not all(is_made(maker.out_dir) for maker in knowing.values()):
         plugins.need()
