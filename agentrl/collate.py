@@ -37,7 +37,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema import DataConfig, RewardConfig
 from agentrl.data.rows import RowReader
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
@@ -135,7 +135,8 @@ async def generate_sequences(
         The columns of `collate`; those that were in `prompts` as they were there.
     """
     given = prompts.non_tensor_batch
-    reader = RowReader("prompts", prompt_key="raw_prompt" if "raw_prompt" in given else "prompt")
+    key = "raw_prompt" if "raw_prompt" in given else "prompt"
+    reader = RowReader("prompts", DataConfig(prompt_key=key, image_key="multi_modal_data"))
     rows = [{key: column[row] for key, column in given.items()} for row in range(len(prompts))]
     read = [reader.read(row, number, number) for number, row in enumerate(rows)]
     requests = manager.make_requests(read, plan._replace(n=1), step=step)

@@ -80,6 +80,11 @@ class Message(BaseModel):
             return "".join(part.text or "" for part in self.content if part.type == "text")
         return self.content or ""
 
+    @property
+    def part_types(self) -> list[str]:
+        """The type of each content part; empty if the content is one text."""
+        return [part.type for part in self.content] if isinstance(self.content, list) else []
+
     def to_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: a plain dict, absent keys left out."""
         return self.model_dump(exclude_none=True)

@@ -72,7 +72,8 @@ def _only_training() -> tuple[str, ...]:
         *(f"actor.{name}{'.*' if name in ('optim', 'policy_loss') else ''}" for name in actor),
         *("algorithm.*", "ref.*", *CREDIT_KEYS, "reward.overlong_buffer.*"),
         *("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
-        *("data.train_files", "data.train_batch_size", "data.train_max_samples"),
+        *("data.train_files", "data.train_batch_size", "data.gen_batch_size"),
+        *("data.train_max_samples",),
         *("data.shuffle", "data.seed", "model.enable_gradient_checkpointing"),
         *("trainer.total_training_steps", "trainer.total_epochs", "trainer.test_freq"),
         *("trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.rollout_data_dir"),
@@ -125,6 +126,11 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
         lambda c: not c.data.val_files,
         "data.val_files is empty, so nothing is validated",
     ),
+    DeadKeyRule(
+        ("data.gen_batch_size",),
+        lambda c: not c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable is false, so each step takes data.train_batch_size prompts",
+    ),
     # Tools and interactions.
     DeadKeyRule(
         (*_multi_turn("max_parallel_calls", "on_tool_failure"), *CALL_KEYS),
@@ -134,7 +140,7 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     DeadKeyRule(
         (*_multi_turn("tool_timeout_s", "max_parallel_calls", "max_tool_calls", "format",
                       "on_malformed_call", "check_tool_arguments", "tool_schema_style",
-                      "on_tool_failure"), "reward.weights.tool", *CALL_KEYS),
+                      "on_tool_failure", "tools_per_row"), "reward.weights.tool", *CALL_KEYS),
         lambda c: not has_tools(c),
         "the run has no tools (rollout.multi_turn.tool_config_path, function_tool_path)",
     ),

@@ -47,7 +47,10 @@ def _batch(config: RunConfig, world_size: int) -> list[str]:
     prompts, n, epochs = config.data.train_batch_size, config.rollout.n, config.actor.ppo_epochs
     minis = num_mini_batches(config)
     rows = prompts * n
+    taken = config.prompts_per_rollout
+    sampled = [f"Prompts are sampled {taken} at a time until {prompts} groups have a signal."]
     return [
+        *(sampled if taken != prompts else []),
         f"One training step: {_count(prompts, 'prompt')} x {_count(n, 'sample')} = "
         f"{_count(rows, 'row')}, {_share(rows, world_size)} on each of "
         f"{_count(world_size, 'rank')}.",
@@ -78,7 +81,7 @@ def _tokens(config: RunConfig) -> list[str]:
 
 
 def _length(config: RunConfig, num_rows: int | None) -> list[str]:
-    trainer, size = config.trainer, config.data.train_batch_size
+    trainer, size = config.trainer, config.prompts_per_rollout
     if trainer.total_training_steps is not None:
         total = f"The run has {_count(trainer.total_training_steps, 'training step')}."
     else:

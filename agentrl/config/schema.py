@@ -130,8 +130,18 @@ class DataConfig(Section):
     """Processes of the length filter; null: one for each core."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What to do with an overlong prompt that was not filtered: the side that is cut away."""
+    gen_batch_size: int | None = Field(default=None, ge=1)
+    """With `algorithm.filter_groups`: prompts of one generation batch, of which as many are taken
+    as a step needs; null: `train_batch_size`."""
     prompt_key: str = "prompt"
     """Column of the messages."""
+    image_key: str = "images"
+    """Column of a row's images. A row that has any is refused: agentrl trains on text alone."""
+    video_key: str = "videos"
+    """Column of a row's videos; see `image_key`."""
+    strict_rows: bool = True
+    """Refuse rows that name tools or an interaction though the run has none, and rows with
+    `need_tools_kwargs` and no `tools_kwargs`. false: report them, as verl does."""
     reward_fn_key: str = "data_source"
     """Column by which the scorer chooses its rule."""
     shuffle: bool = True
@@ -184,6 +194,9 @@ class MultiTurnConfig(Section):
     """YAML of interactions."""
     format: str | None = None
     """Tool-call format; null: the one that fits the chat template (its probe says which)."""
+    tools_per_row: Literal["all", "tools_kwargs"] = "all"
+    """The tools that a row is shown if it has no `extra_info.tool_selection`: every tool of the
+    run, or those that the row's `tools_kwargs` name (none if it has no `tools_kwargs`)."""
     on_malformed_call: Literal["observe", "stop", "mask"] = "observe"
     """A malformed call: its error goes back to the model; or the request ends; or it goes back
     and that turn is left out of the loss."""
@@ -345,3 +358,9 @@ class RunConfig(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
     prepare: PrepareConfig = PrepareConfig()
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts of one generation batch; a step takes one, or several under filter_groups."""
+        size = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return size or self.data.train_batch_size

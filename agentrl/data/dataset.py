@@ -98,7 +98,7 @@ def load_prompts(
         return PromptDataset(_custom_prompts(config.custom_cls, files, config, max_samples))
     prompts: list[Prompt] = []
     for file in files:
-        reader = _reader(file, config)
+        reader = RowReader(file, config)
         for number, row in enumerate(read_rows(file)):
             if len(prompts) == max_samples:
                 return PromptDataset(prompts)
@@ -106,10 +106,6 @@ def load_prompts(
     if not prompts:
         raise DataError("no data files were given", expected="at least one file")
     return PromptDataset(prompts)
-
-
-def _reader(file: str | Path, config: DataConfig) -> RowReader:
-    return RowReader(file, prompt_key=config.prompt_key, reward_fn_key=config.reward_fn_key)
 
 
 def _custom_prompts(
@@ -122,7 +118,7 @@ def _custom_prompts(
     rows = _custom_rows(name, files, config, max_samples)[:max_samples]
     if not rows:
         raise DataError(f"{name} gave no rows", expected="at least one row")
-    reader = _reader(name, config)
+    reader = RowReader(name, config)
     return [
         row if isinstance(row, Prompt) else reader.read(row, number, number)
         for number, row in enumerate(rows)

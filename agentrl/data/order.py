@@ -69,7 +69,7 @@ class DataOrder:
             raise DataError(
                 f"a batch of {size} prompts from {self.num_rows} rows",
                 key="data.train_batch_size",
-                expected=f"at most {self.num_rows}, or more data",
+                expected=f"at most {self.num_rows} (data.gen_batch_size too), or more data",
             )
 
     def next_batch(self, size: int) -> list[int]:

@@ -32,6 +32,7 @@ class Prompt(BaseModel):
     interaction_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """From `extra_info.interaction_kwargs`."""
     tool_selection: list[str] | None = None
-    """From `extra_info.tool_selection`; None: every tool of the run."""
+    """From `extra_info.tool_selection`: names of tools; None: as
+    `rollout.multi_turn.tools_per_row` says."""
     columns: dict[str, Any] = Field(default_factory=dict[str, Any])
     """The row's further columns (`ability`, `agent_name`, ...)."""

@@ -13,11 +13,14 @@ from typing import Any, cast
 import numpy as np
 from pydantic import ValidationError
 
+from agentrl.config.schema import DataConfig
 from agentrl.data.files import Row
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError
 
 _MESSAGES = "a list of messages, each with `role` and `content`, or a text"
+_MEDIA_MARKS = ("<image>", "<video>")
+_TEXT = "rows of text; data.image_key and data.video_key name the columns that are looked at"
 
 
 class RowReader:
@@ -25,20 +28,14 @@ class RowReader:
 
     Args:
         file: Named in errors.
-        prompt_key: Column of the messages.
-        reward_fn_key: Column by which the scorer chooses its rule.
+        config: Which column holds what, and whether rows are held to what they ask for.
     """
 
-    def __init__(
-        self,
-        file: str | Path,
-        *,
-        prompt_key: str = "prompt",
-        reward_fn_key: str = "data_source",
-    ) -> None:
+    def __init__(self, file: str | Path, config: DataConfig | None = None) -> None:
         self._file = str(file)
-        self._prompt_key = prompt_key
-        self._reward_fn_key = reward_fn_key
+        self._config = config or DataConfig()
+        self._prompt_key = self._config.prompt_key
+        self._reward_fn_key = self._config.reward_fn_key
 
     def read(self, row: Row, number: int, index: int) -> Prompt:
         """Read one row.
@@ -55,16 +52,37 @@ class RowReader:
         messages = self._messages(given, number)
         extra_info = self._mapping(given.get("extra_info"), "extra_info", number)
         try:
-            return self._prompt(given, messages, extra_info, number, index)
+            prompt = self._prompt(given, messages, extra_info, number, index)
         except ValidationError as error:
             raise self._error(_words(error, self._prompt_key), number, _MESSAGES) from None
+        if media := self._media(row, prompt):
+            told = f"{media}: agentrl trains on text alone, and the policy would not see it"
+            raise self._error(told, number, _TEXT)
+        return prompt
+
+    def _media(self, row: Row, prompt: Prompt) -> str | None:
+        """Say where a row has an image or a video; None for a row of text."""
+        for key in (self._config.image_key, self._config.video_key):
+            value = row.get(key)
+            if without_nulls(_decoded(value) if isinstance(value, str) else value):
+                return f"the column {key!r} has images or videos"
+        has_columns = self._config.image_key in row or self._config.video_key in row
+        for place, message in enumerate(prompt.messages):
+            name = f"{self._prompt_key}[{place}]"
+            if kinds := [kind for kind in message.part_types if kind != "text"]:
+                return f"{name} has a content part of type {kinds[0]!r}"
+            marks = [mark for mark in _MEDIA_MARKS if mark in message.text]
+            if has_columns and marks:
+                return f"{name} has the mark {marks[0]}, and the row a column for it"
+        return None
 
     def _prompt(
         self, row: Row, messages: list[Any], extra_info: Row, number: int, index: int
     ) -> Prompt:
         reward_model = self._mapping(row.get("reward_model"), "reward_model", number)
         tools_kwargs = self._mapping(extra_info.get("tools_kwargs"), "tools_kwargs", number)
-        if extra_info.get("need_tools_kwargs") and not tools_kwargs:
+        needs = self._config.strict_rows and extra_info.get("need_tools_kwargs")
+        if needs and not tools_kwargs:
             told = "extra_info.need_tools_kwargs is true, and there are no tools_kwargs"
             raise self._error(told, number, "extra_info.tools_kwargs: {tool: {create_kwargs: ...}}")
         named = {self._prompt_key, self._reward_fn_key, "reward_model", "extra_info"}

@@ -185,7 +185,10 @@ class _Run:
     async def _create_tools(self) -> None:
         request, house = self.request, self.house
         tools = select_tools(
-            house.tools, tool_selection=request.tool_selection, tools_kwargs=request.tools_kwargs
+            house.tools,
+            tool_selection=request.tool_selection,
+            tools_kwargs=request.tools_kwargs,
+            per_row=house.settings.tools_per_row,
         )
         request.tool_schemas = [tool.tool_schema for tool in tools]
         self.tools = ToolSession(

@@ -4,7 +4,7 @@ import difflib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -112,22 +112,26 @@ def select_tools(
     *,
     tool_selection: Iterable[str] | None = None,
     tools_kwargs: dict[str, Any] | None = None,
+    per_row: Literal["all", "tools_kwargs"] = "all",
 ) -> list[BaseTool]:
-    """Choose the tools of one row: those of its `tool_selection`, else all.
+    """Choose the tools of one row: those of its `tool_selection`, else what `per_row` says.
 
     Args:
         tools: The run's tools.
-        tool_selection: Names; None selects all, an empty one none.
-        tools_kwargs: The row's settings by tool name, held against the run's tools. A null entry
-            (Parquet fills in what other rows have) says nothing.
+        tool_selection: Names; None leaves the choice to `per_row`, an empty one selects none.
+        tools_kwargs: The row's settings by tool name, checked against the run's tools. A null entry
+            (Parquet fills in what other rows have) says nothing. A run without tools ignores them.
+        per_row: `rollout.multi_turn.tools_per_row`: every tool, or those named in `tools_kwargs`.
 
     Raises:
         DataError: for a name, in either, that no tool of the run has.
     """
     by_name = {tool.name: tool for tool in tools}
-    wanted = list(by_name) if tool_selection is None else list(dict.fromkeys(tool_selection))
     given = [name for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None]
-    for key, names in (("tool_selection", wanted), ("tools_kwargs", given)):
+    given = given if by_name else []
+    of_run = given if per_row == "tools_kwargs" else list(by_name)
+    wanted = of_run if tool_selection is None else list(dict.fromkeys(tool_selection))
+    for key, names in (("tools_kwargs", given), ("tool_selection", wanted)):
         for name in names:
             if name not in by_name:
                 raise DataError(

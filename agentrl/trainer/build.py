@@ -126,7 +126,7 @@ def build_parts(
         f"{len(data.train)} training rows, {total_steps} steps"
     )
     manager = make_manager(config, setup, engine)
-    num_batches = order.num_batches(config.data.train_batch_size)
+    num_batches = order.num_batches(config.prompts_per_rollout)
     return Parts(
         world=world,
         journal=journal,
@@ -206,7 +206,7 @@ def make_order(config: RunConfig, data: RunData) -> DataOrder:
         fingerprint=data.train.fingerprint,
     )
     if not config.trainer.val_only:
-        order.check_batch(config.data.train_batch_size)
+        order.check_batch(config.prompts_per_rollout)
     return order
 
 
@@ -217,7 +217,7 @@ def count_steps(config: RunConfig, order: DataOrder) -> int:
         return 0
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    return trainer.total_epochs * order.num_batches(config.data.train_batch_size)
+    return trainer.total_epochs * order.num_batches(config.prompts_per_rollout)
 
 
 def count_weights(policy: PolicyModel) -> int:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from agentrl.config.checks import check_tools
 from agentrl.config.schema import RewardConfig, RunConfig
@@ -18,6 +19,7 @@ from agentrl.messages import Message
 from agentrl.rewards.loading import scores_by_source
 from agentrl.rewards.manager import check_code_scorers
 from agentrl.rewards.sources import has_bundled
+from agentrl.tools import BaseTool
 from agentrl.tools.registry import select_tools
 from agentrl.trainer.rollout_setup import RolloutSetup
 
@@ -67,7 +69,10 @@ class _Loader:
         dataset = load_prompts(files, data, max_samples=max_samples)
         source = ", ".join(map(str, files))
         plugins = self._setup.plugins
-        check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
+        if plugins.tools or data.strict_rows:
+            check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
+        notes = note_tools(dataset, plugins.tools, self._setup.tools_per_row)
+        self._notes += (f"{name}: {note}" for note in notes)
         check_interactions(dataset, plugins.interactions, file=source)
         reward = self._config.reward
         check_sources(dataset, reward, file=source)
@@ -139,6 +144,31 @@ def note_unscored(dataset: PromptDataset, config: RewardConfig) -> Iterator[str]
             )
 
 
+def note_tools(
+    dataset: PromptDataset, tools: Sequence[BaseTool], per_row: Literal["all", "tools_kwargs"]
+) -> Iterator[str]:
+    """Say where rows and the run's tools do not fit together, and the run goes on all the same."""
+    named = ", ".join(dataset.tools_named())
+    if named and not tools:
+        yield f"rows name the tools {named}, and the run has none: no row is shown a tool"
+    bare = sum(not prompt.tools_kwargs and prompt.tool_selection is None for prompt in dataset)
+    if tools and bare and per_row == "tools_kwargs":
+        yield (
+            f"{bare} of {len(dataset)} rows have no tools_kwargs and are shown no tool "
+            "(rollout.multi_turn.tools_per_row: tools_kwargs)"
+        )
+    unmet = sum(
+        bool(prompt.extra_info.get("need_tools_kwargs")) and not prompt.tools_kwargs
+        for prompt in dataset
+    )
+    if unmet:
+        yield f"{_rows(unmet)} with need_tools_kwargs and no tools_kwargs"
+
+
+def _rows(number: int) -> str:
+    return f"{number} row{'' if number == 1 else 's'}"
+
+
 def check_interactions(
     dataset: PromptDataset, interactions: Mapping[str, BaseInteraction], *, file: str
 ) -> None:
@@ -176,6 +206,7 @@ def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
             setup.plugins.tools,
             tool_selection=prompt.tool_selection,
             tools_kwargs=prompt.tools_kwargs,
+            per_row=setup.tools_per_row,
         )
         return setup.template.encode_prompt(prompt.messages, [tool.tool_schema for tool in tools])
 
@@ -190,4 +221,6 @@ def fingerprint_of(setup: RolloutSetup) -> str:
     digest.update(setup.template.anatomy.renderer.source.encode())
     for tool in setup.plugins.tools:
         digest.update(json.dumps(tool.tool_schema.to_template(), sort_keys=True).encode())
+    if setup.tools_per_row != "all":
+        digest.update(setup.tools_per_row.encode())
     return digest.hexdigest()

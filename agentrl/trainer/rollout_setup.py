@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import cast
+from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -63,6 +63,8 @@ class RolloutSetup:
     """What the template does with texts, and what it can carry."""
     parser: ToolParser
     plugins: Plugins
+    tools_per_row: Literal["all", "tools_kwargs"] = "all"
+    """`rollout.multi_turn.tools_per_row`."""
 
     @property
     def pad_token_id(self) -> int:
@@ -145,6 +147,7 @@ def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel)
         report=probed.report,
         parser=choose_parser(_format(config, plugins), probed.report),
         plugins=plugins,
+        tools_per_row=config.rollout.multi_turn.tools_per_row,
     )
 
 

@@ -97,6 +97,7 @@ class StepSampler:
         self._journal = journal
         self._filter = config.algorithm.filter_groups
         self._size = config.data.train_batch_size
+        self._num_prompts = config.prompts_per_rollout
         # Data that gives no signal at all would be sampled for ever.
         self._max_batches = self._filter.max_num_gen_batches or num_batches
         self._has_baselines = estimator_names(config.algorithm, REWARD_BASELINES)
@@ -158,7 +159,7 @@ class StepSampler:
         self, samples: StepSamples, number: int, load_prompts: LoadPrompts, roll_out: RollOut
     ) -> list[AsyncRolloutRequest]:
         """Roll out one batch of prompts; returns its training samples."""
-        requests = roll_out(load_prompts(), *self._plans(first_place=number * self._size))
+        requests = roll_out(load_prompts(), *self._plans(first_place=number * self._num_prompts))
         for request in requests:
             record_shaping(request, self._config.reward)
         sampled = [request for request in requests if not is_greedy(request)]
@@ -182,7 +183,7 @@ class StepSampler:
         """What filtering cost. All ranks know the same counts; the rewards are each one's own."""
         counts = {
             "num_gen_batches": num_batches,
-            "num_without_signal": num_batches * self._size - num_with_signal,
+            "num_without_signal": num_batches * self._num_prompts - num_with_signal,
             "num_surplus": max(0, num_with_signal - self._size),
             "num_missing": max(0, self._size - num_with_signal),
         }

@@ -179,7 +179,7 @@ class Trainer:
 
     def load_prompts(self) -> Sequence[Prompt]:
         """The next batch of all ranks."""
-        places = self.parts.order.next_batch(self.config.data.train_batch_size)
+        places = self.parts.order.next_batch(self.config.prompts_per_rollout)
         return self.parts.data.train.select(places)
 
     def roll_out(

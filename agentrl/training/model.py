@@ -135,8 +135,24 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _no_model(config.path, error) from error
+    refuse_multimodal(loaded, config.path)
     override_config(loaded, config.override_config)
     return loaded
+
+
+def refuse_multimodal(loaded: PretrainedConfig, path: str) -> None:
+    """Refuse a model that reads more than text: only its language half would be trained.
+
+    Raises:
+        ConfigError: naming the model's type.
+    """
+    if loaded.get_text_config() is not loaded:
+        raise ConfigError(
+            f"the model at {path} is a {loaded.model_type}, which reads images or other media "
+            "besides text: agentrl trains text models alone",
+            key="model.path",
+            expected="a causal language model of text",
+        )
 
 
 def load_causal_lm(config: ModelConfig) -> PreTrainedModel:

@@ -28,12 +28,12 @@ FULL = {
 
 
 def read(row, **settings) -> Prompt:
-    return RowReader("rows.jsonl", **settings).read(row, 4, 9)
+    return RowReader("rows.jsonl", DataConfig(**settings)).read(row, 4, 9)
 
 
-def refusal(row) -> DataError:
+def refusal(row, **settings) -> DataError:
     with pytest.raises(DataError) as caught:
-        read(row)
+        read(row, **settings)
     return caught.value
 
 
@@ -72,9 +72,40 @@ def test_nested_columns_may_be_json_texts_and_keep_their_nulls():
 
 
 def test_parts_and_unknown_fields_of_messages_are_kept():
-    part = {"type": "image_url", "image_url": {"url": "x"}}
-    message = {"role": "user", "content": [part, {"type": "text", "text": "?"}], "mood": "glad"}
+    parts = [{"type": "text", "text": "Why", "mark": 1}, {"type": "text", "text": "?"}]
+    message = {"role": "user", "content": parts, "mood": "glad"}
     assert read({"prompt": [message]}).messages[0].to_template() == message
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "<image>What?", "images": ["a.png"]}, "the column 'images' has images"),
+        ({"prompt": "What?", "videos": '["a.mp4"]'}, "the column 'videos' has images"),
+        ({"prompt": "<image>What?", "images": []}, "prompt[0] has the mark <image>"),
+        ({"prompt": "<video>What?", "images": None}, "prompt[0] has the mark <video>"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "prompt[0] has a content part of type 'image_url'",
+        ),
+    ],
+)
+def test_a_row_with_images_or_videos_is_refused(row, told):
+    error = refusal(row)
+    assert told in str(error)
+    assert "trains on text alone" in str(error)
+    assert (error.file, error.row) == ("rows.jsonl", 4)
+
+
+def test_columns_of_media_may_have_other_names_and_may_be_empty():
+    assert "the column 'shots'" in str(refusal({"prompt": "?", "shots": [1]}, image_key="shots"))
+    assert read({"prompt": "?", "images": [], "videos": None}).messages[0].text == "?"
+    assert read({"prompt": "<image> is a tag of HTML"}).messages[0].text.startswith("<image>")
+
+
+def test_rows_that_need_tools_kwargs_may_be_let_through():
+    row = {"prompt": "q", "extra_info": {"need_tools_kwargs": True}}
+    assert read(row, strict_rows=False).tools_kwargs == {}
 
 
 @pytest.mark.parametrize(

@@ -680,6 +680,17 @@ async def test_a_row_selects_its_tools():
     assert none.stop_reason is StopReason.ANSWERED
 
 
+async def test_a_row_may_be_shown_the_tools_of_its_tools_kwargs_alone():
+    tools = [FakeTool("lookup"), FakeTool("other")]
+    engine = make_engine("Bern.")
+    house = make_house(engine, tools=tools, tools_per_row="tools_kwargs")
+    named = await roll_out(engine, house, tools_kwargs={"other": {}})
+    assert [schema.name for schema in named.tool_schemas] == ["other"]
+    bare = await roll_out(engine, house)
+    assert bare.tool_schemas == []
+    assert "lookup" not in decode(bare.prompt_ids)
+
+
 async def test_a_row_that_names_an_unknown_tool_fails_alone():
     engine = make_engine("Bern.")
     house = make_house(engine, tools=[FakeTool()])

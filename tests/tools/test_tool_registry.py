@@ -418,3 +418,22 @@ def test_the_doors_load_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_row_may_have_the_tools_of_its_tools_kwargs_alone():
+    tools = [FlakyTool("a"), FlakyTool("b")]
+
+    def names(**row):
+        return [tool.name for tool in select_tools(tools, per_row="tools_kwargs", **row)]
+
+    assert names(tools_kwargs={"b": {}}) == ["b"]
+    assert names(tools_kwargs={"b": {}, "a": {}}) == ["b", "a"]
+    assert names(tools_kwargs={"b": {}, "a": None}) == ["b"]
+    assert names(tools_kwargs={}) == names() == []
+    assert names(tools_kwargs={"b": {}}, tool_selection=["a"]) == ["a"]
+    with pytest.raises(DataError, match="tools_kwargs names the tool 'x'"):
+        names(tools_kwargs={"x": {}})
+
+
+def test_a_run_without_tools_ignores_the_tools_of_a_row():
+    assert select_tools([], tools_kwargs={"a": {}}, per_row="tools_kwargs") == []

@@ -4,13 +4,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Tokenizer
 
 from agentrl.config.schema import FsdpConfig, ModelConfig
 from agentrl.engines.protocol import Engine, SyncFigures
 from agentrl.errors import ConfigError
 from agentrl.training.distributed import World, resolve_device
-from agentrl.training.model import PolicyModel, load_causal_lm, load_policy, resolve_dtype
+from agentrl.training.model import (
+    PolicyModel,
+    load_causal_lm,
+    load_hf_config,
+    load_policy,
+    resolve_dtype,
+)
 from agentrl.training.snapshot import export_hf
 from agentrl.training.tokenizer import check_tokenizer, load_tokenizer
 from agentrl.training.weight_sync import sync_weights
@@ -151,3 +157,10 @@ async def test_engine_that_fails_to_take_weights_raises_here(world: World):
     engine: Engine = WeightTaker(RuntimeError("full"))  # pyright: ignore[reportAssignmentType]
     with pytest.raises(RuntimeError, match="full"):
         await sync_weights(make_policy(world), engine, version=1)
+
+
+def test_a_model_that_reads_images_is_refused_in_words(tmp_path: Path):
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a qwen2_5_vl, which reads images") as caught:
+        load_hf_config(ModelConfig(path=str(tmp_path)))
+    assert caught.value.key == "model.path"
