@@ -274,6 +274,121 @@ async def test_what_judges_is_never_taken_from_the_code(sandbox: Sandbox, test: 
     assert not (await graded(code.format(5), [test], sandbox)).passed_all
 
 
+# The code computes `double`, and forges whatever else a test may take from it.
+FORGED = (
+    "class Counter(dict):\n    __eq__ = lambda s, o: True\n"
+    "sqrt = test_a = test_double = TestDouble = lambda *a, **k: 1\n"
+    "def double(x):\n    return x + {}\n"
+)
+JUDGING = [
+    "from unittest import TestCase\nclass Tests(TestCase):\n"
+    "    def test_it(self):\n        self.assertEqual(double(2), 4)",
+    "import unittest\nclass Tests(unittest.TestCase):\n    def setUp(self):\n        self.x = 2\n"
+    "    def test_it(self):\n        self.assertEqual(double(self.x), 4)\n"
+    "if __name__ == '__main__':\n    unittest.main()",
+    "class TestDouble:\n    def setup_method(self, method):\n        self.x = 2\n"
+    "    def test_it(self):\n        assert double(self.x) == 4",
+    "async def test_double():\n    assert double(2) == 4",
+    "def test_double():\n    assert double(2) == 4\nif __name__ == '__main__':\n    test_double()",
+    "def run(candidate):\n    assert candidate(2) == 4\n"
+    "if __name__ == '__main__':\n    run(double)",
+    "assert Counter([double(2)]) == Counter([4])",
+    "assert sqrt(double(2)) == 2",
+]
+
+
+@pytest.mark.parametrize("test", JUDGING)
+async def test_tests_of_any_style_run_and_judge_by_names_of_their_own(sandbox: Sandbox, test: str):
+    found = await graded(FORGED.format("x"), [test], sandbox)
+    assert found.passed_all, found.first_failure
+    assert not (await graded(FORGED.format("x + 1"), [test], sandbox)).passed_all
+
+
+ASYNC = "async def double(x):\n    return x + x\n"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "async def test_double():\n    assert await double(2) == 4",
+        "import asyncio\nassert asyncio.run(double(2)) == 4",
+        "import unittest\nclass Tests(unittest.IsolatedAsyncioTestCase):\n"
+        "    async def test_it(self):\n        self.assertEqual(await double(2), 4)",
+    ],
+)
+async def test_coroutines_of_the_code_can_be_awaited(sandbox: Sandbox, test: str):
+    assert (await graded(ASYNC, [test], sandbox)).passed_all
+    assert not (await graded(ASYNC.replace("x + x", "x"), [test], sandbox)).passed_all
+
+
+@pytest.mark.parametrize(
+    ("name", "test"),
+    [
+        ("gcd", "assert gcd(12, 18) == 6"),
+        ("sum", "assert sum(12, 18) == 6"),
+        ("product", "assert product(12, 18) == 6"),
+        ("Solution", {"test": "def check(f):\n    assert f(12, 18) == 6",
+                      "entry_point": "Solution().gcd"}),
+    ],
+)  # fmt: skip
+async def test_the_code_under_test_may_have_a_name_of_pythons(
+    sandbox: Sandbox, name: str, test: Any
+):
+    code = f"import math\ndef {name}(a, b):\n    return math.gcd(a, b)\n"
+    if name == "Solution":
+        code = (
+            "import math\nclass Solution:\n    def gcd(self, a, b):\n        return math.gcd(a, b)"
+        )
+    tests = test if isinstance(test, dict) else [test]
+    assert (await graded(code, tests, sandbox)).passed_all
+    assert not (await graded(code.replace("gcd(a, b)", "gcd(a, a)"), tests, sandbox)).passed_all
+    assert not (await graded("", tests, sandbox)).passed_all
+
+
+HUGE_FRACTION = """
+class Fraction:
+    numerator = 1
+    denominator = 1
+    def __str__(self):
+        return "1e999999999"
+Fraction.__module__ = "fractions"
+"""
+UNCOMPARABLE = {
+    "a fraction of a billion digits": HUGE_FRACTION + "def f():\n    return Fraction()",
+    "a signaling NaN": "import decimal\ndef f():\n    return decimal.Decimal('sNaN')",
+    "a key of 5,000 digits": "def f():\n    return {10**5000: 1}",
+    "keys of one hash": "def f():\n    return {i * (2**61 - 1): i for i in range(2000)}",
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPARABLE)
+async def test_values_that_are_hard_to_read_are_wrong_answers(sandbox: Sandbox, name: str):
+    for expected in ([7], [{"7": 7}]):
+        tests = {"fn_name": "f", "inputs": [[]], "outputs": [expected]}
+        found = await graded(UNCOMPARABLE[name], tests, sandbox)
+        assert found.num_passed == 0
+
+
+async def test_as_much_output_is_read_as_is_expected(sandbox: Sandbox):
+    numbers = list(range(20_000))
+    tests = {"fn_name": "f", "inputs": [[]], "outputs": [[numbers]]}
+    assert (await graded("def f():\n    return list(range(20_000))", tests, sandbox)).passed_all
+    lines = "\n".join(map(str, numbers))
+    tests = {"inputs": ["1"], "outputs": [lines]}
+    assert (await graded("for i in range(20_000): print(i)", tests, sandbox)).passed_all
+    test = "assert f(list(range(50_000))) == list(range(50_000))"
+    assert (await graded("def f(x):\n    return x", [test], sandbox)).passed_all
+
+
+async def test_more_output_than_can_be_read_is_the_rows_fault(sandbox: Sandbox):
+    with pytest.raises(DataError, match="expects 5000000 characters"):
+        await graded(
+            "print('x' * 5_000_000)", {"inputs": [""], "outputs": ["x" * 5_000_000]}, sandbox
+        )
+    with pytest.raises(DataError, match="hands over too much"):
+        await graded("def f(x):\n    return 1", ["assert f('x' * 9_000_000) == 1"], sandbox)
+
+
 async def test_slow_code_is_given_up_and_the_rest_counts_as_failed(sandbox: Sandbox):
     tests = {"inputs": ["1 2"] * 9, "outputs": ["3"] * 9}
     slow = "while True: pass"
@@ -304,6 +419,17 @@ async def test_limits_say_how_many_tests_are_run(sandbox: Sandbox):
         {"test": "assert double(2) == 4", "entry_point": "double"},
         "import pytest\nassert double(1) == 2",
         "class TestIt:\n    def test_it(self):\n        assert True",
+        "def test_it():\n    def inner():\n        assert double(2) == 4",
+        {
+            "test": "def check(f):\n    def inner():\n        assert f(2) == 4",
+            "entry_point": "double",
+        },
+        "assert (double(x) == 4 for x in [2])",
+        "assert double",
+        "def check(f):\n    assert f(2) == 4\nCODE = double",
+        "def test_it(tmp_path):\n    assert double(2) == 4",
+        "class TestIt:\n    def test_it(self, tmp_path):\n        assert double(2) == 4",
+        "assert double(2) == 4\nreturn",
     ],
 )
 async def test_tests_that_grade_nothing_are_the_rows_fault(sandbox: Sandbox, tests: Any):

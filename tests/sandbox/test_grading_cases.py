@@ -142,6 +142,10 @@ def test_what_is_no_data_stays_behind_a_handle():
         Decimal(1),
         Fraction(1, 2),
     ]
+    huge = {"Fraction": "1e999999999"}, {"Fraction": ["0x" + "1" * 30_000, "0x1"]}
+    for written in (*huge, {"set": [[i * (2**61 - 1)] for i in range(200)]}):
+        with pytest.raises((ValueError, TypeError)):
+            decode(written, lambda index, kind: None)
     with pytest.raises(ValueError, match="no value"):
         decode({"exec": "1"}, lambda index, kind: None)
 

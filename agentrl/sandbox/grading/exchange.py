@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from agentrl.errors import DataError
 from agentrl.sandbox.base import Sandbox, Session
 from agentrl.sandbox.grading.guest import decode
 from agentrl.sandbox.records import Execution, ExecutionEnd
@@ -22,6 +23,14 @@ _ENDS = {
 
 
 Role = Literal["guest_callee", "guest_asserter"]
+_MODULES: dict[Role, tuple[str, ...]] = {
+    "guest_callee": ("guest", "guest_callee"),
+    "guest_asserter": ("guest", "guest_tests", "guest_asserter"),
+}
+MIN_OUTPUT_BYTES = 64 * 1024
+"""Output that is read of a program or function, however little is expected."""
+MAX_OUTPUT_BYTES = 32 * 1024**2
+"""Output that is read at most; what is expected may have an eighth of it."""
 
 
 class TestFailure(Exception):  # noqa: N818 - a verdict, and no error
@@ -37,6 +46,10 @@ class TestFailure(Exception):  # noqa: N818 - a verdict, and no error
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
         self.is_late = is_late
+
+
+class OutputCutError(TestFailure):
+    """There is no answer, because more was printed than is read."""
 
 
 class GuestRaisedError(TestFailure):
@@ -70,18 +83,23 @@ class Guest:
         self._session = session
         self._prelude = _prelude(role)
 
-    async def ask(self, what: str, *, timeout_s: float, **request: Any) -> Any:
+    async def ask(
+        self, what: str, *, timeout_s: float, max_output_bytes: int, **request: Any
+    ) -> Any:
         """Have something done, and give the answer as JSON has it.
 
         Raises:
             GuestRaisedError: where it raised.
+            OutputCutError: if it printed more than `max_output_bytes`.
             TestFailure: where there is no answer.
             SandboxError: where the sandbox failed.
         """
         mark = f"answer-{secrets.token_hex(8)}:"
         asked = json.dumps({"ask": what, **request})
         source = f"{self._prelude}_agentrl_serve({mark!r}, {asked!r})"
-        execution = await self._session.run(source, timeout_s=timeout_s)
+        execution = await self._session.run(
+            source, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        )
         self._prelude = ""
         answer = _find_answer(execution, mark)
         if "error" in answer:
@@ -121,6 +139,23 @@ async def guests(sandbox: Sandbox, *roles: Role) -> AsyncGenerator[tuple[Guest, 
             sessions.append(await sandbox.open_python())
             stack.push_async_callback(sessions[-1].close)
         yield tuple(map(Guest, sessions, roles))
+
+
+def output_limit(expected: str) -> int:
+    """Compute how much output is read where this is expected, in bytes.
+
+    What is right may be written with more digits, spaces or brackets than what is expected.
+
+    Raises:
+        DataError: if that is too much to read: right code could not pass.
+    """
+    limit = MIN_OUTPUT_BYTES + 8 * len(expected.encode(errors="replace"))
+    if limit > MAX_OUTPUT_BYTES:
+        raise DataError(
+            f"a test expects {len(expected)} characters",
+            expected=f"at most {(MAX_OUTPUT_BYTES - MIN_OUTPUT_BYTES) // 8} bytes",
+        )
+    return limit
 
 
 def read_value(value: Any) -> Any:
@@ -163,12 +198,14 @@ def _find_answer(execution: Execution, mark: str) -> dict[str, Any]:
     marked = [line for line in execution.stdout.splitlines() if line.startswith(mark)]
     if not marked:
         check_end(execution)
-        cut = "it printed too much" if execution.num_cut_bytes else "it gave no answer"
-        raise TestFailure(cut)
+        if execution.num_cut_bytes:
+            raise OutputCutError("it printed too much")
+        raise TestFailure("it gave no answer")
     try:
         answer = json.loads(marked[-1].removeprefix(mark))
     except (ValueError, RecursionError) as error:
-        raise TestFailure("what it returned is too large to read") from error
+        kind = OutputCutError if execution.num_cut_bytes else TestFailure
+        raise kind("what it returned is too large to read") from error
     if not isinstance(answer, dict):
         raise TestFailure("what it returned cannot be read")
     return cast("dict[str, Any]", answer)
@@ -180,7 +217,7 @@ def _prelude(role: Role) -> str:
     folder = Path(__file__).parent
     texts = {
         f"{__package__}.{name}": (folder / f"{name}.py").read_text(encoding="utf-8")
-        for name in ("guest", role)
+        for name in _MODULES[role]
     }
     return (
         "import sys as _agentrl_sys\n"

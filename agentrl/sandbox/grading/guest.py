@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 500
 """Characters of a message."""
+MAX_COLLISIONS = 100
+"""Keys of a mapping, or items of a set, that may have the hash of another one."""
+MAX_DIGITS = 20_000
+"""Hexadecimal digits of a numerator or denominator, which take quadratic time to reduce."""
 
 _EXACT_INT = 2**53
 
@@ -65,9 +69,13 @@ def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
 def decode(value: Json, handle: Callable[[int, str], Any]) -> Any:
     """Rebuild what `encode` wrote.
 
+    The time that it takes is bounded by the length of the JSON text, whatever that says.
+
     Raises:
         ValueError: for what it cannot have written.
         TypeError: likewise.
+        ArithmeticError: likewise.
+        RecursionError: if it is nested too deeply.
     """
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
@@ -83,31 +91,50 @@ def decode(value: Json, handle: Callable[[int, str], Any]) -> Any:
 
 def _encode_rarely(value: Any, keep: Callable[[Any], Json]) -> Json:
     kind = type(value)
-    if (kind.__module__, kind.__name__) in (("decimal", "Decimal"), ("fractions", "Fraction")):
-        return {kind.__name__: str(value)}
+    if (kind.__module__, kind.__name__) == ("decimal", "Decimal"):
+        return {"Decimal": str(value)}
+    if (kind.__module__, kind.__name__) == ("fractions", "Fraction"):
+        return {"Fraction": [hex(value.numerator), hex(value.denominator)]}
     if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return encode(value.item(), keep)
     return keep(value)
 
 
-def _decimal(content: Any, _: Any) -> Any:
+def _decimal(content: str, _: Any) -> Any:
     from decimal import Decimal
 
-    return Decimal(content)
+    return Decimal("".join(content))  # a text: it takes other things too
 
 
-def _fraction(content: Any, _: Any) -> Any:
+def _fraction(content: list[str], _: Any) -> Any:
     from fractions import Fraction
 
-    return Fraction(content)
+    # Never from a text: that of 1e999999999 is a number of a billion digits.
+    if any(len(digits) > MAX_DIGITS for digits in content):
+        raise ValueError("a fraction of too many digits")
+    numerator, denominator = (int(digits, 16) for digits in content)
+    return Fraction(numerator, denominator)
+
+
+def _hashable(content: list[Any], item: Callable[[Any], Any]) -> list[Any]:
+    """Decode keys; those that all have one hash take quadratic time to put into a mapping."""
+    keys = [item(key) for key in content]
+    if len(keys) - len({hash(key) for key in keys}) > MAX_COLLISIONS:
+        raise ValueError("too many keys of one hash")
+    return keys
+
+
+def _mapping(content: list[Any], item: Callable[[Any], Any]) -> dict[Any, Any]:
+    keys = _hashable([key for key, _ in content], item)
+    return dict(zip(keys, (item(held) for _, held in content), strict=True))
 
 
 _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "int": lambda content, _: int(content, 16),
     "tuple": lambda content, item: tuple(map(item, content)),
-    "set": lambda content, item: set(map(item, content)),
-    "frozenset": lambda content, item: frozenset(map(item, content)),
-    "dict": lambda content, item: {item(key): item(held) for key, held in content},
+    "set": lambda content, item: set(_hashable(content, item)),
+    "frozenset": lambda content, item: frozenset(_hashable(content, item)),
+    "dict": _mapping,
     "bytes": lambda content, _: bytes.fromhex(content),
     "complex": lambda content, _: complex(*content),
     "Decimal": _decimal,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import importlib.util
-import math
 import sys
 import threading
-from contextlib import suppress
 from queue import SimpleQueue
 
 from agentrl.sandbox.grading.guest import MAX_TEXT, answer_request, decode, encode
+from agentrl.sandbox.grading.guest_tests import TestSource, UngradableError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,14 +18,7 @@ if TYPE_CHECKING:
     Json = Any
     Answer = dict[str, Any]
 
-_ALIASES = {"np": "numpy", "pd": "pandas"}
 sys.set_int_max_str_digits(0)  # for what is shown; the code has Python's own limit
-_JUDGES: dict[str, Any] = {"isclose": math.isclose, "isnan": math.isnan, "isinf": math.isinf}
-"""Names by which asserts judge, and which they often leave to the code's own imports."""
-
-
-class UngradableError(Exception):
-    """A test that cannot be carried out across two interpreters."""
 
 
 class Asserter:
@@ -39,6 +29,7 @@ class Asserter:
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._last = ""
         self._ungradable = ""
+        self._has_reached_code = False
 
     def begin(self, source: str, entry_point: str | None) -> Answer:
         """Start the tests, and give their first request or their verdict."""
@@ -53,47 +44,42 @@ class Asserter:
 
     def ask(self, operation: str, *args: Any) -> Any:
         """Have something done in the other interpreter. Called on the tests' thread."""
+        # Whether a function is true, or is another one, says nothing of what it does.
+        self._has_reached_code |= operation not in ("bool", "eq")
         found = self._ask({"ask": "do", "operation": operation, "args": self._write(list(args))})
         if operation == "call":
             self._last = f"{_call_text(args)} gave {found!r:.{MAX_TEXT}}"
         return found
 
     def _run(self, source: str, entry_point: str | None) -> None:
-        num_names, error = 0, ""
+        error = ""
         try:
-            _check_readable(source, entry_point)
-            namespace = self._namespace(source, entry_point)
-            num_names = len(namespace)
-            self._execute(source, entry_point, namespace)
+            tests = TestSource(source, entry_point)
+            found = self._fetch(tests)
+            tests.run(found)
         except UngradableError as broken:
             self._ungradable = str(broken)
         except BaseException as raised:  # noqa: BLE001 - whatever a test raises is its verdict
             error = f"{type(raised).__name__}: {raised}"[:MAX_TEXT].rstrip(": ")
-        if not error and not num_names:
-            self._ungradable = self._ungradable or "the tests use nothing that the code defines"
+        else:
+            data = {name for name, value in found.items() if not isinstance(value, Remote)}
+            if not self._has_reached_code and not tests.shows(data):
+                self._ungradable = self._ungradable or "the tests call nothing of the code"
         verdict = {"error": error, "last": self._last, "ungradable": self._ungradable}
         self._requests.put({"verdict": not error and not self._ungradable, **verdict})
 
-    def _namespace(self, source: str, entry_point: str | None) -> dict[str, Any]:
+    def _fetch(self, tests: TestSource) -> dict[str, Any]:
         """Fetch those names of the tests that the code defines."""
-        wanted = _free_names(source)
-        if entry_point is not None:
-            wanted.add(entry_point)
-        found = self._ask({"ask": "names", "names": sorted(wanted)})
-        # Hostile code may give more than it was asked for: its own `set` or `isclose`, say.
-        return {name: value for name, value in dict(found).items() if name in wanted}
-
-    def _execute(self, source: str, entry_point: str | None, found: dict[str, Any]) -> None:
-        namespace: dict[str, Any] = {"__name__": "tests", **_imported(source), **_JUDGES, **found}
-        if entry_point is not None and entry_point not in found:
-            raise NameError(f"name {entry_point!r} is not defined")
-        before = set(namespace)
-        exec(compile(source, "tests.py", "exec"), namespace)
-        if entry_point is not None:
-            namespace["check"](namespace[entry_point])
-        for name in [name for name in namespace if name.startswith("test_")]:
-            if name not in before and callable(namespace[name]):
-                namespace[name]()
+        candidates = [names for names in tests.candidates() if names]
+        if not candidates:
+            raise UngradableError("the tests use nothing that the code defines")
+        for wanted in candidates:
+            found = self._ask({"ask": "names", "names": sorted(wanted)})
+            # Hostile code may give more than it was asked for: its own `set` or `isclose`, say.
+            chosen = {name: value for name, value in dict(found).items() if name in wanted}
+            if chosen:
+                return chosen
+        raise NameError(f"name {min(candidates[0])!r} is not defined")
 
     def _ask(self, request: Answer) -> Any:
         self._requests.put(request)
@@ -141,6 +127,10 @@ class Remote:
                 raise StopIteration from None
             raise
 
+    def __await__(self) -> Any:
+        return self.agentrl_ask("await", self)
+        yield
+
     def __contains__(self, item: Any) -> bool:
         return item in list(self)  # and not what its class says
 
@@ -167,53 +157,6 @@ class Remote:
 
     def __repr__(self) -> str:
         return f"<{self.agentrl_kind}>"
-
-
-def _check_readable(source: str, entry_point: str | None) -> None:
-    """Tell tests that are wrong in themselves from those that the code does not pass."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError as error:
-        raise UngradableError(f"the tests cannot be read: {error}") from None
-    for name in _imports(body):
-        if importlib.util.find_spec(name) is None:
-            raise UngradableError(f"the tests import {name}, which the sandbox does not have")
-    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    if entry_point is not None and "check" not in functions:
-        raise UngradableError("the tests define no function check")
-
-
-def _imports(body: list[ast.stmt]) -> set[str]:
-    """Collect the packages that tests import themselves."""
-    nodes = list(ast.walk(ast.Module(body, type_ignores=[])))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    return {name.partition(".")[0] for name in names} - {""}
-
-
-def _free_names(source: str) -> set[str]:
-    """Collect the names that tests read and that neither Python nor a library gives them."""
-    read = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    return read - set(dir(builtins)) - set(_JUDGES) - _library_names(source)
-
-
-def _library_names(source: str) -> set[str]:
-    """Collect the modules that tests use, and may leave to the code to import (`math.isclose`).
-
-    Taken from the code, they would be whatever the code says.
-    """
-    nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return {name for name in names if name in sys.stdlib_module_names or name in _ALIASES}
-
-
-def _imported(source: str) -> dict[str, Any]:
-    """Import the libraries that the tests use; one that is not there is missing in the tests."""
-    found: dict[str, Any] = {}
-    for name in _library_names(source):
-        with suppress(ImportError):
-            found[name] = importlib.import_module(_ALIASES.get(name, name))
-    return found
 
 
 def _rebuilt(name: str, message: str) -> Exception:

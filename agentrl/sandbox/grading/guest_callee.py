@@ -28,6 +28,7 @@ class Callee:
         self._module: ModuleType = type(sys)("solution")
         self._kept: list[Any] = []
         self._operations: dict[str, Callable[..., Any]] = {
+            "await": _await,
             "bool": bool,
             "call": _call,
             "eq": operator.eq,
@@ -74,6 +75,15 @@ class Callee:
     def _keep(self, value: Any) -> Json:
         self._kept.append(value)
         return {"handle": len(self._kept) - 1, "type": type(value).__name__}
+
+
+def _await(awaitable: Any) -> Any:
+    import asyncio
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run(wait())
 
 
 def _call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
