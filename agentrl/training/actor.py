@@ -93,6 +93,8 @@ class _MiniBatch:
     """Those of its rows that are this mini-batch's."""
     params: ScoringParams
     scale: LossScale
+    has_advantages: bool
+    """Whether any trained token, of any rank, has an advantage other than 0."""
 
     def name(self, broken: Mapping[int, NotFinite]) -> list[BrokenRow]:
         return [BrokenRow(self.rows.request_ids[row], what) for row, what in broken.items()]
@@ -155,7 +157,9 @@ class Actor:
         """Train on a batch: epochs of mini-batches, one optimizer step each. A collective.
 
         A step whose loss or gradient is not finite is not taken: weights, moments and schedule
-        stay as they are, and the result says so.
+        stay as they are, and the result says so. The same holds for a mini-batch in which every
+        advantage is 0 and no other term (KL, entropy) gives a gradient: momentum and weight decay
+        would otherwise go on moving the weights. Figures of such a mini-batch are kept.
 
         Args:
             batch: This rank's rows, with `advantages`, `old_log_probs` and, under `use_kl_loss`,
@@ -164,17 +168,23 @@ class Actor:
         """
         rows = read_update_rows(batch, with_reference=self.config.use_kl_loss)
         self.policy.train()
-        steps: list[dict[str, float]] = []
+        measured: list[dict[str, float]] = []
         skipped: list[SkippedStep] = []
+        before = self.optimizer.num_steps
         for place, index in enumerate(self._mini_batches(rows)):
             outcome = self._step(rows, index, self._params(temperature), place)
             if isinstance(outcome, SkippedStep):
                 skipped.append(outcome)
             elif outcome:
-                steps.append(outcome)
+                measured.append(outcome)
         self.num_updates += 1
-        counts = {"actor/skipped_steps": len(skipped), "actor/optimizer_steps": len(steps)}
-        return UpdateResult(mean_by_name(steps) | counts, tuple(skipped))
+        taken = self.optimizer.num_steps - before
+        counts = {
+            "actor/skipped_steps": len(skipped),
+            "actor/zero_gradient_steps": len(measured) - taken,
+            "actor/optimizer_steps": taken,
+        }
+        return UpdateResult(mean_by_name(measured) | counts, tuple(skipped))
 
     def counters(self) -> ActorCounters:
         """Read what a checkpoint keeps beside tensors."""
@@ -201,7 +211,7 @@ class Actor:
         scale = self._loss_scale(rows, list(index))
         if not scale.batch_num_tokens:
             return {}
-        mini = _MiniBatch(rows, index, params, scale)
+        mini = _MiniBatch(rows, index, params, scale, self._has_advantages(rows, list(index)))
         sums, broken = self._accumulate(mini)
         metrics = sums.totals(self.world)
         loss, grad_norm = metrics.pop("loss"), self.optimizer.grad_norm()
@@ -212,8 +222,11 @@ class Actor:
             logger.warning("update %d: %s", self.num_updates, step.in_words())
             return step
         lr = self.optimizer.lr
-        with telling_out_of_memory_in_step():
-            self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
+        if mini.has_advantages or grad_norm:
+            with telling_out_of_memory_in_step():
+                self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
+        else:
+            self.optimizer.drop_gradients()
         return metrics | {"actor/grad_norm": grad_norm, "actor/lr": lr}
 
     def _accumulate(self, mini: "_MiniBatch") -> tuple[MetricSums, list[BrokenRow]]:
@@ -255,6 +268,11 @@ class Actor:
             everyone += rows
         restore_random_state(random)
         return self.world.gather_flat(suspects) or self.world.gather_flat(everyone)
+
+    def _has_advantages(self, rows: UpdateRows, index: list[int]) -> bool:
+        """Whether a mini-batch, over all ranks, has anything to learn from its advantages."""
+        trained = rows.advantages[index][rows.response_mask[index].bool()]
+        return bool(self.world.max([float(trained.ne(0).any())])[0])
 
     def _loss_scale(self, rows: UpdateRows, index: list[int]) -> LossScale:
         """What a mini-batch is divided by, and what its loss must know of it, over all ranks."""

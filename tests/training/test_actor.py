@@ -148,7 +148,37 @@ def test_mini_batch_without_a_trained_token_takes_no_step(world: World):
     assert result.metrics["actor/optimizer_steps"] == 1
     assert not result.skipped
     nothing = actor.update_policy(make_batch(rows[:1]), temperature=1.0)
-    assert nothing.metrics == {"actor/skipped_steps": 0, "actor/optimizer_steps": 0}
+    assert set(nothing.metrics.values()) == {0}
+    assert set(nothing.metrics) == {
+        "actor/skipped_steps", "actor/zero_gradient_steps", "actor/optimizer_steps",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_update_without_an_advantage_moves_no_weight_no_moment_and_no_rate(world: World, name: str):
+    optim = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, lr_warmup_steps=4)
+    actor = make_actor(make_policy(world), optim=optim, ppo_epochs=2)
+    batch = make_batch(random_rows(4))
+    actor.update_policy(batch, temperature=1.0)
+    before, moments = weights(actor.policy), copy.deepcopy(actor.optimizer.state_tensors())
+    lr = actor.optimizer.lr
+    batch.batch["advantages"].zero_()
+    metrics = actor.update_policy(batch, temperature=1.0).metrics
+    assert (metrics["actor/optimizer_steps"], metrics["actor/zero_gradient_steps"]) == (0, 2)
+    assert metrics["actor/grad_norm"] == 0
+    assert "actor/ppo_kl" in metrics
+    assert actor.optimizer.lr == lr
+    for key, weight in weights(actor.policy).items():
+        assert torch.equal(weight, before[key])
+    for key, moment in actor.optimizer.state_tensors().items():
+        assert torch.equal(moment, moments[key])
+
+
+def test_entropy_term_trains_without_an_advantage(world: World):
+    actor = make_actor(make_policy(world), entropy_coeff=0.01)
+    batch = make_batch(random_rows(4))
+    batch.batch["advantages"].zero_()
+    assert actor.update_policy(batch, temperature=1.0).metrics["actor/optimizer_steps"] == 1
 
 
 @pytest.mark.parametrize("broken", ["advantages", "old_log_probs", "weight"])
