@@ -77,13 +77,22 @@ def start_parts(config: RunConfig) -> Parts:
     quiet_libraries()
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main)
-    plugins = check_run(config, journal, world_size=world.size)
-    return prepare_parts(config, world, journal, plugins)
+    try:
+        plugins = check_run(config, journal, world_size=world.size)
+        return prepare_parts(config, world, journal, plugins)
+    except BaseException:
+        journal.close()
+        raise
 
 
 def prepare_parts(config: RunConfig, world: World, journal: Journal, plugins: Plugins) -> Parts:
-    """Make what a checked run's `prepare` names and is not there, then build everything."""
+    """Make what a checked run's `prepare` names and is not there, then build everything.
+
+    The run's folder is locked until the journal is closed.
+    """
     claim_folders(config)
+    with world.agreeing():
+        journal.claim()
     now = start_date(config, world)
     seconds = prepare_run(config, world, journal, plugins.tools, now=now)
     setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))

@@ -10,6 +10,7 @@ from agentrl.config.schema import TrainerConfig
 from agentrl.errors import DataError
 from agentrl.files import remove_drafts
 from agentrl.trainer.curve import plot_curve
+from agentrl.trainer.run_lock import RunLock
 from agentrl.trainer.tracking import METRICS_FILE, RunProgress, Tracker, open_tracker
 
 Advance = Callable[[int], None]
@@ -32,6 +33,16 @@ class Journal:
         self.console = console or Console(highlight=False)
         self._tracker = Tracker([])
         self._bars: RunProgress | None = None
+        self._lock = RunLock(config.default_local_dir)
+
+    def claim(self) -> None:
+        """Lock the run's folder until `close`; the main rank does so for all ranks.
+
+        Raises:
+            ConfigError: if another run uses the folder.
+        """
+        if self._is_main:
+            self._lock.take()
 
     @property
     def folder(self) -> Path:
@@ -94,7 +105,10 @@ class Journal:
         if self._bars is not None:
             self._bars.__exit__()
             self._bars = None
-        self._tracker.close()
+        try:
+            self._tracker.close()
+        finally:
+            self._lock.release()
 
 
 def _nothing(_: int) -> None:

@@ -118,6 +118,8 @@ def sft_from_file(run_file: Path, overrides: Sequence[str]) -> None:
                 expected="model_path, train_file, out_dir",
             )
         claim_prepared(run.config)
+        with run.world.agreeing():
+            run.journal.claim()
         now = datetime.now()
         prepare_run(run.config, run.world, run.journal, run.plugins.tools, now=now)
 

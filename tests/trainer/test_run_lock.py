@@ -1,0 +1,111 @@
+"""A run's folder belongs to one run at a time."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from agentrl import Trainer
+from agentrl.config import parse_config
+from agentrl.errors import ConfigError
+from agentrl.trainer.run_lock import LOCK_FILE, Owner, RunLock
+from tests.fakes_runs import tiny_run
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from agentrl.trainer.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1])).take()
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of `tmp_path`."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        yield process
+        process.kill()
+
+
+def refusal_of(folder: Path) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        RunLock(folder).take()
+    return caught.value
+
+
+def test_second_run_is_refused_with_host_process_and_start_of_the_first(
+    tmp_path: Path, holder: subprocess.Popen[str]
+):
+    error = refusal_of(tmp_path)
+    assert str(error).startswith(f"another run uses {tmp_path}\n")
+    assert error.details["host"] == socket.gethostname()
+    assert error.details["process"] == holder.pid
+    written = json.loads((tmp_path / LOCK_FILE).read_text())
+    assert error.details["started"] == written["started"]
+    assert error.details["key"] == "trainer.default_local_dir"
+
+
+def test_lock_of_a_killed_run_is_taken_over(tmp_path: Path, holder: subprocess.Popen[str]):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / LOCK_FILE).read_text()
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
+
+
+def test_lock_is_given_back_and_can_be_taken_again(tmp_path: Path):
+    for _ in range(2):
+        with RunLock(tmp_path):
+            refusal_of(tmp_path)
+        assert not (tmp_path / LOCK_FILE).read_text()
+
+
+def test_number_of_a_dead_run_that_another_process_has_now_holds_no_lock(tmp_path: Path):
+    parent = replace(Owner.this_process(), process=os.getppid(), process_started=1.0)
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(parent)))
+    with RunLock(tmp_path):
+        pass
+
+
+def test_run_of_another_host_is_refused_with_what_to_do_if_it_is_dead(tmp_path: Path):
+    elsewhere = replace(Owner.this_process(), host="node-17")
+    path = tmp_path / LOCK_FILE
+    path.write_text(json.dumps(asdict(elsewhere)))
+    error = refusal_of(tmp_path)
+    assert error.details["host"] == "node-17"
+    assert f"delete {path}" in str(error)
+    path.unlink()
+    with RunLock(tmp_path):
+        pass
+
+
+def test_lock_file_that_was_cut_short_is_taken_over(tmp_path: Path):
+    (tmp_path / LOCK_FILE).write_text('{"host": "no')
+    with RunLock(tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("alone")
+def test_trainer_is_refused_while_another_one_has_its_folder(tiny_home: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    config = parse_config(tiny_run(tiny_home, folder))
+    with RunLock(folder), pytest.raises(ConfigError, match="another run uses"):
+        Trainer(config)
+    assert {path.name for path in folder.iterdir()} == {LOCK_FILE}
+    trainer = Trainer(config)
+    refusal_of(folder)
+    trainer.close()
+    with RunLock(folder):
+        pass
