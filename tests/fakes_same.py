@@ -13,7 +13,7 @@ CLOCKS_OF_METRICS = re.compile(
 """Figures that are read off a clock or off the process's memory; every other one is compared."""
 CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?")
 """Keys of rollouts, of `summary.json` and of `state.json` that hold seconds."""
-APART = re.compile(r"run\.lock|metrics\.\d+\.jsonl|started|(.*/)?manifest\.json")
+APART = re.compile(r"metrics\.\d+\.jsonl|started|(.*/)?manifest\.json")
 """Figures of an attempt that had no checkpoint yet; the date; checksums, one of them of a file with
 seconds in it (what they are of is compared itself)."""
 

@@ -122,7 +122,8 @@ DEAD_KEY_RULES: tuple[DeadKeyRule, ...] = (
     ),
     DeadKeyRule(
         ("data.val_batch_size", "data.val_max_samples", "trainer.test_freq",
-         "trainer.val_before_train", "trainer.validation_data_dir", "rollout.val_kwargs.*"),
+         "trainer.val_before_train", "trainer.validation_data_dir", "rollout.val_kwargs.*",
+         "reward.success_threshold"),
         lambda c: not c.data.val_files,
         "data.val_files is empty, so nothing is validated",
     ),

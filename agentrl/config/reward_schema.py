@@ -109,6 +109,10 @@ class RewardConfig(Section):
     its request; of the manager `batch`, all requests of the call."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
+    success_threshold: float | None = None
+    """Validation counts a request as solved if its combined reward is at least this; null: the
+    scorer's `success` or `acc` decides, and without them the combined reward itself is averaged."""
+
     # How rewards become one, and where they land.
     weights: RewardWeightsConfig = RewardWeightsConfig()
     tool_call_bonus: float = Field(default=0.0, ge=0)

@@ -43,7 +43,7 @@ class Curves(NamedTuple):
     reward: Series
     """Mean reward of each training step."""
     success: dict[str, Series]
-    """By validation set: share of the problems solved."""
+    """By validation set: the mean success of its requests."""
 
 
 def plot_curve(
@@ -97,7 +97,7 @@ def draw_curves(runs: Sequence[Curves], *, title: str = "") -> Figure:
     FigureCanvasAgg(figure)
     reward, success = figure.subplots(1, 2)
     _frame(reward, "Training reward", "mean reward of a trajectory")
-    _frame(success, "Validation, before \N{RIGHTWARDS ARROW} after", "problems solved")
+    _frame(success, "Validation, before \N{RIGHTWARDS ARROW} after", "success")
     _draw_reward(reward, [run.reward for run in runs])
     _draw_success(success, [run.success for run in runs])
     if title:
@@ -140,25 +140,29 @@ def _draw_success(axes: Axes, runs: Sequence[Mapping[str, Series]]) -> None:
     for run in runs:
         for name, series in run.items():
             by_set[name] += [series] if series.steps else []
-    axes.set_ylim(-0.02, 1.02)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    values = [v for drawn in by_set.values() for series in drawn for v in series.values]
+    is_share = all(0 <= value <= 1 for value in values)
+    if is_share:  # else success is a mean reward of another range
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     if not any(by_set.values()):
         _say_empty(axes)
         return
     for number, (name, drawn) in enumerate(by_set.items()):
-        _draw_set(axes, name, drawn, _SET_COLOURS[number % len(_SET_COLOURS)])
+        colour = _SET_COLOURS[number % len(_SET_COLOURS)]
+        _draw_set(axes, name, drawn, colour, form=".1%" if is_share else ".3g")
     handles, names = axes.get_legend_handles_labels()
     _add_legend(axes, handles, names)
 
 
-def _draw_set(axes: Axes, name: str, drawn: Sequence[Series], colour: str) -> None:
+def _draw_set(axes: Axes, name: str, drawn: Sequence[Series], colour: str, *, form: str) -> None:
     main = mean_series(drawn)
     if len(drawn) > 1:
         _draw_thin(axes, drawn, colour)
     if not main.steps:
         return
     before, after = main.values[0], main.values[-1]
-    label = f"{_literal(name)}: {before:.1%} \N{RIGHTWARDS ARROW} {after:.1%}"
+    label = f"{_literal(name)}: {before:{form}} \N{RIGHTWARDS ARROW} {after:{form}}"
     axes.plot(main.steps, main.values, color=colour, linewidth=2.2, label=label)
     axes.plot(
         (main.steps[0], main.steps[-1]), (before, after), "o", color=colour, markersize=7,

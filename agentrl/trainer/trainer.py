@@ -50,7 +50,12 @@ from agentrl.trainer.reward_figures import reward_figures
 from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.superseded import set_aside_superseded
-from agentrl.trainer.validation import Outcome, read_outcome, validation_metrics
+from agentrl.trainer.validation import (
+    Outcome,
+    describe_success,
+    read_outcome,
+    validation_metrics,
+)
 from agentrl.training.actor import UpdateResult
 from agentrl.training.checkpoint import RunState
 from agentrl.training.snapshot import export_hf, identify, load_run, on_main, save_run
@@ -82,6 +87,7 @@ class Trainer:
         self._last = LastStep(self.parts.order, self.parts.actor)
         self._runner = asyncio.Runner()
         self._is_closed = False
+        self._success_rules: dict[str, str] = {}
         self._started = time.monotonic()
 
     # The loop.
@@ -243,7 +249,11 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self._timer("validate"):
             for name in sets:
-                metrics |= validation_metrics(name, self._validate_set(name))
+                outcomes = self._validate_set(name)
+                if name not in self._success_rules:
+                    self._success_rules[name] = describe_success(name, outcomes)
+                    self.parts.journal.say(self._success_rules[name])
+                metrics |= validation_metrics(name, outcomes)
         success = {name: metrics[f"val/{name}/success"] for name in sets}
         self.summary.note_validation(self.step, success, int(metrics[f"val/{sets[0]}/num"]))
         return metrics | {"timing_s/validate": self._timer.pop_metrics()["timing_s/validate"]}
@@ -255,7 +265,8 @@ class Trainer:
         for start in range(0, len(rows), size):
             requests += self.roll_out(rows[start : start + size], plan._replace(first_place=start))
         self.parts.files.save_validation(self.step, requests, name)
-        return self.world.gather_flat([read_outcome(request) for request in requests])
+        reward = self.config.reward
+        return self.world.gather_flat([read_outcome(request, reward) for request in requests])
 
     # What it leaves behind.
 

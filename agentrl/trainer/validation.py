@@ -1,55 +1,110 @@
-"""From the finished requests of a validation set to its figures."""
+"""From the finished requests of a validation set to its figures.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Success of one request is a number, and the success of a set is its mean:
 
+    threshold          1 if the combined reward is at least `reward.success_threshold`, else 0
+    scorer's verdict   what the scorer returns under `success`, else under `acc`: a boolean or number
+    combined reward    the reward that training would use, `reward.weights` and bonuses included
+
+The first rule that applies decides. A request that failed has success 0. A scorer that returns a
+bare number, or that number once more as `acc` and nothing else, gives no verdict.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean
+
+from agentrl.config.schema import RewardConfig
+from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.trainer.reward_figures import MAX_SCORER_KEYS, read_number, scorer_dict, scorer_numbers
+
+
+class SuccessRule(StrEnum):
+    """How the success of a request was decided; the value is used in messages."""
+
+    THRESHOLD = "the combined reward is at least reward.success_threshold"
+    SUCCESS = "the scorer's `success`"
+    ACC = "the scorer's `acc`"
+    COMBINED = "the combined reward (the scorer returns no `success`, and no `acc` of its own)"
+    FAILED = "0, because the request failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one validation request; what ranks send each other."""
+    """The result of one validation request; ranks send these to each other."""
 
-    success: bool
+    success: float
+    rule: SuccessRule
     reward: float
+    combined_reward: float
     num_turns: int
     used_tool: bool
     failed: bool
     num_response_tokens: int
+    scorer: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers of the scorer's dict."""
 
 
-def read_outcome(request: AsyncRolloutRequest) -> Outcome:
-    """Reduce a request to what validation counts; one that failed is no success."""
+def read_outcome(request: AsyncRolloutRequest, config: RewardConfig) -> Outcome:
+    """Reduce a request to what validation counts."""
+    rule, success = measure_success(request, config)
     return Outcome(
-        success=is_success(request),
+        success=success,
+        rule=rule,
         reward=request.reward or 0.0,
-        num_turns=len(request.turns),
+        combined_reward=combine_rewards(request, config).total,
+        num_turns=request.num_turns,
         used_tool=any(call.outcome == "ok" for turn in request.turns for call in turn.calls),
         failed=request.error is not None,
         num_response_tokens=request.num_response_tokens,
+        scorer=scorer_numbers(request, config),
     )
 
 
-def is_success(request: AsyncRolloutRequest) -> bool:
-    """Whether a request solved its problem: what the scorer says under `success`, else reward > 0.
+def measure_success(
+    request: AsyncRolloutRequest, config: RewardConfig
+) -> tuple[SuccessRule, float]:
+    """Measure whether a finished request solved its problem, and by which rule."""
+    if request.error is not None:
+        return SuccessRule.FAILED, 0.0
+    combined = combine_rewards(request, config).total
+    if config.success_threshold is not None:
+        return SuccessRule.THRESHOLD, float(combined >= config.success_threshold)
+    said = scorer_dict(request)
+    for key, rule in (("success", SuccessRule.SUCCESS), ("acc", SuccessRule.ACC)):
+        verdict = read_number(said.get(key))
+        if verdict is not None:
+            return rule, verdict
+    return SuccessRule.COMBINED, combined
 
-    A scorer that pays for good form alone should say `success` itself.
-    """
-    said = request.reward_extra_info.get("success")
-    return bool(said) if said is not None else (request.reward or 0.0) > 0
+
+def describe_success(name: str, outcomes: Sequence[Outcome]) -> str:
+    """Say by which rule the success of a set was measured."""
+    rules = Counter(one.rule for one in outcomes if one.rule is not SuccessRule.FAILED)
+    if len(rules) == 1:
+        return f"success on {name} is {next(iter(rules))}"
+    parts = ", ".join(f"{rule} ({count} requests)" for rule, count in rules.most_common())
+    return f"success on {name} is {parts or SuccessRule.FAILED}"
 
 
 def validation_metrics(name: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Average the outcomes of the validation set `name`, under `val/<name>/`."""
-    count = len(outcomes)
-    if not count:
+    if not outcomes:
         return {}
-    return {
-        f"val/{name}/success": sum(o.success for o in outcomes) / count,
-        f"val/{name}/reward/mean": sum(o.reward for o in outcomes) / count,
-        f"val/{name}/num_turns/mean": sum(o.num_turns for o in outcomes) / count,
-        f"val/{name}/used_tool": sum(o.used_tool for o in outcomes) / count,
-        f"val/{name}/failed": sum(o.failed for o in outcomes) / count,
-        f"val/{name}/response_length/mean": sum(o.num_response_tokens for o in outcomes) / count,
-        f"val/{name}/num": float(count),
+    means = {
+        "success": [o.success for o in outcomes],
+        "reward/mean": [o.reward for o in outcomes],
+        "combined_reward/mean": [o.combined_reward for o in outcomes],
+        "num_turns/mean": [o.num_turns for o in outcomes],
+        "used_tool": [o.used_tool for o in outcomes],
+        "failed": [o.failed for o in outcomes],
+        "response_length/mean": [o.num_response_tokens for o in outcomes],
     }
+    keys = sorted({key for outcome in outcomes for key in outcome.scorer})[:MAX_SCORER_KEYS]
+    for key in keys:
+        means[f"scorer/{key}/mean"] = [o.scorer[key] for o in outcomes if key in o.scorer]
+    metrics = {f"val/{name}/{figure}": fmean(values) for figure, values in means.items()}
+    return metrics | {f"val/{name}/num": float(len(outcomes))}

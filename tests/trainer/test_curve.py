@@ -59,7 +59,7 @@ def test_axes_have_units_and_the_legend_says_before_and_after(tmp_path):
     reward, success = figure.axes
     assert [axes.get_xlabel() for axes in figure.axes] == ["training step"] * 2
     assert reward.get_ylabel() == "mean reward of a trajectory"
-    assert success.get_ylabel() == "problems solved"
+    assert success.get_ylabel() == "success"
     assert legend(reward) == ["each step", "running mean"]
     assert legend(success) == ["arithmetic: 10.0% → 70.0%", "unseen: 10.0% → 70.0%"]
 
