@@ -3,7 +3,7 @@
 Success of one request is a number, and the success of a set is its mean:
 
     threshold          1 if the combined reward is at least `reward.success_threshold`, else 0
-    scorer's verdict   what the scorer returns under `success`, else under `acc`: a boolean or number
+    scorer's verdict   what the scorer returns under `success`, else under `acc`; no text
     combined reward    the reward that training would use, `reward.weights` and bonuses included
 
 The first rule that applies decides. A request that failed has success 0. A scorer that returns a
