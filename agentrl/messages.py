@@ -148,6 +148,10 @@ class OpenAIFunctionSchema(BaseModel):
         return value
 
 
+_ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
+"""Keywords of JSON Schema by which properties are declared elsewhere."""
+
+
 class OpenAIFunctionToolSchema(BaseModel):
     """A tool as the model is told of it. `model_dump` returns what was read, key for key."""
 
@@ -160,6 +164,14 @@ class OpenAIFunctionToolSchema(BaseModel):
     def name(self) -> str:
         """The name by which the model calls the tool."""
         return self.function.name
+
+    def undeclared_required(self) -> list[str]:
+        """Name required parameters that are no property: no call of the model can fit these."""
+        parameters = self.function.parameters
+        if not _ELSEWHERE.isdisjoint(parameters):
+            return []
+        declared = parameters.get("properties") or {}
+        return [name for name in parameters.get("required") or () if name not in declared]
 
     def to_template(self) -> dict[str, Any]:
         """The schema as chat templates expect it, keys that were never set left out."""

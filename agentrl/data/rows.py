@@ -22,6 +22,8 @@ _MESSAGES = "a list of messages, each with `role` and `content`, or a text"
 _MEDIA_MARKS = ("<image>", "<video>")
 _TEXT = "rows of text; data.image_key and data.video_key name the columns that are looked at"
 
+_OF_EXTRA_INFO = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
+
 
 class RowReader:
     """Reads the rows of one file.
@@ -85,6 +87,10 @@ class RowReader:
         if needs and not tools_kwargs:
             told = "extra_info.need_tools_kwargs is true, and there are no tools_kwargs"
             raise self._error(told, number, "extra_info.tools_kwargs: {tool: {create_kwargs: ...}}")
+        for name in _OF_EXTRA_INFO:
+            if row.get(name) and not extra_info.get(name):
+                told = f"{name!r} is a column of its own, and is not read there"
+                raise self._error(told, number, f"extra_info.{name}")
         named = {self._prompt_key, self._reward_fn_key, "reward_model", "extra_info"}
         return Prompt(
             index=index,

@@ -7,9 +7,11 @@ another state, or to its end.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
@@ -44,6 +46,9 @@ from agentrl.tools.registry import select_tools
 
 Way = RequestState | StopReason
 """Where a request goes next."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class EngineAbortError(EngineError):
@@ -220,6 +225,8 @@ class _Run:
         )
         if opening := await self.interaction.start():
             fitted = house.fitter.fit(opening)
+            if fitted.num_cut:
+                warn_of_cut_opening(selected.name, house.settings.max_tool_response_length)
             request.messages.append(Message(role="user", content=fitted.text))
             request.num_cut_prompt_tokens += fitted.num_cut
 
@@ -411,3 +418,14 @@ class _Run:
             if role == "tool":
                 calls[index].num_tokens += end - start
         return request.append_observed(delta.ids, role=role, seconds=seconds)
+
+
+@cache
+def warn_of_cut_opening(interaction: str, max_tokens: int) -> None:
+    """Log, once for each interaction, that what it says first was cut."""
+    logger.warning(
+        "the first message of interaction %r is longer than "
+        "rollout.multi_turn.max_tool_response_length, %d tokens, and is cut",
+        interaction,
+        max_tokens,
+    )

@@ -62,7 +62,10 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     hub = Hub()
     tools: list[BaseTool] = []
     for place, (found, entry) in enumerate(zip(classes, entries, strict=True)):
-        tools += _build(found, entry, hub, key=f"tools[{place}]", path=Path(path))
+        built = _build(found, entry, hub, key=f"tools[{place}]", path=Path(path))
+        if entry.mcp is None:  # what servers write is not the user's to mend
+            refuse_undeclared(built, file=path, key=f"tools[{place}]")
+        tools += built
     refuse_duplicates(tools, file=path)
     return tools
 
@@ -140,6 +143,25 @@ def select_tools(
                     expected=f"one of {', '.join(by_name) or 'none: the run has no tools'}",
                 )
     return [by_name[name] for name in wanted]
+
+
+def refuse_undeclared(
+    tools: Iterable[BaseTool], *, file: str | Path | None = None, key: str | None = None
+) -> None:
+    """Check that required parameters of tools are properties.
+
+    Raises:
+        ConfigError: naming the first that is not: every call would be malformed.
+    """
+    for tool in tools:
+        for name in tool.tool_schema.undeclared_required():
+            declared = ", ".join(tool.tool_schema.function.parameters.get("properties") or {})
+            raise ConfigError(
+                f"the tool {tool.name!r} requires {name!r}, which is none of its properties",
+                file=file,
+                key=f"{key}.tool_schema.function.parameters.required" if key else None,
+                expected=f"some of {declared or 'none: it has no properties'}",
+            )
 
 
 def refuse_duplicates(tools: Iterable[BaseTool], *, file: str | Path | None = None) -> None:

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,13 +15,14 @@ from agentrl.data.lengths import drop_overlong, measure_prompts
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError, RewardError
 from agentrl.interactions import BaseInteraction
-from agentrl.interactions.registry import select_interaction
+from agentrl.interactions.registry import NO_INTERACTION, select_interaction
 from agentrl.messages import Message
 from agentrl.rewards.loading import scores_by_source
 from agentrl.rewards.manager import check_code_scorers
 from agentrl.rewards.sources import has_bundled
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import select_tools
+from agentrl.tools.row_kwargs import RowKwargs
 from agentrl.trainer.rollout_setup import RolloutSetup
 
 
@@ -71,14 +73,19 @@ class _Loader:
         plugins = self._setup.plugins
         if plugins.tools or data.strict_rows:
             check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
-        notes = note_tools(dataset, plugins.tools, self._setup.tools_per_row)
+        notes = [
+            *note_tools(dataset, plugins.tools, self._setup.tools_per_row),
+            *check_tools_kwargs(dataset, plugins.tools, file=source),
+        ]
         self._notes += (f"{name}: {note}" for note in notes)
-        check_interactions(dataset, plugins.interactions, file=source)
+        check_interactions(dataset, plugins.interactions, file=source, is_strict=data.strict_rows)
         reward = self._config.reward
         check_sources(dataset, reward, file=source)
         self._notes += (f"{name}: {note}" for note in note_unscored(dataset, reward))
         if plugins.interactions and not is_answered(dataset, plugins.interactions):
             self._notes.append(f"{name}: no row selects an interaction, so nobody answers")
+        if not plugins.interactions and (asking := sum(map(asks_for_interaction, dataset))):
+            self._notes.append(f"{name}: {_rows(asking)} ask for an interaction: the run has none")
         if not data.filter_overlong_prompts and data.truncation != "error":
             return dataset
         lengths = measure_prompts(
@@ -169,20 +176,82 @@ def _rows(number: int) -> str:
     return f"{number} row{'' if number == 1 else 's'}"
 
 
-def check_interactions(
-    dataset: PromptDataset, interactions: Mapping[str, BaseInteraction], *, file: str
-) -> None:
-    """Hold the interactions that rows name against those that the run has.
+def check_tools_kwargs(
+    dataset: PromptDataset, tools: Sequence[BaseTool], *, file: str
+) -> list[str]:
+    """Check the rows' `tools_kwargs` against the methods that will receive them.
+
+    Returns:
+        Keys that look like slips and are no errors.
 
     Raises:
-        DataError: with the first row that names another.
+        DataError: with the first row that cannot be used.
+    """
+    checks = RowKwargs(tools)
+    for prompt in dataset:
+        with _naming_row(prompt, file):
+            checks.check(prompt.tools_kwargs)
+    return checks.notes
+
+
+@contextmanager
+def _naming_row(prompt: Prompt, file: str) -> Generator[None]:
+    try:
+        yield
+    except DataError as error:
+        error.details |= {"file": file, "row": prompt.index}
+        raise
+
+
+def check_interactions(
+    dataset: PromptDataset,
+    interactions: Mapping[str, BaseInteraction],
+    *,
+    file: str,
+    is_strict: bool = True,
+) -> None:
+    """Check the interactions that rows ask for against those that the run has.
+
+    Args:
+        dataset: The rows.
+        interactions: The run's, by name.
+        file: Named in the error.
+        is_strict: Whether a row may not ask for one if the run has none (`data.strict_rows`).
+
+    Raises:
+        DataError: with the first row that asks for one that the run does not have.
+    """
+    if not interactions and is_strict:
+        refuse_interactions(dataset, file=file)
+    for prompt in dataset:
+        with _naming_row(prompt, file):
+            _interaction_of(prompt, interactions)
+
+
+def refuse_interactions(dataset: PromptDataset, *, file: str) -> None:
+    """Check that no row of a run without interactions asks for one.
+
+    Raises:
+        DataError: with the first row that does.
     """
     for prompt in dataset:
-        try:
-            _interaction_of(prompt, interactions)
-        except DataError as error:
-            error.details |= {"file": file, "row": prompt.index}
-            raise
+        if asks_for_interaction(prompt):
+            name = prompt.interaction_kwargs.get("name")
+            which = "an interaction" if name is None else f"the interaction {name!r}"
+            raise DataError(
+                f"the row asks for {which}, and the run has none",
+                key="rollout.multi_turn.interaction_config_path",
+                file=file,
+                row=prompt.index,
+                expected="a YAML of interactions; or interaction_kwargs: {name: none} in rows that "
+                "want none; or data.strict_rows: false, with which such rows run without",
+            )
+
+
+def asks_for_interaction(prompt: Prompt) -> bool:
+    """Whether a row asks for an interaction, be it by name or by kwargs alone."""
+    kwargs = prompt.interaction_kwargs
+    return bool(kwargs) and kwargs.get("name") != NO_INTERACTION
 
 
 def is_answered(dataset: PromptDataset, interactions: Mapping[str, BaseInteraction]) -> bool:

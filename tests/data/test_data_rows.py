@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -252,3 +253,13 @@ class Odd(list):
         load("Odd")
     with pytest.raises(PluginError):
         load("Absent")
+
+
+@pytest.mark.parametrize("name", ["tools_kwargs", "interaction_kwargs", "tool_selection"])
+def test_what_belongs_in_extra_info_is_found_beside_it(name: str):
+    value: Any = ["sql"] if name == "tool_selection" else {"sql": {"create_kwargs": {"x": 1}}}
+    row = {"prompt": "Hi", name: value}
+    with pytest.raises(DataError, match=f"'{name}' is a column of its own") as caught:
+        RowReader("rows.jsonl").read(row, 7, 7)
+    assert caught.value.details["row"] == 7
+    assert caught.value.details["expected"] == f"extra_info.{name}"

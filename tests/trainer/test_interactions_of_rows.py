@@ -33,4 +33,19 @@ def test_a_row_that_leaves_open_which_is_named_unless_its_source_says():
     with pytest.raises(DataError, match="one of a, b") as caught:
         check_interactions(rows, users("a", "b"), file="f")
     assert (caught.value.details["file"], caught.value.details["row"]) == ("f", 0)
-    check_interactions(rows, {}, file="f")
+
+
+@pytest.mark.parametrize("kwargs", [{"name": "gsm8k"}, {"ground_truth": "5"}])
+def test_a_row_that_asks_for_an_interaction_is_refused_by_a_run_that_has_none(
+    kwargs: dict[str, Any],
+):
+    rows = PromptDataset([*make_prompts(1), *make_prompts(1, interaction_kwargs=kwargs)])
+    with pytest.raises(DataError, match="and the run has none") as caught:
+        check_interactions(rows, {}, file="f")
+    assert caught.value.details["key"] == "rollout.multi_turn.interaction_config_path"
+    check_interactions(rows, {}, file="f", is_strict=False)
+
+
+def test_a_row_that_wants_no_interaction_fits_a_run_that_has_none():
+    skipped = make_prompts(1, interaction_kwargs={"name": "none"})
+    check_interactions(PromptDataset([*make_prompts(1), *skipped]), {}, file="f")
