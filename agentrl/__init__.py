@@ -6,6 +6,7 @@ The door: `Trainer`, `load_config`, `DataProto`, and the packages `agentrl.tools
 engine.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,10 @@ _HOMES = {
     "Trainer": "agentrl.trainer.trainer",
     "load_config": "agentrl.config",
 }
+
+
+if os.environ.get("AGENTRL_VERL") == "1":  # docs/from_verl.md
+    import_module("agentrl.compat").install_verl()
 
 
 def __getattr__(name: str) -> object:

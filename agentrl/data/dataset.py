@@ -1,11 +1,14 @@
 """Files -> prompts."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
+
+from omegaconf import OmegaConf
 
 from agentrl.config.schema import CustomClassConfig, DataConfig
 from agentrl.data.files import read_rows
@@ -125,17 +128,35 @@ def _custom_prompts(
     ]
 
 
+def _build_dataset(
+    custom_class: Any, files: Sequence[str | Path], config: DataConfig, max_samples: int | None
+) -> Any:
+    """Build a dataset of users: of our signature, or of verl's, which has a `tokenizer`."""
+    if "tokenizer" not in inspect.signature(custom_class).parameters:
+        return custom_class(list(files), config, max_samples=max_samples)
+    return custom_class(
+        data_files=[str(file) for file in files],
+        tokenizer=None,
+        config=OmegaConf.create(config.model_dump(mode="json")),
+        processor=None,
+        max_samples=-1 if max_samples is None else max_samples,
+    )
+
+
 def _custom_rows(
     name: str, files: Sequence[str | Path], config: DataConfig, max_samples: int | None
 ) -> list[Any]:
     custom_class = load_object(name)
     try:
-        dataset = custom_class(list(files), config, max_samples=max_samples)
+        dataset = _build_dataset(custom_class, files, config, max_samples)
         rows = [dataset[place] for place in range(len(dataset))]
     except Exception as error:
         kind = type(error).__name__
         told = f"the dataset class {name} raised {kind}: {error}"
-        wanted = "a class (files, config, *, max_samples) with __len__ and __getitem__"
+        wanted = (
+            "a class (files, config, *, max_samples), or verl's (data_files, tokenizer, config, "
+            "processor, max_samples), with __len__ and __getitem__"
+        )
         raise DataError(told, expected=wanted) from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict | Prompt):

@@ -69,6 +69,9 @@ class Gsm8kInteraction(BaseInteraction):
     """
 
     keys_class: type[Gsm8kSettings] = Gsm8kSettings
+    right_text = _RIGHT
+    wrong_text = _WRONG
+    """Said to every answer that is not right, before progress and hint."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -102,7 +105,8 @@ class Gsm8kInteraction(BaseInteraction):
         answer = extract_gsm8k_answer(said, settings.method)
         score = self._score(talk, answer)
         if answer is not None and same_number(answer, talk.ground_truth):
-            return InteractionResult(True, _RIGHT, score, {"num_hints": talk.num_hints})
+            reply = self.right_text
+            return InteractionResult(True, reply, score, {"num_hints": talk.num_hints})
         if settings.max_hints is not None and talk.num_hints >= settings.max_hints:
             return InteractionResult(True, "", score, {"num_hints": talk.num_hints})
         reply = self._reply(talk, answer)
@@ -124,7 +128,7 @@ class Gsm8kInteraction(BaseInteraction):
         return max(discounted, min(settings.format_score, settings.score))
 
     def _reply(self, talk: _Talk, answer: str | None) -> str:
-        said = [_WRONG]
+        said = [self.wrong_text]
         if self._settings.encourage and talk.num_hints and (progress := _progress(talk, answer)):
             said.append(progress)
         if talk.hints:

@@ -10,15 +10,14 @@ from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
 from agentrl.plugins.file import add_place, read_entries
-from agentrl.plugins.from_verl import OwnClass, explain_import, name_translated, translate
+from agentrl.plugins.from_verl import name_translated, translate
 
-OWN_CLASSES = {
-    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": OwnClass(
-        "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction",
-        config={"method": "strict", "max_hints": None},
-    )
-}
-"""Class paths of bundled interactions that users bring along, and ours."""
+STAND_INS = (
+    "verl.interactions.base.BaseInteraction",
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction",
+    "verl.interactions.weather_interaction.WeatherInteraction",
+)
+"""Class paths of verl's interactions that `agentrl.compat` stands in for, with verl's texts."""
 
 NO_INTERACTION = "none"
 """What a row names that wants no interaction, whatever its source."""
@@ -74,7 +73,7 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
 def classes_of_verl(path: str | Path) -> list[str]:
     """Name the classes of verl's in such a YAML, each with ours that stands for it."""
     entries = read_entries(path, "interaction", InteractionEntry)
-    return name_translated((entry.class_name for entry in entries), OWN_CLASSES)
+    return name_translated((entry.class_name for entry in entries), STAND_INS)
 
 
 def select_interaction(
@@ -138,12 +137,11 @@ def default_name(interaction: type[BaseInteraction]) -> str:
 
 def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInteraction]:
     try:
-        own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
-        found = load_class(own.path, BaseInteraction, file=path)
+        class_path = translate(entry.class_name, STAND_INS, base=_BASE)
+        found = load_class(class_path, BaseInteraction, file=path)
     except PluginError as error:
-        told = explain_import(error, base=_BASE)
-        details = {"file": path, **told.details, "key": f"{key}.class_name"}
-        raise PluginError(str(told.args[0]), **details) from error
+        details = {"file": path, **error.details, "key": f"{key}.class_name"}
+        raise PluginError(str(error.args[0]), **details) from error
     if hasattr(found, "create") and found.start_interaction is BaseInteraction.start_interaction:
         raise ConfigError(
             f"{found.__name__} defines create, which nothing calls, and no start_interaction",
@@ -152,11 +150,6 @@ def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInte
             expected="start_interaction for create, and finalize_interaction for release",
         )
     return found
-
-
-def _config(entry: InteractionEntry) -> dict[str, Any]:
-    own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
-    return {**own.config, **entry.config}
 
 
 def _check_names(names: Sequence[str], path: str | Path) -> None:
@@ -197,7 +190,7 @@ def _build(
     found: type[BaseInteraction], name: str, entry: InteractionEntry, key: str, path: str | Path
 ) -> BaseInteraction:
     try:
-        interaction = found({**_config(entry), "name": name})
+        interaction = found({**entry.config, "name": name})
     except AgentRLError as error:
         add_place(error, file=path, key=f"{key}.config")
         raise

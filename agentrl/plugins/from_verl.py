@@ -1,61 +1,52 @@
-"""Class paths that were written for verl: those of bundled classes, and users' own subclasses."""
+"""Class paths and imports that were written for verl."""
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from agentrl.errors import PluginError
 
-_THEIRS = "verl."
+THEIRS = "verl"
+_STAND_IN = "agentrl.compat."
+
+SWITCH_HINT = (
+    "; set AGENTRL_VERL=1 in the environment and agentrl stands in for verl, or change the import "
+    "lines (docs/from_verl.md)"
+)
+"""Said of code that imports verl, which is not installed."""
 
 
-@dataclass(frozen=True)
-class OwnClass:
-    """A class of ours that stands for one of verl's."""
-
-    path: str
-    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What makes it behave as the other one does, where the YAML says nothing else."""
-
-    def in_words(self) -> str:
-        """Name it, with its settings."""
-        settings = f" with {json.dumps(dict(self.config))}" if self.config else ""
-        return self.path + settings
-
-
-def translate(path: str, own: Mapping[str, OwnClass], *, base: str) -> OwnClass:
-    """Find the class of ours that stands for a class path; any other path stands for itself.
+def translate(path: str, known: Collection[str], *, base: str) -> str:
+    """Return the path of the class that stands in for one of verl's; any other path as it is.
 
     Args:
         path: As the YAML has it.
-        own: Class paths of verl's, and ours.
+        known: Class paths of verl's that have a stand-in.
         base: What a class of one's own derives from, such as `agentrl.tools.BaseTool`.
 
     Raises:
-        PluginError: for a class of verl's that has no counterpart.
+        PluginError: for a class of verl's that has none.
     """
-    if path in own:
-        return own[path]
-    if path.startswith(_THEIRS):
+    if path in known:
+        return _STAND_IN + path
+    if path.startswith(f"{THEIRS}."):
         raise PluginError(
-            f"{path} is bundled with verl, and has no counterpart here yet",
-            expected=f"one of {', '.join(own)}, or a class of your own that derives from {base}",
+            f"{path} is a path into verl, and agentrl has no counterpart of it",
+            expected=f"one of {', '.join(known)}, or a class of your own that derives from {base}",
         )
-    return OwnClass(path)
+    return path
 
 
-def name_translated(paths: Iterable[str], own: Mapping[str, OwnClass]) -> list[str]:
-    """Say which class of ours stands for each class path that is verl's."""
-    return [f"{path} -> {own[path].in_words()}" for path in dict.fromkeys(paths) if path in own]
+def name_translated(paths: Iterable[str], known: Collection[str]) -> list[str]:
+    """Say which class stands in for each class path that is verl's."""
+    return [f"{path} -> {_STAND_IN}{path}" for path in dict.fromkeys(paths) if path in known]
 
 
-def explain_import(error: PluginError, *, base: str) -> PluginError:
-    """Say what to change in a class that was written for verl, where that is what is wrong."""
-    package, _, name = base.rpartition(".")
-    told = str(error.args[0])
-    if "No module named 'verl" not in told:
-        return error
-    told += f"; {name}, and what verl has beside it, stands in {package}: import it from there"
-    details = error.details | {"expected": f"a subclass of {base}, without verl"}
-    return PluginError(told, **details)
+def switch_hint(error: BaseException) -> str:
+    """Say what helps if an import failed for lack of verl; an empty string otherwise."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    lacks = name is not None and name.partition(".")[0] == THEIRS
+    return SWITCH_HINT if lacks and "stand-in" not in str(error) else ""
+
+
+def derives_from_verl(found: type) -> bool:
+    """Whether a class derives from one of the real verl, which is installed then."""
+    return any(base.__module__.partition(".")[0] == THEIRS for base in found.__mro__)

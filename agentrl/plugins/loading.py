@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from agentrl.errors import PluginError
+from agentrl.plugins.from_verl import derives_from_verl, switch_hint
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> t
     found = _find(path, file, base)
     if not isinstance(found, type) or not issubclass(found, base):
         what = f"the class {found.__name__}" if isinstance(found, type) else repr(found)
+        if isinstance(found, type) and derives_from_verl(found):
+            what += " that derives from a class of verl, which is installed here"
         raise PluginError(
             f"{path!r} leads to {what}, which is not a {base.__name__}",
             file=file,
@@ -127,7 +130,8 @@ def _import(module_path: str, path: str, file: str | Path | None) -> ModuleType:
     except Exception as error:
         kind = type(error).__name__
         raise PluginError(
-            f"{path!r}: importing {module_path} raised {kind}: {error}", file=file
+            f"{path!r}: importing {module_path} raised {kind}: {error}{switch_hint(error)}",
+            file=file,
         ) from error
 
 

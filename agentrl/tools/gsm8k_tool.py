@@ -75,12 +75,20 @@ class Gsm8kTool(BaseTool):
     ) -> ToolResult:
         """Score an answer."""
         answer = str(parameters.get("answer", ""))
-        number = extract_gsm8k_answer(answer) or extract_gsm8k_answer(answer, "flexible") or ""
-        score = float(same_number(number, self._truths[instance_id]))
+        number, score = self.judge(answer, self._truths[instance_id])
         reward = 0.0 if score > self._scores[instance_id] else self._keys.repeat_penalty
         self._scores[instance_id] = score
-        text = f"The answer {number} is scored {score}." if number else "There is no number in it."
+        text = self.describe(answer, number, score)
         return ToolResult(ToolResponse(text=text), reward, {"score": score})
+
+    def judge(self, answer: str, ground_truth: str) -> tuple[str, float]:
+        """Return the number in an answer (empty if there is none) and its score."""
+        number = extract_gsm8k_answer(answer) or extract_gsm8k_answer(answer, "flexible") or ""
+        return number, float(same_number(number, ground_truth))
+
+    def describe(self, answer: str, number: str, score: float) -> str:
+        """Word a score for the policy."""
+        return f"The answer {number} is scored {score}." if number else "There is no number in it."
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
         """Give the last answer's score; 0.0 where none was scored."""

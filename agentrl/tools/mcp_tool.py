@@ -25,13 +25,15 @@ from agentrl.plugins.extras import require_package
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.from_verl import our_names
 from agentrl.tools.mcp.results import read_result
 from agentrl.tools.mcp.servers import McpSection, Server, read_servers
 from agentrl.tools.mcp.sessions import Hub, Sessions
 from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
+from agentrl.tools.signatures import build_tool
 
 if TYPE_CHECKING:
-    from mcp_types import Tool
+    from mcp_types import CallToolResult, Tool
 
 Offer = tuple[Server, "Tool"]
 """A tool, and whose it is."""
@@ -67,29 +69,22 @@ class MCPTool(BaseTool):
     Args:
         config: The YAML's `config`, whole.
         tool_schema: What the server says of the tool.
-        remote: Where the tool is.
     """
 
+    remote: RemoteTool
+    """Where the tool is; set by the loader."""
+
     def __init__(
-        self,
-        config: dict[str, Any],
-        tool_schema: OpenAIFunctionToolSchema | None = None,
-        remote: RemoteTool | None = None,
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        if remote is None:
-            raise ConfigError(
-                f"{type(self).__name__} is not told of any server",
-                expected="a section mcp beside config",
-            )
-        super().__init__(config, tool_schema)
-        self._remote = remote
+        super().__init__(our_names(config, type(self)), tool_schema)
 
     async def create(
         self, instance_id: str | None = None, **create_kwargs: Any
     ) -> tuple[str, ToolResponse]:
         """Open the request's session, where it has one of its own."""
         instance_id = instance_id or uuid.uuid4().hex
-        await self._remote.sessions.begin(instance_id, self.name)
+        await self.remote.sessions.begin(instance_id, self.name)
         return instance_id, ToolResponse()
 
     async def execute(
@@ -101,17 +96,26 @@ class MCPTool(BaseTool):
             ToolError: what the server says of a call that failed, or of arguments that it refuses.
             ServiceError: where there is no server, or none that keeps to the protocol.
         """
+        return ToolResult(read_result(await self.ask(instance_id, parameters)))
+
+    async def ask(self, instance_id: str, parameters: dict[str, Any]) -> "CallToolResult":
+        """Call the tool on its server, and return its answer as it is.
+
+        Raises:
+            ToolError: for arguments that cannot be sent.
+            ServiceError: if there is no server, or none that keeps to the protocol.
+        """
         refuse_unsendable(parameters)
-        session = self._remote.sessions.of(instance_id)
-        return ToolResult(read_result(await session.call(self._remote.name, parameters)))
+        session = self.remote.sessions.of(instance_id)
+        return await session.call(self.remote.name, parameters)
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Close the request's session, where it has one of its own."""
-        await self._remote.sessions.end(instance_id, self.name)
+        await self.remote.sessions.end(instance_id, self.name)
 
     async def shutdown(self) -> None:
         """Close the sessions, and end the servers that were started for them."""
-        await self._remote.sessions.close()
+        await self.remote.sessions.close()
 
 
 class _NoKeys(Section):
@@ -142,8 +146,10 @@ def load_mcp_tools(
             server that gives no list of its tools.
         MissingExtraError: where the client library is not installed.
     """
-    read_keys(_NoKeys, config, key="config", also_known=SHARED_KEYS)
-    refuse_isolation(config, because="an MCP tool only waits for others, and blocks nothing")
+    shared = our_names(config, kind)
+    if kind.__module__.startswith("agentrl."):
+        read_keys(_NoKeys, shared, key="config", also_known=SHARED_KEYS)
+    refuse_isolation(shared, because="an MCP tool only waits for others, and blocks nothing")
     section = read_keys(McpSection, mcp, file=file, key=f"{key}.mcp")
     servers = read_servers(section, file=file, key=f"{key}.mcp")
     require_package("mcp", extra="mcp", what="an MCP tool")
@@ -159,14 +165,12 @@ def load_mcp_tools(
         ) from error
     _check_selected(section, listed, file=file, key=f"{key}.mcp")
     offers = _name(section, listed, file=file, key=f"{key}.mcp")
-    return [
-        kind(
-            dict(config),
-            _schema(tool, name=name, server=server),
-            RemoteTool(tool.name, hub.sessions(server, section.session)),
-        )
-        for name, (server, tool) in offers.items()
-    ]
+    tools: list[BaseTool] = []
+    for name, (server, tool) in offers.items():
+        made = build_tool(kind, dict(config), _schema(tool, name=name, server=server))
+        made.remote = RemoteTool(tool.name, hub.sessions(server, section.session))
+        tools.append(made)
+    return tools
 
 
 def _check_selected(

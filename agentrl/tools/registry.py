@@ -12,9 +12,9 @@ from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
 from agentrl.plugins.file import add_place, read_entries
-from agentrl.plugins.from_verl import explain_import, name_translated, translate
+from agentrl.plugins.from_verl import name_translated, translate
 from agentrl.tools.base import BaseTool
-from agentrl.tools.from_verl import OWN_CLASSES, with_our_keys
+from agentrl.tools.from_verl import STAND_INS, our_names
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.mcp.sessions import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
@@ -73,7 +73,7 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
 def classes_of_verl(path: str | Path) -> list[str]:
     """Name the classes of verl's in such a YAML, each with ours that stands for it."""
     entries = read_entries(path, "tools", ToolEntry)
-    return name_translated((entry.class_name for entry in entries), OWN_CLASSES)
+    return name_translated((entry.class_name for entry in entries), STAND_INS)
 
 
 def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:
@@ -207,27 +207,31 @@ def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
 
 def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
     try:
-        own = translate(entry.class_name, OWN_CLASSES, base=_BASE)
-        return load_class(own.path, BaseTool, file=path)
+        class_path = translate(entry.class_name, STAND_INS, base=_BASE)
+        return load_class(class_path, BaseTool, file=path)
     except PluginError as error:
-        told = explain_import(error, base=_BASE)
-        details = {"file": path, **told.details, "key": f"{key}.class_name"}
-        raise PluginError(str(told.args[0]), **details) from error
+        details = {"file": path, **error.details, "key": f"{key}.class_name"}
+        raise PluginError(str(error.args[0]), **details) from error
 
 
 def _build(
     found: type[BaseTool], entry: ToolEntry, hub: Hub, *, key: str, path: Path
 ) -> list[BaseTool]:
     """Build the tools of an entry: one, or those of its MCP servers."""
-    place = f"{key}.config"
-    config = with_our_keys(entry.config, named=entry.class_name, found=found, file=path, key=place)
-    ToolSettings.of(found, config, file=path, key=place)
-    if not found.__module__.startswith(_OURS):
-        _warn_of_near_misses(config, file=path, key=place)
-        _warn_of_own_keys(found, config, file=path, key=place)
+    config, place = entry.config, f"{key}.config"
     try:
-        if entry.mcp is None:
+        shared = our_names(config, found)
+        ToolSettings.of(found, shared, file=path, key=place)
+        if not found.__module__.startswith(_OURS):
+            _warn_of_near_misses(shared, file=path, key=place)
+            _warn_of_own_keys(found, config, file=path, key=place)
+        if entry.mcp is None and not issubclass(found, MCPTool):
             return [build_tool(found, config, entry.tool_schema)]
+        if entry.mcp is None:
+            raise ConfigError(
+                f"{found.__name__} is not told of any server",
+                expected="a section mcp beside config",
+            )
         if not issubclass(found, MCPTool):
             raise ConfigError(
                 f"{entry.class_name} is no tool of MCP servers",

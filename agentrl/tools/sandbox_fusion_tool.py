@@ -8,6 +8,7 @@ from pydantic import Field
 from agentrl.config.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
+from agentrl.sandbox import Execution
 from agentrl.sandbox.fusion_client import FusionClient
 from agentrl.sandbox.grading.answers import without_fence
 from agentrl.tools.base import BaseTool, ToolResult
@@ -103,13 +104,34 @@ class SandboxFusionTool(BaseTool):
         Raises:
             SandboxError: where the service failed, and not the code.
         """
-        execution = await self._client().run(
-            without_fence(str(parameters.get("code", ""))),
-            timeout_s=self._timeout_s(parameters.get("timeout")),
-            language=str(parameters.get("language") or self._keys.default_language),
+        execution = await self.run_program(
+            str(parameters.get("code", "")),
+            timeout_s=parameters.get("timeout"),
+            language=parameters.get("language"),
         )
-        text = describe_execution(execution)
+        text = self.describe(execution)
         return ToolResult(ToolResponse(text=text), None, measure(execution))
+
+    async def run_program(self, code: str, *, timeout_s: Any, language: Any) -> Execution:
+        """Run a program on the service, for at most `default_timeout` seconds.
+
+        Args:
+            code: The program; a fence around it is taken off.
+            timeout_s: Seconds; `default_timeout` for what is no positive number.
+            language: None or empty: `default_language`.
+
+        Raises:
+            SandboxError: if the service failed, and not the code.
+        """
+        return await self._client().run(
+            without_fence(code),
+            timeout_s=self._timeout_s(timeout_s),
+            language=str(language or self._keys.default_language),
+        )
+
+    def describe(self, execution: Execution) -> str:
+        """Word a program's output for the policy."""
+        return describe_execution(execution)
 
     async def shutdown(self) -> None:
         """Close the connections."""

@@ -6,6 +6,7 @@ config: {retriever: bm25, index_dir: data/wiki_index, top_k: 3}
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from agentrl.plugins.extras import require_package
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.from_verl import our_names
 from agentrl.tools.http_client import HttpClient
 from agentrl.tools.search.documents import Document, Retriever, show
 from agentrl.tools.search.index import IndexRetriever, read_parts
@@ -98,6 +100,7 @@ class SearchTool(BaseTool):
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
+        config = our_names(config, type(self))
         super().__init__(config, tool_schema)
         self._keys = read_keys(SearchConfig, config, key="config", also_known=SHARED_KEYS)
         refuse_isolation(config, because="a SearchTool only waits for others, and blocks nothing")
@@ -119,11 +122,15 @@ class SearchTool(BaseTool):
         refuse_unsendable(parameters)
         queries = self._queries(parameters)
         found = await self._retriever.search(queries, self._keys.top_k)
+        return ToolResult(ToolResponse(text=self.render(found)), metrics=_metrics(found))
+
+    def render(self, found: Sequence[Sequence[Document]]) -> str:
+        """Word what each query found."""
         limit = self._keys.max_document_characters
         text = _BETWEEN_QUERIES.join(show(one, max_characters=limit) for one in found)
         if self._keys.result_format == "json":
             text = json.dumps({"result": text}, ensure_ascii=False)
-        return ToolResult(ToolResponse(text=text), metrics=_metrics(found))
+        return text
 
     async def shutdown(self) -> None:
         """Close the connections, or the index."""

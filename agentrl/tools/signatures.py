@@ -6,7 +6,7 @@ Tools that were written for verl differ: constructors take `config` alone, `crea
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
@@ -16,9 +16,12 @@ _WHOLE = "create_kwargs"
 _CONSTRUCTOR = "def __init__(self, config, tool_schema) that calls super().__init__(...)"
 
 
+T = TypeVar("T", bound=BaseTool)
+
+
 def build_tool(
-    found: type[BaseTool], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
-) -> BaseTool:
+    found: type[T], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+) -> T:
     """Build a tool, with the arguments that its constructor takes.
 
     Raises:
@@ -67,9 +70,9 @@ def create_arguments(
 
 
 def _construct(
-    found: type[BaseTool], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
-) -> BaseTool:
-    constructor = cast("Callable[..., BaseTool]", found)
+    found: type[T], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+) -> T:
+    constructor = cast("Callable[..., T]", found)
     signature = inspect.signature(found)
     # verl calls constructors by keyword, so the order of the two may differ.
     if _takes(signature, config=config, tool_schema=tool_schema):

@@ -287,10 +287,10 @@ async def test_verls_gsm8k_user_is_strict_and_asks_as_often_as_the_run_allows(tm
 
 
 def test_an_interaction_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path):
-    path = "verl.interactions.weather_interaction.WeatherInteraction"
+    path = "verl.interactions.my_interaction.MyInteraction"
     file = tmp_path / "users.yaml"
     file.write_text(f"interaction: [{{class_name: {path}, config: {{}}}}]\n")
-    with pytest.raises(PluginError, match="bundled with verl") as caught:
+    with pytest.raises(PluginError, match="is a path into verl") as caught:
         initialize_interactions_from_config(file)
     assert caught.value.details["key"] == "interaction[0].class_name"
     assert str(caught.value.details["file"]) == str(file)

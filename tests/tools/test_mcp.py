@@ -188,7 +188,7 @@ def test_verls_names_and_keys_are_read(tmp_path: Path):
     from agentrl.tools import initialize_tools_from_config
 
     [tool] = initialize_tools_from_config(path)
-    assert type(tool) is MCPTool
+    assert isinstance(tool, MCPTool)
     assert tool.config == {"type": "mcp", "timeout_s": 7}
     told = refused(tmp_path, one(), timeout=7, timeout_s=8)
     assert "timeout and timeout_s say the same thing" in str(told)

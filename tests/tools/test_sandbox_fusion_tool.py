@@ -79,7 +79,7 @@ async def test_a_file_that_was_written_for_verl_loads(tmp_path: Path):
         assert isinstance(tool, SandboxFusionTool)
         result = await tool.execute("r", {"code": "print(1)", "language": "python"})
         await tool.shutdown()
-    assert result.response.text == "1"
+    assert result.response.text == "1\n"
     # There it bounds calls at work; here, for every other tool, calls begun in a second.
     assert tool.config["max_concurrency"] == 4
     assert "rate_limit" not in tool.config

@@ -215,7 +215,7 @@ async def test_an_index_that_was_damaged_is_named(tmp_path: Path):
         ({"url": "http://x", "index_dir": "x"}, "config", "http does not read index_dir"),
         ({"retriever": "bm25", "index_dir": "nowhere"}, "config.index_dir", "no search index"),
         ({"url": "x"}, "config.url", "http:// or https://"),
-        ({"url": "http://x", "topk": 3}, "config.topk", "did you mean 'top_k'"),
+        ({"url": "http://x", "topp_k": 3}, "config.topp_k", "did you mean 'top_k'"),
         ({"url": "http://x", "retriever": "faiss"}, "config.retriever", "'faiss'"),
     ],
 )
@@ -269,5 +269,4 @@ def test_a_file_written_for_verl_loads_as_ours(tmp_path: Path):
         "top_k": 5,
         "timeout_s": 30,
         "type": "native",
-        "result_format": "json",
     }

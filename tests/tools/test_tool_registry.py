@@ -55,10 +55,10 @@ def test_a_file_written_for_verl_loads_as_ours(tmp_path: Path):
 
 
 def test_a_tool_of_verls_without_counterpart_is_refused_by_name(tmp_path: Path):
-    class_path = "verl.tools.image_zoom_in_tool.ImageZoomInTool"
+    class_path = "verl.tools.my_tool.MyTool"
     text = f"tools:\n  - class_name: {class_path}\n    config: {{type: native}}\n"
     error = refused(written(tmp_path, text), PluginError)
-    assert f"{class_path} is bundled with verl" in str(error)
+    assert f"{class_path} is a path into verl" in str(error)
     assert error.details["key"] == "tools[0].class_name"
     assert "agentrl.tools.BaseTool" in str(error.details["expected"])
 
@@ -78,9 +78,7 @@ def test_every_class_that_stands_for_one_of_verls_names_what_became_of_it(tmp_pa
     names = ["verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.search_tool.SearchTool"]
     text = "tools:\n" + "".join(f"  - class_name: {name}\n" for name in names)
     assert classes_of_verl(written(tmp_path, text)) == [
-        "verl.tools.mcp_base_tool.MCPBaseTool -> agentrl.tools.mcp_tool.MCPTool",
-        "verl.tools.search_tool.SearchTool -> agentrl.tools.search_tool.SearchTool with "
-        '{"result_format": "json"}',
+        f"{name} -> agentrl.compat.{name}" for name in names
     ]
 
 
@@ -206,7 +204,13 @@ def test_a_subclass_of_verls_base_is_told_what_to_import(
     monkeypatch.syspath_prepend(tmp_path)
     path = written(tmp_path, "tools: [{class_name: their_tools.Mine, config: {type: native}}]\n")
     error = refused(path, PluginError)
-    assert "BaseTool, and what verl has beside it, stands in agentrl.tools" in str(error)
+    assert "set AGENTRL_VERL=1 in the environment and agentrl stands in for verl" in str(error)
+
+
+def test_a_tool_that_shows_images_says_that_there_are_none(tmp_path: Path):
+    class_path = "verl.tools.image_zoom_in_tool.ImageZoomInTool"
+    text = f"tools:\n  - class_name: {class_path}\n    config: {{type: native}}\n"
+    assert "images are not supported yet" in str(refused(written(tmp_path, text)))
 
 
 def test_schema_and_config_may_be_left_out(tmp_path: Path):

@@ -11,19 +11,21 @@ class Document(NamedTuple):
     r"""One document that was found.
 
     Example:
-        >>> Document.of('"Ada Lovelace"\nShe wrote the first program.', score=7.5)
-        Document(title='Ada Lovelace', text='She wrote the first program.', score=7.5)
+        >>> Document.of('"Ada Lovelace"\nShe wrote the first program.', score=7.5).title
+        'Ada Lovelace'
     """
 
     title: str
     text: str
     score: float
+    contents: str = ""
+    """The service's one text for title and text, as it was; empty if it gave them apart."""
 
     @classmethod
     def of(cls, contents: str, *, score: float) -> "Document":
         """Read the field's one text for both: a first line with the title, often quoted."""
         title, _, text = contents.partition("\n")
-        return cls(title.strip().strip('"'), text.strip(), score)
+        return cls(title.strip().strip('"'), text.strip(), score, contents)
 
 
 class Retriever(Protocol):

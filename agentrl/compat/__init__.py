@@ -1,0 +1,74 @@
+"""Stand-ins for other packages, so that files written for them load as they are.
+
+`install_verl` puts `agentrl.compat.verl` on the import path as `verl`. The environment variable
+`AGENTRL_VERL=1` does the same in every process that imports agentrl: every command, rank and child.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+SWITCH = "AGENTRL_VERL"
+"""The environment variable."""
+
+_THEIRS = "verl"
+_OURS = f"{__name__}."
+
+
+def install_verl() -> None:
+    """Let `import verl` find agentrl's stand-in, here and in the processes that this one starts.
+
+    The real verl goes first if it is installed. May be called twice.
+    """
+    os.environ[SWITCH] = "1"
+    if not any(isinstance(finder, _VerlFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _VerlFinder())
+
+
+class _VerlFinder(MetaPathFinder):
+    """Finds `verl.x` as `agentrl.compat.verl.x`, unless the real verl is installed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of the stand-in.
+
+        Raises:
+            ModuleNotFoundError: for a module of verl's that has no counterpart.
+        """
+        if fullname.partition(".")[0] != _THEIRS or self._is_real(fullname):
+            return None
+        if find_spec(_OURS + fullname) is None:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: agentrl's stand-in for verl has no such module "
+                "(docs/from_verl.md lists those that it has)",
+                name=fullname,
+            )
+        return ModuleSpec(fullname, _Alias(), is_package=True)
+
+    def _is_real(self, fullname: str) -> bool:
+        """Whether a name belongs to a verl that is installed."""
+        if fullname != _THEIRS:
+            return sys.modules[_THEIRS].__name__ != _OURS + _THEIRS
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, None) for finder in others)
+        return any(spec is not None and spec.loader is not None for spec in specs)
+
+
+class _Alias(Loader):
+    """Gives a module a second name, so that each class of it exists once."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import the module under its own name."""
+        module = importlib.import_module(_OURS + spec.name)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module what it is: it has run already."""
+        module.__spec__ = self._own_spec

@@ -1,0 +1,54 @@
+r"""Score the answer of a mathematical problem as DAPO does: 1 if it is right, else -1.
+
+Source: DAPO (arXiv 2503.14476); its prompts ask for a last line `Answer: ...`. Answers are compared
+as in `agentrl.rewards.math_answer`.
+"""
+
+import re
+from typing import Any
+
+from agentrl.answers import without_thought
+from agentrl.rewards.math_answer import is_same_answer, last_boxed
+from agentrl.rewards.truths import read_text
+
+LONGEST_TAIL = 300
+"""Characters at the end of a solution in which the answer is looked for."""
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    strict_box_verify: bool = False,
+) -> dict[str, Any]:
+    r"""Compare the answer at the end of a solution with the true one.
+
+    Args:
+        data_source: Taken for the convention of scorers; not read.
+        solution_str: The solution; thoughts are not read.
+        ground_truth: The true answer, in LaTeX or as a number.
+        extra_info: Not read.
+        strict_box_verify: Read the last `\boxed{}` in place of the last `Answer:`.
+
+    Returns:
+        `score` (1.0 or -1.0), `acc` (1.0 if the answer is right), `pred` (the answer; None if a
+        box was wanted and there is none).
+    """
+    truth = read_text(ground_truth, expected="an answer")
+    said = without_thought(solution_str)[-LONGEST_TAIL:]
+    answer = last_boxed(said) if strict_box_verify else _last_answer(said)
+    is_right = answer is not None and is_same_answer(answer, truth)
+    shown = answer if answer is not None or strict_box_verify else "[INVALID]"
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": shown}
+
+
+def _last_answer(text: str) -> str | None:
+    found = _ANSWER.findall(text)
+    if not found:
+        return None
+    answer = str(found[-1]).strip()
+    return last_boxed(answer) or answer.strip("$ ")

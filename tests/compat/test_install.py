@@ -1,0 +1,87 @@
+"""`import verl` finds agentrl's stand-in if, and only if, it was asked for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key != "AGENTRL_VERL"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, "PYTHONPATH": f"{cwd}{os.pathsep}{ROOT}", **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_without_the_switch_there_is_no_verl():
+    done = run("import agentrl.compat.verl.tools.base_tool\nimport verl")
+    assert "No module named 'verl'" in done.stderr
+
+
+def test_with_the_switch_each_class_exists_once_and_nothing_heavy_is_imported():
+    code = """
+import sys, agentrl
+from verl.tools.base_tool import BaseTool
+import verl.tools.base_tool as aliased
+import agentrl.compat.verl.tools.base_tool as own
+import agentrl.tools
+assert aliased is own and BaseTool is agentrl.tools.BaseTool
+assert aliased.__spec__.name == "agentrl.compat.verl.tools.base_tool"
+assert not {"torch", "transformers"} & set(sys.modules)
+try:
+    import verl.workers.fsdp_workers
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = run(code, AGENTRL_VERL="1")
+    assert done.returncode == 0, done.stderr
+    assert "agentrl's stand-in for verl has no such module" in done.stdout
+
+
+def test_a_real_verl_goes_first(tmp_path: Path):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl/__init__.py").write_text("name = 'the real one'\n")
+    done = run("import agentrl, verl\nprint(verl.name)", cwd=tmp_path, AGENTRL_VERL="1")
+    assert done.stdout == "the real one\n", done.stderr
+
+
+def test_install_verl_reaches_child_processes():
+    code = """
+import subprocess, sys
+from agentrl.compat import install_verl
+install_verl()
+import verl
+child = "import agentrl; from verl.utils.reward_score import gsm8k; print(gsm8k.__name__)"
+print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout)
+"""
+    done = run(code)
+    assert "agentrl.compat.verl.utils.reward_score.gsm8k" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_reward_function_that_imports_verl_is_told_of_the_switch(tmp_path: Path, installed: bool):
+    scorer = (
+        "from verl.utils.reward_score import gsm8k\n\ndef compute_score(*args):\n    return 1.0"
+    )
+    (tmp_path / "scorer.py").write_text(scorer)
+    code = """
+from agentrl.errors import PluginError
+from agentrl.plugins import load_object
+try:
+    print(load_object("scorer.py:compute_score")())
+except PluginError as error:
+    print(error)
+"""
+    done = run(code, cwd=tmp_path, **({"AGENTRL_VERL": "1"} if installed else {}))
+    told = "1.0" if installed else "set AGENTRL_VERL=1 in the environment"
+    assert told in done.stdout, done.stderr
