@@ -71,7 +71,7 @@ class KeeperProcess:
                 stdin=far.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env={},
+                env={"HOME": "/"},  # for users without an entry in the password file
                 cwd="/",
                 start_new_session=True,
             )

@@ -31,7 +31,7 @@ def keeper_settings(config: SandboxConfig, provider: LocalProvider) -> dict[str,
     packages = _site_packages() if config.site_packages else []
     return {
         "provider": provider,
-        "base": str(Path(tempfile.gettempdir()).resolve() / f"agentrl-sandbox-{_user()}"),
+        "folders": str(Path(tempfile.gettempdir()).resolve() / f"agentrl-sandbox-{_user()}-"),
         "environment": [str(home), str(_INSIDE), *packages],
         "executable": str(executable),
         "limits": _limits(config, provider),

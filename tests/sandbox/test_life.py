@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox import Execution, Sandbox
-from agentrl.sandbox.inside.folders import hold, sweep
+from agentrl.sandbox.inside import folders
 from agentrl.sandbox.settings import LocalProvider
 from tests.sandbox.conftest import MakeSandbox, descendants
 from tests.sandbox.test_hostile import processes_of_an_open_session
@@ -29,7 +29,7 @@ def shared_by_all() -> set[str]:
 
 def left_in(temporary: Path) -> list[Path]:
     """The folders of keepers; a keeper that was closed leaves none."""
-    return list(temporary.glob("agentrl-sandbox-*/*"))
+    return list(temporary.glob("agentrl-sandbox-*"))
 
 
 def num_files() -> int:
@@ -208,20 +208,65 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.fixture
+def folders_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder is so young that its keeper may be about to hold it."""
+    monkeypatch.setattr(folders, "_YOUNG_S", 0.0)
+
+
 def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    stale, held = tmp_path / "1-2" / "3" / "tmp", tmp_path / "4-5"
-    stale.mkdir(parents=True)
-    held.mkdir()
-    (stale / "closed").mkdir()
-    (stale / "closed" / "file").touch()
-    (stale / "closed").chmod(0)
-    (stale / "out").symlink_to(tmp_path.parent)
-    descriptor = hold(str(held))
-    sweep(str(tmp_path))
+    beginning = str(tmp_path / "mine-")
+    stale, held, other = (tmp_path / name for name in ("mine-1", "mine-2", "other"))
+    for path in (stale / "3" / "tmp" / "closed", held, other):
+        path.mkdir(parents=True)
+    closed = stale / "3" / "tmp" / "closed"
+    (closed / "file").touch()
+    closed.chmod(0)
+    (stale / "out").symlink_to(other)
+    descriptor = folders.hold(str(held))
+    folders.sweep(beginning)
     assert stale.exists()  # too young: its keeper may be about to hold it
-    monkeypatch.setattr("agentrl.sandbox.inside.folders._YOUNG_S", 0.0)
-    sweep(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [held]
+    monkeypatch.setattr(folders, "_YOUNG_S", 0.0)
+    folders.sweep(beginning)
+    assert set(tmp_path.iterdir()) == {held, other}
     os.close(descriptor)
-    sweep(str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    folders.sweep(beginning)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.usefixtures("folders_are_old")
+def test_folder_that_cannot_be_deleted_does_not_prevent_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(path: str) -> None:
+        deleted.append(path)
+        raise RecursionError(path)
+
+    deleted: list[str] = []
+    monkeypatch.setattr(folders, "delete", fail)
+    stale = {str(tmp_path / f"mine-{number}") for number in range(2)}
+    for path in stale:
+        os.mkdir(path)
+    folders.sweep(str(tmp_path / "mine-"))
+    assert set(deleted) == stale
+
+
+def test_folder_is_deleted_however_deep_it_is(tmp_path: Path):
+    outside, top = tmp_path / "outside", tmp_path / "top"
+    for path in (outside, top):
+        path.mkdir()
+    (outside / "kept").touch()
+    here = os.getcwd()
+    try:
+        os.chdir(top)
+        for depth in range(3000):
+            os.mkdir("inner")
+            if depth % 100 == 0:
+                os.symlink(outside, "out")
+                os.mkdir("closed", 0)
+            os.chdir("inner")
+    finally:
+        os.chdir(here)
+    folders.delete(str(top))
+    assert list(tmp_path.iterdir()) == [outside]
+    assert list(outside.iterdir()) == [outside / "kept"]

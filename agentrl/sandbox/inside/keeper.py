@@ -16,14 +16,12 @@ files are covered. Elsewhere the folder lies on the disk.
 import importlib
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
-import time
 from contextlib import suppress
 
-from folders import hold, make_base, sweep
+from folders import delete, hold, make_folder, random_name, sweep
 from warden import Warden
 
 
@@ -32,7 +30,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for wardens
-    folder = _make_folder(settings["base"])
+    sweep(settings["folders"])
+    folder = make_folder(settings["folders"], 0o711 if os.geteuid() == 0 else 0o700)
     held = hold(folder)  # by every process of this keeper
     if settings["provider"] == "sandlock":
         sys.path.append(settings["sandlock_folder"])
@@ -48,7 +47,7 @@ def main() -> None:
         if os.fork() == 0:
             os.dup2(nothing, asked.fileno())
             talk, control = descriptors
-            place = os.path.join(folder, str(number))
+            place = os.path.join(folder, random_name())
             try:
                 Warden(settings, place, number=number, talk=talk, control=control).keep()
             finally:
@@ -58,21 +57,13 @@ def main() -> None:
     _leave(folder, held)
 
 
-def _make_folder(base: str) -> str:
-    mode = 0o711 if os.geteuid() == 0 else 0o700
-    make_base(base, mode)
-    sweep(base)
-    folder = os.path.join(base, f"{os.getpid()}-{time.time_ns()}")
-    os.mkdir(folder, mode)
-    return folder
-
-
 def _leave(folder: str, held: int) -> None:
     """Wait for the wardens and delete the folder."""
     with suppress(ChildProcessError):
         os.wait()  # with SIGCHLD ignored: until there are none
     os.close(held)
-    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        delete(folder)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ class Warden:
             told = self._watch(pid, errors)
         finally:
             kill_descendants()
-            delete(self._folder)
+            with suppress(OSError):  # the next keeper tries again
+                delete(self._folder)
         with suppress(OSError):  # nobody may ask any more
             os.write(self._control, told)
 
