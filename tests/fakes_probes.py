@@ -214,7 +214,7 @@ PROBES = (
     Probe(
         "change_outside",
         "change modes and times outside",
-        "ways = [lambda: os.chmod(SECRET, 0o666), lambda: os.chown(SECRET, -1, -1),\n"
+        "ways = [lambda: os.chmod(SECRET, 0o666), lambda: os.chown(SECRET, os.geteuid(), -1),\n"
         "        lambda: os.utime(SECRET, (1, 1)), lambda: os.setxattr(SECRET, 'user.x', b'x')]\n"
         "reached(any([goes(way) for way in ways]))",
     ),
@@ -222,7 +222,8 @@ PROBES = (
         "symlink",
         "leave the folder by a symbolic or hard link",
         "os.symlink(SECRET, 'a'); os.symlink(OUTSIDE, 'b')\n"
-        "reached(goes(lambda: open('a').read()) or goes(lambda: open('b/probe', 'w'))\n"
+        "def wrote(): open('b/probe', 'w').close(); os.stat(os.path.join(OUTSIDE, 'probe'))\n"
+        "reached(goes(lambda: open('a').read()) or goes(wrote)\n"
         "        or goes(lambda: os.link(SECRET, 'c')) and goes(lambda: open('c').read()))",
     ),
     Probe(

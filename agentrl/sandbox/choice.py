@@ -1,6 +1,7 @@
 """Which provider keeps the code in: the best that is present, and none rather than a poor one."""
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -18,6 +19,8 @@ from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.keeper_process import KeeperProcess, Sockets
 from agentrl.sandbox.local import LocalSandbox
 from agentrl.sandbox.settings import LocalProvider, sandlock_folder
+
+logger = logging.getLogger(__name__)
 
 _CHECK_S = 30.0
 _HEAD = struct.Struct(">I")
@@ -51,6 +54,9 @@ def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
         reason = why_not(provider)
         if reason is None:
             return provider
+        if asked == ("sandlock",) and why_not(provider, is_asked_for=True) is None:
+            logger.warning("sandlock stops less on this machine, see docs/trust.md: %s", reason)
+            return provider
         reasons[provider] = reason
     if asked == ("sandlock",) and sandlock_folder() is None:
         raise MissingExtraError("sandlock is not installed", install=install_command("sandbox"))
@@ -59,7 +65,8 @@ def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
         "nothing on this machine keeps in the code that a model wrote",
         **reasons,
         expected=f"one of them: {install}, or bubblewrap from the system's packages; "
-        "or provider: sandbox_fusion with a url",
+        "or provider: sandbox_fusion with a url; or, if no namespaces can be had, "
+        "provider: sandlock, which then stops less (docs/trust.md)",
     )
 
 
@@ -77,10 +84,14 @@ def _trusted(config: SandboxConfig) -> LocalProvider:
 
 
 @cache
-def why_not(provider: LocalProvider) -> str | None:
+def why_not(provider: LocalProvider, *, is_asked_for: bool = False) -> str | None:
     """Say why a provider cannot keep code in here; None: it can, as one run has shown.
 
     Raises nothing: whatever is broken about one provider, the next may be whole.
+
+    Args:
+        provider: The provider.
+        is_asked_for: Whether the configuration names it; sandlock may then lack namespaces.
     """
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
@@ -88,7 +99,8 @@ def why_not(provider: LocalProvider) -> str | None:
         return f"it is not installed: {install_command('sandbox')}"
     if provider == "bubblewrap" and shutil.which("bwrap") is None:
         return "it is not installed: the package bubblewrap of the system brings bwrap"
-    keeper = KeeperProcess(SandboxConfig(), provider)
+    config = SandboxConfig(provider=provider if is_asked_for else "auto")
+    keeper = KeeperProcess(config, provider)
     try:
         return _try_out(keeper)
     except SandboxError as error:

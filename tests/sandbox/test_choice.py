@@ -147,23 +147,40 @@ def test_filter_of_an_unknown_machine_is_an_error():
         syscall_filter("sparc")
 
 
-WITHOUT_MOUNTS = """
+@pytest.mark.usefixtures("fresh")
+def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def why(provider: str, *, is_asked_for: bool = False) -> str | None:
+        return None if is_asked_for else f"{provider} has no namespaces"
+
+    monkeypatch.setattr("agentrl.sandbox.choice.why_not", why)
+    with pytest.raises(SandboxError, match="sandlock has no namespaces"):
+        make_sandbox(SandboxConfig())
+    sandbox = make_sandbox(SandboxConfig(provider="sandlock"))
+    assert isinstance(sandbox, LocalSandbox)
+    assert "sandlock has no namespaces" in caplog.text
+    with pytest.raises(SandboxError, match="bubblewrap has no namespaces"):
+        make_sandbox(SandboxConfig(provider="bubblewrap"))
+
+
+WITHOUT_NAMESPACES = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import kernel, room
+import kernel, namespaces, room
 def refuse(_): raise PermissionError(1, "unshare: Operation not permitted")
 kernel.unshare = refuse
-print(room.make_room(["/usr"], 1_800_000_000, 2**20))
-try: room.make_room([sys.argv[2]], 1_800_000_000, 2**20)
-except OSError as error: print(error)
+print(namespaces.why_no_namespaces())
+print(room.find_closed(["/usr"]), room.find_closed([sys.argv[2]]))
 """
 
 
-def test_root_that_may_not_mount_and_not_reach_is_told_so(tmp_path: Path):
+def test_missing_namespaces_and_closed_folders_are_found(tmp_path: Path):
     tmp_path.chmod(0o700)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MOUNTS, str(KEEPER.parent), str(tmp_path)],
+        [sys.executable, "-c", WITHOUT_NAMESPACES, str(KEEPER.parent), str(tmp_path)],
         capture_output=True,
         text=True,
     )
-    assert done.stdout.startswith(f"None\nroot alone may enter {tmp_path}"), done.stderr
+    expected = f"[Errno 1] unshare: Operation not permitted\nNone {tmp_path}\n"
+    assert done.stdout == expected, done.stderr

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agentrl.errors import SandboxError
@@ -84,22 +85,39 @@ async def test_warm_interpreters_are_each_one_sessions(make: MakeSandbox):
     assert seen == {"False []\n"}
 
 
+def newest_keeper() -> psutil.Process:
+    keepers = [each for each in psutil.Process().children() if "keeper.py" in command_of(each.pid)]
+    return max(keepers, key=lambda each: each.create_time())
+
+
+def below_each_warden() -> list[set[int]]:
+    """List the processes of each sandbox of the newest keeper, the oldest first."""
+    wardens = sorted(newest_keeper().children(), key=lambda each: each.pid)
+    return [{each.pid for each in warden.children(recursive=True)} for warden in wardens]
+
+
+async def until_filled(num_warm: int) -> list[set[int]]:
+    """Wait until a pool is ready behind a session that was used."""
+
+    def is_filled() -> bool:
+        sizes = [len(each) for each in below_each_warden()]
+        return len(sizes) == 1 + num_warm and min(sizes) == max(sizes)
+
+    await until(is_filled, "the pool is not filled")
+    return below_each_warden()
+
+
 async def test_pool_is_filled_behind_the_first_call(make: MakeSandbox):
-    before = len(descendants())
-    sandbox = make(num_warm=2)
-    session = await sandbox.open_python()
+    session = await make(num_warm=2).open_python()
     await session.run("1")
-    one = len(descendants()) - before
-    await until(lambda: len(descendants()) - before >= one + 4, "the pool is not filled")
+    await until_filled(2)
 
 
 async def test_warm_guest_that_died_is_not_handed_out(make: MakeSandbox):
     sandbox = make(num_warm=1)
     session = await sandbox.open_python()
     await session.run("1")
-    own = set(descendants())
-    await until(lambda: len(descendants()) > len(own) + 1, "the pool is not filled")
-    for pid in set(descendants()) - own:
+    for pid in (await until_filled(1))[1]:
         os.kill(pid, signal.SIGKILL)
     await asyncio.sleep(0.1)
     other = await sandbox.open_python()
@@ -142,6 +160,28 @@ async def test_cancelling_kills_what_runs(sandbox: Sandbox):
     done = await session.run("print(1)")
     assert done.stdout == "1\n"
     assert "a new sandbox" in done.stderr
+
+
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(1000)
+    os._exit(0)
+os.wait()
+"""
+
+
+async def test_warden_that_is_killed_leaves_no_process(sandbox: Sandbox):
+    before = set(descendants())
+    session = await sandbox.open_python()
+    await session.run(DAEMON)
+    keeper = newest_keeper()
+    started = set(descendants()) - before - {keeper.pid}
+    keeper.children()[0].kill()
+    await until(lambda: not any(map(is_running, started)), "a process outlives its warden")
+    other = await sandbox.open_python()
+    assert (await other.run("print(1)")).stdout == "1\n"
 
 
 async def test_keeper_that_was_killed_is_started_again(sandbox: Sandbox):

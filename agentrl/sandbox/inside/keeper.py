@@ -7,10 +7,11 @@ it". It forks a warden, which makes the private folder, starts the guest behind 
 walls, looks at the memory of all that runs there, and at the end kills every descendant and deletes
 the folder.
 
-As root it gives each sandbox a user of its own, which owns nothing else on the machine. Where it
-may mount (as root, or by a user namespace), the private folder is a file system in memory over /tmp
-that nobody else sees; the interpreter is bound beside it, read-only, and the rest of the machine's
-files are covered. Elsewhere the folder lies on the disk.
+As root it gives each sandbox a user of its own, which owns nothing else on the machine. If it may
+have namespaces (as root, or by a user namespace), each sandbox has its own processes, network and
+mounts: the private folder is a file system in memory over /tmp that nobody else sees, the
+interpreter is bound beside it, read-only, and the rest of the machine's files are covered. Else the
+folder is on the disk.
 """
 
 import importlib
@@ -20,8 +21,10 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 from folders import delete, hold, make_folder, random_name, sweep
+from namespaces import why_no_namespaces
 from warden import Warden
 
 
@@ -29,7 +32,8 @@ def main() -> None:
     """Start sandboxes until the trainer closes its end."""
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for wardens
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for its children
+    settings["no_namespaces"] = _find_namespaces(settings)
     sweep(settings["folders"])
     folder = make_folder(settings["folders"], 0o711 if os.geteuid() == 0 else 0o700)
     held = hold(folder)  # by every process of this keeper
@@ -55,6 +59,16 @@ def main() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
     _leave(folder, held)
+
+
+def _find_namespaces(settings: dict[str, Any]) -> str | None:
+    """Say why sandboxes have no namespaces; None: they have."""
+    if settings["provider"] == "subprocess":
+        return "limits alone"
+    reason = why_no_namespaces()
+    if reason is not None and settings["needs_namespaces"]:
+        sys.exit(f"it has no namespaces here: {reason}")
+    return reason
 
 
 def _leave(folder: str, held: int) -> None:

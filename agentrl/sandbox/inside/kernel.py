@@ -7,7 +7,8 @@ import struct
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _PR_SET_SECCOMP, _MODE_FILTER, _STATEMENT_BYTES = 22, 2, 8
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,6 +48,12 @@ def mount_memory(path: str, *, size_bytes: int, user: int) -> None:
     told = f"size={size_bytes},nr_inodes={max(1024, size_bytes // 4096)},mode=700,uid={user}"
     flags = _MS_NOSUID | _MS_NODEV
     _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, told.encode()), f"mount {path}")
+
+
+def mount_processes(path: str) -> None:
+    """Mount what shows the processes of this process's PID namespace, and no other."""
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    _check(_libc.mount(b"proc", path.encode(), b"proc", flags, None), f"mount {path}")
 
 
 def make_read_only(path: str) -> None:

@@ -5,6 +5,7 @@ import stat
 from dataclasses import dataclass
 
 import kernel
+from namespaces import enter_inner
 
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SEEN = ("/usr", "/etc", "/dev", "/proc", "/tmp", "/mnt", *SYSTEM_LINKS)
@@ -22,29 +23,21 @@ class Room:
     """Whether the folder is a file system of its own, in memory and of bounded size."""
 
 
-def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room | None:
+def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room:
     """Mount a folder over /tmp, and what the code may read on /mnt, unseen by everybody else.
 
-    Done in the process that becomes the provider; what is mounted goes with its last process.
+    Done in the process that becomes the provider, in namespaces of its own; what is mounted goes
+    with its last process.
 
     Args:
         environment: Folders of Python.
-        user: Whom the folder belongs to; None: this one, who then needs a user namespace.
+        user: Whom the folder belongs to; None: this one.
         size_bytes: Of the folder.
 
-    Returns:
-        None where this user may not mount.
-
     Raises:
-        OSError: where that leaves the interpreter out of reach.
+        OSError: as the kernel refuses.
     """
-    try:
-        _go_apart(user)
-    except OSError as error:
-        closed = [path for path in environment if user is not None and not _is_open(path)]
-        if closed:
-            raise OSError(f"root alone may enter {closed[0]}, and {error}") from None
-        return None
+    enter_inner()
     owner = os.geteuid() if user is None else user
     kernel.mount_memory("/mnt", size_bytes=1024**2, user=owner)
     seen = [_shown(path, f"/mnt/{number}") for number, path in enumerate(environment)]
@@ -55,22 +48,9 @@ def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room
     return Room("/tmp", seen, is_mounted=True)
 
 
-def _go_apart(user: int | None) -> None:
-    # What sandlock keeps for each user in System V's shared memory would outlive the sandbox.
-    apart = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
-    if user is not None:
-        kernel.unshare(apart)
-    else:
-        me = os.geteuid(), os.getegid()
-        kernel.unshare(apart | kernel.CLONE_NEWUSER)
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{me[0]} {me[0]} 1"),
-            ("gid_map", f"{me[1]} {me[1]} 1"),
-        ):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-    kernel.hide_mounts()
+def find_closed(environment: list[str]) -> str | None:
+    """Find a folder that root alone may enter; where nothing is mounted, code cannot see it."""
+    return next((path for path in environment if not _is_open(path)), None)
 
 
 def is_system(path: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 import kernel
 from folders import delete
+from namespaces import enter_outer
 from processes import bound_memory, kill_descendants
-from room import Room, make_room
+from room import Room, find_closed, make_room
 from walls import PROVIDERS, Order
 
 _FIRST_USER, _NUM_USERS = 1_800_000_000, 100_000_000
@@ -53,6 +54,8 @@ class Warden:
         for path in (self._folder, self._private, self._storage):
             os.mkdir(path, 0o700)
         errors, far_errors = os.pipe()
+        if self._has_namespaces:
+            enter_outer()
         pid = os.fork()
         if pid == 0:
             self._become_provider(far_errors)
@@ -95,13 +98,18 @@ class Warden:
         # Undone as well; sandlock's supervisor asks for descriptors of its own child.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
+    @property
+    def _has_namespaces(self) -> bool:
+        return self._settings["no_namespaces"] is None
+
     def _make_room(self) -> Room:
         environment = self._settings["environment"]
-        if self._settings["provider"] != "subprocess":
-            room = make_room(environment, self._user, self._settings["disk_bytes"])
-            if room is not None:
-                return room
+        if self._has_namespaces:
+            return make_room(environment, self._user, self._settings["disk_bytes"])
         if self._user is not None:
+            if (closed := find_closed(environment)) is not None:
+                reason = self._settings["no_namespaces"]
+                raise OSError(f"root alone may enter {closed}, and {reason}")
             self._user = _FIRST_USER  # one for all: sandlock keeps something for each for ever
             for path in (self._folder, self._private, self._storage):
                 os.chown(path, self._user, self._user)
