@@ -74,8 +74,13 @@ class PromptEncoder:
     def _generation_prompt(self, ids: Sequence[int]) -> list[int]:
         """The end of a prompt that no cut may touch; none where it would be all that is left."""
         end = self._template.generation_prompt_ids
-        is_kept = len(end) < self._max_tokens and list(ids[-len(end) :]) == end
-        return end if is_kept else []
+        text = self._template.decode(end)
+        # The first token of some generation prompts is joined with the text before it.
+        kept = next((n for n in range(1, len(end) + 1) if self._ends_with(ids[-n:], text)), 0)
+        return list(ids[-kept:]) if 0 < kept < self._max_tokens else []
+
+    def _ends_with(self, ids: Sequence[int], text: str) -> bool:
+        return self._template.decode(ids).endswith(text)
 
     def _remember(self, uid: str, cached: _Cached) -> None:
         if len(self._cached) >= MAX_CACHED_GROUPS:

@@ -148,7 +148,9 @@ class TokenDifference(Record):
     turn: int
     """Index of the turn; -1 for the prompt."""
     kind: str
-    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`."""
+    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`; `rendering`: the template
+    writes something else if it sees the texts; `other_tokens`: other tokens than the tokenizer's
+    for the same text."""
     expected: str
     """Excerpt of the rendering."""
     actual: str

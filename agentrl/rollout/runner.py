@@ -411,7 +411,7 @@ class _Run:
         delta = planned.encode(self.last_ids, outside)
         if len(delta.ids) >= request.num_tokens_left:
             return None
-        self.wording.append(delta.write)
+        self.wording.append(lambda: delta.written().text)
         request.messages.extend(messages)
         calls = request.turns[-1].calls
         for index, start, end in delta.message_spans:

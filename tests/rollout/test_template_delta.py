@@ -208,3 +208,18 @@ def test_the_cost_of_a_turn_is_that_of_encoding_its_text() -> None:
 
 
 SEARCH = schema()
+
+
+SEAMS = ['{"a": 1}', "It rains.", '"quoted"', "\n\nIt rains.\n", "  indented", "\u0301e", "漢🙂"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_2", "gptoss"])
+@pytest.mark.parametrize("text", SEAMS)
+def test_observed_tokens_are_those_of_the_template_s_own_rendering(name: str, text: str) -> None:
+    template, tools = load_template(name), [schema(description=text)]
+    story = [system(text), user(text), assistant("", call()), tool(text)]
+    rendered = [render_really(name, story[:end], tools) for end in (2, 4)]
+    prompt, whole = (load_tokenizer().encode(r, add_special_tokens=False) for r in rendered)
+    assert template.encode_prompt(story[:2], tools) == prompt
+    delta = template.encode_delta(story[3:], last_ids=[], tools=tools)
+    assert whole[-len(delta.ids) :] == delta.ids

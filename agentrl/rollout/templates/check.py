@@ -1,19 +1,24 @@
-"""Hold a finished ledger against the rendering of its whole conversation.
+"""Check a finished ledger against the rendering of its whole conversation.
 
-Two things are compared. What was appended as observed must be the very tokens that the template
-gives for its messages, turn by turn. And the whole, as text, must be what the template writes for
-the conversation at once: between the first words of one message from outside and those of the next
-lies one sampled turn, and a difference there is that turn's. Sampled spans are compared as text,
-since other tokens may spell the same. The cost is linear in the conversation's length.
+Compared are:
 
-All that costs as much as the tokenizer did in the rollout. So a run keeps the wording of a ledger,
-each part as it went through the tokenizer: the text that was encoded, or what was decoded. Where
-that is what the template writes for the whole conversation, there is nothing to look for: whether
-encoding and decoding give a text back is known of the tokenizer since its probe.
+- What was appended as observed, token by token, with what the template gives for its messages.
+- The whole, as text, with what the template writes for the conversation at once. Between the first
+  words of one message from outside and those of the next is one sampled turn; a difference there is
+  that turn's. Sampled tokens are compared as text, since other tokens may spell the same.
+- What splicing writes with what the template itself writes if it is given the texts.
+- Under `strict`: the observed tokens with those that the tokenizer gives the template's text.
+
+The last two are skipped if a text from outside holds a control token: the template and the
+tokenizer would take it for one. The cost is linear in the conversation's length.
+
+A run keeps the wording of a ledger: each part as it went through the tokenizer, the text that was
+encoded or what was decoded. If that is what the template writes for the whole conversation, there
+is nothing to look for.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -22,10 +27,18 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.templates.anatomy import Anatomy
 from agentrl.rollout.templates.conversation import up_to_end
-from agentrl.rollout.templates.observed import EncodedDelta
-from agentrl.rollout.templates.shape import Conversation, Voice
-from agentrl.rollout.templates.splice import Place, learn, shared_length, written_text
+from agentrl.rollout.templates.delta import NEIGHBOUR
+from agentrl.rollout.templates.shape import Conversation, Hole, Voice
+from agentrl.rollout.templates.splice import (
+    Piece,
+    Written,
+    cut,
+    learn,
+    shared_length,
+    write_pieces,
+)
 from agentrl.rollout.templates.template import ChatTemplate
 
 CheckMode = Literal["disable", "strict", "ignore_strippable"]
@@ -46,12 +59,13 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Aligned:
-    """A text with the places where messages from outside begin in it."""
+class _Expected:
+    """What should have been observed in a segment."""
 
-    text: str
-    starts: dict[int, int]
-    """By index of the message."""
+    ids: list[int]
+    written: Written
+    canonical: Callable[[], tuple[list[int], list[int]]]
+    """Returns the tokens with the end of the turn before, and the tokenizer's of the same text."""
 
 
 def check_request(
@@ -66,7 +80,7 @@ def check_request(
     Args:
         template: The run's template.
         request: A finished request.
-        mode: As for `check_ledger`. Under `ignore_strippable` nothing is encoded again where the
+        mode: As for `check_ledger`. Under `ignore_strippable` nothing is encoded again if the
             wording is that of the whole rendering.
         wording: The ledger part by part: what was encoded for the prompt and for each delta, and
             what was decoded of each sampled turn. Empty: unknown.
@@ -104,7 +118,7 @@ def check_ledger(
         response_ids: All tokens behind them.
         turns: The request's turns, with their spans in the response.
         mode: `strict` returns every difference, `ignore_strippable` those that are more than white
-            space, `disable` none.
+            space or other tokens for the same text, `disable` none.
     """
     sampled = [turn for turn in turns if turn.role == "assistant"]
     if mode == "disable" or not sampled:
@@ -118,11 +132,16 @@ def check_ledger(
     expected = [_expect(template, segments, n, tools) for n in range(0, len(segments), 2)]
     found = _check_observed(template, segments, expected)
     try:
-        whole = _render_whole(template, messages, tools, ends_open=not segments[-1].ids)
+        read = template.read(messages, tools)
+        gen = messages[-1].role != "assistant"
+        spliced = _learn_whole(template, read, gen=gen)
+        is_cut = not segments[-1].ids and not gen
+        found += _check_whole(template, segments, spliced, read.texts, expected, is_cut=is_cut)
+        if not _holds_control(template, read):
+            found += _check_rendering(template, segments, read, spliced, gen=gen)
+            found += _check_canonical(segments, expected) if mode == "strict" else []
     except TemplateError as error:
         found.append(_refusal(segments[-2].turn, error))
-    else:
-        found += _check_whole(template, segments, whole, expected)
     first = {(d.turn, d.kind): d for d in reversed(found)}
     kept = sorted(first.values(), key=lambda d: d.turn)
     return [d for d in kept if mode == "strict" or d.kind != "whitespace"]
@@ -136,13 +155,19 @@ def _reads_as_rendered(
     ends_open = request.messages[-1].role == "assistant"
     if ends_open:
         last = _without_stop(template, last)
-    reading = template.anatomy.text_reading
     try:
-        read = template.read(request.messages, request.tool_schemas, reading=reading)
-        pieces = _learn_whole_once(template, read, gen=not ends_open, is_cut=ends_open)
+        read = template.read(request.messages, request.tool_schemas)
+        if _holds_control(template, read):
+            pieces = _learn_whole(template, read, gen=not ends_open)
+            whole = write_pieces(pieces, read.texts).text
+        else:
+            whole = _render(template, read, gen=not ends_open)
     except TemplateError:
         return False
-    return "".join([*said, last]) == written_text(pieces, read.texts)
+    written = "".join([*said, last])
+    if not ends_open:
+        return whole == written
+    return whole.startswith(written) and not _cut_end(template, whole[len(written) :])
 
 
 def _segments(
@@ -172,14 +197,23 @@ def _expect(
     segments: Sequence[_Segment],
     number: int,
     tools: Sequence[OpenAIFunctionToolSchema],
-) -> EncodedDelta | TemplateError:
+) -> _Expected | TemplateError:
     """What should have been observed in a segment."""
-    segment = segments[number]
+    segment, encoder = segments[number], template.anatomy.encoder
     try:
         if number == 0:
-            return EncodedDelta([], template.encode_prompt(segment.messages, tools), [])
-        last_ids = segments[number - 1].ids
-        return template.encode_delta(segment.messages, last_ids=last_ids, tools=tools)
+            ids = template.encode_prompt(segment.messages, tools)
+            text = template.write_prompt(segment.messages, tools)
+            return _Expected(ids, Written(text, {}), lambda: (ids, encoder.encode_rendering(text)))
+        planned = template.plan_delta(segment.messages, tools=tools)
+        delta = planned.encode(segments[number - 1].ids)
+        end_ids = planned.prepared.end_ids
+        own = delta.ids[len(delta.end_of_turn_ids) :]
+        return _Expected(
+            delta.ids,
+            delta.written(),
+            lambda: ([*end_ids, *own], encoder.encode_literal(planned.whole_text)),
+        )
     except TemplateError as error:
         return error
 
@@ -187,7 +221,7 @@ def _expect(
 def _check_observed(
     template: ChatTemplate,
     segments: Sequence[_Segment],
-    expected: Sequence[EncodedDelta | TemplateError],
+    expected: Sequence[_Expected | TemplateError],
 ) -> list[TokenDifference]:
     """Compare what the policy was shown, token by token."""
     found: list[TokenDifference] = []
@@ -202,7 +236,7 @@ def _check_observed(
         ids = delta.ids[: len(segment.ids)] if is_last else delta.ids
         if ids != segment.ids:
             texts = template.decode(ids), template.decode(segment.ids)
-            if texts[0] == texts[1]:  # other tokens for the same words
+            if texts[0] == texts[1]:
                 texts = f"tokens {ids}", f"tokens {segment.ids}"
             found.append(_difference(segment.turn, "observed_tokens", *texts))
     return found
@@ -211,18 +245,23 @@ def _check_observed(
 def _check_whole(
     template: ChatTemplate,
     segments: Sequence[_Segment],
-    whole: _Aligned,
-    deltas: Sequence[EncodedDelta | TemplateError],
+    pieces: Sequence[Piece],
+    texts: Sequence[str],
+    expected: Sequence[_Expected | TemplateError],
+    *,
+    is_cut: bool,
 ) -> list[TokenDifference]:
     """Compare texts between the beginnings of messages from outside."""
-    actual, offsets = _read_ledger(template, segments, deltas)
+    end = _cut_end(template, str(pieces[-1])) if is_cut else str(pieces[-1])
+    whole = write_pieces([*pieces[:-1], end], texts)
+    actual, offsets = _read_ledger(template, segments, expected)
     shared = sorted(whole.starts.keys() & actual.starts.keys())
     places = [(0, 0), *((whole.starts[i], actual.starts[i]) for i in shared)]
     places.append((len(whole.text), len(actual.text)))
     found: list[TokenDifference] = []
     for (w_start, a_start), (w_stop, a_stop) in pairwise(places):
         ours, theirs = actual.text[a_start:a_stop], whole.text[w_start:w_stop]
-        if ours != theirs:
+        if not _reads_alike(template, ours, theirs):
             at = a_start + shared_length(ours, theirs)
             segment = segments[min(bisect_right(offsets, at), len(segments)) - 1]
             kind = "sampled_text" if segment.is_sampled else "observed_tokens"
@@ -230,82 +269,106 @@ def _check_whole(
     return found
 
 
-def _render_whole(
+def _check_rendering(
     template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[OpenAIFunctionToolSchema],
+    segments: Sequence[_Segment],
+    read: Conversation,
+    pieces: Sequence[Piece],
     *,
-    ends_open: bool,
-) -> _Aligned:
-    """What the template writes for the whole conversation, texts spliced in."""
-    read = template.read(messages, tools)
-    gen = messages[-1].role != "assistant"
-    is_cut = ends_open and not gen
-    pieces = _learn_whole_once(template, read, gen=gen, is_cut=is_cut)
-    written: list[str] = []
-    starts: dict[int, int] = {}
-    length = 0
-    for piece in pieces:
-        if isinstance(piece, Place) and piece.hole.is_content:
-            starts.setdefault(piece.hole.message, length)
-        written.append(_written(template, piece, read.texts))
-        length += len(written[-1])
-    outside = {i: at for i, at in starts.items() if messages[i].role != "assistant"}
-    return _Aligned("".join(written), outside)
+    gen: bool,
+) -> list[TokenDifference]:
+    """Compare what splicing writes with what the template writes if it sees the texts."""
+    ours = write_pieces(pieces, read.texts)
+    theirs = _render(template, read, gen=gen)
+    if ours.text == theirs:
+        return []
+    at = shared_length(ours.text, theirs)
+    message = max((i for i, start in ours.starts.items() if start <= at), default=0)
+    segment = max((s for s in segments if s.first <= message), key=lambda s: s.first)
+    return [_difference(segment.turn, "rendering", theirs, ours.text)]
 
 
-def _learn_whole_once(
-    template: ChatTemplate, read: Conversation, *, gen: bool, is_cut: bool
-) -> list[str | Place]:
-    kind = f"whole {gen} {is_cut}"
-    return template.learn_once(
-        kind, read.key, lambda: _learn_whole(template, read, gen=gen, is_cut=is_cut)
-    )
+def _check_canonical(
+    segments: Sequence[_Segment], expected: Sequence[_Expected | TemplateError]
+) -> list[TokenDifference]:
+    """Compare the observed tokens with the tokenizer's own for the template's text."""
+    found: list[TokenDifference] = []
+    for segment, delta in zip(segments[0::2], expected, strict=True):
+        if segment.ids and isinstance(delta, _Expected):
+            ours, theirs = delta.canonical()
+            if ours != theirs:
+                texts = f"tokens {theirs}", f"tokens {ours}"
+                found.append(_difference(segment.turn, "other_tokens", *texts))
+    return found
 
 
-def _learn_whole(
-    template: ChatTemplate, read: Conversation, *, gen: bool, is_cut: bool
-) -> list[str | Place]:
-    """What the template writes for a conversation of this shape; literals through their tokens."""
-    encoder = template.anatomy.encoder
-    pieces = learn(template.anatomy.render_node(read.nodes, read.tools.nodes, gen), read.holes)
-    if is_cut:
-        pieces[-1] = _without_stop(template, up_to_end(template.anatomy, str(pieces[-1])))
-    return [
-        encoder.decode(encoder.encode_literal(piece)) if isinstance(piece, str) else piece
-        for piece in pieces
-    ]
+def _holds_control(template: ChatTemplate, read: Conversation) -> bool:
+    """Whether a text from outside holds a control token, in any of its forms."""
+    holds = template.anatomy.encoder.holds_control
+    texts = zip(read.holes, read.texts, strict=True)
+    return any(hole.voice is Voice.OUTSIDE and holds(text) for hole, text in texts)
 
 
-def _written(template: ChatTemplate, piece: str | Place, texts: Sequence[str]) -> str:
-    """A piece as text; what is from outside through the same tokens as in a ledger."""
-    if isinstance(piece, str):
-        return piece
-    encoder = template.anatomy.encoder
-    text = piece.written(texts[piece.hole.number])
-    if piece.hole.voice is Voice.POLICY:
-        return text
-    return encoder.decode(encoder.encode_text(text))
+def _render(template: ChatTemplate, read: Conversation, *, gen: bool) -> str:
+    """Return what the template writes if it is given the texts themselves."""
+    render = template.anatomy.render_node(read.nodes, read.tools.nodes, gen)
+    return render(dict(enumerate(read.texts)))
+
+
+def _learn_whole(template: ChatTemplate, read: Conversation, *, gen: bool) -> list[Piece]:
+    """Learn what the template writes for a whole conversation of this shape, once."""
+    render = template.anatomy.render_node(read.nodes, read.tools.nodes, gen)
+    return template.learn_once(f"whole {gen}", read.key, lambda: learn(render, read.holes))
 
 
 def _read_ledger(
     template: ChatTemplate,
     segments: Sequence[_Segment],
-    deltas: Sequence[EncodedDelta | TemplateError],
-) -> tuple[_Aligned, list[int]]:
+    expected: Sequence[_Expected | TemplateError],
+) -> tuple[Written, list[int]]:
     """The ledger as text, and where each of its segments starts."""
     texts = [template.decode(segment.ids) for segment in segments]
     if not segments[-1].ids:
         texts[-2] = _without_stop(template, texts[-2])
+    own: dict[int, dict[int, int]] = {}
+    for number, delta in zip(range(0, len(segments), 2), expected, strict=True):
+        if isinstance(delta, _Expected) and delta.ids == segments[number].ids:
+            texts[number], own[number] = delta.written
     offsets = [0, *accumulate(map(len, texts))][:-1]
-    starts: dict[int, int] = {}
-    observed = zip(segments[2::2], deltas[1:], offsets[2::2], strict=True)
-    for segment, delta, offset in observed:
-        if isinstance(delta, EncodedDelta) and delta.ids == segment.ids and delta.message_spans:
-            message, start, _ = delta.message_spans[0]
-            head = template.decode(segment.ids[:start])
-            starts[segment.first + message] = offset + len(head)
-    return _Aligned("".join(texts), starts), offsets
+    starts = {
+        segments[number].first + message: offsets[number] + start
+        for number, placed in own.items()
+        for message, start in _first(placed)
+    }
+    return Written("".join(texts), starts), offsets
+
+
+def _first(starts: dict[int, int]) -> Iterable[tuple[int, int]]:
+    return list(starts.items())[:1]
+
+
+def _reads_alike(template: ChatTemplate, ours: str, theirs: str) -> bool:
+    """Whether two texts are one after decoding: some tokens take in the white space beside them."""
+    encoder = template.anatomy.encoder
+    return ours == theirs or (
+        encoder.decode(encoder.encode_literal(ours))
+        == encoder.decode(encoder.encode_literal(theirs))
+    )
+
+
+def _cut_end(template: ChatTemplate, literal: str) -> str:
+    """What is left of the last literal of a turn without the turn's end and what follows it."""
+    closing = template.learn_once("closing", None, lambda: _find_closing(template.anatomy))
+    if closing and literal.endswith(closing):
+        return literal.removesuffix(closing)
+    return _without_stop(template, up_to_end(template.anatomy, literal))
+
+
+def _find_closing(anatomy: Anatomy) -> str:
+    """Return what the template writes after the last answer of a conversation; empty if nothing."""
+    user, answer = (Hole(NEIGHBOUR + i, -1, Voice.POLICY, is_content=False) for i in range(2))
+    nodes = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return str(cut(anatomy.render_behind_preface(nodes, False), [user, answer])[-1])
 
 
 def _without_stop(template: ChatTemplate, text: str) -> str:

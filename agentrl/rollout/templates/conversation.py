@@ -13,8 +13,9 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates.anatomy import THOUGHTS, Anatomy
 from agentrl.rollout.templates.delta import NEIGHBOUR
+from agentrl.rollout.templates.runs import Splice
 from agentrl.rollout.templates.shape import Conversation, Hole, Voice
-from agentrl.rollout.templates.splice import Piece, Place, Splice, common_length, cut, learn
+from agentrl.rollout.templates.splice import Piece, Place, common_length, cut, learn
 
 if TYPE_CHECKING:
     from agentrl.rollout.templates.template import ChatTemplate, Tools
@@ -69,7 +70,7 @@ def encode_turn(
     """
     read = template.read([message])
     splice = template.learn_once("turn", read.key, lambda: _find_turn(template, read))
-    ids = _encode_raw(template, message.text) if splice is None else splice.encode(read.texts)[0]
+    ids = _encode_raw(template, message.text) if splice is None else splice.encode(read.texts)
     if not ids or ids[-1] not in template.stop_token_ids:
         ids += _missing_stop(template, replies, tools)
     return ids

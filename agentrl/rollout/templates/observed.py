@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.rollout.templates.shape import Conversation, Hole, Node
-from agentrl.rollout.templates.splice import Piece, Place, Splice
+from agentrl.rollout.templates.runs import Filled, Splice
+from agentrl.rollout.templates.shape import Hole, Node
+from agentrl.rollout.templates.splice import Piece, Place, Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +18,19 @@ class EncodedDelta:
     """All of it: missing end of turn, separator, new messages, generation prompt."""
     message_spans: list[tuple[int, int, int]]
     """For each content: index of its message among the new ones, start and end in `ids`."""
-    write: Callable[[], str] = str
-    """Gives what was encoded, as text."""
+    written: Callable[[], Written]
+    """Returns `ids` as the text that was encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedDelta:
-    """What a template writes behind a turn for messages of one shape."""
+    """What a template writes after a turn for messages of one shape."""
 
-    splice: Splice
     end: str
-    """The start that ends the assistant turn, as its tokens read."""
+    """What ends the assistant turn."""
     end_ids: list[int]
+    splice: Splice
+    """What follows the end."""
     borrowed: list[tuple[int, int]]
     """Names that the template writes over the result of another call: theirs, the call's own."""
 
@@ -38,13 +40,15 @@ class PlannedDelta:
     """A delta that is yet to be encoded."""
 
     prepared: PreparedDelta
-    read: Conversation
+    texts: list[str]
+    """A text for each hole."""
+    filled: Filled
     decode: Callable[[Sequence[int]], str]
 
     @property
     def outside(self) -> list[str]:
-        """The texts from outside as they are to be encoded, in order."""
-        return self.prepared.splice.outside(self.read.texts)
+        """The texts that are to be encoded as outside text, in order."""
+        return self.filled.texts
 
     def encode(
         self, last_ids: Sequence[int], outside: Sequence[Sequence[int]] | None = None
@@ -54,24 +58,30 @@ class PlannedDelta:
         Args:
             last_ids: The sampled turn, or its last few tokens. What of the end of turn was sampled
                 is not written again.
-            outside: Tokens of the texts from outside; None: they are encoded here.
+            outside: Tokens of `outside`; None: they are encoded here.
         """
-        prepared, texts = self.prepared, self.read.texts
-        ids, spans = prepared.splice.encode(texts, outside)
-        sampled = _overlap(last_ids, prepared.end_ids)
+        ids, spans = self.filled.encode(outside)
+        end_ids = self.prepared.end_ids
+        missing = end_ids[_overlap(last_ids, end_ids) :]
+        shift = len(missing)
         return EncodedDelta(
-            end_of_turn_ids=prepared.end_ids[sampled:],
-            ids=ids[sampled:],
-            message_spans=[(index, start - sampled, end - sampled) for index, start, end in spans],
-            write=lambda: self._write(sampled),
+            end_of_turn_ids=missing,
+            ids=[*missing, *ids],
+            message_spans=[(index, start + shift, end + shift) for index, start, end in spans],
+            written=lambda: self._write(missing),
         )
 
-    def _write(self, sampled: int) -> str:
-        """The delta as text, without the part of the end of turn that was sampled."""
-        prepared = self.prepared
-        is_whole = sampled == len(prepared.end_ids)
-        said = prepared.end if is_whole else self.decode(prepared.end_ids[:sampled])
-        return prepared.splice.write(self.read.texts).removeprefix(said)
+    @property
+    def whole_text(self) -> str:
+        """The delta as text, its end of turn included."""
+        return self.prepared.end + self.prepared.splice.write(self.texts).text
+
+    def _write(self, missing: Sequence[int]) -> Written:
+        """Return the delta as text, without the part of the end of turn that was sampled."""
+        is_missing = len(missing) == len(self.prepared.end_ids)
+        end = self.prepared.end if is_missing else self.decode(missing)
+        text, starts = self.prepared.splice.write(self.texts)
+        return Written(end + text, {index: len(end) + at for index, at in starts.items()})
 
 
 def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:

@@ -1,21 +1,20 @@
-"""Renderings cut at random placeholders, and the splicing of texts into the cuts.
+"""Renderings cut at random placeholders, and what a template does to the texts in the cuts.
 
 A conversation's shape is rendered with a fresh random number in each hole, so no text that anybody
 wrote ever enters the string. What the template does to a text on its way (strips it, escapes it in
 JSON) is learned from further renderings of the same shape and done to the text before it is
-encoded. A splice is compiled once for each shape; using it costs what encoding the texts costs.
+encoded (`agentrl.rollout.templates.runs`).
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 from agentrl.errors import TemplateError
-from agentrl.rollout.templates.shape import HOLE_WIDTH, Hole, Voice
-from agentrl.rollout.templates.text import TextEncoder
+from agentrl.rollout.templates.shape import HOLE_WIDTH, Hole
 
 Render = Callable[[Mapping[int, str]], str]
 """Renders one shape with the given texts in its holes."""
@@ -137,80 +136,6 @@ def written_text(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[st
     )
 
 
-class Splice:
-    """Pieces with their literals encoded: texts in, tokens out.
-
-    Args:
-        pieces: What `learn` returned, or a part of it.
-        encoder: Encodes literals now and texts later.
-        live: Control tokens that a policy may write inside its turn.
-    """
-
-    def __init__(
-        self, pieces: Sequence[Piece], encoder: TextEncoder, live: re.Pattern[str]
-    ) -> None:
-        self.pieces = tuple(pieces)
-        self._encoder = encoder
-        self._live = live
-        self._steps = [
-            encoder.encode_literal(piece) if isinstance(piece, str) else piece for piece in pieces
-        ]
-
-    def outside(self, texts: Sequence[str]) -> list[str]:
-        """The texts from outside as the template writes them, in order."""
-        return [
-            place.written(texts[place.hole.number])
-            for place in self._places
-            if place.hole.voice is Voice.OUTSIDE
-        ]
-
-    def encode(
-        self, texts: Sequence[str], outside: Iterable[Sequence[int]] | None = None
-    ) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Encode with these texts.
-
-        Args:
-            texts: A text for each hole.
-            outside: Tokens of what `outside` gives; None: the texts are encoded here.
-
-        Returns:
-            The tokens, and for each content in them: index of its message, start, end.
-        """
-        if outside is None:
-            outside = [self._encoder.encode_text(text) for text in self.outside(texts)]
-        given = iter(outside)
-        ids: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        for step in self._steps:
-            if isinstance(step, list):
-                ids += step
-                continue
-            start = len(ids)
-            if step.hole.voice is Voice.OUTSIDE:
-                ids += next(given)
-            else:
-                ids += self._encode_policy(step, texts[step.hole.number])
-            if step.hole.is_content:
-                spans.append((step.hole.message, start, len(ids)))
-        return ids, spans
-
-    def write(self, texts: Sequence[str]) -> str:
-        """What `encode` encodes, as one text; literals as their tokens read."""
-        return written_text(self._readable, texts)
-
-    @cached_property
-    def _readable(self) -> list[Piece]:
-        decode = self._encoder.decode
-        return [decode(step) if isinstance(step, list) else step for step in self._steps]
-
-    def _encode_policy(self, place: Place, text: str) -> list[int]:
-        return self._encoder.encode_policy(place.written(text), self._live)
-
-    @cached_property
-    def _places(self) -> list[Place]:
-        return [piece for piece in self.pieces if isinstance(piece, Place)]
-
-
 def _placeholders(holes: Sequence[Hole]) -> "Marks":
     """A fresh random number for each hole: it survives any change of case and any escape.
 
@@ -305,6 +230,29 @@ def _literals_with(
         return marks.pattern.split(render(_by_index(holes, texts)))[0::2]
     except TemplateError:
         return []
+
+
+class Written(NamedTuple):
+    """A rendering as text."""
+
+    text: str
+    starts: dict[int, int]
+    """By index of a message: where its content begins in the text."""
+
+
+def write_pieces(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[str]) -> Written:
+    """Return the rendering with texts in their places, and where each message's content begins."""
+    written: list[str] = []
+    starts: dict[int, int] = {}
+    length = 0
+    for piece in pieces:
+        if isinstance(piece, Place):
+            if piece.hole.is_content:
+                starts.setdefault(piece.hole.message, length)
+            piece = piece.written(texts[piece.hole.number])
+        written.append(piece)
+        length += len(piece)
+    return Written("".join(written), starts)
 
 
 def shared_length(first: str, second: str) -> int:

@@ -24,6 +24,7 @@ from agentrl.rollout.templates.observed import (
 from agentrl.rollout.templates.pieces import TokenPieces
 from agentrl.rollout.templates.queue import EncodingQueue
 from agentrl.rollout.templates.rendering import Renderer
+from agentrl.rollout.templates.runs import Splice
 from agentrl.rollout.templates.shape import (
     Conversation,
     Hole,
@@ -32,7 +33,7 @@ from agentrl.rollout.templates.shape import (
     Reading,
     ShapeBuilder,
 )
-from agentrl.rollout.templates.splice import Piece, Splice, cut, learn, places_in_order
+from agentrl.rollout.templates.splice import Piece, cut, learn, places_in_order
 from agentrl.rollout.templates.text import TextEncoder
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class ChatTemplate:
                 that is no assistant's, or writes no generation prompt; for parts that are no text.
         """
         read = self.read(messages, tools)
-        return self._prompt_splice(messages, read).encode(read.texts)[0]
+        return self._prompt_splice(messages, read).encode(read.texts)
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """What `encode_prompt` encodes, as one text.
@@ -143,7 +144,7 @@ class ChatTemplate:
             TemplateError: as `encode_prompt`.
         """
         read = self.read(messages, tools)
-        return self._prompt_splice(messages, read).write(read.texts)
+        return self._prompt_splice(messages, read).write(read.texts).text
 
     def encode_delta(
         self, messages: Sequence[Message], *, last_ids: Sequence[int], tools: Tools = ()
@@ -173,7 +174,7 @@ class ChatTemplate:
         read = self.read(messages, tools)
         delta = self.learn_once("delta", read.key, lambda: self._prepare_delta(read))
         self._refuse_borrowed(delta, read.texts)
-        return PlannedDelta(delta, read, self.decode)
+        return PlannedDelta(delta, read.texts, delta.splice.fill(read.texts), self.decode)
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -225,9 +226,9 @@ class ChatTemplate:
         nodes = builder.messages(messages)
         return Conversation(nodes, prepared, builder.holes, builder.texts)
 
-    def splice(self, pieces: Sequence[Piece]) -> Splice:
-        """Encode the literals of pieces."""
-        return Splice(pieces, self.anatomy.encoder, self.anatomy.live_tokens)
+    def splice(self, pieces: Sequence[Piece], *, before: str = "") -> Splice:
+        """Encode the literals of pieces, which follow the text `before`."""
+        return Splice(pieces, self.anatomy.encoder, self.anatomy.live_tokens, before=before)
 
     def learn_once(self, what: str, shape: Hashable, find: Callable[[], T]) -> T:
         """Find something that depends on a conversation's shape alone, once for each shape."""
@@ -300,7 +301,11 @@ class ChatTemplate:
             )
         end_ids = self.anatomy.encoder.encode_literal(found.end)
         borrowed = borrowed_names(read.nodes, found.pieces)
-        return PreparedDelta(self.splice(found.pieces), self.decode(end_ids), end_ids, borrowed)
+        # The policy samples the end, or a part of it: no token may join it with what follows.
+        lead, *rest = found.pieces
+        after_end = [str(lead).removeprefix(found.end), *rest]
+        splice = self.splice(after_end, before=found.end)
+        return PreparedDelta(found.end, end_ids, splice, borrowed)
 
     def _refuse_borrowed(self, delta: PreparedDelta, texts: Sequence[str]) -> None:
         for written, own in delta.borrowed:

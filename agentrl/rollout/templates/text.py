@@ -10,13 +10,24 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentrl.errors import TemplateError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+
+_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+
+
+class ControlToken(NamedTuple):
+    """An added token that controls something, and the white space that it takes in."""
+
+    id: int
+    strips_left: bool
+    strips_right: bool
 
 
 class TextEncoder:
@@ -51,6 +62,12 @@ class TextEncoder:
             text: id for text, id in self.added.items() if text.strip(" \t\r\n▁")
         }
         self._control_ids = frozenset(self.control.values())
+        decoder = untyped.added_tokens_decoder
+        self.tokens: dict[str, ControlToken] = {
+            text: ControlToken(id, decoder[id].lstrip, decoder[id].rstrip)
+            for text, id in self.control.items()
+        }
+        """Every control token by its text."""
         self.control_pattern = any_of(self.control)
         """Matches one control token in a string, the longest where several begin."""
 
@@ -98,6 +115,27 @@ class TextEncoder:
             return ids[len(anchor) :]
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def split_literal(self, text: str) -> list[str | ControlToken]:
+        """Cut what a template writes itself at its control tokens."""
+        parts: list[str | ControlToken] = []
+        start = 0
+        for match in self.control_pattern.finditer(text):
+            parts += [text[start : match.start()], self.tokens[match.group()]]
+            start = match.end()
+        return [part for part in (*parts, text[start:]) if part]
+
+    def between(self, text: str, before: ControlToken | None, after: ControlToken | None) -> str:
+        """Return a run of text as a tokenizer encodes it between two control tokens.
+
+        Some tokens take in the white space next to them, and some tokenizers put a blank before
+        each run.
+        """
+        if before and before.strips_right:
+            text = text.lstrip()
+        if after and after.strips_left:
+            text = text.rstrip()
+        return f" {text}" if before and text and self._opens_with_blank(text) else text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, with control tokens visible."""
         if not self._prefixes:
@@ -113,6 +151,24 @@ class TextEncoder:
             return normalizer.normalize_str(text)
         # SentencePiece styles write a blank as another character, and decoding turns it back.
         return " ".join(map(normalizer.normalize_str, text.split(" ")))
+
+    def encode_rendering(self, text: str) -> list[int]:
+        """Encode a whole rendering as the tokenizer does, which adds no tokens to it."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def holds_control(self, text: str) -> bool:
+        """Whether a text or a normalized form of it holds a control token."""
+        if text.isascii():
+            return self._may_hold_control(text) and bool(self.control_pattern.search(text))
+        forms = {text, *(unicodedata.normalize(form, text) for form in _FORMS)}
+        return any(self.control_pattern.search(form) for form in forms)
+
+    def _may_hold_control(self, text: str) -> bool:
+        return any(sign in text for sign in self._first_signs)
+
+    @cached_property
+    def _first_signs(self) -> frozenset[str]:
+        return frozenset(token[0] for token in self.control)
 
     def is_inert(self, text: str) -> bool:
         """Whether `text` can have no part in a control token, wherever a template puts it.
@@ -137,6 +193,25 @@ class TextEncoder:
         joined = encode("\na", add_special_tokens=False)
         newline = encode("\n", add_special_tokens=False)
         return joined != newline + encode("a", add_special_tokens=False)
+
+    def _opens_with_blank(self, text: str) -> bool:
+        is_blank, is_blank_too = self._opened
+        return is_blank_too if text[0] == " " else is_blank
+
+    @cached_property
+    def _opened(self) -> tuple[bool, bool]:
+        """Whether a blank comes before a run after a control token; before one with a blank."""
+        plain = [text for text, token in self.tokens.items() if not token.strips_right]
+        if not self._prefixes or not plain:
+            return False, False
+
+        def opens(run: str) -> bool:
+            ids = self._tokenizer.encode(plain[0] + run, add_special_tokens=False)
+            return ids[-1:] != [] and ids[1:] == self._encode_plain(
+                f" {run}"
+            ) != self._encode_plain(run)
+
+        return opens("a"), opens(" a")
 
     @cached_property
     def _anchor(self) -> list[int]:
@@ -184,7 +259,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 def _forms(text: str) -> set[str]:
     """Every normalized form of a text and the text itself, without case."""
-    normalized = {unicodedata.normalize(form, text) for form in ("NFC", "NFD", "NFKC", "NFKD")}
+    normalized = {unicodedata.normalize(form, text) for form in _FORMS}
     return {form.casefold() for form in (text, *normalized)}
 
 

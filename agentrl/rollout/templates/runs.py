@@ -1,0 +1,224 @@
+"""A rendering as tokens: what is between two control tokens is encoded together.
+
+A tokenizer cuts a rendering at its added tokens and encodes each run of text between two of them by
+itself. So a template's literal, a text from outside and the next literal become one run, which gets
+the tokens that the tokenizer gives the rendering. A run goes through the tokenizer without control
+tokens, so no text from outside becomes one, alone or together with its neighbors: control tokens
+come from the template's literals only, and each literal is searched by itself.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentrl.rollout.templates.pieces import TokenPieces
+from agentrl.rollout.templates.shape import Voice
+from agentrl.rollout.templates.splice import Piece, Place, Written, write_pieces
+from agentrl.rollout.templates.text import ControlToken, TextEncoder
+
+Span = tuple[int, int, int]
+"""A content: index of its message, start, end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Pieces between two control tokens, at least one of them a place."""
+
+    pieces: tuple[Piece, ...]
+    before: ControlToken | None
+    after: ControlToken | None
+    head_ids: list[int]
+    """Tokens of the literal before the first place, encoded alone."""
+    tail_ids: list[int]
+    """Tokens of the literal after the last place, encoded alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FilledRun:
+    """The text of a run, yet to be encoded."""
+
+    text: str
+    contents: list[Span]
+    """In characters."""
+    run: _Run | None
+    """The run, if its one place is a content from outside: then its spans are found quickly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A rendering with its texts in place: tokens that are known, and runs yet to be encoded."""
+
+    parts: list[list[int] | _FilledRun]
+    encoder: TextEncoder
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts that are to be encoded as outside text, in order."""
+        return [part.text for part in self.parts if isinstance(part, _FilledRun)]
+
+    def encode(
+        self, encoded: Sequence[Sequence[int]] | None = None
+    ) -> tuple[list[int], list[Span]]:
+        """Join the tokens.
+
+        Args:
+            encoded: Tokens of `texts`; None: they are encoded here.
+
+        Returns:
+            The tokens, and the span of each content in them. A token that holds characters of a
+            content and of the literal next to it is the content's.
+        """
+        given = iter(self.encoder.encode_texts(self.texts) if encoded is None else encoded)
+        ids: list[int] = []
+        spans: list[Span] = []
+        for part in self.parts:
+            if isinstance(part, list):
+                ids += part
+                continue
+            own, start = next(given), len(ids)
+            ids += own
+            found = _find_contents(part, own, self.encoder)
+            spans += [(message, start + first, start + end) for message, first, end in found]
+        return ids, spans
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Fills runs, one after the other."""
+
+    encoder: TextEncoder
+    live: re.Pattern[str]
+    parts: list[list[int] | _FilledRun] = field(default_factory=list[list[int] | _FilledRun])
+    text: str = ""
+    contents: list[Span] = field(default_factory=list[Span])
+
+    def fill(self, run: _Run, texts: Sequence[str]) -> None:
+        """Fill a run; the control tokens in a policy's texts cut it."""
+        before = run.before
+        for piece in run.pieces:
+            if isinstance(piece, str):
+                self.text += piece
+                continue
+            written, start = piece.written(texts[piece.hole.number]), len(self.text)
+            if piece.hole.voice is Voice.POLICY:
+                before = self._add_policy(written, before)
+                continue
+            self.text += written
+            if piece.hole.is_content:
+                self.contents.append((piece.hole.message, start, len(self.text)))
+        is_simple = len(self.contents) == 1 and len(run.pieces) <= 3 and before is run.before
+        self._close(before, run.after, run if is_simple else None)
+
+    def _add_policy(self, written: str, before: ControlToken | None) -> ControlToken | None:
+        start = 0
+        for match in self.live.finditer(written):
+            token = self.encoder.tokens[match.group()]
+            self.text += written[start : match.start()]
+            self._close(before, token, None)
+            self.parts.append([token.id])
+            before, start = token, match.end()
+        self.text += written[start:]
+        return before
+
+    def _close(
+        self, before: ControlToken | None, after: ControlToken | None, run: _Run | None
+    ) -> None:
+        text = self.encoder.between(self.text, before, after)
+        if text:
+            self.parts.append(_FilledRun(text, self.contents, run))
+        self.text, self.contents = "", []
+
+
+class Splice:
+    """Pieces with their literals encoded: texts in, tokens out.
+
+    Args:
+        pieces: What `learn` returned, or a part of it.
+        encoder: Encodes literals now and texts later.
+        live: Control tokens that a policy may write inside its turn.
+        before: The text that the pieces follow; what counts is whether it ends in a control token.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        encoder: TextEncoder,
+        live: re.Pattern[str],
+        *,
+        before: str = "",
+    ) -> None:
+        self.pieces = tuple(pieces)
+        self._encoder = encoder
+        self._live = live
+        self._steps = self._compile(before)
+
+    def fill(self, texts: Sequence[str]) -> Filled:
+        """Put texts in their places, without encoding them.
+
+        Args:
+            texts: A text for each hole.
+        """
+        filling = _Filling(self._encoder, self._live)
+        for step in self._steps:
+            if isinstance(step, list):
+                filling.parts.append(step)
+            else:
+                filling.fill(step, texts)
+        return Filled(filling.parts, self._encoder)
+
+    def encode(self, texts: Sequence[str]) -> list[int]:
+        """Encode with these texts."""
+        return self.fill(texts).encode()[0]
+
+    def write(self, texts: Sequence[str]) -> Written:
+        """Return what `encode` encodes, as one text."""
+        return write_pieces(self.pieces, texts)
+
+    def _compile(self, before: str) -> list[list[int] | _Run]:
+        """Cut the pieces at control tokens, and encode the runs that have no place in them."""
+        steps: list[list[int] | _Run] = []
+        run: list[Piece] = []
+        opened = next(reversed(self._encoder.split_literal(before)), None)
+        last = opened if isinstance(opened, ControlToken) else None
+        for piece in self.pieces:
+            for part in [piece] if isinstance(piece, Place) else self._encoder.split_literal(piece):
+                if isinstance(part, ControlToken):
+                    steps += [self._make_run(run, last, part), [part.id]]
+                    run, last = [], part
+                else:
+                    run.append(part)
+        return [*steps, self._make_run(run, last, None)]
+
+    def _make_run(
+        self, pieces: list[Piece], before: ControlToken | None, after: ControlToken | None
+    ) -> list[int] | _Run:
+        encoder = self._encoder
+        if not any(isinstance(piece, Place) for piece in pieces):
+            return encoder.encode_text(encoder.between("".join(map(str, pieces)), before, after))
+        head = pieces[0] if isinstance(pieces[0], str) else ""
+        tail = pieces[-1] if isinstance(pieces[-1], str) else ""
+        return _Run(
+            tuple(pieces),
+            before,
+            after,
+            encoder.encode_text(encoder.between(head, before, None)),
+            encoder.encode_text(encoder.between(tail, None, after)),
+        )
+
+
+def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -> list[Span]:
+    """Find the tokens of each content in a run."""
+    if not part.contents:
+        return []
+    if part.run is None:
+        spans = [(start, end) for _, start, end in part.contents]
+        found = TokenPieces(encoder.decode).locate(ids, part.text, spans)
+        each = zip(part.contents, found, strict=True)
+        return [(message, *span) for (message, _, _), span in each if span]
+    head, tail = part.run.head_ids, part.run.tail_ids
+    start = next((i for i, id in enumerate(head) if ids[i : i + 1] != [id]), len(head))
+    kept = len(ids) - start
+    end = next(
+        (i for i in range(min(len(tail), kept)) if tail[~i] != ids[~i]), min(len(tail), kept)
+    )
+    return [(part.contents[0][0], start, len(ids) - end)]
