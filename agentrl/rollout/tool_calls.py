@@ -7,11 +7,7 @@ of the calls.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
-
-from jsonschema.exceptions import ValidationError, best_match
-from jsonschema.protocols import Validator
-from referencing import Registry
+from typing import Any, Literal, NamedTuple
 
 from agentrl.errors import ToolCallError
 from agentrl.messages import (
@@ -19,17 +15,14 @@ from agentrl.messages import (
     Message,
     OpenAIFunctionToolSchema,
     ToolResponse,
-    schema_validator,
-    without_nulls,
 )
+from agentrl.rollout.argument_schemas import objection_to
 from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
 from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.instance import ToolOutcome
 from agentrl.tools.life import ToolSession
-
-_LONGEST_REASON = 500
 
 
 class CheckedCalls(NamedTuple):
@@ -220,43 +213,12 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
     if call.name not in schemas:
         known = ", ".join(schemas) or "none"
         return f"there is no tool {call.name[:80]!r}; the tools are: {known}"
-    try:
-        validator = _VALIDATORS.of(schemas[call.name])
-        error = cast("ValidationError | None", best_match(validator.iter_errors(call.arguments)))
-    except Exception as broken:  # noqa: BLE001 - a schema that cannot be applied to these arguments
-        return f"its arguments cannot be checked: {type(broken).__name__}: {broken}"
-    if error is None:
-        return None
-    place = "".join(f"[{part!r}]" for part in error.absolute_path)
-    return f"arguments{place}: {error.message[:_LONGEST_REASON]}"
+    return objection_to(call.arguments, schemas[call.name])
 
 
 def _refused(call: ParsedCall, reason: str) -> MalformedCall:
     text = f"{call.name}({call.arguments})"
     return MalformedCall(text, reason, call.name, call.index, call.span, call.arguments)
-
-
-class _Validators:
-    """The validator of each schema, made once: a run checks many calls of few tools."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[dict[str, Any], Validator]] = {}
-
-    def of(self, schema: dict[str, Any]) -> Validator:
-        made = self._made.get(id(schema))
-        if made is not None and made[0] is schema:
-            return made[1]
-        # An empty registry: a `$ref` to somewhere on the network is never followed.
-        read = without_nulls(schema)
-        validator: Validator = schema_validator(read)(read, registry=Registry())
-        if len(self._made) >= _MOST_VALIDATORS:
-            self._made.clear()
-        self._made[id(schema)] = schema, validator
-        return validator
-
-
-_MOST_VALIDATORS = 256
-_VALIDATORS = _Validators()
 
 
 def _record_of(

@@ -189,7 +189,10 @@ def _adapt_library(used: set[str]) -> None:
             return await awaitable
 
         # It takes coroutines alone, and those of the code are objects over there.
-        asyncio.run = lambda main, **kwargs: run(wait(main), **kwargs)
+        def run_awaitable(main: Any, *, debug: bool | None = None) -> Any:
+            return run(wait(main), debug=debug)
+
+        asyncio.run = run_awaitable
 
 
 def _run_class(name: str, kind: type) -> None:
