@@ -111,6 +111,7 @@ class _Worker:
         )
         self._starting = threading.Lock()
         self._asking = threading.Lock()
+        self._num_calls = 0
         self._is_killed = False
 
     def start(self) -> None:
@@ -123,9 +124,12 @@ class _Worker:
 
     def ask(self, call: MethodCall) -> Any:
         with self._asking:
+            self._num_calls += 1
+            number, value, error = None, None, None
             try:
-                self._connection.send(call)
-                value, error = self._connection.recv()
+                self._connection.send((self._num_calls, call))
+                while number != self._num_calls:  # a child that the tool forked may have spoken
+                    number, value, error = self._connection.recv()
             except (EOFError, OSError):
                 self._process.join(_KILL_WAIT_S)
                 raise ProcessDiedError(
@@ -181,16 +185,26 @@ def _serve(connection: Connection, source_file: str | None, tool: bytes) -> None
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()  # a call that never returns does not see that the other end has closed
+    pid = os.getpid()
     with asyncio.Runner() as runner, suppress(EOFError):
-        call = connection.recv()
+        number, call = connection.recv()
         try:
             built = _build(source_file, tool)
+            _leave_if_copied(pid)
         except Exception as error:  # noqa: BLE001 - the boundary round users' code
-            _reply(connection, (None, _broken(error)))
+            _reply(connection, number, (None, _broken(error)))
             return
         while True:
-            _reply(connection, runner.run(_answer(built, call)))
-            call = connection.recv()
+            answer = runner.run(_answer(built, call))
+            _leave_if_copied(pid)
+            _reply(connection, number, answer)
+            number, call = connection.recv()
+
+
+def _leave_if_copied(pid: int) -> None:
+    """End this process if the tool forked it: a copy must not answer in the tool's place."""
+    if os.getpid() != pid:
+        os._exit(0)
 
 
 def _build(source_file: str | None, tool: bytes) -> BaseTool:
@@ -215,9 +229,9 @@ def _broken(error: BaseException) -> ToolLifeError:
     return told
 
 
-def _reply(connection: Connection, answer: tuple[Any, Exception | None]) -> None:
+def _reply(connection: Connection, number: int, answer: tuple[Any, Exception | None]) -> None:
     try:
-        connection.send(answer)
+        connection.send((number, *answer))
     except Exception as error:  # noqa: BLE001 - whatever a user's value raises in pickling
         told = f"the answer cannot leave its process: {words_of(error)}"
-        connection.send((None, ToolLifeError(told)))
+        connection.send((number, None, ToolLifeError(told)))

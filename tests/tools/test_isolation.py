@@ -297,6 +297,35 @@ def test_a_process_that_is_killed_before_it_starts_never_does(tmp_path: Path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def test_a_copy_that_a_tool_forks_does_not_answer_for_it(tmp_path: Path):
+    source = tmp_path / "forking.py"
+    source.write_text(FORKING)
+    tool = load_class(f"{source}:Forking", BaseTool)({"isolation": "process"}, schema("forking"))
+    session = session_of(tool, timeout_s=20)
+    await session.create()
+    answers: list[str | None] = []
+    for index in range(3):
+        [outcome] = await session.execute([call("forking", index)])
+        answers.append(outcome.response.text)
+        await asyncio.sleep(0.1)  # the copy has come to its end
+    await session.release()
+    assert answers == ["call 1 of the tool", "call 2 of the tool", "call 3 of the tool"]
+
+
+FORKING = """
+import os
+from agentrl.tools import BaseTool
+
+class Forking(BaseTool):
+    num_calls = 0
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.num_calls += 1
+        is_copy = os.fork() == 0
+        return f"call {self.num_calls} of the {'copy' if is_copy else 'tool'}"
+"""
+
+
 def test_the_main_module_is_imported_once_for_all_processes(tmp_path: Path):
     script = tmp_path / "main.py"
     script.write_text(
