@@ -23,6 +23,7 @@ from rich.console import Console
 from agentrl.cli import prepare, rewards, running, seeing, serving
 from agentrl.cli.app import app
 from agentrl.cli.process import (
+    exit_code,
     import_from_here,
     is_one_of_many,
     leave_rank,
@@ -31,6 +32,7 @@ from agentrl.cli.process import (
     stop_cleanly_on_sigterm,
 )
 from agentrl.errors import AgentRLError, is_out_of_memory
+from agentrl.trainer.leaving import end_without_waiting, report_silent_exit
 
 __all__ = ["app", "leave_rank", "main", "prepare", "rewards", "running", "seeing", "serving"]
 
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import_from_here()
     stop_cleanly_on_sigterm()
     name_rank_in_logs()
+    if arguments is None:
+        report_silent_exit()
     # OpenMP's threads otherwise spin while they wait, at the cost of whoever shares the cores: the
     # engine's thread, tools, other users. It is read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -55,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as end:
         if is_one_of_many():
             leave_rank(end)
+        if arguments is None:
+            end_without_waiting(exit_code(end))
         raise
 
 

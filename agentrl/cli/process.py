@@ -35,13 +35,17 @@ def leave_rank(end: BaseException) -> NoReturn:
     succeeded would end as one that crashed. And the others learn of a failure by the end of this
     process alone, so it must not wait for anything.
     """
-    code = 1
-    if isinstance(end, SystemExit):
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    else:
+    if not isinstance(end, SystemExit):
         traceback.print_exception(end)
     logging.shutdown()
-    end_process(code)
+    end_process(exit_code(end))
+
+
+def exit_code(end: BaseException) -> int:
+    """Give the exit code of a process that ends by an exception."""
+    if not isinstance(end, SystemExit):
+        return 1
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 def import_from_here() -> None:

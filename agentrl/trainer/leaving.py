@@ -4,12 +4,21 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_CODE = 130
 """Of what Ctrl-C or SIGTERM has ended."""
+MAX_WAIT_S = 5.0
+"""Seconds that a finished process waits for threads that code of users started."""
+_SILENT_EXIT = (
+    "error: code of a plug-in ended this process by os._exit(0)\n"
+    "  expected: isolation: process in the config of a tool that may end its process"
+)
+_leave = os._exit
 
 
 @contextmanager
@@ -54,7 +63,43 @@ def end_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    os._exit(code)
+    _leave(code)
+
+
+def end_without_waiting(code: int) -> None:
+    """End this process soon, though threads of users' code never end. Returns at once.
+
+    Python waits for every thread that is no daemon. A run that has saved everything would keep its
+    machine for a thread that a tool left behind.
+    """
+
+    def end() -> None:
+        time.sleep(MAX_WAIT_S)
+        main = threading.main_thread()
+        left = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
+        if left:
+            print(f"note: threads that do not end: {', '.join(left)}", file=sys.stderr)
+            end_process(code)
+
+    threading.Thread(target=end, name="agentrl-end", daemon=True).start()
+
+
+def report_silent_exit() -> None:
+    """Let no code end this process as if it had succeeded.
+
+    A tool without isolation shares the trainer's process; one that calls `os._exit(0)` would end
+    the run with the exit code of a finished one.
+    """
+    own = os.getpid()
+
+    def leave(code: int) -> NoReturn:
+        if os.getpid() == own and code == 0:
+            with suppress(Exception):
+                print(_SILENT_EXIT, file=sys.stderr, flush=True)
+            code = 1
+        _leave(code)
+
+    os._exit = leave
 
 
 def _kill(pid: int | None) -> None:
