@@ -8,6 +8,7 @@ import yaml
 from agentrl.config.contradictions import longest_sequence
 from agentrl.config.dead_keys import num_mini_batches
 from agentrl.config.schema import RunConfig
+from agentrl.config.secrets import REDACTED, without_secrets
 from agentrl.config.verl import VerlReport
 
 
@@ -24,18 +25,26 @@ def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = N
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write the configuration with every default filled in; `load_config` reads it back."""
+    """Write the configuration with every default filled in; `load_config` reads it back.
+
+    Secrets are replaced: what is printed or saved is read by others.
+    """
     whole = config.model_dump(mode="json")
     # Every key beside a preset would contradict it: what it sets stands in its place.
     correction = config.algorithm.rollout_correction.effective
     whole["algorithm"]["rollout_correction"] = correction.model_dump(mode="json")
-    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(without_secrets(whole), sort_keys=False, allow_unicode=True)
 
 
 def to_short_yaml(config: RunConfig) -> str:
-    """Write the keys that were set, and no default; `load_config` reads it back."""
+    """Write the keys that were set, and no default; `load_config` reads it back.
+
+    Secrets are replaced, and a comment says so: they have to be written again.
+    """
     given = config.model_dump(mode="json", exclude_unset=True)
-    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+    shown = without_secrets(given)
+    note = "" if shown == given else f"# Write what is {REDACTED} here again: it was a secret.\n"
+    return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
 def comment(report: VerlReport) -> str:

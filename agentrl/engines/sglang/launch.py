@@ -78,10 +78,14 @@ class ServerPlan:
 
     @property
     def command(self) -> list[str]:
-        """What is run."""
+        """What is run; its arguments come by its standard input, for every user sees these."""
+        return [sys.executable, "-m", "agentrl.engines.sglang.serving", str(os.getpid())]
+
+    @property
+    def server_arguments(self) -> bytes:
+        """SGLang's arguments as JSON: an `api_key` may be among them."""
         arguments = dict(self.arguments) | {"host": self.host, "port": self.port}
-        module = "agentrl.engines.sglang.serving"
-        return [sys.executable, "-m", module, str(os.getpid()), json.dumps(arguments)]
+        return json.dumps(arguments).encode()
 
 
 def plan_servers(needs: SGLangNeeds, options: ServeOptions) -> list[ServerPlan]:
@@ -179,11 +183,14 @@ class LocalServer:
         """
         self._process = await asyncio.create_subprocess_exec(
             *self.plan.command,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             env=dict(os.environ) | dict(self.plan.environment),
             start_new_session=True,  # Ctrl-C is the supervisor's
         )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self.plan.server_arguments)
+        self._process.stdin.close()
         ended = asyncio.ensure_future(self._process.wait())
         try:
             async with asyncio.timeout(READY_TIMEOUT_S), aiohttp.ClientSession() as session:

@@ -1,7 +1,7 @@
-"""The process of one local server: `python -m agentrl.engines.sglang.serving PARENT ARGUMENTS`.
+"""The process of one local server: `python -m agentrl.engines.sglang.serving PARENT`.
 
-PARENT is the process that started it, with which it ends, however that one ends; ARGUMENTS are
-those of SGLang's `ServerArgs`, as JSON.
+PARENT is the process that started it, with which it ends, however that one ends. Its standard input
+holds the arguments of SGLang's `ServerArgs`, as JSON: every user of the machine sees a command.
 """
 # pyright: reportMissingImports=false
 
@@ -18,15 +18,15 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: Sequence[str]) -> None:
     """Be a server until somebody ends it."""
-    parent, server_arguments = arguments
-    end_with(int(parent))
+    end_with(int(arguments[0]))
+    server_arguments = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # of kernels that other devices have
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    run_server(ServerArgs(**json.loads(server_arguments)))
+    run_server(ServerArgs(**server_arguments))
 
 
 def end_with(parent: int) -> None:
