@@ -53,7 +53,8 @@ from agentrl.rewards import make_reward_manager
 from agentrl.rollout import AsyncRolloutRequest, RolloutManager
 from agentrl.rollout.tool_parsers.base import ParsedCall, ParsedTurn, Piece, ToolParser
 from agentrl.tools import BaseTool
-from agentrl.trainer.rollout_setup import Plugins, make_manager, make_rollout_setup, probe_model
+from agentrl.trainer.plugin_set import Plugins
+from agentrl.trainer.rollout_setup import make_manager, make_rollout_setup, probe_model
 from agentrl.training.tiny_policy import build_tiny_model, train_tokenizer
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_SAMPLED, MAX_MODEL_LEN = 256, 3, 25, 768

@@ -19,11 +19,12 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from agentrl.config import load_config
+from agentrl.config import Purpose, load_config
 from agentrl.config.schema import RewardConfig
 from agentrl.rewards import place_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.run import RolloutOptions, rollout_from_file
+from agentrl.trainer.run_file import read_run_file
 from agentrl.trainer.transcript import Decode, decode_pieces
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +102,9 @@ def main(overrides: Sequence[str]) -> None:
     folder = load_config(RUN_FILE, overrides).trainer.default_local_dir
     options = RolloutOptions(num=16, samples=1, split="train", greedy=True, tokens=False, out=None)
     given = [*overrides, f"model.path={folder}/trained"]
-    requests = rollout_from_file(RUN_FILE, given, options, Console(quiet=True))
+    requests = rollout_from_file(
+        read_run_file(RUN_FILE, given, Purpose.ROLLOUT), options, Console(quiet=True)
+    )
     chosen = next(r for r in requests if r.reward and r.num_tool_calls == NUM_CALLS)
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/trained")
     stretches = read_stretches(chosen, tokenizer.decode)

@@ -9,7 +9,9 @@ from rich.markup import escape
 
 from agentrl.cli.app import app
 from agentrl.cli.arguments import Overrides, RunFile
+from agentrl.config import Purpose
 from agentrl.trainer.leaving import importing
+from agentrl.trainer.run_file import read_run_file
 
 _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
@@ -27,19 +29,21 @@ _ROLLOUT_HELP = (
 @app.command(help=_TRAIN_HELP)
 def train(run_file: RunFile, overrides: Overrides = None) -> None:
     """Train a policy."""
+    file = read_run_file(run_file, overrides or [], Purpose.TRAIN)
     with importing():
         from agentrl.trainer.run import train_from_file
 
-    train_from_file(run_file, overrides or [])
+    train_from_file(file)
 
 
 @app.command()
 def sft(run_file: RunFile, overrides: Overrides = None) -> None:
     """Run the supervised warm-up of a run file (prepare.sft), and what it needs before it."""
+    file = read_run_file(run_file, overrides or [], Purpose.SFT)
     with importing():
         from agentrl.trainer.run import sft_from_file
 
-    sft_from_file(run_file, overrides or [])
+    sft_from_file(file)
 
 
 @app.command(help=escape(_ROLLOUT_HELP))
@@ -64,10 +68,11 @@ def rollout(
     ] = None,
 ) -> None:
     """Show whole conversations without training."""
+    file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT)
     with importing():
         from agentrl.trainer.run import RolloutOptions, rollout_from_file
 
     options = RolloutOptions(
         num=num, samples=samples, split=split, greedy=greedy, tokens=tokens, out=out
     )
-    rollout_from_file(run_file, overrides or [], options, Console())
+    rollout_from_file(file, options, Console())

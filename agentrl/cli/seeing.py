@@ -8,7 +8,9 @@ from rich.console import Console
 
 from agentrl.cli.app import app, config_app
 from agentrl.cli.arguments import Overrides, RunFile
+from agentrl.config import Purpose
 from agentrl.trainer.leaving import importing
+from agentrl.trainer.run_file import read_run_file
 
 _DOCTOR_HELP = (
     "Look at everything that a run stands on, before it is paid for.\n\n"
@@ -32,10 +34,11 @@ def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
 @config_app.command("check")
 def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
     """Print the resolved configuration, the batch arithmetic, and what the template can carry."""
+    file = read_run_file(run_file, overrides or [], Purpose.TRAIN)
     with importing():
         from agentrl.trainer.run import explain_config
 
-    explain_config(run_file, overrides or [], Console())
+    explain_config(file, Console())
 
 
 @config_app.command("from-verl")

@@ -347,6 +347,9 @@ class TrainerConfig(Section):
 class RunConfig(Section):
     """A whole run file."""
 
+    plugins: list[str] = Field(default_factory=list[str])
+    """Modules (`package.module` or `path/to/file.py`) that every command and rank imports before it
+    checks anything. They register estimators, losses, reward managers and tool-call parsers."""
     data: DataConfig
     model: ModelConfig
     rollout: RolloutConfig = RolloutConfig()

@@ -1,7 +1,7 @@
 """Names under which the functions and classes of one kind are found."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
@@ -58,19 +58,26 @@ class Registry(Generic[T]):
         """
         plain = _plain(name)
         if plain not in self._found:
-            near = difflib.get_close_matches(plain, self._found, n=1)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"unknown {self._kind} {plain!r}{guess}",
-                key=self._key,
-                expected=f"one of {', '.join(self.names)}",
-            )
+            raise unknown_name(self._kind, plain, self._found, key=self._key)
         return self._found[plain]
 
     @property
     def names(self) -> list[str]:
         """What there is, sorted."""
         return sorted(self._found)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
+    """Build the error for a name that nothing is registered under."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(
+        f"unknown {kind} {name!r}{guess}",
+        key=key,
+        expected=f"one of {', '.join(names)}; or one of your own, registered by a module that the "
+        "key plugins names",
+    )
 
 
 def _plain(name: str | Enum) -> str:

@@ -19,12 +19,13 @@ from agentrl.trainer.engine_choice import (
     describe_engine,
 )
 from agentrl.trainer.journal import Journal
+from agentrl.trainer.late_checks import check_late
+from agentrl.trainer.plugin_set import Plugins
 from agentrl.trainer.preflight import check_room, check_run, claim_folders
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_files import RolloutFiles
 from agentrl.trainer.rollout_setup import (
-    Plugins,
     RolloutSetup,
     make_manager,
     make_rollout_setup,
@@ -78,8 +79,10 @@ def start_parts(config: RunConfig) -> Parts:
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main)
     try:
-        plugins = check_run(config, journal, world_size=world.size)
-        return prepare_parts(config, world, journal, plugins)
+        checked = check_run(config, world_size=world.size)
+        notes = [*checked.notes, *check_late(config)]
+        journal.say(*(f"note: {note}" for note in notes))
+        return prepare_parts(config, world, journal, checked.plugins)
     except BaseException:
         journal.close()
         raise

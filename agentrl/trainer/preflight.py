@@ -1,82 +1,105 @@
-"""What can be told of a run before anything is made or loaded: every mistake is cheapest here."""
+"""Check a run before anything is made or loaded, torch included: mistakes are cheapest here."""
 
 import shutil
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose, RunConfig, check_config
+from agentrl.config.method_keys import KEYS_OF_ESTIMATOR, KEYS_OF_LOSS
 from agentrl.data.prepare.manifest import is_made, is_unfinished
-from agentrl.errors import AgentRLError, ConfigError, DataError, MissingExtraError
+from agentrl.errors import AgentRLError, ConfigError, DataError
+from agentrl.plugins.registry import unknown_name
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
-from agentrl.trainer.engine_choice import check_engine
-from agentrl.trainer.hub import is_hub_name, is_within_reach
-from agentrl.trainer.journal import Journal
-from agentrl.trainer.rollout_setup import Plugins, find_classes_of_verl, load_plugins
+from agentrl.tools import BaseTool
+from agentrl.trainer.plugin_set import (
+    Plugins,
+    find_classes_of_verl,
+    import_plugins,
+    load_plugins,
+)
+
+ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.policy_loss"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run whose configuration can succeed, as far as that is known without torch."""
+
+    plugins: Plugins
+    notes: tuple[str, ...]
+    """What its user should know."""
 
 
 def check_run(
     config: RunConfig,
-    journal: Journal,
     *,
     world_size: int = 1,
     file: Path | None = None,
     purpose: Purpose = Purpose.TRAIN,
-    starts_here: bool = True,
-) -> Plugins:
-    """Refuse a run that cannot succeed, and say what its user should know.
+    plugins: Plugins | None = None,
+) -> CheckedRun:
+    """Refuse a run that cannot succeed. `late_checks` has the checks that need torch.
 
-    A run file that is only looked at may be meant for another machine: with `starts_here` false
-    what is not installed on this one is a note.
-
-    Returns:
-        The run's plug-ins: building them is part of the check.
+    Args:
+        config: Of the run.
+        world_size: Ranks that share each batch.
+        file: The run file, for errors.
+        purpose: What is to be done with the run.
+        plugins: Built already; None: those that the configuration names are built.
 
     Raises:
         ConfigError: for settings that contradict each other, an unknown name, a model's folder
-            that is not there, an argument that the engine does not know.
-        MissingExtraError: for an engine that is not installed.
-        PluginError: for a class path or function path that leads nowhere.
+            that is not there.
+        PluginError: for a module, class path or function path that leads nowhere.
         DataError: for a data file that is not there.
     """
-    for note in check_config(config, world_size=world_size, file=file, purpose=purpose):
-        journal.say(f"note: {note}")
+    notes = check_config(config, world_size=world_size, file=file, purpose=purpose)
     try:
-        check_names(config)
+        import_plugins(config.plugins)
+        check_known_names(config)
         check_inputs(config)
-        if purpose is not Purpose.SFT:
-            _check_engine_here(config, journal, starts_here=starts_here)
-        plugins = load_plugins(config)
+        plugins = plugins or load_plugins(config)
     except AgentRLError as error:
-        # What a plug-in's own YAML is to blame for names that file already.
+        # An error in a plug-in's own YAML names that file already.
         if file is not None:
             error.details.setdefault("file", file)
         raise
-    journal.say(*(f"note: {classes}" for classes in find_classes_of_verl(config)))
-    return plugins
+    found = [*map(str, notes), *find_classes_of_verl(config), *find_idle_weights(config, plugins)]
+    return CheckedRun(plugins, tuple(found))
 
 
-def _check_engine_here(config: RunConfig, journal: Journal, *, starts_here: bool) -> None:
-    try:
-        check_engine(config)
-    except MissingExtraError as missing:
-        if starts_here:
-            raise
-        journal.say(f"note: on this machine, {missing}")
-
-
-def check_names(config: RunConfig) -> None:
-    """Look up what the run file chooses by name, so that a slip is not found at the first step.
+def check_known_names(config: RunConfig) -> None:
+    """Look up what the run file chooses by name, as far as that is known without torch.
 
     Raises:
         ConfigError: with the nearest name that there is.
     """
-    get_adv_estimator_fn(config.algorithm.adv_estimator)
-    get_policy_loss_fn(config.actor.policy_loss.loss_mode)
     get_reward_manager(config.reward.manager)
     if config.rollout.multi_turn.format is not None:
         get_tool_parser(config.rollout.multi_turn.format)
+    if config.plugins or "agentrl.algorithms" in sys.modules:
+        return  # there may be others: `late_checks` asks the registries
+    for kind, key, name, known in (
+        ("advantage estimator", ESTIMATOR_KEY, config.algorithm.adv_estimator, KEYS_OF_ESTIMATOR),
+        ("policy loss", LOSS_KEY, config.actor.policy_loss.loss_mode, KEYS_OF_LOSS),
+    ):
+        if name not in known:
+            raise unknown_name(kind, name, known, key=key)
+
+
+def find_idle_weights(config: RunConfig, plugins: Plugins) -> Iterator[str]:
+    """Find a weight on rewards that none of the run's tools gives."""
+    weight = config.reward.weights.tool
+    if weight and not any(
+        type(tool).calc_reward is not BaseTool.calc_reward for tool in plugins.tools
+    ):
+        yield (
+            f"reward.weights.tool is {weight:g}, and no tool of the run has a calc_reward: "
+            "this part of the reward is always 0"
+        )
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -88,7 +111,9 @@ def check_inputs(config: RunConfig) -> None:
     """
     for key, path in _data_files(config):
         if config.data.custom_cls is None and not path.exists() and not is_made_later(config, path):
-            raise DataError(f"no file {path}", key=key, expected="an existing data file")
+            raise DataError(
+                f"no file {path}", key=key, expected="an existing data file", **looked_in(path)
+            )
     check_model_folders(config)
 
 
@@ -105,12 +130,20 @@ def check_model_folders(config: RunConfig) -> None:
     ):
         if name is None or Path(name).exists() or is_made_later(config, Path(name)):
             continue
+        # Only a name that is no folder here is worth the import of the hub's client.
+        from agentrl.trainer.hub import is_hub_name, is_within_reach
+
         told, expected = f"no folder {name}", "a Hugging Face folder, or a hub name"
         if not is_hub_name(name):
-            raise ConfigError(told, key=key, expected=expected)
+            raise ConfigError(told, key=key, expected=expected, **looked_in(name))
         if not is_within_reach(name):
             told += " here, and the hub cannot be reached"
-            raise ConfigError(told, key=key, expected=expected)
+            raise ConfigError(told, key=key, expected=expected, **looked_in(name))
+
+
+def looked_in(path: Path | str) -> dict[str, str]:
+    """Name the folder in which a relative path was looked for: the command's, not the file's."""
+    return {} if Path(path).is_absolute() else {"looked_in": str(Path.cwd())}
 
 
 def is_made_later(config: RunConfig, path: Path) -> bool:

@@ -28,6 +28,7 @@ from agentrl.rewards import LaunchingManager, RewardManager, make_reward_manager
 from agentrl.rewards.combination import SHAPING
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
+from agentrl.trainer.plugin_set import import_plugins
 from agentrl.trainer.preflight import claim_file
 from agentrl.trainer.rollout_log import SavedTrajectory, read_trajectories, save_lines, to_line
 
@@ -109,6 +110,7 @@ def read_reward_config(run_file: Path | None, overrides: Sequence[str]) -> Rewar
     else:
         merged = apply_overrides(OmegaConf.create(_NO_RUN), overrides)
         config = parse_config(cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True)))
+    import_plugins(config.plugins)
     if problems := list(find_reward_problems(config)):
         raise_problems(problems, run_file)
     return config.reward

@@ -9,10 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.schema import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
-from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
-from agentrl.interactions import registry as interaction_registry
-from agentrl.plugins.shutdown import shut_down
-from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.draws import draws_check
 from agentrl.rollout.formats import choose_parser
 from agentrl.rollout.house import House
@@ -30,27 +26,10 @@ from agentrl.rollout.templates import (
 )
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
-from agentrl.tools import BaseTool
-from agentrl.tools import registry as tool_registry
-from agentrl.tools.registry import load_all_tools
-from agentrl.tools.verl_names import as_verl_shows
+from agentrl.trainer.plugin_set import Plugins
 from agentrl.training.tokenizer import find_model_stops, load_tokenizer
 
 _UNUSED_PARSER = "hermes"
-
-
-@dataclass(frozen=True, slots=True)
-class Plugins:
-    """What a run file names by path, built once for a run."""
-
-    tools: list[BaseTool]
-    interactions: dict[str, BaseInteraction]
-    rewards: RewardManager
-
-    async def shutdown(self) -> None:
-        """Let every plug-in give back what the whole run shares; none of them can prevent that."""
-        await shut_down([*self.tools, *self.interactions.values()])
-        await self.rewards.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,34 +49,6 @@ class RolloutSetup:
     def pad_token_id(self) -> int:
         """What stands on padding."""
         return int(cast("int", self.tokenizer.pad_token_id))
-
-
-def load_plugins(config: RunConfig) -> Plugins:
-    """Build tools, interactions and the scorer; no model is touched.
-
-    Raises:
-        ConfigError: with file, key and what was expected.
-        PluginError: for a class path that leads nowhere.
-    """
-    turns = config.rollout.multi_turn
-    tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
-    if turns.tool_schema_style != "full":
-        for tool in tools:
-            tool.tool_schema = as_verl_shows(tool.tool_schema, turns.tool_schema_style)
-    interactions: dict[str, BaseInteraction] = {}
-    if turns.interaction_config_path is not None:
-        interactions = initialize_interactions_from_config(turns.interaction_config_path)
-    return Plugins(tools, interactions, make_reward_manager(config.reward))
-
-
-def find_classes_of_verl(config: RunConfig) -> list[str]:
-    """Name the classes of verl's among a run's plug-ins, each with ours that stands for it."""
-    turns = config.rollout.multi_turn
-    tools, users = turns.tool_config_path, turns.interaction_config_path
-    return [
-        *(tool_registry.classes_of_verl(tools) if tools is not None else []),
-        *(interaction_registry.classes_of_verl(users) if users is not None else []),
-    ]
 
 
 @dataclass(frozen=True, slots=True)

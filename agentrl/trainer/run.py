@@ -13,15 +13,13 @@ from rich.text import Text
 from torch import nn
 
 from agentrl.config import (
-    Purpose,
     RunConfig,
-    check_config,
     check_model_length,
     comment,
     describe,
-    read_config,
     telling_where,
 )
+from agentrl.config.problems import naming_file
 from agentrl.config.schema import RewardConfig
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
@@ -40,17 +38,19 @@ from agentrl.trainer.engine_choice import (
 )
 from agentrl.trainer.interruption import Interruption
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.preflight import check_run, claim_file, claim_prepared, is_made_later
+from agentrl.trainer.late_checks import check_late
+from agentrl.trainer.plugin_set import Plugins
+from agentrl.trainer.preflight import claim_file, claim_prepared, is_made_later
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_log import save_rollouts
 from agentrl.trainer.rollout_setup import (
-    Plugins,
     RolloutSetup,
     make_manager,
     make_rollout_setup,
     probe_model,
 )
+from agentrl.trainer.run_file import RunFile
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.trainer import Trainer
 from agentrl.trainer.transcript import print_transcript, read_transcript, token_table
@@ -71,34 +71,28 @@ class Opened:
 
 
 @contextmanager
-def opened(
-    run_file: Path,
-    overrides: Sequence[str],
-    purpose: Purpose,
-    console: Console | None = None,
-) -> Iterator[Opened]:
-    """Read a run file, refuse what cannot succeed, and join the ranks for the `with` block."""
+def opened(file: RunFile, console: Console | None = None) -> Iterator[Opened]:
+    """Join the ranks of a run for the `with` block, after the checks that need torch."""
     quiet_libraries()
-    config, report = read_config(run_file, overrides)
+    config = file.config
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main, console=console)
     try:
-        if report is not None:
-            journal.say(f"{run_file}: {report.in_short()}")
+        if file.report is not None:
+            journal.say(f"{file.path}: {file.report.in_short()}")
+        journal.say(*(f"note: {note}" for note in file.notes))
         with world.board.explaining():
-            with telling_where(overrides, report):
-                plugins = check_run(
-                    config, journal, world_size=world.size, file=run_file, purpose=purpose
-                )
-            yield Opened(config=config, world=world, journal=journal, plugins=plugins)
+            with telling_where(file.overrides, file.report), naming_file(file.path):
+                check_late(config, purpose=file.purpose)
+            yield Opened(config=config, world=world, journal=journal, plugins=file.plugins)
     finally:
         journal.close()
         stop_world()
 
 
-def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
+def train_from_file(file: RunFile) -> Summary:
     """Prepare what is missing, train, and say what came of it."""
-    with opened(run_file, overrides, Purpose.TRAIN) as run:
+    with opened(file) as run:
         parts = prepare_parts(run.config, run.world, run.journal, run.plugins)
         trainer = Trainer(run.config, parts)
         summary = trainer.fit()
@@ -106,14 +100,14 @@ def train_from_file(run_file: Path, overrides: Sequence[str]) -> Summary:
         return summary
 
 
-def sft_from_file(run_file: Path, overrides: Sequence[str]) -> None:
+def sft_from_file(file: RunFile) -> None:
     """Run a run file's supervised warm-up, and what it needs before it."""
-    with opened(run_file, overrides, Purpose.SFT) as run:
+    with opened(file) as run:
         prepare = run.config.prepare
         if prepare.sft is None:
             raise ConfigError(
                 "the file has no warm-up",
-                file=run_file,
+                file=file.path,
                 key="prepare.sft",
                 expected="model_path, train_file, out_dir",
             )
@@ -143,13 +137,13 @@ class RolloutOptions:
 
 
 def rollout_from_file(
-    run_file: Path, overrides: Sequence[str], options: RolloutOptions, console: Console
+    file: RunFile, options: RolloutOptions, console: Console
 ) -> list[AsyncRolloutRequest]:
     """Roll out a few prompts without training, and show every token of them.
 
     A request that fails is shown like the others, with what it says: it is what one came to see.
     """
-    with opened(run_file, overrides, Purpose.ROLLOUT, console) as run:
+    with opened(file, console) as run:
         if options.out is not None:
             claim_file(options.out, key="--out")
         claim_prepared(run.config)
@@ -242,17 +236,17 @@ def show_rollouts(
         _say(console, f"saved {len(finished)} rollouts to {options.out}")
 
 
-def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -> None:
-    """Check a run file and print what it means (`agentrl config check`)."""
+def explain_config(file: RunFile, console: Console) -> None:
+    """Print what a checked run file means (`agentrl config check`)."""
     quiet_libraries()
-    config, report = read_config(run_file, overrides)
-    if report is not None:
-        _say(console, comment(report))
-    with telling_where(overrides, report):
-        check_config(config, file=run_file)
-        _say(console, describe(config))
-        journal = Journal(config.trainer, console=console)
-        plugins = check_run(config, journal, file=run_file, starts_here=False)
+    config, plugins = file.config, file.plugins
+    if file.report is not None:
+        _say(console, comment(file.report))
+    _say(console, describe(config))
+    with telling_where(file.overrides, file.report), naming_file(file.path):
+        notes = [*file.notes, *check_late(config, starts_here=False)]
+    for note in notes:
+        _say(console, f"note: {note}")
     _say(console, f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")
     _say(console, f"interactions: {', '.join(plugins.interactions) or 'none'}")
     model = Path(config.model.tokenizer_path or config.model.path)
@@ -262,7 +256,7 @@ def explain_config(run_file: Path, overrides: Sequence[str], console: Console) -
         return _say(console, f"template and data: not looked at, `prepare` has yet to make {made}")
     if (Path(config.model.path) / "config.json").is_file():
         positions = load_hf_config(config.model).max_position_embeddings
-        check_model_length(config, positions, file=run_file)
+        check_model_length(config, positions, file=file.path)
     probed = probe_model(config, plugins)
     console.print(_template_table(probed.report))
     setup = make_rollout_setup(config, plugins, probed)

@@ -12,6 +12,7 @@ from agentrl.engines.sglang.arguments import check_given
 from agentrl.engines.sglang.launch import Say, ServeOptions, plan_servers, serve
 from agentrl.errors import ConfigError
 from agentrl.trainer.engine_choice import sglang_needs
+from agentrl.trainer.plugin_set import import_plugins
 from agentrl.trainer.preflight import check_model_folders, is_made_later
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.training.model import resolve_dtype
@@ -33,6 +34,7 @@ def serve_from_file(
     quiet_libraries()
     config, report = read_config(run_file, overrides)
     with telling_where(overrides, report), naming_file(run_file):
+        import_plugins(config.plugins)
         refuse_unmade_model(config, run_file)
         check_given(config.rollout.engine.sglang.server_arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -11,7 +11,8 @@ from agentrl.engines.sglang.calls import sampling_fields
 from agentrl.engines.stopping import StopCheck
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.trainer.rollout_setup import load_plugins, probe_model
+from agentrl.trainer.plugin_set import load_plugins
+from agentrl.trainer.rollout_setup import probe_model
 from tests.fakes import (
     decode,
     encode,

@@ -39,9 +39,10 @@ from agentrl.trainer.doctor.model import (
 from agentrl.trainer.doctor.records import Result, Row
 from agentrl.trainer.doctor.sandbox import check_sandboxes
 from agentrl.trainer.doctor.weight_sync import check_sync, check_way_back
+from agentrl.trainer.plugin_set import Plugins
 from agentrl.trainer.preflight import is_made_later
 from agentrl.trainer.quiet import quiet_libraries
-from agentrl.trainer.rollout_setup import Plugins, RolloutSetup
+from agentrl.trainer.rollout_setup import RolloutSetup
 from agentrl.training.distributed import stop_world
 from agentrl.training.model import PolicyModel
 

@@ -28,13 +28,17 @@ from agentrl.trainer.datasets import RunData, load_run_data
 from agentrl.trainer.doctor.records import Checked, Result
 from agentrl.trainer.engine_choice import check_engine
 from agentrl.trainer.journal import Journal
-from agentrl.trainer.preflight import check_inputs, check_names, claim_prepared
+from agentrl.trainer.late_checks import check_names
+from agentrl.trainer.plugin_set import (
+    Plugins,
+    find_classes_of_verl,
+    import_plugins,
+    load_plugins,
+)
+from agentrl.trainer.preflight import check_inputs, claim_prepared
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.rollout_setup import (
-    Plugins,
     RolloutSetup,
-    find_classes_of_verl,
-    load_plugins,
 )
 from agentrl.training.distributed import World
 
@@ -48,7 +52,7 @@ def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfi
     config, report = read_config(run_file, overrides)
     notes: list[str] = []
     faults: list[str] = []
-    for look in (check_config, check_names, check_inputs, check_engine):
+    for look in (check_config, _import, check_names, check_inputs, check_engine):
         try:
             with telling_where(overrides, report):
                 notes += map(str, look(config) or ())
@@ -56,6 +60,10 @@ def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfi
             faults.append(str(error))
     told = str(run_file) if report is None else f"{run_file}: {report.in_short()}"
     return Checked(config, told, tuple(notes), tuple(faults))
+
+
+def _import(config: RunConfig) -> None:
+    import_plugins(config.plugins)
 
 
 def check_plugins(config: RunConfig) -> Checked[Plugins]:

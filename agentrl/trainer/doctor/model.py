@@ -11,9 +11,9 @@ from agentrl.trainer.build import count_weights, find_endless_turn
 from agentrl.trainer.datasets import RunData, prompt_encoder
 from agentrl.trainer.doctor.machine import nearest_folder
 from agentrl.trainer.doctor.records import Checked
+from agentrl.trainer.plugin_set import Plugins
 from agentrl.trainer.preflight import check_model_folders, check_room
 from agentrl.trainer.rollout_setup import (
-    Plugins,
     ProbedModel,
     RolloutSetup,
     make_rollout_setup,

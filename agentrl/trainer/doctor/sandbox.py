@@ -12,7 +12,7 @@ from agentrl.sandbox.choice import WALLS, why_not
 from agentrl.sandbox.shared import check_sandbox
 from agentrl.trainer.datasets import RunData
 from agentrl.trainer.doctor.records import Checked, Result
-from agentrl.trainer.rollout_setup import Plugins
+from agentrl.trainer.plugin_set import Plugins
 
 
 @runtime_checkable

@@ -1,0 +1,128 @@
+"""Run files are read and checked before torch is imported; `plugins` come before the checks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.algorithms import adv_estimator_names
+from agentrl.trainer.doctor.inputs import check_run_file
+from tests.fakes_runs import ROOT, run_agentrl, tiny_run, write_yaml
+
+OWN = """
+from agentrl.algorithms import register_adv_est
+
+
+@register_adv_est("{name}")
+def compute_best(token_level_rewards, response_mask):
+    scores = token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return scores, scores
+"""
+TELL = """
+import sys
+from agentrl.cli import main
+for given in sys.argv[2:]:
+    try:
+        main(["train", sys.argv[1], given])
+    except SystemExit as end:
+        assert end.code == 2, end
+assert not {'torch', 'transformers', 'tensordict', 'datasets'} & set(sys.modules)
+"""
+
+
+def test_mistakes_are_told_before_torch_is_imported(tiny_home: Path, tmp_path: Path):
+    file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
+    mistakes = {
+        "data.train_fils=[x]": "data.train_fils: unknown key",
+        "algorithm.adv_estimator=gpro": "did you mean 'grpo'?",
+        "actor.policy_loss.loss_mode=gsp": "did you mean 'gspo'?",
+        "reward.manager=navie": "did you mean 'naive'?",
+        "data.train_files=[nowhere.jsonl]": f"looked_in: {ROOT}",
+        "rollout.multi_turn.function_tool_path=nowhere.py": "no file",
+    }
+    told = subprocess.run(
+        [sys.executable, "-c", TELL, str(file), *mistakes],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 0, told
+    for said in mistakes.values():
+        assert said in told.stderr
+
+
+def own_methods(folder: Path, name: str) -> Path:
+    (folder / "own.py").write_text(OWN.format(name=name))
+    return folder / "own.py"
+
+
+def own_run(home: Path, folder: Path) -> tuple[Path, str]:
+    """A run file whose estimator is registered by a module of the user's."""
+    name = f"best_of_{folder.name}"
+    content = tiny_run(
+        home,
+        folder / "run",
+        plugins=[str(own_methods(folder, name))],
+        algorithm__adv_estimator=name,
+        trainer__total_training_steps=1,
+        trainer__val_before_train=False,
+        data__val_max_samples=1,
+    )
+    return write_yaml(folder / "run.yaml", content), name
+
+
+def test_a_run_trains_with_an_estimator_of_a_plugin(
+    tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, name = own_run(tiny_home, tmp_path)
+    assert name not in adv_estimator_names()
+    told = run_agentrl(capsys, "train", file)
+    assert (told.code, told.err) == (0, "")
+    assert name in adv_estimator_names()
+
+
+def test_plugins_are_imported_by_the_commands_that_look(
+    tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for command, folder in (("doctor", tmp_path / "a"), ("config check", tmp_path / "b")):
+        folder.mkdir()
+        file, name = own_run(tiny_home, folder)
+        if command == "doctor":
+            assert check_run_file(file, []).faults == ()
+        else:
+            assert run_agentrl(capsys, *command.split(), file).code == 0
+        assert name in adv_estimator_names()
+
+
+def test_rescoring_imports_plugins(tmp_path: Path):
+    from agentrl.trainer.rescore import read_reward_config
+
+    name = f"manager_of_{tmp_path.name}"
+    (tmp_path / "own.py").write_text(
+        "from agentrl.rewards import NaiveRewardManager, register_reward_manager\n"
+        f"register_reward_manager({name!r})(type('Mine', (NaiveRewardManager,), {{}}))\n"
+    )
+    content = {"data": {}, "model": {"path": "m"}, "reward": {"manager": name}}
+    file = write_yaml(tmp_path / "run.yaml", content | {"plugins": [str(tmp_path / "own.py")]})
+    assert read_reward_config(file, []).manager == name
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(
+    tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    content = tiny_run(tiny_home, tmp_path / "run", plugins=["json", str(tmp_path / "gone.py")])
+    told = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", content))
+    assert told.code == 2
+    assert f"no file {tmp_path}/gone.py" in told.err
+    assert "key: plugins[1]" in told.err
+
+
+def test_a_weight_on_rewards_that_no_tool_gives_is_noted(
+    tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    content = tiny_run(tiny_home, tmp_path / "run", reward__weights={"tool": 1.0})
+    told = run_agentrl(capsys, "config", "check", write_yaml(tmp_path / "run.yaml", content))
+    assert "no tool of the run has a calc_reward" in told.out
