@@ -90,7 +90,7 @@ def test_a_command_that_is_interrupted_before_its_run_begins_says_so(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("agentrl.trainer.run.read_config", interrupted)
+    monkeypatch.setattr("agentrl.trainer.run_file.read_config", interrupted)
     assert run_agentrl(capsys, "train", run_file) == (130, "interrupted\n", "")
 
 

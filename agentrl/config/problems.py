@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.schema import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.refusals import section_types, what_was_expected
 
 _PLACE = re.compile(r"\[\d+\]")
@@ -62,7 +62,7 @@ def naming_file(file: str | Path | None) -> Generator[None]:
     """Add the file to an error of the `with` block that names none."""
     try:
         yield
-    except ConfigError as error:
+    except AgentRLError as error:
         if file is not None:
             error.details.setdefault("file", file)
         raise
