@@ -163,7 +163,7 @@ def test_what_is_not_there_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch,
         CodeReviewInteraction({"sandbox": {"provider": "subprocess"}})
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingExtraError, match=r"agentrl\[lint\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .ruff"):
         CodeReviewInteraction({})
 
 

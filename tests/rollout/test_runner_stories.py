@@ -579,7 +579,7 @@ async def test_a_tool_that_breaks_in_its_own_life_fails_its_request(method: str,
     check_life(other.lives, "create", "release")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much"])
 async def test_a_tools_reward_must_be_a_finite_number(value: Any):
     engine = make_engine("Bern.")
     request = await roll_out(engine, make_house(engine, tools=[FakeTool(value=value)]))

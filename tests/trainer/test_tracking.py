@@ -239,7 +239,7 @@ def test_a_tracker_hands_each_step_to_every_sink_and_closes_them():
 
 def test_tensorboard_without_its_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"pip install agentrl\[tensorboard\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .tensorboard"):
         TensorBoardSink(tmp_path)
 
 
