@@ -85,7 +85,7 @@ class FakeLoop:
         self.journal = FakeJournal()
         manager: Any = FakeManager(self.config.rollout.n)
         journal: Any = self.journal
-        batches = self.order.num_batches(self.config.data.train_batch_size)
+        batches = self.order.num_batches(self.config.prompts_per_rollout)
         self.sampler = StepSampler(self.config, manager, world, journal, num_batches=batches)
 
     def take(self, step: int = 1) -> Any:
@@ -95,7 +95,7 @@ class FakeLoop:
         return collate(requests, pad_token_id=0, reward=self.config.reward)
 
     def load_prompts(self) -> list[Prompt]:
-        places = self.order.next_batch(self.config.data.train_batch_size)
+        places = self.order.next_batch(self.config.prompts_per_rollout)
         return [self.rows[place] for place in places]
 
     def roll_out(

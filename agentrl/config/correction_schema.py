@@ -184,7 +184,7 @@ def _parse_rejection(name: str, threshold: str) -> Rejection:
             key=key,
             expected="an upper bound",
         )
-    if estimate == "k1" and bounds.lower is None:
+    if estimate == "k1" and statistic != "max" and bounds.lower is None:
         bounds = _rising(1 / bounds.upper, bounds.upper, threshold, key)
     return Rejection(name, level, statistic, estimate, bounds)
 
@@ -227,9 +227,7 @@ def _tests() -> dict[str, tuple[Level, Statistic, Estimate]]:
         found[f"token_{estimate}"] = ("token", "each", estimate)
         for prefix, level in levels:
             for statistic in statistics:
-                # The largest k1 says nothing of how low a ratio is.
-                if (statistic, estimate) != ("max", "k1"):
-                    found[f"{prefix}_{statistic}_{estimate}"] = (level, statistic, estimate)
+                found[f"{prefix}_{statistic}_{estimate}"] = (level, statistic, estimate)
     return found
 
 

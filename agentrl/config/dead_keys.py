@@ -94,6 +94,11 @@ def _optim_rules(
             f"{prefix}.name is adamw, whose learning rate is `lr`",
         ),
         DeadKeyRule(
+            (f"{prefix}.lr_warmup_steps_ratio",),
+            lambda c: bool((section := optim(c)) and section.lr_warmup_steps),
+            f"{prefix}.lr_warmup_steps is set",
+        ),
+        DeadKeyRule(
             (f"{prefix}.min_lr_ratio",),
             lambda c: uses(c, lr_scheduler="constant"),
             f"{prefix}.lr_scheduler is constant, so the learning rate never falls",

@@ -29,6 +29,9 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
+    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the run's optimizer steps that is warm-up, rounded down; read if `lr_warmup_steps`
+    is 0."""
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up; cosine and linear fall to `min_lr_ratio` at the last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)

@@ -160,14 +160,15 @@ def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], floa
 
     Linear warm-up, then constant, or down to `min_lr_ratio` at the last step by a line or a cosine.
     """
+    warmup = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * total_steps)
 
     def factor(step: int) -> float:
-        if step < config.lr_warmup_steps:
-            return (step + 1) / config.lr_warmup_steps
+        if step < warmup:
+            return (step + 1) / warmup
         if config.lr_scheduler == "constant":
             return 1.0
-        rest = max(1, total_steps - config.lr_warmup_steps)
-        progress = min(1.0, (step - config.lr_warmup_steps) / rest)
+        rest = max(1, total_steps - warmup)
+        progress = min(1.0, (step - warmup) / rest)
         left = 1.0 - progress
         if config.lr_scheduler == "cosine":
             left = 0.5 * (1.0 + math.cos(math.pi * progress))

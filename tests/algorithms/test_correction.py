@@ -404,6 +404,14 @@ def test_one_threshold_of_k1_is_the_upper_one():
         parse_rejections("token_k1", "0.8")
 
 
+def test_one_token_that_the_trainer_finds_unlikely_vetoes_its_sequence():
+    old = torch.tensor([[-1.0, -9.0], [-9.0, -1.0], [-1.0, -1.0], [-1.0, -9.0]])
+    rollout = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -9.0], [-1.0, -1.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]])
+    kept, _ = compute_rollout_rejection_mask(old - rollout, mask, "seq_max_k1", 1e3)
+    assert kept.tolist() == [[0, 0], [0, 0], [1, 1], [1, 0]]
+
+
 def test_a_text_of_two_bounds_is_no_number():
     assert RolloutCorrectionConfig(rollout_is_threshold="1_5").rollout_is_threshold == "1_5"
     assert parse_is_threshold("1_5") == (1.0, 5.0)

@@ -301,7 +301,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
      corrected(rollout_is="token", rollout_is_threshold=-1.0)),
     ("algorithm.rollout_correction.rollout_is_threshold",
      corrected(rollout_is="token", rollout_is_threshold=0.55)),
-    ("algorithm.rollout_correction.rollout_rs", corrected(rollout_rs="seq_max_k1",
+    ("algorithm.rollout_correction.rollout_rs", corrected(rollout_rs="seq_min_k1",
                                                           rollout_rs_threshold=2.0)),
     ("algorithm.rollout_correction.rollout_rs_threshold", corrected(rollout_rs="token_k3")),
     ("algorithm.rollout_correction.rollout_rs_threshold",

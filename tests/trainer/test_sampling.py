@@ -84,6 +84,18 @@ def test_groups_without_signal_give_way_to_the_next_of_the_data(world: World):
     assert loop.journal.lines == []
 
 
+def test_a_generation_batch_may_be_larger_than_a_step(world: World):
+    data = {"train_files": ["a.parquet"], "train_batch_size": 2, "gen_batch_size": 5,
+            "max_response_length": 10}  # fmt: skip
+    loop = FakeLoop(world, differs_in(1, 5, 8), data=data, **filtering())
+    samples = loop.take()
+    assert rows_of(samples.batch) == ["train-1-1", "train-5-5"]
+    assert loop.order.position == len(samples.sampled) / 2 == 10
+    counts = metrics_of(samples)
+    assert (counts["num_gen_batches"], counts["num_without_signal"]) == (2, 7)
+    assert counts["num_surplus"] == 1
+
+
 def test_of_more_groups_than_a_step_takes_the_first_in_the_data_s_order_are_trained(world: World):
     loop = FakeLoop(world, differs_in(1, 2, 3), **filtering())
     samples = loop.take()

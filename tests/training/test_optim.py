@@ -33,6 +33,13 @@ def test_schedule_warms_up_and_falls():
     assert math.isclose(factor(100), 0.1)
 
 
+def test_a_share_of_the_steps_may_be_the_warm_up():
+    factor = make_schedule(OptimConfig(lr_warmup_steps_ratio=0.29), total_steps=14)
+    assert [factor(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    both = make_schedule(OptimConfig(lr_warmup_steps_ratio=0.29, lr_warmup_steps=2), 14)
+    assert [both(step) for step in range(3)] == [0.5, 1.0, 1.0]
+
+
 def test_schedules_by_name():
     assert make_schedule(OptimConfig(), 10)(7) == 1.0
     cosine = make_schedule(OptimConfig(lr_scheduler="cosine"), 10)

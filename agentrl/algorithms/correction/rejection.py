@@ -55,7 +55,9 @@ def reject_rollout(
     ====================== ================================================================
 
     k1 = d, between the logs of two bounds; k2 = d^2 / 2 and k3 = exp(-d) + d - 1, up to one bound.
-    (There is no `max` of k1.) What is NaN is kept: the update reports it, and takes no step.
+    (`seq_max_k1` has an upper bound alone: it rejects a sequence for one token that the trainer
+    finds far less likely than the engine.) What is NaN is kept: the update reports it, and takes no
+    step.
 
     Source: Liu et al. 2025, "When speed kills stability"; names are verl's, those of turns ours.
 
@@ -86,8 +88,9 @@ def _test(
     spans = Spans.of(rejection.level, mask, turn_ids)
     values = spans.reduce(_estimates(distance, rejection.estimate), rejection.statistic)
     bounds = rejection.bounds
-    if rejection.estimate == "k1" and bounds.lower is not None:
-        bounds = Bounds(math.log(bounds.lower), math.log(bounds.upper))
+    if rejection.estimate == "k1":
+        lower = None if bounds.lower is None else math.log(bounds.lower)
+        bounds = Bounds(lower, math.log(bounds.upper))
     # What is no number passes: rejected, a broken log-probability would never be reported.
     fails = values > bounds.upper
     if bounds.lower is not None:

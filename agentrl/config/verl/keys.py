@@ -15,8 +15,16 @@ class Tree(Protocol):
         """Resolve a key's value, as plain Python."""
         ...
 
+    def is_given(self, key: str) -> bool:
+        """Whether the file or the command line sets it, or a key below it."""
+        ...
+
     def is_changed(self, key: str) -> bool:
         """Whether the file or the command line sets it to something else than verl's default."""
+        ...
+
+    def is_chosen(self, key: str) -> bool:
+        """Whether somebody chose its value, be it verl's default."""
         ...
 
 
@@ -106,7 +114,8 @@ def same(name: str, default: Any, ours: str | None = None, *, note: str = "") ->
     target = ours or name
 
     def read(value: Any, tree: Tree) -> Reading:
-        return Reading({target: value}, note)
+        is_off = value is None and isinstance(default, bool)  # Python, so verl too, reads it so
+        return Reading({target: False if is_off else value}, note)
 
     return VerlKey(name, default, Taken((target,), read))
 

@@ -56,6 +56,7 @@ MODEL = under("actor_rollout_ref.model", [
     *dead(_NEW_WORKER, {"hf_config_path": None}),
     *left(_PACKED, {"use_remove_padding": False}),
     *left(_MEMORY, {"enable_activation_offload": False, "use_liger": False,
+                    "enable_activation_offloading": UNSET,
                     "use_fused_kernels": False, "fused_kernel_options.*": UNSET,
                     "tiled_mlp.*": UNSET}),
     *left("models are read from where they lie", {"use_shm": False}),
@@ -71,7 +72,8 @@ _OPTIM = [
     same("weight_decay", 0.01, "actor.optim.weight_decay", note="of matrices; norms and biases are "
          "not decayed"),
     taken("lr_warmup_steps", -1, values.warmup_steps, "actor.optim.lr_warmup_steps"),
-    taken("lr_warmup_steps_ratio", 0.0, values.warmup_ratio, "actor.optim.lr_warmup_steps"),
+    taken("lr_warmup_steps_ratio", 0.0, values.warmup_ratio, "actor.optim.lr_warmup_steps",
+          "actor.optim.lr_warmup_steps_ratio"),
     taken("lr_scheduler_type", "constant", values.scheduler, "actor.optim.lr_scheduler"),
     taken("warmup_style", None, values.warmup_style, "actor.optim.lr_scheduler"),
     taken("min_lr_ratio", 0.0, readers.keep("actor.optim.min_lr_ratio"),
@@ -170,5 +172,16 @@ REFERENCE = under("actor_rollout_ref.ref", [
 
 CRITIC = [
     refused("critic.enable", None, False, why="there is no critic yet; grpo needs none"),
-    *dead("no critic is trained: an estimator that needs one is refused", {"critic.*": UNSET}),
-]
+    *dead(
+        "no critic is trained: an estimator that needs one is refused",
+        {f"critic.{name}": UNSET for name in (
+            "rollout_n", "strategy", "optim.*", "model.*", "ppo_mini_batch_size",
+            "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
+            "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu", "ppo_epochs", "shuffle",
+            "cliprange_value", "loss_agg_mode", "checkpoint.*", "profiler.*", "grad_clip",
+            "forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "nccl_timeout",
+            "ulysses_sequence_parallel_size", "megatron.*", "load_weight", "engine.*", "fsdp.*",
+            "data_loader_seed", "use_remove_padding",
+        )},
+    ),
+]  # fmt: skip

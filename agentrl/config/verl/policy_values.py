@@ -18,9 +18,17 @@ def longest_sequence(tree: Tree) -> int:
     return count(tree, "data.max_prompt_length") + count(tree, "data.max_response_length")
 
 
+def prompts_per_step(tree: Tree) -> int:
+    """Count the prompts of one training step: without `filter_groups` all that verl samples."""
+    sampled = tree.value("data.gen_batch_size")
+    if sampled is None or tree.value("algorithm.filter_groups.enable"):
+        return count(tree, "data.train_batch_size")
+    return integer(sampled, "data.gen_batch_size")
+
+
 def updates_per_step(tree: Tree) -> int:
     """Count the optimizer steps of one training step, by which our schedules count."""
-    batch = count(tree, "data.train_batch_size")
+    batch = prompts_per_step(tree)
     mini = max(1, count(tree, f"{ACTOR}.ppo_mini_batch_size"))
     return max(1, batch // mini) * count(tree, f"{ACTOR}.ppo_epochs")
 
@@ -57,7 +65,7 @@ def override_config(value: Any, tree: Tree) -> Reading:
 def compute_dtype(value: Any, tree: Tree) -> Reading:
     """Take the type that is computed in."""
     key = f"{ACTOR}.fsdp_config.dtype"
-    if not tree.is_changed(key):
+    if not tree.is_chosen(key):
         return Reading(note="bfloat16 on an accelerator, as there, and float32 on a CPU")
     dtype = _DTYPES.get(str(value))
     if dtype is None:
@@ -180,20 +188,18 @@ def warmup_steps(value: Any, tree: Tree) -> Reading:
 
 
 def warmup_ratio(value: Any, tree: Tree) -> Reading | Unused:
-    """Turn a share of the run into optimizer steps; the run's length must be known."""
+    """Turn a share of the run into optimizer steps, here or when the data are read."""
     steps = tree.value(f"{ACTOR}.optim.lr_warmup_steps")
     if steps is not None and integer(steps) >= 0:
         return Unused(f"lr_warmup_steps is {steps}")
     if not value:
         return Reading()
     total = tree.value("trainer.total_training_steps")
-    if total is None:
-        raise ConfigError(
-            f"{value} of a run whose steps are not known before its data are read",
-            expected="trainer.total_training_steps, or optim.lr_warmup_steps in its place",
-        )
     if not isinstance(value, int | float):
         raise ConfigError(f"{value!r} is no share of a run", expected="a number from 0 to 1")
+    if total is None:
+        note = "of the run's optimizer steps, counted when the data are read"
+        return Reading({"actor.optim.lr_warmup_steps_ratio": value}, note)
     return _warmup(int(value * integer(total)), tree)
 
 

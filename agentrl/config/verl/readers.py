@@ -49,7 +49,7 @@ def if_given(theirs: str, ours: str) -> Reader:
     """Take a value that somebody chose; verl's default is no better than ours."""
 
     def read(value: Any, tree: Tree) -> Reading:
-        return Reading({ours: value} if tree.is_changed(theirs) else {})
+        return Reading({ours: value} if tree.is_chosen(theirs) else {})
 
     return read
 

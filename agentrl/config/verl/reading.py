@@ -26,6 +26,7 @@ from agentrl.config.problems import (
 )
 from agentrl.config.schema import RunConfig
 from agentrl.config.verl.keys import UNSET, Dead, Left, Refused, Taken, Unused, VerlKey
+from agentrl.config.verl.other_trainers import find_other_trainers
 from agentrl.config.verl.report import LeftKey, TakenKey, VerlReport, shown
 from agentrl.config.verl.table import TABLE, find_key, is_section, single_keys
 from agentrl.config.verl.tree import GivenTree
@@ -55,6 +56,8 @@ def read_verl_tree(
     Raises:
         ConfigError: with every key that is unknown, cannot be meant here, or holds a wrong value.
     """
+    if others := find_other_trainers(given, file):
+        raise_problems([told_where(problem, overridden) for problem in others], file)
     tree, problems = GivenTree(given), list[Problem]()
     with naming_file(file):
         items = list(_read_given(tree, problems))
@@ -112,7 +115,8 @@ def _read_row(row: VerlKey, key: str, tree: GivenTree) -> Item:
         return _left(row, key, fate, tree)
     value = tree.value(key)
     if isinstance(fate, Refused):
-        if value in fate.harmless:
+        asks_nothing = value is None and any(harmless in (False, 0) for harmless in fate.harmless)
+        if asks_nothing or value in fate.harmless:
             return TakenKey(key, value, {})
         told = f"{shown(value)} asks for what is not here: {fate.why}"
         raise ConfigError(told, expected=" or ".join(map(shown, fate.harmless)))
@@ -142,6 +146,8 @@ def _read_ours(key: str, tree: GivenTree) -> TakenKey:
     ours = key.removeprefix("actor_rollout_ref.")
     if ours in _our_leaves() or any(ours.startswith(f"{open_}.") for open_ in _our_mappings()):
         return TakenKey(key, tree.value(key), {ours: tree.value(key)})
+    if ours in known_keys() and tree.value(key) in (None, {}):
+        return TakenKey(key, tree.value(key), {})
     if is_section(key):
         held = f"{shown(tree.value(key))} stands where verl has a section"
         raise ConfigError(held, expected="a mapping of keys to values")

@@ -2,7 +2,7 @@
 
 from agentrl.config.verl import readers
 from agentrl.config.verl import rollout_values as values
-from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, part, refused, same, taken, under
+from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, refused, same, taken, under
 
 _ENGINE = "a setting of the engine that verl runs; ours are rollout.engine.*"
 _SAME_BATCHES = "log-probabilities are computed in the packed micro-batches of the update"
@@ -15,7 +15,7 @@ ENGINE = under("actor_rollout_ref.rollout", [
     taken("mode", "sync", values.rollout_mode),
     same("n", 1, "rollout.n"),
     same("temperature", 1.0, "rollout.temperature"),
-    same("top_k", -1, "rollout.top_k"),
+    taken("top_k", -1, values.top_k("rollout.top_k"), "rollout.top_k"),
     same("top_p", 1, "rollout.top_p"),
     taken("prompt_length", "${data.max_prompt_length}",
           readers.twin("actor_rollout_ref.rollout.prompt_length", "data.max_prompt_length")),
@@ -24,8 +24,7 @@ ENGINE = under("actor_rollout_ref.rollout", [
     taken("max_model_len", None, readers.keep("rollout.max_model_len"), "rollout.max_model_len"),
     refused("do_sample", True, why="training samples"),
     refused("ignore_eos", False, why="a turn ends where the policy ends it"),
-    refused("over_sample_rate", 0, why="the slowest requests are not thrown away: that "
-            "would train on what is quick. rollout.request_timeout_s bounds each"),
+    taken("over_sample_rate", 0, values.over_sample_rate),
     refused("skip_rollout", False, why="rollouts of an earlier run are not trained on"),
     *dead("skip_rollout is false", {"skip_dump_dir": "/tmp/rollout_dump"}),
     *left("the log-probabilities of sampling are always recorded", {"calculate_log_probs": False}),
@@ -53,6 +52,9 @@ ENGINE = under("actor_rollout_ref.rollout", [
     taken("tensor_model_parallel_size", 2,
           values.of_sglang("tensor_model_parallel_size", "tp_size", _EACH_RANK),
           "rollout.engine.sglang.tp_size"),
+    *left("rollout.engine.name: sglang_server generates on servers", {
+        "sglang_rollout_mode": UNSET,
+    }),
     *left(_EACH_RANK, {
         "data_parallel_size": 1, "expert_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "sglang_engine_mode": UNSET,
@@ -112,8 +114,8 @@ CONVERSATION = under("actor_rollout_ref.rollout.multi_turn", [
 
 VALIDATION = under("actor_rollout_ref.rollout.val_kwargs", [
     taken("temperature", 0, values.val_temperature, "rollout.val_kwargs.temperature"),
-    part("do_sample", False, "actor_rollout_ref.rollout.val_kwargs.temperature"),
-    same("top_k", -1, "rollout.val_kwargs.top_k"),
+    taken("do_sample", False, values.do_sample),
+    taken("top_k", -1, values.top_k("rollout.val_kwargs.top_k"), "rollout.val_kwargs.top_k"),
     same("top_p", 1.0, "rollout.val_kwargs.top_p"),
     same("n", 1, "rollout.val_kwargs.n"),
 ])  # fmt: skip

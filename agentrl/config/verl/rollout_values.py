@@ -58,7 +58,7 @@ def of_sglang(theirs: str, ours: str, elsewhere: str) -> Reader:
     def read(value: Any, tree: Tree) -> Reading | Left:
         if not _is_sglang(tree):
             return Left(elsewhere)
-        if not tree.is_changed(f"{ROLLOUT}.{theirs}"):
+        if not tree.is_chosen(f"{ROLLOUT}.{theirs}"):
             return Left(f"verl's default is not taken; see rollout.engine.sglang.{ours}")
         return Reading({f"rollout.engine.sglang.{ours}": value})
 
@@ -80,15 +80,27 @@ def rollout_mode(value: Any, tree: Tree) -> Reading:
     """Say which of verl's two rollouts is meant."""
     if value not in ("sync", "async"):
         raise ConfigError(f"is {value!r}", expected="sync or async")
-    loops = "whether a row may call tools is not decided by its `agent_name`: it has the run's"
-    return Reading(_tools_as_there(value, tree), loops if value == "async" else "")
+    settings = _tools_as_there(value, tree)
+    return Reading(settings, (_IN_ASYNC if value == "async" else _IN_SYNC) if settings else "")
+
+
+_MIXED = (
+    "a turn with a malformed call ends the request, also if another of its calls is well formed"
+)
+_IN_SYNC = f"as there, a row is shown the tools of its tools_kwargs alone; {_MIXED}"
+_IN_ASYNC = f"a row has every tool of the run, whatever its agent_name; {_MIXED}"
 
 
 def _tools_as_there(mode: str, tree: Tree) -> dict[str, Any]:
-    """Show tools to the policy, and take its arguments, as verl does; our own keys go before."""
+    """Show tools to the policy, and take its calls, as verl does; our own keys go before."""
     if not (tree.value(f"{TURNS}.tool_config_path") or tree.value(f"{TURNS}.function_tool_path")):
         return {}
-    theirs = {"check_tool_arguments": False, "tool_schema_style": f"verl_{mode}"}
+    theirs = {
+        "check_tool_arguments": False,
+        "tool_schema_style": f"verl_{mode}",
+        "on_malformed_call": "stop",
+        "tools_per_row": "tools_kwargs" if mode == "sync" else "all",
+    }
     return {
         f"{OURS_TURNS}.{key}": value
         for key, value in theirs.items()
@@ -124,7 +136,7 @@ def _response_budget(tree: Tree) -> int:
 
 def parallel_calls(value: Any, tree: Tree) -> Reading:
     """Take how many calls of one request run at once; none is dropped here."""
-    if not tree.is_changed(f"{TURNS}.max_parallel_calls"):
+    if not tree.is_chosen(f"{TURNS}.max_parallel_calls"):
         return Reading()
     there = "drops the calls beyond it" if is_async(tree) else "does not look at it"
     note = f"how many run at once, the others queue; verl {there}"
@@ -135,7 +147,7 @@ def tool_format(value: Any, tree: Tree) -> Reading | Unused:
     """Take the tool-call format, which verl's request path finds out by the tokenizer."""
     if not is_async(tree):
         return Unused("verl's sync rollout, and agentrl, find the format out by the template")
-    if not tree.is_changed(f"{TURNS}.format"):
+    if not tree.is_chosen(f"{TURNS}.format"):
         return Reading()
     return Reading({f"{OURS_TURNS}.format": value})
 
@@ -148,9 +160,33 @@ def token_check(value: Any, tree: Tree) -> Reading:
 
 
 def val_temperature(value: Any, tree: Tree) -> Reading | Unused:
-    """Take validation's temperature, which is 0 unless it samples."""
-    if tree.value(f"{ROLLOUT}.val_kwargs.do_sample"):
+    """Take validation's temperature; verl's sync rollout reads it only if validation samples."""
+    if is_async(tree) or tree.value(f"{ROLLOUT}.val_kwargs.do_sample"):
         return Reading({"rollout.val_kwargs.temperature": value})
     if value:
         return Unused("val_kwargs.do_sample is false, so validation is greedy")
     return Reading({"rollout.val_kwargs.temperature": 0.0})
+
+
+def do_sample(value: Any, tree: Tree) -> Reading | Unused:
+    """Read whether validation samples, which verl's agent loops never look at."""
+    if is_async(tree):
+        return Unused("verl's agent loops sample validation by val_kwargs.temperature alone")
+    return Reading(part_of=f"{ROLLOUT}.val_kwargs.temperature")
+
+
+def top_k(ours: str) -> Reader:
+    """Take `top_k`, which verl's agent loops send to no engine."""
+
+    def read(value: Any, tree: Tree) -> Reading | Unused:
+        if is_async(tree):
+            return Unused("verl's agent loops do not hand it to the engine")
+        return Reading({ours: value})
+
+    return read
+
+
+def over_sample_rate(value: Any, tree: Tree) -> Reading:
+    """Wait for every request, where verl cancels the slowest share and trains on the rest."""
+    told = f"read as 0: every request is waited for and trained; verl cancels the last {value} of "
+    return Reading(note=f"{told}them. rollout.request_timeout_s bounds each" if value else "")

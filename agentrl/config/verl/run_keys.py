@@ -2,17 +2,20 @@
 
 from typing import Any
 
+from agentrl.config.verl import correction_values as correction
 from agentrl.config.verl import readers
 from agentrl.config.verl import run_values as values
 from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, part, refused, same, taken, under
 
 _ROWS = "rows are read, and prompts rendered, by agentrl's own loader"
-_MEDIA = "images, videos and audio of rows are not looked for yet"
+_MEDIA = "agentrl trains on text alone: a row with images or videos is refused"
 
 DATA = under("data", [
-    taken("train_files", None, values.train_files, "data.train_files"),
+    taken("train_files", None, values.train_files, "data.train_files", "data.strict_rows"),
+    same("image_key", "images", "data.image_key"),
+    same("video_key", "videos", "data.video_key"),
     taken("val_files", None, values.val_files, "data.val_files"),
-    same("train_batch_size", 1024, "data.train_batch_size"),
+    taken("train_batch_size", 1024, values.train_batch_size, "data.train_batch_size"),
     same("max_prompt_length", 512, "data.max_prompt_length"),
     same("max_response_length", 512, "data.max_response_length"),
     same("prompt_key", "prompt", "data.prompt_key"),
@@ -34,7 +37,8 @@ DATA = under("data", [
     same("apply_chat_template_kwargs", {}, "data.apply_chat_template_kwargs"),
     part("trust_remote_code", False, "actor_rollout_ref.model.trust_remote_code"),
     taken("val_batch_size", None, readers.keep("data.val_batch_size"), "data.val_batch_size"),
-    taken("gen_batch_size", UNSET, readers.twin("data.gen_batch_size", "data.train_batch_size")),
+    taken("gen_batch_size", UNSET, values.gen_batch_size, "data.gen_batch_size",
+          "data.train_batch_size"),
     refused("sampler.class_path", None, why="the order of the rows is data.shuffle's and "
             "data.seed's alone: there are no samplers"),
     refused("datagen.path", None, why="rows are not made while a run goes on; data.custom_cls "
@@ -45,8 +49,7 @@ DATA = under("data", [
     *left(_ROWS, {"return_raw_chat": False, "return_full_prompt": False,
                   "dataloader_num_workers": 8, "use_shm": False}),
     *left("a validation's figures do not depend on its order", {"validation_shuffle": False}),
-    *left(_MEDIA, {"image_key": "images", "video_key": "videos", "audio_key": UNSET,
-                   "image_patch_size": 14, "return_multi_modal_inputs": True,
+    *left(_MEDIA, {"audio_key": UNSET, "image_patch_size": 14, "return_multi_modal_inputs": True,
                    "mm_processor_kwargs": UNSET}),
     *left("tools are those of multi_turn", {
         "tool_config_path": "${actor_rollout_ref.rollout.multi_turn.tool_config_path}",
@@ -75,6 +78,23 @@ def _sandbox(section: str, default: Any) -> list[VerlKey]:
     ]  # fmt: skip
 
 
+_MODEL = (
+    "enable_resource_pool", "n_gpus_per_node", "nnodes", "strategy", "model.*", "micro_batch_size",
+    "micro_batch_size_per_gpu", "mini_batch_size", "max_length", "use_dynamic_bsz", "profiler.*",
+    "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "megatron.*", "rollout.*",
+    "data_processor_config.*", "param_offload", "load_weight",
+)  # fmt: skip
+"""verl's keys of a reward model, below `reward_model`."""
+_SHAPING = [
+    same(f"{section}.{name}", UNSET, f"reward.{name}")
+    for section, names in {
+        "token_reward": ("tool_call_bonus", "interaction_bonus"),
+        "trajectory_reward": ("length_penalty",),
+    }.items()
+    for name in names
+]
+"""Bonuses and penalty of multi-turn rewards, which verl 0.6.1 itself does not have."""
+
 REWARD = [
     taken("custom_reward_function.path", None, values.custom_reward("custom_reward_function"),
           "reward.custom_reward_function"),
@@ -89,9 +109,10 @@ REWARD = [
     *under("reward_model", _sandbox("reward_model.", None)),
     taken("reward_model.launch_reward_fn_async", False,
           values.launch_async("reward_model.launch_reward_fn_async"), _LAUNCH),
-    *left("trainer.rollout_data_dir saves what was scored, agentrl view shows it",
+    *left("trainer.rollout_data_dir saves what was scored, token by token",
           {"reward_model.num_examine": UNSET, "reward.num_examine": UNSET}),
-    *dead("reward_model.enable is false", {"reward_model.*": UNSET}),
+    *dead("reward_model.enable is false", {f"reward_model.{name}": UNSET for name in _MODEL}),
+    *under("reward_model", _SHAPING),
     # As verl 0.9.1 writes them.
     taken("reward.custom_reward_function.path", UNSET,
           values.custom_reward("reward.custom_reward_function"), "reward.custom_reward_function"),
@@ -113,23 +134,18 @@ REWARD = [
     *_sandbox("", UNSET),
 ]  # fmt: skip
 
-_OWN_MASK = "no token vetoes its sequence; rollout_rs seq_max_k2 rejects one by its worst token"
-_REJECTED = (
-    "advantages are those of all samples; those of what is left, as there, by "
-    "algorithm.rollout_correction.advantages=kept"
-)
-_OLD_BOUND = "rollout_rs_threshold takes both bounds of a test, as lower_upper"
-
 _OURS = "algorithm.rollout_correction"
 _CORRECTION = [
-    taken("rollout_is", None, readers.keep(f"{_OURS}.rollout_is"), f"{_OURS}.rollout_is"),
+    taken("rollout_is", None, correction.importance_sampling, f"{_OURS}.rollout_is"),
     same("rollout_is_threshold", 2.0, f"{_OURS}.rollout_is_threshold"),
     same("rollout_is_batch_normalize", False, f"{_OURS}.rollout_is_batch_normalize"),
-    taken("rollout_rs", None, readers.keep(f"{_OURS}.rollout_rs", note=_REJECTED),
-          f"{_OURS}.rollout_rs"),
-    taken("rollout_rs_threshold", None, readers.keep(f"{_OURS}.rollout_rs_threshold"),
+    taken("rollout_rs", None, correction.rejection, f"{_OURS}.rollout_rs",
           f"{_OURS}.rollout_rs_threshold"),
+    part("rollout_rs_threshold", None, f"{_OURS}.rollout_rs"),
+    part("rollout_rs_threshold_lower", None, f"{_OURS}.rollout_rs"),
+    taken("rollout_token_veto_threshold", None, correction.veto),
     same("bypass_mode", False, f"{_OURS}.bypass_mode"),
+    taken("use_policy_gradient", False, correction.policy_gradient, f"{_OURS}.loss_type"),
     same("loss_type", UNSET, f"{_OURS}.loss_type"),
 ]  # fmt: skip
 
@@ -153,10 +169,6 @@ ALGORITHM = under("algorithm", [
     *left("the batches of one step follow each other", {
         "filter_groups.max_inflight_gen_batches": UNSET}),
     *under("rollout_correction", _CORRECTION),
-    refused("rollout_correction.rollout_rs_threshold_lower", None, why=_OLD_BOUND),
-    refused("rollout_correction.rollout_token_veto_threshold", None, why=_OWN_MASK),
-    refused("rollout_correction.use_policy_gradient", False, why="under bypass_mode "
-            "rollout_correction.loss_type=reinforce is the loss without a clip"),
     taken("gdpo_reward_keys", UNSET, readers.keep("algorithm.gdpo_reward_keys"),
           "algorithm.gdpo_reward_keys"),
     taken("gdpo_reward_weights", UNSET, readers.keep("algorithm.gdpo_reward_weights"),
@@ -202,7 +214,10 @@ TRAINER = under("trainer", [
     *left(_OWN_FORMAT, {"default_hdfs_dir": None, "del_local_ckpt_after_load": False,
                         "esi_redundant_time": 0}),
     *left("there is no critic", {"max_critic_ckpt_to_keep": None}),
-    *left("nothing runs on Ray yet", {"ray_wait_register_center_timeout": 300}),
+    *left("nothing runs on Ray yet", {
+        "ray_wait_register_center_timeout": 300, "num_global_batch": UNSET,
+        "num_data_storage_units": UNSET, "num_data_controllers": UNSET,
+    }),
 ])  # fmt: skip
 
 _RAY = "nothing runs on Ray yet"
@@ -216,10 +231,7 @@ OTHERS = [
     *left(_RAY, {"ray_kwargs.*": UNSET, "ray_init.*": UNSET, "transfer_queue.*": UNSET}),
     *left("agentrl has no profiler", {"global_profiler.*": UNSET}),
     *left("Hydra's own settings: agentrl composes no files", {"hydra.*": UNSET}),
-    refused("defaults", UNSET, ["ppo_trainer", "_self_"], ["_self_", "ppo_trainer"],
-            ["ppo_trainer"], ["_self_"], [], None,
-            why="agentrl composes no files: it has the defaults of ppo_trainer built in, and what "
-            "stands in other files must stand in this one (print it with verl: --cfg job)"),
+    taken("defaults", UNSET, values.defaults),
     refused("skip.rollout.enable", UNSET, False, why="rollouts of another run are not trained on"),
     *dead("skip.rollout.enable is false", {"skip.*": UNSET}),
     refused("distillation.enabled", UNSET, False, why="there is no distillation here yet"),

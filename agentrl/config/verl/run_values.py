@@ -7,6 +7,7 @@ from typing import Any, cast, get_args
 
 from agentrl.config.schema import TrainerConfig
 from agentrl.config.verl.keys import Reader, Reading, Tree, Unused
+from agentrl.config.verl.policy_values import prompts_per_step
 from agentrl.config.verl.readers import as_list, integer
 from agentrl.errors import ConfigError
 
@@ -17,7 +18,10 @@ def train_files(value: Any, tree: Tree) -> Reading:
         if tree.value("trainer.val_only"):
             return Reading()
         raise ConfigError("is missing: verl's default is a path of its authors'", expected="a file")
-    return Reading({"data.train_files": as_list(value)})
+    settings: dict[str, Any] = {"data.train_files": as_list(value)}
+    if tree.is_given("data.strict_rows"):
+        return Reading(settings)
+    return Reading(settings | {"data.strict_rows": False})
 
 
 def val_files(value: Any, tree: Tree) -> Reading:
@@ -39,6 +43,25 @@ def _named(files: Sequence[Any]) -> dict[str, str]:
         name = path.stem if stems[path.stem] == 1 else f"{path.parent.name}_{path.stem}"
         named[name if name not in named else f"{name}_{place}"] = str(path)
     return named
+
+
+def train_batch_size(value: Any, tree: Tree) -> Reading:
+    """Take the prompts of a training step: those that are sampled, if none of them is dropped."""
+    prompts = prompts_per_step(tree)
+    if prompts == integer(value):
+        return Reading({"data.train_batch_size": value})
+    note = (
+        f"data.gen_batch_size prompts ({prompts}): without algorithm.filter_groups verl trains on "
+        "all that it samples"
+    )
+    return Reading({"data.train_batch_size": prompts}, note)
+
+
+def gen_batch_size(value: Any, tree: Tree) -> Reading:
+    """Take the prompts of one generation batch, if groups are dropped."""
+    if not tree.value("algorithm.filter_groups.enable") or value is None:
+        return Reading(part_of="data.train_batch_size")
+    return Reading({"data.gen_batch_size": value})
 
 
 def max_samples(ours: str) -> Reader:
@@ -107,7 +130,7 @@ def launch_async(theirs: str) -> Reader:
     """Take whether scores begin early; but for batches, verl's default is no better than ours."""
 
     def read(value: Any, tree: Tree) -> Reading:
-        if tree.is_changed(theirs):
+        if tree.is_chosen(theirs):
             return Reading({"reward.launch_reward_fn_async": value})
         if tree.value("reward_model.reward_manager") != "batch":
             return Reading()
@@ -177,13 +200,15 @@ def adv_estimator(value: Any, tree: Tree) -> Reading:
 def kl_in_reward(value: Any, tree: Tree) -> Reading:
     """Take the KL off the rewards, but for groups that say nothing."""
     note = "groups of equal scores train on nothing; verl trains them on the KL" if value else ""
-    return Reading({"algorithm.use_kl_in_reward": value}, note)
+    return Reading({"algorithm.use_kl_in_reward": bool(value)}, note)
 
 
 def filter_groups(value: Any, tree: Tree) -> Reading:
-    """Take dynamic sampling; batches are whole ones of `train_batch_size` prompts."""
-    note = "each batch that is taken has data.train_batch_size prompts" if value else ""
-    return Reading({"algorithm.filter_groups.enable": value}, note)
+    """Take dynamic sampling."""
+    note = (
+        "data.gen_batch_size prompts are sampled at a time until a batch is full" if value else ""
+    )
+    return Reading({"algorithm.filter_groups.enable": bool(value)}, note)
 
 
 def filter_metric(value: Any, tree: Tree) -> Reading:
@@ -233,7 +258,36 @@ def resume_path(value: Any, tree: Tree) -> Reading:
 
 
 def device(value: Any, tree: Tree) -> Reading:
-    """Take the device; verl's default is no statement."""
-    if not tree.is_changed("trainer.device"):
+    """Take the device; a default that nobody wrote is no choice."""
+    if value == "npu":
+        raise ConfigError(
+            "npu: agentrl trains on NVIDIA GPUs (cuda) or on the CPU, and has no NPU backend",
+            expected="cuda, or no trainer.device",
+        )
+    if not tree.is_chosen("trainer.device"):
         return Reading(note="an accelerator where there is one, else the CPU")
     return Reading({"trainer.device": value})
+
+
+_BUILT_IN = {
+    "ppo_trainer", "_self_", "dp_actor", "legacy_data", "dp_ref", "rollout", "hf_model",
+    "dp_critic", "dp_reward_model", "rollout_correction",
+}  # fmt: skip
+"""Files of verl's FSDP trainer, whose values are the defaults here."""
+
+
+def defaults(value: Any, tree: Tree) -> Reading:
+    """Take the names of verl's own files; what another file says is not known here."""
+    entries = as_list(value) if value is not None else []
+    names = [
+        str(name)
+        for entry in entries
+        for name in (_mapping(entry).values() if isinstance(entry, Mapping) else [entry])
+    ]
+    if others := [name for name in names if name not in _BUILT_IN]:
+        raise ConfigError(
+            f"names {', '.join(others)}: agentrl has the defaults of ppo_trainer built in, and "
+            "reads no other file",
+            expected="the keys of those files in this one; verl prints the whole tree by --cfg job",
+        )
+    return Reading()

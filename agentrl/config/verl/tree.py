@@ -1,6 +1,7 @@
 """verl's tree as it was given: recognised, and laid over verl's own defaults."""
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -17,6 +18,12 @@ _LIKELY = ("reward_model", "custom_reward_function", "global_profiler", "ray_kwa
 """The same; but a run file of ours with one of them is more likely a slip."""
 _OURS = ("model", "rollout", "actor", "ref", "reward", "prepare")
 """Sections that verl's tree does not have at its root."""
+_OF_A_WHOLE_TREE = (
+    "actor_rollout_ref.rollout.layered_summon", "actor_rollout_ref.rollout.disable_log_stats",
+    "actor_rollout_ref.actor.checkpoint.async_save", "data.datagen.path",
+    "trainer.esi_redundant_time", "reward_model.sandbox_fusion.url",
+)  # fmt: skip
+"""Keys that nobody writes all of, and that are all in a tree that verl has composed."""
 _TARGET = "_target_"
 """Hydra's own key: the class of a section."""
 
@@ -73,6 +80,18 @@ class GivenTree:
         """Whether the file or the command line sets a key to something else than verl's default."""
         row = find_key(key)
         return self.is_given(key) and (row is None or self.shown(key) != row.default)
+
+    def is_chosen(self, key: str) -> bool:
+        """Whether somebody chose a key's value, be it verl's default.
+
+        In a whole tree, as verl prints it by `--cfg job`, every key is given; there a default is
+        taken for no choice.
+        """
+        return self.is_changed(key) or (self.is_given(key) and not self._is_whole)
+
+    @cached_property
+    def _is_whole(self) -> bool:
+        return all(self.is_given(name) for name in _OF_A_WHOLE_TREE)
 
     def value(self, key: str) -> Any:
         """Resolve a key's value, as plain Python; None for one that has neither value nor default.

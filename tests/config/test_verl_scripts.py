@@ -1,0 +1,232 @@
+"""What verl 0.6.1's own scripts set: read as verl means it, or refused for one true reason.
+
+The settings are those of its scripts; the scripts themselves are not here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from agentrl.config import RunConfig, check_config, read_config
+from agentrl.config.verl import VerlReport, read_verl_tree
+from agentrl.errors import ConfigError
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+C = "algorithm.rollout_correction"
+TOOLS = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "tools.yaml"}
+ASYNC = {f"{R}.mode": "async"}
+FILTER = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}
+
+
+def tree(changes: Mapping[str, Any]) -> Any:
+    root = OmegaConf.create({})
+    least = {f"{M}.path": "policy", "data.train_files": "train.parquet", f"{R}.n": 8}
+    for key, value in {**least, "algorithm.adv_estimator": "grpo", **changes}.items():
+        OmegaConf.update(root, key, value, force_add=True)
+    return root
+
+
+def read(changes: Mapping[str, Any]) -> RunConfig:
+    return read_verl_tree(tree(changes)).config
+
+
+def report_of(changes: Mapping[str, Any]) -> VerlReport:
+    return read_verl_tree(tree(changes)).report
+
+
+def refusal(changes: Mapping[str, Any], file: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_verl_tree(tree(changes), file=file)
+    return str(caught.value)
+
+
+def note_of(changes: Mapping[str, Any], key: str) -> str:
+    [found] = [item.note for item in report_of(changes).taken if item.key == key]
+    return found
+
+
+# Keys of the scripts.
+
+
+def test_over_sampling_is_read_as_none_and_reported():
+    assert read({f"{R}.over_sample_rate": 0.1}) == read({})
+    note = note_of({f"{R}.over_sample_rate": 0.1}, f"{R}.over_sample_rate")
+    assert "every request is waited for" in note
+
+
+def test_a_share_of_warm_up_waits_for_the_data():
+    optim = read({f"{A}.optim.lr_warmup_steps_ratio": 0.285}).actor.optim
+    assert (optim.lr_warmup_steps, optim.lr_warmup_steps_ratio) == (0, 0.285)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "sampled", "updates"),
+    [
+        ({**FILTER, "data.gen_batch_size": 1536}, 512, 1536, 16),
+        ({"data.gen_batch_size": 1536}, 1536, 1536, 48),
+        ({**FILTER, "data.gen_batch_size": "${data.train_batch_size}"}, 512, 512, 16),
+    ],
+    ids=["dynamic sampling", "without it verl trains all that it samples", "DAPO's default"],
+)
+def test_generation_batches_are_those_of_dapo(
+    changes: dict[str, Any], step: int, sampled: int, updates: int
+):
+    given = {"data.train_batch_size": 512, f"{A}.ppo_mini_batch_size": 32, **changes}
+    config = read({**given, f"{A}.optim.lr_warmup_steps": 1})
+    assert (config.data.train_batch_size, config.prompts_per_rollout) == (step, sampled)
+    assert config.actor.optim.lr_warmup_steps == updates
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [f"{A}.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.filter_groups.enable",
+     "algorithm.use_pf_ppo", f"{M}.lora_rank", f"{R}.multi_turn.enable"],
+)  # fmt: skip
+def test_null_switches_off(key: str):
+    assert read({key: None}) == read({})
+
+
+def test_empty_sections_say_nothing():
+    assert read({"rollout": {}, "actor_rollout_ref.ref": {}, "reward": None}) == read({})
+
+
+def test_verls_own_file_of_defaults_is_taken():
+    groups = [{"actor@actor_rollout_ref.actor": "dp_actor"}, {"critic@critic": "dp_critic"}]
+    assert read({"defaults": [*groups, "_self_"]}) == read({})
+    assert "my_actor" in refusal({"defaults": [{"actor@actor_rollout_ref.actor": "my_actor"}]})
+
+
+def test_bonuses_and_penalty_of_the_reward_model_section_are_read():
+    keys = {"token_reward.tool_call_bonus": 0.1, "token_reward.interaction_bonus": 0.2,
+            "trajectory_reward.length_penalty": 0.3}  # fmt: skip
+    reward = read({f"reward_model.{key}": value for key, value in keys.items()}).reward
+    assert (reward.tool_call_bonus, reward.interaction_bonus) == (0.1, 0.2)
+    assert reward.length_penalty == 0.3
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["reward_model.type", "reward_model.token_reward.tool_bonus", "reward_model.reward_manger",
+     "critic.cliprange", "critic.lr"],
+)  # fmt: skip
+def test_unknown_keys_of_reward_model_and_critic_are_refused(key: str):
+    assert f"{key}: unknown key" in refusal({key: 1})
+
+
+# The correction of the rollout, in 0.6.1's names.
+
+
+@pytest.mark.parametrize(
+    ("given", "tests", "thresholds"),
+    [
+        ({"rollout_rs": "token", "rollout_rs_threshold": 2.0}, "token_k1", 2.0),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 2.0}, "seq_sum_k1", 2.0),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.25,
+          "rollout_rs_threshold_lower": 0.5}, "seq_mean_k1", "0.8_2.0"),
+        ({"rollout_token_veto_threshold": 1e-4}, "seq_max_k1", 10000.0),
+        ({"rollout_rs": "token", "rollout_rs_threshold": 4, "rollout_token_veto_threshold": 0.5},
+         "token_k1,seq_max_k1", "4,2.0"),
+    ],
+)  # fmt: skip
+def test_rejection_is_that_of_verl(given: dict[str, Any], tests: str, thresholds: Any):
+    config = read({f"{C}.{key}": value for key, value in given.items()})
+    found = config.algorithm.rollout_correction
+    assert (found.rollout_rs, found.rollout_rs_threshold) == (tests, thresholds)
+
+
+def test_the_loss_without_a_clip_is_chosen_under_bypass_alone():
+    both = {f"{C}.use_policy_gradient": True, f"{C}.bypass_mode": True}
+    assert read(both).algorithm.rollout_correction.loss_type == "reinforce"
+    alone = report_of({f"{C}.use_policy_gradient": True})
+    assert [item.key for item in alone.dead] == [f"{C}.use_policy_gradient"]
+
+
+# Rows, calls and validation, as verl's two rollouts have them.
+
+
+def test_sync_shows_a_row_its_own_tools_and_ends_at_a_malformed_call():
+    turns = read(TOOLS).rollout.multi_turn
+    assert (turns.tools_per_row, turns.on_malformed_call) == ("tools_kwargs", "stop")
+    turns = read({**TOOLS, **ASYNC}).rollout.multi_turn
+    assert (turns.tools_per_row, turns.on_malformed_call) == ("all", "stop")
+    assert "tools_kwargs" in note_of(TOOLS, f"{R}.mode")
+
+
+def test_our_own_keys_go_before_what_verl_does():
+    own = {"rollout.multi_turn.tools_per_row": "all", "data.strict_rows": True}
+    config = read({**TOOLS, f"{R}.mode": "sync", **own})
+    assert config.rollout.multi_turn.tools_per_row == "all"
+    assert config.data.strict_rows
+    assert not read({}).data.strict_rows
+
+
+def test_agent_loops_sample_validation_by_its_temperature():
+    val = {f"{R}.val_kwargs.temperature": 0.6, f"{R}.val_kwargs.n": 30, f"{R}.top_k": 20,
+           f"{R}.val_kwargs.top_k": 10}  # fmt: skip
+    assert read(val).rollout.val_kwargs.temperature == 0
+    loops = read({**val, **ASYNC}).rollout
+    assert (loops.val_kwargs.temperature, loops.val_kwargs.n) == (0.6, 30)
+    assert (loops.top_k, loops.val_kwargs.top_k) == (-1, -1)
+    dead = {item.key for item in report_of({**val, **ASYNC}).dead}
+    assert dead == {f"{R}.top_k", f"{R}.val_kwargs.top_k"}
+
+
+def test_columns_of_images_keep_their_names():
+    assert read({"data.image_key": "shots"}).data.image_key == "shots"
+
+
+# Trainers that are not here.
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"defaults": ["ppo_megatron_trainer", "_self_"]}, "Megatron trainer"),
+        ({"defaults": [{"actor@actor_rollout_ref.actor": "megatron_actor"}]}, "Megatron trainer"),
+        ({f"{A}.strategy": "megatron", f"{A}.megatron.seed": 1, f"{A}.odd": 1}, "Megatron trainer"),
+        ({"async_training.partial_rollout": True, "rollout.nnodes": 1}, "fully asynchronous"),
+        ({"rollout.nnodes": 1, "rollout.n_gpus_per_node": 2}, "one-step-off trainer"),
+        ({"algorithm.reward_dpo_coef": 5, "reward_model.enable": True}, "PRIME trainer"),
+        ({f"{A}.dpo_beta": 0.1}, "SPIN trainer"),
+        ({"algorithm.sppo_eta": 1.0}, "SPPO trainer"),
+    ],
+)
+def test_a_trainer_that_is_not_here_is_named_in_one_sentence(changes: dict[str, Any], told: str):
+    error = refusal(changes)
+    assert told in error
+    assert "expected" in error
+    assert "unknown key" not in error
+    assert "problems" not in error
+
+
+def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
+    assert "FlowRL trainer" in refusal({}, file="configs/flowrl_trainer.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"trainer.device": "npu"}, "has no NPU backend"),
+        ({f"{M}.lora_rank": 32}, "no LoRA"),
+        ({"reward_model.enable": True}, "no reward model"),
+        ({"algorithm.adv_estimator": "gae"}, "needs a critic"),
+        ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no agent loops"),
+    ],
+)
+def test_what_is_not_here_is_refused_in_one_sentence(changes: dict[str, Any], told: str):
+    error = refusal(changes)
+    assert told in error
+    assert "problems" not in error
+
+
+def test_a_command_line_of_verl_needs_no_file(tmp_path: Path):
+    file = tmp_path / "empty.yaml"
+    file.write_text("{}\n")
+    line = [f"{M}.path=policy", "data.train_files=train.parquet", "algorithm.adv_estimator=rloo"]
+    config, report = read_config(file, line)
+    assert report is not None
+    assert config.algorithm.adv_estimator == "rloo_verl"
