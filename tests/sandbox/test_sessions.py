@@ -4,11 +4,12 @@ import asyncio
 import sys
 import time
 
+import psutil
 import pytest
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox import ExecutionEnd, Sandbox
-from tests.sandbox.conftest import MakeSandbox
+from tests.sandbox.conftest import MakeSandbox, descendants
 
 
 async def test_names_and_files_stay_from_call_to_call(sandbox: Sandbox):
@@ -226,3 +227,42 @@ async def test_calls_that_ordinary_programs_need_are_not_refused(make: MakeSandb
     session = await make(memory_bytes=1024**3).open_python()
     done = await session.run(ORDINARY)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+BURNERS = """
+import os, threading, time
+def burn():
+    while True: pass
+threading.Thread(target=burn, daemon=True).start()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: burn()
+    os._exit(0)
+os.wait()
+"""
+
+
+def used_cpu_s(pids: set[int]) -> float:
+    """Sum the processor seconds of processes that run on."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(each.user + each.system for each in times)
+
+
+async def test_what_a_call_leaves_running_waits_for_the_next_call(sandbox: Sandbox):
+    before = set(descendants())
+    session = await sandbox.open_python()
+    assert (await session.run(BURNERS)).is_ok
+    pids = set(descendants()) - before
+    used_s = used_cpu_s(pids)
+    await asyncio.sleep(0.5)
+    assert used_cpu_s(pids) - used_s < 0.1
+    assert (await session.run("time.sleep(0.5); print(threading.active_count())")).stdout == "2\n"
+    assert used_cpu_s(pids) - used_s > 0.1
+
+
+async def test_code_that_closes_its_descriptors_is_not_said_to_use_memory(sandbox: Sandbox):
+    session = await sandbox.open_python()
+    done = await session.run("import os, time; os.closerange(3, 64); time.sleep(60)")
+    assert done.end is ExecutionEnd.KILLED
+    assert "the interpreter's own descriptors" in done.stderr
+    assert (await session.run("print(1)")).stdout == "1\n"

@@ -18,7 +18,7 @@ import kernel
 from frames import read_frame, write_frame
 from interpreter import Interpreter
 from limits import Limits
-from processes import children, kill
+from processes import descendants, kill
 from program import Program, told, write_files
 from watch import Watch
 
@@ -83,7 +83,10 @@ class Guest:
     def _run_python(self, asked: dict[str, Any]) -> dict[str, Any]:
         note = asked.get("note", "") + (_NEW_INTERPRETER if self._was_lost else "")
         self._interpreter = self._interpreter or Interpreter(self._limits)
+        self._signal_all(signal.SIGCONT)
         answer = self._interpreter.run(asked, note)
+        # What a call leaves running uses no processor until the next call.
+        self._signal_all(signal.SIGSTOP)
         self._was_lost = not self._interpreter.is_alive
         if self._was_lost:
             self._drop_interpreter()
@@ -95,11 +98,15 @@ class Guest:
             self._interpreter = None
             self.kill_all()
 
+    def _signal_all(self, number: int) -> None:
+        """Signal all that runs here but this process."""
+        for pid in [-1] if self._limits["is_alone"] else descendants():
+            kill(pid, number)
+
     def kill_all(self) -> None:
         """Kill all that runs here but this process, and wait for it."""
         while True:
-            for pid in [-1] if self._limits["is_alone"] else children(os.getpid()):
-                kill(pid)
+            self._signal_all(signal.SIGKILL)
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:

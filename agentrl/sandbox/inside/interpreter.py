@@ -5,8 +5,10 @@ import io
 import json
 import linecache
 import os
+import resource
 import select
 import sys
+import time
 import traceback
 from contextlib import suppress
 from types import CodeType, ModuleType
@@ -19,6 +21,8 @@ from watch import LATE, Watch, output_pipe
 _CHUNK = 65536
 _TRACEBACK_CHARS = 8192
 _SOURCE = "<code>"
+_END_S = 0.5
+"""From the end of an interpreter's answers to its own."""
 
 
 class Interpreter:
@@ -92,9 +96,20 @@ class Interpreter:
             return "killed", ""
         if not has_died:
             return "timeout", LATE
-        os.kill(self._pid, 9)  # where its answers ended and it did not
-        _, status, usage = os.wait4(self._pid, 0)
-        return how_it_died(status, usage, self._limits)
+        ended = self._wait()
+        if ended is None:
+            return "killed", "[killed: the code closed or used the interpreter's own descriptors]\n"
+        return how_it_died(*ended, self._limits)
+
+    def _wait(self) -> tuple[int, resource.struct_rusage] | None:
+        """Wait for its end, which follows that of its answers; None where it runs on."""
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            pid, status, usage = os.wait4(self._pid, os.WNOHANG)
+            if pid:
+                return status, usage
+            time.sleep(0.001)
+        return None
 
     def close(self) -> None:
         """Close its pipes; who calls kills it."""

@@ -72,7 +72,7 @@ def kill_descendants() -> None:
         time.sleep(0.001)
 
 
-def kill(pid: int) -> None:
-    """Kill a process, where it is still there."""
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, where it is still there; -1: to all that this one may."""
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
