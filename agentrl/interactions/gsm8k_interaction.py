@@ -69,9 +69,6 @@ class Gsm8kInteraction(BaseInteraction):
     """
 
     keys_class: type[Gsm8kSettings] = Gsm8kSettings
-    right_text = _RIGHT
-    wrong_text = _WRONG
-    """Said to every answer that is not right, before progress and hint."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -105,7 +102,7 @@ class Gsm8kInteraction(BaseInteraction):
         answer = extract_gsm8k_answer(said, settings.method)
         score = self._score(talk, answer)
         if answer is not None and same_number(answer, talk.ground_truth):
-            reply = self.right_text
+            reply = _RIGHT
             return InteractionResult(True, reply, score, {"num_hints": talk.num_hints})
         if settings.max_hints is not None and talk.num_hints >= settings.max_hints:
             return InteractionResult(True, "", score, {"num_hints": talk.num_hints})
@@ -128,7 +125,7 @@ class Gsm8kInteraction(BaseInteraction):
         return max(discounted, min(settings.format_score, settings.score))
 
     def _reply(self, talk: _Talk, answer: str | None) -> str:
-        said = [self.wrong_text]
+        said = [_WRONG]
         if self._settings.encourage and talk.num_hints and (progress := _progress(talk, answer)):
             said.append(progress)
         if talk.hints:

@@ -26,6 +26,16 @@ from agentrl.protocol.columns import (
     tensor_columns,
     union_facts,
 )
+from agentrl.protocol.reshaping import (
+    METRICS,
+    as_tensordict,
+    collect_metrics,
+    describe_batch,
+    describe_size,
+    read_tensordict,
+    repeated_rows,
+    unfold_chunks,
+)
 from agentrl.protocol.saving import read_columns, write_columns
 
 Rows = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
@@ -286,7 +296,10 @@ class DataProto:
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
-        """Join batches of the same columns, row behind row.
+        """Join batches of the same columns, one after the other.
+
+        Facts in `meta_info` must agree, but for `metrics`: of those, which each worker has of its
+        own, each value becomes the list of all workers' values.
 
         Raises:
             DataError: where columns, shapes or facts in `meta_info` differ, naming the key.
@@ -303,7 +316,40 @@ class DataProto:
             key: np.concatenate([part.non_tensor_batch[key] for part in data])
             for key in data[0].non_tensor_batch
         }
-        return DataProto.from_dict(tensors, columns, union_facts([part.meta_info for part in data]))
+        infos = [part.meta_info for part in data]
+        facts = union_facts([{k: v for k, v in i.items() if k != METRICS} for i in infos])
+        if metrics := collect_metrics(infos):
+            facts[METRICS] = metrics
+        return DataProto.from_dict(tensors, columns, facts)
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Append the last row `padding_size` times, in place.
+
+        Args:
+            padding_size: How often; 0 changes nothing.
+            padding_candidate: `first` appends the first row instead.
+        """
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        self.reorder(np.append(np.arange(len(self)), [row] * padding_size))
+
+    def sample_level_repeat(
+        self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor
+    ) -> "DataProto":
+        """Repeat each row, in its place, as often as its number says."""
+        return self.select_idxs(repeated_rows(self, repeat_times))
+
+    def unfold_column_chunks(
+        self, n_split: int, split_keys: Sequence[str] | None = None
+    ) -> "DataProto":
+        """Cut the columns `split_keys` `[B, C, ...]` into `[B * n_split, C / n_split, ...]`.
+
+        The rows of all other columns are repeated to match.
+        """
+        keys = split_keys or ()
+        tensors = unfold_chunks(tensor_columns(self.batch), n_split, keys)
+        arrays = unfold_chunks(self.non_tensor_batch, n_split, keys)
+        batch = TensorDict(tensors, batch_size=[len(self) * n_split]) if tensors else None
+        return DataProto(batch, arrays, dict(self.meta_info))
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
@@ -320,6 +366,28 @@ class DataProto:
             if seed is not None:
                 np.random.default_rng((seed, epoch)).shuffle(rows)
             yield from self.select_idxs(rows).split(mini_batch_size)
+
+    # As other things.
+
+    def to_tensordict(self) -> TensorDict:
+        """Put everything into one TensorDict, objects and facts as its non-tensor data."""
+        return as_tensordict(self)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None
+    ) -> "DataProto":
+        """Take a TensorDict apart; its facts are added to `meta_info`."""
+        tensors, objects, facts = read_tensordict(tensor_dict)
+        return cls.from_dict(tensors, objects, {**(meta_info or {}), **facts})
+
+    def get_data_info(self) -> str:
+        """List columns and facts, each with its shape or type."""
+        return describe_batch(self)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Print how much memory the columns take."""
+        print(", ".join(filter(None, [prefix, describe_size(self)])))
 
     # Saving. No pickle: reading a file runs nothing.
 

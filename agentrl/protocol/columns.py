@@ -76,11 +76,21 @@ def is_same(left: Any, right: Any) -> bool:
             (same | (left.isnan() & right.isnan()) if left.is_floating_point() else same).all()
         )
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return np.array_equal(left, right)
+        return _are_same_arrays(np.asarray(left), np.asarray(right))
     both_nan = (
         isinstance(left, float) and isinstance(right, float) and left != left and right != right
     )
     return left is right or both_nan or bool(left == right)
+
+
+def _are_same_arrays(left: np.ndarray, right: np.ndarray) -> bool:
+    """Compare arrays, those that hold arrays too."""
+    if left.shape != right.shape:
+        return False
+    if left.dtype == object or right.dtype == object:
+        return all(is_same(one, other) for one, other in zip(left.flat, right.flat, strict=True))
+    has_nan = left.dtype.kind in "fc" and right.dtype.kind in "fc"
+    return np.array_equal(left, right, equal_nan=has_nan)
 
 
 def refuse_other_columns(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -1,0 +1,104 @@
+"""`verl.trainer.ppo.rollout_corr_helper`: correction of the rollout, with 0.6.1's arguments."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import correction
+from agentrl.algorithms.correction.rollout import PREFIX
+from agentrl.config.correction_schema import RolloutCorrectionConfig
+from agentrl.protocol import DataProto
+
+_TESTS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""What 0.6.1 calls each test."""
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | None = 2.0,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | None = 2.0,
+    rollout_rs_threshold_lower: float | None = None,
+    rollout_token_veto_threshold: float | None = None,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """Compute weights and rejection (see `agentrl.algorithms.correction`).
+
+    Returns:
+        The weights under `rollout_is_weights`, or None; the mask without what is rejected; metrics
+        under `rollout_corr/`.
+
+    Raises:
+        ValueError: if nothing is trained, or a threshold is missing or not positive.
+    """
+    if not response_mask.any():
+        raise ValueError("response_mask keeps no token")
+    keys: dict[str, object] = {}
+    if rollout_is is not None and rollout_is_threshold is not None:
+        keys |= {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
+        keys["rollout_is_batch_normalize"] = rollout_is_batch_normalize
+    if rollout_rs is not None:
+        if rollout_rs_threshold is None:
+            raise ValueError("rollout_rs_threshold is None, and rollout_rs needs one")
+        lower = rollout_rs_threshold_lower or 1 / rollout_rs_threshold
+        keys["rollout_rs"] = _TESTS.get(rollout_rs, rollout_rs)
+        keys["rollout_rs_threshold"] = f"{lower!r}_{float(rollout_rs_threshold)!r}"
+    found = correction.compute_rollout_correction_and_rejection_mask(
+        old_log_prob,
+        rollout_log_prob,
+        response_mask,
+        RolloutCorrectionConfig.model_validate(keys),
+    )
+    kept, veto = _veto(
+        old_log_prob - rollout_log_prob, response_mask.bool(), rollout_token_veto_threshold
+    )
+    mask = response_mask * found.kept.to(response_mask.dtype) * kept.to(response_mask.dtype)
+    weights = None
+    if found.weights is not None:
+        weights = DataProto.from_dict({"rollout_is_weights": found.weights})
+    metrics = {_name_in_verl(name): value for name, value in found.metrics.items()}
+    return weights, mask, metrics | {PREFIX + name: x for name, x in veto.items()}
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """Measure the distance of the two policies.
+
+    Raises:
+        ValueError: if nothing is trained.
+    """
+    if not response_mask.any():
+        raise ValueError("response_mask keeps no token")
+    if rollout_log_prob is None:
+        nan = torch.full_like(old_log_prob, math.nan)
+        both = correction.compute_offpolicy_metrics(old_log_prob, nan, response_mask)
+        return {name: both[name] for name in ("training_ppl", "training_log_ppl")}
+    return correction.compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+
+
+def _name_in_verl(name: str) -> str:
+    """Leave out the test's name: 0.6.1 has one test."""
+    for test in _TESTS.values():
+        name = name.replace(f"rollout_rs_{test}_", "rollout_rs_")
+    return name
+
+
+def _veto(
+    log_ratio: Tensor, mask: Tensor, threshold: float | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Reject sequences with a token whose ratio is below a threshold. Returns what is kept."""
+    if threshold is not None and threshold <= 0:
+        raise ValueError(f"rollout_token_veto_threshold is {threshold}, not positive")
+    least = -math.inf if threshold is None else math.log(threshold)
+    low = (log_ratio < least) & mask
+    vetoed = low.any(-1, keepdim=True)
+    metrics = {
+        "rollout_is_veto_fraction": float(vetoed.double().mean()),
+        "rollout_is_catastrophic_token_fraction": float(low[mask].double().mean()),
+    }
+    return ~vetoed, metrics
