@@ -395,14 +395,15 @@ def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Pa
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
     assert "engine: transformers" in lines[2]
-    assert lines[3].split()[:3] == ["step", "reward", "val"]
+    assert lines[3] == "success on arithmetic is the scorer's `acc`"
+    assert lines[4].split()[:3] == ["step", "reward", "val"]
     # A policy that knows nothing solves nothing: no step has anything to learn from.
-    assert [line.split()[0] for line in lines[4:8]] == ["0", "1", "no", "2"]
-    assert lines[8].startswith(f"checkpoint: {tmp_path}/run/checkpoints/global_step_2")
-    assert lines[9].startswith("2 steps in ")
-    assert lines[10] == "2 of 2 steps had no learning signal: every advantage was 0"
-    assert lines[11].startswith("success on 4 held-out problems: ")
-    assert len(lines) == 12
+    assert [line.split()[0] for line in lines[5:9]] == ["0/2", "1/2", "no", "2/2"]
+    assert lines[9].startswith(f"checkpoint: {tmp_path}/run/checkpoints/global_step_2")
+    assert lines[10].startswith("2 steps in ")
+    assert lines[11] == "2 of 2 steps had no learning signal: every advantage was 0"
+    assert lines[12].startswith("success on 4 held-out problems: ")
+    assert len(lines) == 13
 
 
 HANGING = """

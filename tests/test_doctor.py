@@ -242,6 +242,9 @@ class Broken(BaseTool):
             raise RuntimeError("the service is down")
         return instance_id
 
+    async def execute(self, instance_id, parameters, **kwargs):
+        raise RuntimeError("no answer")
+
     async def release(self, instance_id, **kwargs):
         if self.config["where"] == "released":
             raise RuntimeError("it does not let go")
@@ -254,6 +257,7 @@ class Broken(BaseTool):
         ("built", "tools and users", "no key for the service"),
         ("created", "tools: created", "the service is down"),
         ("released", "tools: created", "it does not let go"),
+        ("executed", "rollout", "tool 'broken' failed in 4 of 4 calls: RuntimeError: no answer"),
     ],
 )
 def test_a_tool_that_raises_is_named(
@@ -266,6 +270,8 @@ def test_a_tool_that_raises_is_named(
         "rollout.multi_turn.tool_config_path",
         str(write_yaml(tmp_path / "tools.yaml", {"tools": [entry]})),
     )
+    answer = CALL.replace("calculator", "broken")
+    put(script, "rollout.engine", scripted(answer, "#### 42"))
     looked = look(write_yaml(tmp_path / "run.yaml", script))
     assert looked.verdict(row) == "FAIL"
     assert why in looked.text(row)

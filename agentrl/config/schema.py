@@ -264,6 +264,9 @@ class FailureConfig(Section):
     """New attempts of one request under `retry`."""
     max_failed_frac: float = Field(default=0.5, ge=0, le=1)
     """End the run where more than this share of a batch failed: then it is no accident."""
+    max_failed_calls_frac: float = Field(default=0.5, ge=0, le=1)
+    """End the run if more than this share of a tool's calls crashed, timed out or found it down.
+    A tool is judged after every 16 calls or more; 1: never."""
 
 
 class RolloutConfig(Section):

@@ -9,10 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from agentrl.errors import InteractionError, words_of
+from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
 from agentrl.messages import Message
 from agentrl.plugins.call import call_bounded, call_method
+from agentrl.plugins.tracebacks import words_and_place_of
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class InteractionSession:
                 method = self.interaction.finalize_interaction
                 await self._guarded(_forget, method, self._instance_id)
         except InteractionError as error:
-            logger.warning("%s", error)
+            logger.info("%s", error)
             return error
         return None
 
@@ -143,7 +144,7 @@ class InteractionSession:
 
     def _failure(self, method: str, error: Exception) -> InteractionError:
         name = self.interaction.name
-        why = f"interaction {name!r}, {method}: {words_of(error)}"
+        why = f"interaction {name!r}, {method}: {words_and_place_of(error)}"
         return InteractionError(why, interaction=name, method=method)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from agentrl.errors import words_of
+
 LONGEST_TRACEBACK = 4000
 """Characters that are kept, the last ones."""
 
@@ -29,6 +31,22 @@ def place_of(error: BaseException) -> str | None:
         if _is_theirs(frame.f_code.co_filename)
     ]
     return places[-1] if places else None
+
+
+def words_and_place_of(error: BaseException) -> str:
+    """Word an exception in a line, with the last line of users' code that it passed through.
+
+    Example:
+        >>> words_and_place_of(error)
+        'KeyError: price (at my_tools.py:12)'
+    """
+    return f"{words_of(error)}{at_place_of(error)}"
+
+
+def at_place_of(error: BaseException) -> str:
+    """Word `place_of` for the end of a message; empty if there is no such line."""
+    place = place_of(error)
+    return f" (at {place})" if place else ""
 
 
 def traceback_of(error: BaseException) -> str:

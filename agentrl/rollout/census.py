@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from agentrl.errors import Fault
+from agentrl.rollout.call_counts import CallCounts, add_counts, count_calls
 from agentrl.rollout.records import Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
@@ -34,6 +35,8 @@ class Census:
     """What the first of them says."""
     groups: frozenset[str]
     """Groups in which one failed."""
+    calls: CallCounts
+    """Calls of each tool, and how many of them failed."""
 
     @classmethod
     def of(cls, finished: Sequence[AsyncRolloutRequest]) -> Self:
@@ -45,6 +48,7 @@ class Census:
             reasons=Counter(map(_reason, errors)),
             examples={_reason(error): _example(error) for error in reversed(errors)},
             groups=frozenset(request.uid for request in failed),
+            calls=count_calls(finished),
         )
 
     @classmethod
@@ -57,12 +61,21 @@ class Census:
             reasons=sum((part.reasons for part in whole), Counter[Reason]()),
             examples=dict(told),
             groups=frozenset[str]().union(*(part.groups for part in whole)),
+            calls=add_counts(part.calls for part in whole),
         )
 
     @property
     def num_failed(self) -> int:
         """Requests that failed."""
         return self.reasons.total()
+
+    def troubles(self) -> str:
+        """Say in one line which tools and requests failed; empty if none did."""
+        troubles = [count.in_words(what) for what, count in self.calls.items() if count.num_failed]
+        if self.num_failed:
+            requests = f"{self.num_failed} of {self.num_requests} requests failed"
+            troubles.append(f"{requests}: {self.in_words()}")
+        return "; ".join(troubles)
 
     def in_words(self) -> str:
         """The commonest failures in one line, with what one of each says."""

@@ -10,6 +10,7 @@ from agentrl.errors import (
     ToolLifeError,
     text_of,
 )
+from agentrl.plugins.tracebacks import at_place_of
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 
@@ -51,10 +52,16 @@ def describe_failure(error: BaseException, fault: Fault, *, turn: int) -> Failur
     return Failure(
         fault=fault,
         kind=type(error).__name__,
-        message=text_of(error)[:_LONGEST_MESSAGE],
+        message=_with_place(text_of(error), error)[:_LONGEST_MESSAGE],
         turn=turn,
         traceback=_traceback_of(error)[-_LONGEST_TRACEBACK:],
     )
+
+
+def _with_place(message: str, error: BaseException) -> str:
+    """Add the line of users' code that raised, unless the message names it already."""
+    place = at_place_of(error)
+    return message if place in message else f"{message}{place}"
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import CompletionSource, SamplingParams
 from agentrl.errors import Fault, RolloutError
 from agentrl.plugins.watchdog import LoopWatchdog
+from agentrl.rollout.call_counts import CallJudge
 from agentrl.rollout.census import Census
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.draws import draw_seed
@@ -53,6 +54,7 @@ class RolloutManager:
     def __init__(self, house: House, rollout: RolloutConfig, data: DataConfig) -> None:
         self.house = house
         self._rollout = rollout
+        self._call_judge = CallJudge(rollout.failure.max_failed_calls_frac)
         self.budgets = make_budgets(rollout, data, house.engine.max_model_len)
 
     def train_plan(self) -> SamplingPlan:
@@ -220,7 +222,7 @@ class RolloutManager:
 
         Raises:
             RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
-                the batch failed.
+                the batch failed, or more than `max_failed_calls_frac` of the calls of a tool.
         """
         census = census or Census.of(finished)
         failure = self._rollout.failure
@@ -231,6 +233,7 @@ class RolloutManager:
                 reasons=census.in_words(),
                 expected=f"at most {allowed:.0%} (rollout.failure)",
             )
+        self._call_judge.judge(census.calls)
         if failure.policy == "drop_group":
             for request in finished:
                 if request.uid in census.groups:

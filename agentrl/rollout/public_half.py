@@ -67,6 +67,8 @@ class PublicHalf(Record):
     tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])
     """`calc_reward` of each tool, asked once at the end."""
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    release_failures: list[str] = Field(default_factory=list[str])
+    """What went wrong when tools were released and the interaction was finalized."""
     num_cut_prompt_tokens: int = 0
     """Tokens that the prompt lost to its budget, those of the tools' opening messages included."""
     dropped: str | None = None

@@ -21,6 +21,7 @@ from agentrl.errors import (
     Fault,
     TemplateError,
     TransitionError,
+    text_of,
 )
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
@@ -167,8 +168,9 @@ class _Run:
                 releasing, self.interaction.finalize(), return_exceptions=True
             )
             failures = [*(released if isinstance(released, list) else [released]), finalized]
-        num_failures = sum(failure is not None for failure in failures)
-        self.request.metrics["release_failures"] = float(num_failures)
+        told = [text_of(failure).partition("\n")[0] for failure in failures if failure is not None]
+        self.request.release_failures = told
+        self.request.metrics["release_failures"] = float(len(told))
 
     def _check_tokens(self) -> None:
         request = self.request

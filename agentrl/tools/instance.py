@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError, tex
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.keys import read_keys
-from agentrl.plugins.tracebacks import place_of, traceback_of
+from agentrl.plugins.tracebacks import traceback_of, words_and_place_of
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
 from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
@@ -259,9 +259,10 @@ class ToolInstance:
     def _excuse(self, call: ToolCall, error: Exception) -> tuple[Outcome, str, str]:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
         outcome, text = self._describe(error)
-        message = words_of(error)
-        if outcome is not Outcome.TOOL_ERROR:
-            self._warn(f"call {call.id}: {message}", error)
+        if outcome is Outcome.TOOL_ERROR:
+            return outcome, text, words_of(error)
+        message = words_and_place_of(error)
+        self._log(f"call {call.id}: {message}")
         return outcome, text, message
 
     def _describe(self, error: Exception) -> tuple[Outcome, str]:
@@ -279,16 +280,18 @@ class ToolInstance:
                 return Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
-        words = words_of(error)
+        words = words_and_place_of(error)
         why = f"tool {self.tool.name!r}, {method}: {words}"
-        self._warn(f"{method}: {words}", error)
+        self._log(f"{method}: {words}")
         return ToolLifeError(why, tool=self.tool.name, method=method)
 
-    def _warn(self, what: str, error: Exception) -> None:
-        """Log a failure so that its request, and the line of the tool's own code, can be found."""
-        place = place_of(error)
-        at = f" (at {place})" if place else ""
-        logger.warning("request %s, tool %r, %s%s", self._request_id, self.tool.name, what, at)
+    def _log(self, what: str) -> None:
+        """Log a failure with its request.
+
+        The level is info: a tool may fail thousands of times in a step, and whoever rolls out
+        reports failures by tool and step (`agentrl.rollout.census`).
+        """
+        logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, what)
 
 
 def _is_inherited(tool: BaseTool, method: str) -> bool:

@@ -49,7 +49,7 @@ class Journal:
         """Where the run writes."""
         return self._config.default_local_dir
 
-    def open(self, *, resumed_step: int | None) -> None:
+    def open(self, *, resumed_step: int | None, total_steps: int = 0) -> None:
         """Start tracking; figures beyond `resumed_step` are dropped, half-written files go."""
         if not self._is_main:
             return
@@ -57,7 +57,9 @@ class Journal:
         for folder in (self.folder, config.rollout_data_dir, config.validation_data_dir):
             if folder is not None:
                 remove_drafts(folder)
-        self._tracker = open_tracker(config, resumed_step=resumed_step, console=self.console)
+        self._tracker = open_tracker(
+            config, resumed_step=resumed_step, total_steps=total_steps, console=self.console
+        )
 
     def say(self, *lines: str) -> None:
         """Print lines."""

@@ -170,7 +170,8 @@ def rollout_from_file(
 
 def showing_failures(config: RunConfig) -> RunConfig:
     """Let failed requests pass, however many they are."""
-    failure = config.rollout.failure.model_copy(update={"policy": "mask", "max_failed_frac": 1.0})
+    allowed = {"policy": "mask", "max_failed_frac": 1.0, "max_failed_calls_frac": 1.0}
+    failure = config.rollout.failure.model_copy(update=allowed)
     rollout = config.rollout.model_copy(update={"failure": failure})
     return config.model_copy(update={"rollout": rollout})
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +77,11 @@ class Tracker:
 
 
 def open_tracker(
-    config: TrainerConfig, *, resumed_step: int | None, console: Console | None = None
+    config: TrainerConfig,
+    *,
+    resumed_step: int | None,
+    total_steps: int = 0,
+    console: Console | None = None,
 ) -> Tracker:
     """Open the sinks that `trainer.logger` names, under `trainer.default_local_dir`.
 
@@ -84,6 +89,7 @@ def open_tracker(
         config: The trainer's section of the run file.
         resumed_step: Step of the checkpoint that the run goes on from; figures of later steps are
             dropped. None for a run from the start: earlier metrics are moved aside, not lost.
+        total_steps: Of the whole run.
         console: Where the console's lines go; standard output by default.
 
     Raises:
@@ -95,7 +101,7 @@ def open_tracker(
     for name in dict.fromkeys(config.logger):
         match name:
             case "console":
-                sinks.append(ConsoleSink(console or Console()))
+                sinks.append(ConsoleSink(console or Console(), total_steps))
             case "jsonl":
                 sinks.append(JsonlSink(folder / METRICS_FILE, resumed_step=resumed_step))
             case "tensorboard":
@@ -278,43 +284,87 @@ REWARD_KEYS = (
 it may be another than the scorer's number, goes before that."""
 
 COLUMNS = (
-    Column("reward", REWARD_KEYS, 8, ".3f"),
-    Column("val", ("val/*/success",), 7, ".3f"),
-    Column("length", ("response_length/mean",), 8, ".1f"),
-    Column("turns", ("num_turns/mean",), 7, ".2f"),
-    Column("kl", ("actor/ppo_kl",), 10, ".1e"),
-    Column("clip", ("actor/pg_clipfrac",), 7, ".3f"),
-    Column("grad", ("actor/grad_norm",), 8, ".3g"),
-    Column("seconds", ("timing_s/step",), 9, ".2f"),
+    Column("reward", REWARD_KEYS, 7, ".3f"),
+    Column("val", ("val/*/success",), 6, ".3f"),
+    Column("length", ("response_length/mean",), 7, ".1f"),
+    Column("turns", ("num_turns/mean",), 6, ".2f"),
+    Column("kl", ("actor/ppo_kl",), 9, ".1e"),
+    Column("grad", ("actor/grad_norm",), 9, ".3g"),
+    Column("tools", ("rollout/tool_calls/failed_frac",), 6, ".0%"),
+    Column("scorer", ("rollout/failures/reward",), 7, ".0%"),
+    Column("seconds", ("timing_s/step",), 8, ".1f"),
 )
-"""What the console shows of a step, in 70 columns; everything is in `metrics.jsonl`."""
+"""What the console shows of a step: docs/runs.md defines each column. `tools` and `scorer` are
+shares that failed. Everything else is in `metrics.jsonl`."""
 
-_STEP_WIDTH = 6
+_STEP_WIDTH = 7
+_LEFT_WIDTH = 7
 _LINES_PER_HEADER = 25
 
 
 class ConsoleSink:
-    """One line a step with the figures that matter, in a table that reads as well in a log file."""
+    """One line a step with the figures that matter, in a table that reads as well in a log file.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: Where the lines go.
+        total_steps: Of the run, for `3/24` and the time that is left.
+        clock: Seconds, from anywhere.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
+        self._total_steps = total_steps
+        self._width = max(_STEP_WIDTH, 2 * len(str(total_steps)) + 2)
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
         self._num_lines = 0
-        self._is_without_signal = False
+        self._num_silent = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step's line, below a heading where one is due, and what goes with it.
 
-        That is all validation sets, and once in a row of steps that there is nothing to learn.
+        That is all validation sets, and where a row of steps without a learning signal begins and
+        ends.
         """
         if self._num_lines % _LINES_PER_HEADER == 0:
-            self._print(_header())
-        self._print(_step_line(step, metrics))
+            self._print(_header(self._width))
+        self._print(self._step_line(step, metrics))
         self._num_lines += 1
         if len(_match(metrics, "val/*/success")) > 1:
             self._print(_validation_line(metrics))
-        if has_no_signal(metrics) and not self._is_without_signal:
-            self._print(_no_signal_line())
-        self._is_without_signal = has_no_signal(metrics)
+        if has_no_signal(metrics):
+            self._num_silent += 1
+            if self._num_silent == 1:
+                self._print(_note("no group had a learning signal: every advantage is 0"))
+        else:
+            if self._num_silent > 1:
+                self._print(_note(f"a learning signal after {self._num_silent} steps without one"))
+            self._num_silent = 0
+
+    def _step_line(self, step: int, metrics: Mapping[str, float]) -> Text:
+        place = f"{step}/{self._total_steps}" if self._total_steps else str(step)
+        line = Text(f"{place:>{self._width}}")
+        for column in COLUMNS:
+            value = _first(metrics, column.keys)
+            shown = "-" if value is None else format(value, column.form)
+            style = "dim" if value is None else "" if math.isfinite(value) else "bold red"
+            line.append(f"{shown:>{column.width}}", style=style)
+        return line.append(f"{self._time_left(step):>{_LEFT_WIDTH}}")
+
+    def _time_left(self, step: int) -> str:
+        """Estimate the time to the last step from the steps since the first line."""
+        now = self._clock()
+        if self._first is None:
+            self._first = step, now
+        first, begun = self._first
+        if step <= first:
+            return "-"
+        return in_short((now - begun) / (step - first) * max(0, self._total_steps - step))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -323,19 +373,26 @@ class ConsoleSink:
         self._console.print(text, soft_wrap=True)
 
 
-def _header() -> Text:
+def _header(step_width: int) -> Text:
     titles = "".join(f"{column.title:>{column.width}}" for column in COLUMNS)
-    return Text(f"{'step':>{_STEP_WIDTH}}{titles}", style="bold")
+    return Text(f"{'step':>{step_width}}{titles}{'left':>{_LEFT_WIDTH}}", style="bold")
 
 
-def _step_line(step: int, metrics: Mapping[str, float]) -> Text:
-    line = Text(f"{step:>{_STEP_WIDTH}}")
-    for column in COLUMNS:
-        value = _first(metrics, column.keys)
-        shown = "-" if value is None else format(value, column.form)
-        style = "dim" if value is None else "" if math.isfinite(value) else "bold red"
-        line.append(f"{shown:>{column.width}}", style=style)
-    return line
+def in_short(seconds: float) -> str:
+    """Write a time in its two largest units.
+
+    Example:
+        >>> [in_short(s) for s in (9, 61, 3700, 90000)]
+        ['9s', '1m01s', '1h01m', '1d01h']
+    """
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{h}h{m:02}m"
+    return f"{m}m{s:02}s" if minutes else f"{s}s"
 
 
 def _validation_line(metrics: Mapping[str, float]) -> Text:
@@ -346,9 +403,8 @@ def _validation_line(metrics: Mapping[str, float]) -> Text:
     return Text(f"{'':>{_STEP_WIDTH}}  validation: {', '.join(sets)}", style="dim")
 
 
-def _no_signal_line() -> Text:
-    told = "no group had a learning signal from this step on: every advantage is 0"
-    return Text(f"{'':>{_STEP_WIDTH}}  {told}", style="yellow")
+def _note(text: str) -> Text:
+    return Text(f"{'':>{_STEP_WIDTH}}  {text}", style="yellow")
 
 
 def has_no_signal(metrics: Mapping[str, float]) -> bool:

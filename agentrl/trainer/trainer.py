@@ -87,6 +87,7 @@ class Trainer:
         self._last = LastStep(self.parts.order, self.parts.actor)
         self._runner = asyncio.Runner()
         self._is_closed = False
+        self._censuses: list[Census] = []
         self._success_rules: dict[str, str] = {}
         self._started = time.monotonic()
 
@@ -128,9 +129,11 @@ class Trainer:
         unlogged = self._last.unlogged
         # What the checkpoint's step left to log is logged now; a line that is there goes.
         logged = self.step if unlogged is None else self.step - 1
-        self.parts.journal.open(resumed_step=logged if self.step else None)
+        self.parts.journal.open(
+            resumed_step=logged if self.step else None, total_steps=self.parts.total_steps
+        )
         if self.step == 0 and self.config.trainer.val_before_train and self.parts.data.val:
-            self.parts.journal.track(0, self.validate())
+            self.log_step(self.validate())
         if unlogged is not None:
             self.end_step(unlogged)
 
@@ -161,7 +164,7 @@ class Trainer:
         self._interruption.check()
         if self._is_due(self.config.trainer.test_freq):
             metrics = metrics | self.validate()
-        self.parts.journal.track(self.step, metrics)
+        self.log_step(metrics)
         self._last.note(self.step, self.summary)
         if self._is_due(self.config.trainer.save_freq):
             self.save_checkpoint()
@@ -172,7 +175,7 @@ class Trainer:
     def finish(self) -> None:
         """Export the policy, write the summary, draw the curve."""
         if self.config.trainer.val_only and not self.config.trainer.val_before_train:
-            self.parts.journal.track(self.step, self.validate())
+            self.log_step(self.validate())
         if self.parts.total_steps:
             self.export()
         self.summary.steps = self.step
@@ -206,6 +209,7 @@ class Trainer:
             )
             finished += self._interruption.run(self._runner, scored)
         census = Census.together(self.world.gather(Census.of(finished)))
+        self._censuses.append(census)
         with self.world.agreeing():
             manager.apply_failure_policy(finished, census)
         return finished
@@ -282,6 +286,13 @@ class Trainer:
             "training/epoch": float(self.parts.order.epoch),
             "training/policy_version": float(self.policy_version),
         }
+
+    def log_step(self, metrics: dict[str, float]) -> None:
+        """Log the figures of a step, and in one line which tools and scorers failed in it."""
+        self.parts.journal.track(self.step, metrics)
+        censuses, self._censuses = self._censuses, []
+        if troubles := Census.together(censuses).troubles():
+            self.parts.journal.say(f"{'':>8}step {self.step}: {troubles}")
 
     def save_last_step(self) -> None:
         """Write the last finished step to disk, unless it is there. A collective.

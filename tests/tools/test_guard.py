@@ -108,7 +108,7 @@ async def test_attempts_end_and_the_last_failure_is_told():
     tool = PlayedTool(ValueError("first"), ValueError("last"), retry=QUICK_RETRY)
     outcome = await ask(tool)
     assert (outcome.outcome, outcome.num_attempts) == (Outcome.CRASHED, 3)
-    assert outcome.message == "ValueError: last"
+    assert outcome.message.startswith("ValueError: last (at test_guard.py:")
 
 
 async def test_garbage_is_repeated_as_a_crash_is():
@@ -360,7 +360,7 @@ async def test_attempts_that_open_the_breaker_are_told_and_not_the_refusal_behin
     tool = PlayedTool(ValueError("down"), retry=QUICK_RETRY, circuit_breaker={"max_failures": 2})
     outcome = await ask(tool)
     assert (outcome.outcome, outcome.num_attempts) == (Outcome.CRASHED, 2)
-    assert outcome.message == "ValueError: down"
+    assert outcome.message.startswith("ValueError: down (at test_guard.py:")
 
 
 # All together.

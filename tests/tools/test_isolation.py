@@ -72,13 +72,14 @@ async def test_a_crash_is_told_with_its_request_and_the_users_line(
 ):
     source = tmp_path / "my_tools.py"
     source.write_text(BROKEN)
+    caplog.set_level(logging.INFO, "agentrl.tools.instance")
     tool = load_class(f"{source}:Broken", BaseTool)({"isolation": isolation}, schema("broken"))
     session = session_of(tool, timeout_s=20)
     await session.create()
     [outcome] = await session.execute([call("broken")])
     await session.release()
     assert outcome.outcome is Outcome.CRASHED
-    [told] = caplog.messages
+    [told] = [r.getMessage() for r in caplog.records if r.name == "agentrl.tools.instance"]
     assert told.startswith("request r, tool 'broken', call call_0: ")
     assert "JSONDecodeError" in told
     assert "my_tools.py:10" in told

@@ -156,9 +156,23 @@ def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
 def test_console_shows_what_matters_within_eighty_columns():
     lines = log_console([(0, {"val/unseen/success": 0.25}), (12, STEP | {"val/a/success": 0.5})])
     assert all(len(line) <= 80 for line in lines)
-    assert " ".join(lines[0].split()) == "step reward val length turns kl clip grad seconds"
-    assert lines[1].split() == ["0", "-", "0.250", "-", "-", "-", "-", "-", "-"]
-    assert " ".join(lines[2].split()) == "12 0.125 0.500 45.2 3.50 1.2e-03 0.010 0.532 1.50"
+    assert " ".join(lines[0].split()) == (
+        "step reward val length turns kl grad tools scorer seconds left"
+    )
+    assert lines[1].split() == ["0", "-", "0.250", *"-" * 8]
+    assert " ".join(lines[2].split()) == "12 0.125 0.500 45.2 3.50 1.2e-03 0.532 - - 1.5 0s"
+
+
+def test_console_shows_the_steps_of_the_run_and_the_time_that_is_left():
+    out = io.StringIO()
+    clock = iter([100.0, 110.0, 140.0, 7340.0])
+    sink = ConsoleSink(Console(file=out, width=80), total_steps=24, clock=lambda: next(clock))
+    for step in (0, 1, 2, 3):
+        sink.log(step, STEP | {"rollout/tool_calls/failed_frac": 0.25})
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert [row[0] for row in rows] == ["step", "0/24", "1/24", "2/24", "3/24"]
+    assert [row[-1] for row in rows] == ["left", "-", "3m50s", "7m20s", "14h04m"]
+    assert rows[1][7] == "25%"
 
 
 def test_console_columns_stand_under_their_titles():
@@ -176,16 +190,17 @@ def test_console_says_once_in_a_row_of_steps_that_there_is_nothing_to_learn():
     frac = "algorithm/zero_signal_groups_frac"
     shares = (1.0, 1.0, 0.5, 1.0)
     lines = log_console([(i, STEP | {frac: share}) for i, share in enumerate(shares, start=1)])
-    told = "no group had a learning signal from this step on: every advantage is 0"
-    assert [line.split()[0] for line in lines] == ["step", "1", "no", "2", "3", "4", "no"]
-    assert lines[2].strip() == lines[6].strip() == told
+    told = "no group had a learning signal: every advantage is 0"
+    assert [line.split()[0] for line in lines] == ["step", "1", "no", "2", "3", "a", "4", "no"]
+    assert lines[2].strip() == lines[7].strip() == told
+    assert lines[5].strip() == "a learning signal after 2 steps without one"
     assert all(len(line) <= 80 for line in lines)
 
 
 def test_console_repeats_its_heading_and_shows_nan():
     lines = log_console([(step, STEP | {"actor/grad_norm": math.nan}) for step in range(26)])
     assert sum(line.split()[0] == "step" for line in lines) == 2
-    assert lines[1].split()[-2] == "nan"
+    assert lines[1].split()[6] == "nan"
 
 
 def test_a_log_file_gets_no_escape_codes_and_a_terminal_does():

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config.schema import RunConfig
 from agentrl.engines import Completion, Engine, EngineCall, SamplingParams
 from agentrl.errors import EngineError
+from agentrl.rollout.call_counts import count_calls
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.trainer.datasets import RunData
@@ -186,8 +187,10 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def _failures(finished: Sequence[AsyncRolloutRequest]) -> list[str]:
-    return [
+    failed = [
         f"{request.request_id}: {error.fault}: {error.kind}: {error.message}"
         for request in finished
         if request.state is RequestState.FAILED and (error := request.error) is not None
     ]
+    counts = count_calls(finished).items()
+    return failed + [count.in_words(what) for what, count in counts if count.num_failed]

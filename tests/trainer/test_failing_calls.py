@@ -1,0 +1,54 @@
+"""Runs whose tool or scorer fails: reported once a step, and ended where too much fails."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes_faults import TOOL, Train
+from tests.fakes_runs import read_lines
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+ANSWER = '        return f"{drawn}"\n'
+
+
+def break_tool(workshop: Path, condition: str) -> None:
+    """Let the tool raise in calls for which an expression over `instance_id` holds."""
+    broken = f"        if {condition}:\n            raise ConnectionError('lost')\n{ANSWER}"
+    (workshop / "counting.py").write_text(TOOL.replace(ANSWER, broken))
+
+
+def test_tool_that_fails_in_every_call_ends_the_run_without_a_line_for_each(
+    train: Train, workshop: Path
+):
+    break_tool(workshop, "True")
+    told = train()
+    assert told.code == 2
+    assert "error: tool 'calculator' failed in 18 of 18 calls: ConnectionError: lost" in told.err
+    assert "(at counting.py:30)" in told.err
+    assert "rollout.failure.max_failed_calls_frac" in told.err
+    assert told.err.count("lost") == 1
+
+
+def test_failures_of_tool_and_scorer_are_one_line_a_step_and_columns(
+    train: Train, workshop: Path, tmp_path: Path
+):
+    break_tool(workshop, "int(instance_id.split('-')[-2]) == 1")
+    (workshop / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': {5: 1.0}[len(extra_info['question'])]}\n"
+    )
+    told = train(rollout__failure__max_failed_frac=1.0, trainer__total_training_steps=1)
+    assert told.code == 0, told.err
+    assert "lost" not in told.err
+    lines = [line for line in told.out.splitlines() if "tool 'calculator' failed in" in line]
+    assert [line.split(":")[0].strip() for line in lines] == ["step 0", "step 1"]
+    # A step's line counts its training and its validation.
+    assert "failed in 2 of 6 calls: ConnectionError: lost (at counting.py:30)" in lines[1]
+    assert "6 of 6 requests failed: 6 x reward: KeyError: the reward function" in lines[1]
+    assert "(at score.py:2)" in lines[1]
+    [header] = [line for line in told.out.splitlines() if "grad" in line]
+    assert {"tools", "scorer"} <= set(header.split())
+    line = read_lines(tmp_path / "run/metrics.jsonl")[1]
+    assert line["rollout/tool_calls/failed_frac"] == 0.25
+    assert line["rollout/failures/reward"] == 1.0
