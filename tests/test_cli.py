@@ -395,7 +395,7 @@ def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Pa
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
     assert "engine: transformers" in lines[2]
-    assert lines[3] == "success on arithmetic is the scorer's `acc`"
+    assert lines[3] == "success on arithmetic is the scorer's `success`"
     assert lines[4].split()[:3] == ["step", "reward", "val"]
     # A policy that knows nothing solves nothing: no step has anything to learn from.
     assert [line.split()[0] for line in lines[5:9]] == ["0/2", "1/2", "no", "2/2"]

@@ -25,7 +25,6 @@ OUTCOMES: tuple[str, ...] = get_args(CallRecord.model_fields["outcome"].annotati
 """Every way in which a tool call can come out."""
 
 
-
 def call_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Describe the calls of some requests, in all and by tool."""
     outcomes = Counter(call.outcome for call in calls_of(requests))
