@@ -137,7 +137,26 @@ class Anatomy:
             if re.search(r"[^\w\s]", marker)
             and all(map(self.live_tokens.fullmatch, self._control.findall(marker)))
         )
-        return Reading(separators, self.call_style or CallStyle())
+        shown = any_of(filter(self.encoder.is_inert, self._looked_for))
+        return Reading(separators, self.call_style or CallStyle(), shown)
+
+    @cached_property
+    def hidden_markers(self) -> dict[Voice, re.Pattern[str]]:
+        """What the template looks for in texts, and is not shown in them.
+
+        Control tokens in a text from outside are left out: they are hidden on purpose.
+        """
+        reading, looked_for = self.reading, self._looked_for
+        policy = (text for text in looked_for if not reading.separators.fullmatch(text))
+        outside = (text for text in looked_for if not reading.shown.fullmatch(text))
+        plain = (text for text in outside if not self._control.search(text))
+        return {Voice.POLICY: any_of(policy), Voice.OUTSIDE: any_of(plain)}
+
+    @property
+    def _looked_for(self) -> list[str]:
+        """Strings that a template looks for in texts; a bare word is the name of a field."""
+        markers = [*self.markers.inside, *self.markers.whole]
+        return [text for text in markers if re.search(r"\w.*[^\w.]|[^\w.].*\w", text, re.DOTALL)]
 
     @cached_property
     def text_reading(self) -> Reading:

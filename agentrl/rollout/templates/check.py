@@ -38,6 +38,7 @@ from agentrl.rollout.templates.splice import (
     learn,
     shared_length,
     write_pieces,
+    written_text,
 )
 from agentrl.rollout.templates.template import ChatTemplate
 
@@ -155,13 +156,13 @@ def _reads_as_rendered(
     ends_open = request.messages[-1].role == "assistant"
     if ends_open:
         last = _without_stop(template, last)
+    reading, hidden = template.anatomy.text_reading, template.anatomy.hidden_markers
     try:
-        read = template.read(request.messages, request.tool_schemas)
-        if _holds_control(template, read):
-            pieces = _learn_whole(template, read, gen=not ends_open)
-            whole = write_pieces(pieces, read.texts).text
-        else:
-            whole = _render(template, read, gen=not ends_open)
+        read = template.read(request.messages, request.tool_schemas, reading=reading)
+        texts = zip(read.message_holes, read.message_texts, strict=True)
+        if any(hidden[hole.voice].search(text) for hole, text in texts):
+            return False
+        whole = written_text(_learn_whole(template, read, gen=not ends_open), read.texts)
     except TemplateError:
         return False
     written = "".join([*said, last])

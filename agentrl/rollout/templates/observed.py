@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from agentrl.rollout.templates.runs import Filled, Splice
 from agentrl.rollout.templates.shape import Hole, Node
@@ -35,20 +36,19 @@ class PreparedDelta:
     """Names that the template writes over the result of another call: theirs, the call's own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedDelta:
     """A delta that is yet to be encoded."""
 
     prepared: PreparedDelta
     texts: list[str]
     """A text for each hole."""
-    filled: Filled
     decode: Callable[[Sequence[int]], str]
 
     @property
     def outside(self) -> list[str]:
         """The texts that are to be encoded as outside text, in order."""
-        return self.filled.texts
+        return self._filled.texts
 
     def encode(
         self, last_ids: Sequence[int], outside: Sequence[Sequence[int]] | None = None
@@ -60,7 +60,7 @@ class PlannedDelta:
                 is not written again.
             outside: Tokens of `outside`; None: they are encoded here.
         """
-        ids, spans = self.filled.encode(outside)
+        ids, spans = self._filled.encode(outside)
         end_ids = self.prepared.end_ids
         missing = end_ids[_overlap(last_ids, end_ids) :]
         shift = len(missing)
@@ -70,6 +70,10 @@ class PlannedDelta:
             message_spans=[(index, start + shift, end + shift) for index, start, end in spans],
             written=lambda: self._write(missing),
         )
+
+    @cached_property
+    def _filled(self) -> Filled:
+        return self.prepared.splice.fill(self.texts)
 
     @property
     def whole_text(self) -> str:

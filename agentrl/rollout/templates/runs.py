@@ -10,6 +10,7 @@ come from the template's literals only, and each literal is searched by itself.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agentrl.rollout.templates.pieces import TokenPieces
 from agentrl.rollout.templates.shape import Voice
@@ -31,17 +32,18 @@ class _Run:
     """Tokens of the literal before the first place, encoded alone."""
     tail_ids: list[int]
     """Tokens of the literal after the last place, encoded alone."""
+    only: Place | None
+    """Its one place, if it has one and that is a text from outside."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FilledRun:
+class _FilledRun(NamedTuple):
     """The text of a run, yet to be encoded."""
 
     text: str
     contents: list[Span]
-    """In characters."""
+    """In characters, if `run` is None."""
     run: _Run | None
-    """The run, if its one place is a content from outside: then its spans are found quickly."""
+    """The run, if it has one place: then the content is found quickly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class _Filling:
 
     def fill(self, run: _Run, texts: Sequence[str]) -> None:
         """Fill a run; the control tokens in a policy's texts cut it."""
+        if run.only:
+            return self._fill_only(run, run.only, texts[run.only.hole.number])
         before = run.before
         for piece in run.pieces:
             if isinstance(piece, str):
@@ -105,27 +109,34 @@ class _Filling:
                 continue
             self.text += written
             if piece.hole.is_content:
+                if self.contents and self.contents[-1][0] == piece.hole.message:
+                    start = self.contents.pop()[1]
                 self.contents.append((piece.hole.message, start, len(self.text)))
-        is_simple = len(self.contents) == 1 and len(run.pieces) <= 3 and before is run.before
-        self._close(before, run.after, run if is_simple else None)
+        return self._close(before, run.after)
+
+    def _fill_only(self, run: _Run, place: Place, text: str) -> None:
+        written = place.written(text)
+        text = "".join([piece if isinstance(piece, str) else written for piece in run.pieces])
+        text = self.encoder.between(text, run.before, run.after)
+        if text:
+            contents = [(place.hole.message, 0, 0)] if place.hole.is_content else []
+            self.parts.append(_FilledRun(text, contents, run))
 
     def _add_policy(self, written: str, before: ControlToken | None) -> ControlToken | None:
         start = 0
         for match in self.live.finditer(written):
             token = self.encoder.tokens[match.group()]
             self.text += written[start : match.start()]
-            self._close(before, token, None)
+            self._close(before, token)
             self.parts.append([token.id])
             before, start = token, match.end()
         self.text += written[start:]
         return before
 
-    def _close(
-        self, before: ControlToken | None, after: ControlToken | None, run: _Run | None
-    ) -> None:
+    def _close(self, before: ControlToken | None, after: ControlToken | None) -> None:
         text = self.encoder.between(self.text, before, after)
         if text:
-            self.parts.append(_FilledRun(text, self.contents, run))
+            self.parts.append(_FilledRun(text, self.contents, None))
         self.text, self.contents = "", []
 
 
@@ -195,6 +206,8 @@ class Splice:
         encoder = self._encoder
         if not any(isinstance(piece, Place) for piece in pieces):
             return encoder.encode_text(encoder.between("".join(map(str, pieces)), before, after))
+        places = [piece for piece in pieces if isinstance(piece, Place)]
+        is_outside = len(places) == 1 and places[0].hole.voice is Voice.OUTSIDE
         head = pieces[0] if isinstance(pieces[0], str) else ""
         tail = pieces[-1] if isinstance(pieces[-1], str) else ""
         return _Run(
@@ -203,6 +216,7 @@ class Splice:
             after,
             encoder.encode_text(encoder.between(head, before, None)),
             encoder.encode_text(encoder.between(tail, None, after)),
+            places[0] if is_outside else None,
         )
 
 
@@ -216,9 +230,13 @@ def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -
         each = zip(part.contents, found, strict=True)
         return [(message, *span) for (message, _, _), span in each if span]
     head, tail = part.run.head_ids, part.run.tail_ids
-    start = next((i for i, id in enumerate(head) if ids[i : i + 1] != [id]), len(head))
-    kept = len(ids) - start
-    end = next(
-        (i for i in range(min(len(tail), kept)) if tail[~i] != ids[~i]), min(len(tail), kept)
-    )
-    return [(part.contents[0][0], start, len(ids) - end)]
+    start = _num_equal(head, ids)
+    num_left = len(ids) - start
+    end = len(ids) - min(num_left, _num_equal(tail[::-1], ids[: ~len(tail) : -1]))
+    return [(part.contents[0][0], start, end)]
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common start."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

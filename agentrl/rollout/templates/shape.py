@@ -20,6 +20,8 @@ T = TypeVar("T")
 SHORTEST_ID = 9
 """Call ids from this length on keep their length in a rendering (templates may check it)."""
 LONGEST_ID = 40
+MAX_SHOWN = 17
+"""Pieces of a text from outside, shown ones included; a text of more is not shown to a template."""
 HOLE_WIDTH = 32
 """Digits of a placeholder."""
 NUMBER_WIDTH = 24
@@ -114,6 +116,9 @@ class Reading:
     separators: re.Pattern[str]
     """Where a policy's text is cut, because the template looks for these in it."""
     calls: CallStyle = CallStyle()
+    shown: re.Pattern[str] = re.compile("(?!)")
+    """What the template looks for in texts from outside: it is shown these parts of them. None of
+    them can be a part of a control token."""
     keeps_numbers_apart: bool = False
     """Whether numbers in calls are holes too: fewer shapes, for readings that become no tokens (a
     tokenizer may join a number with the blank before it)."""
@@ -232,10 +237,9 @@ class ShapeBuilder:
         }
 
     def _read_text(self, text: str, voice: Voice, *, is_content: bool) -> Node:
-        if voice is Voice.OUTSIDE:
-            return self.hole(text, voice, is_content=is_content)
-        pieces = _cut_at(self._reading.separators, text)
-        if len(pieces) == 1:
+        is_outside = voice is Voice.OUTSIDE
+        pieces = _cut_at(self._reading.shown if is_outside else self._reading.separators, text)
+        if len(pieces) == 1 or (is_outside and len(pieces) > MAX_SHOWN):
             return self.hole(text, voice, is_content=is_content)
         return Joined(
             tuple(

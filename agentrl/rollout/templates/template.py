@@ -174,7 +174,7 @@ class ChatTemplate:
         read = self.read(messages, tools)
         delta = self.learn_once("delta", read.key, lambda: self._prepare_delta(read))
         self._refuse_borrowed(delta, read.texts)
-        return PlannedDelta(delta, read.texts, delta.splice.fill(read.texts), self.decode)
+        return PlannedDelta(delta, read.texts, self.decode)
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Tools = ()
