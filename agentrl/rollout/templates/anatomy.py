@@ -137,8 +137,9 @@ class Anatomy:
             if re.search(r"[^\w\s]", marker)
             and all(map(self.live_tokens.fullmatch, self._control.findall(marker)))
         )
-        shown = any_of(filter(self.encoder.is_inert, self._looked_for))
-        return Reading(separators, self.call_style or CallStyle(), shown)
+        shown = list(filter(self.encoder.is_inert, self._looked_for))
+        style = self.call_style or CallStyle()
+        return Reading(separators, style, any_of(shown) if shown else None)
 
     @cached_property
     def hidden_markers(self) -> dict[Voice, re.Pattern[str]]:
@@ -148,8 +149,8 @@ class Anatomy:
         """
         reading, looked_for = self.reading, self._looked_for
         policy = (text for text in looked_for if not reading.separators.fullmatch(text))
-        outside = (text for text in looked_for if not reading.shown.fullmatch(text))
-        plain = (text for text in outside if not self._control.search(text))
+        unseen = (t for t in looked_for if not (reading.shown and reading.shown.fullmatch(t)))
+        plain = (text for text in unseen if not self._control.search(text))
         return {Voice.POLICY: any_of(policy), Voice.OUTSIDE: any_of(plain)}
 
     @property

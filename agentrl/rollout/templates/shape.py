@@ -116,9 +116,9 @@ class Reading:
     separators: re.Pattern[str]
     """Where a policy's text is cut, because the template looks for these in it."""
     calls: CallStyle = CallStyle()
-    shown: re.Pattern[str] = re.compile("(?!)")
+    shown: re.Pattern[str] | None = None
     """What the template looks for in texts from outside: it is shown these parts of them. None of
-    them can be a part of a control token."""
+    them can be a part of a control token. None: it looks for nothing."""
     keeps_numbers_apart: bool = False
     """Whether numbers in calls are holes too: fewer shapes, for readings that become no tokens (a
     tokenizer may join a number with the blank before it)."""
@@ -238,7 +238,8 @@ class ShapeBuilder:
 
     def _read_text(self, text: str, voice: Voice, *, is_content: bool) -> Node:
         is_outside = voice is Voice.OUTSIDE
-        pieces = _cut_at(self._reading.shown if is_outside else self._reading.separators, text)
+        separators = self._reading.shown if is_outside else self._reading.separators
+        pieces = _cut_at(separators, text) if separators else [text]
         if len(pieces) == 1 or (is_outside and len(pieces) > MAX_SHOWN):
             return self.hole(text, voice, is_content=is_content)
         return Joined(
