@@ -120,3 +120,12 @@ def score(manager: RewardManager, requests: list[AsyncRolloutRequest]) -> None:
 
 def no_number(**_: Any) -> Any:
     return "no number"
+
+
+async def _one() -> float:
+    return 1.0
+
+
+def runs_a_loop(**_: Any) -> float:
+    """Score as code of the main thread does that has something to await."""
+    return asyncio.get_event_loop().run_until_complete(_one())

@@ -12,7 +12,16 @@ Placement = Literal[
     "last_token", "turn_last_token", "uniform", "exponential_decay", "tool_call_tokens"
 ]
 _RENAMED = {"last": "last_token", "spread": "uniform"}
-BUNDLED_SCORERS = ("gsm8k", "math", "multiple_choice", "qa", "code", "judge", "data_source")
+BUNDLED_SCORERS = (
+    "gsm8k",
+    "math",
+    "math_dapo",
+    "multiple_choice",
+    "qa",
+    "code",
+    "judge",
+    "data_source",
+)
 """What a reward function without a path may be called; `data_source` is that of each row's own."""
 TAKEN_NAMES = (
     "score", "trajectory_reward", "interaction_reward", "tool_call_reward", "tool_reward",

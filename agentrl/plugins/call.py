@@ -100,6 +100,20 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return await value if inspect.isawaitable(value) else value
 
 
+def with_event_loop(function: Callable[[], T]) -> T:
+    """Call blocking code that asks `asyncio.get_event_loop()` for a loop to run things in.
+
+    Code that was written for the main thread does so, and other threads have none.
+    """
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        return function()
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a blocking function on a daemon thread of its own.
 

@@ -10,7 +10,7 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema import RewardConfig
-from agentrl.plugins.call import call_bounded, call_method, contained
+from agentrl.plugins.call import call_bounded, call_method, contained, with_event_loop
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
     LoadedScorer,
@@ -96,7 +96,7 @@ class ScoreCaller:
         if self._lane_of(scorer) is Lane.PROCESS and not is_async(scorer):
             return await self._pool.run(scorer, told)
         async with self._room_of(scorer):
-            call = partial(call_method, scorer, **told, **self._resources(scorer))
+            call = partial(_call, scorer, {**told, **self._resources(scorer)})
             return await call_bounded(call, timeout_s=self._config.timeout_s, name=NAME)
 
     async def close(self) -> None:
@@ -130,3 +130,10 @@ class ScoreCaller:
         if self._pace is None or self._pace[0] is not loop:
             self._pace = loop, AsyncLimiter(1, 1 / self._config.rate_limit)
         await self._pace[1].acquire()
+
+
+async def _call(scorer: ScoreFn, keywords: Mapping[str, Any]) -> Any:
+    """Call a scorer; a plain one has an event loop on its thread, as it would on the main one."""
+    if is_async(scorer):
+        return await call_method(scorer, **keywords)
+    return await call_method(partial(with_event_loop, partial(scorer, **keywords)))

@@ -32,23 +32,25 @@ def compute_score(
         solution_str: The solution; thoughts are not read.
         ground_truth: The true answer, in LaTeX or as a number.
         extra_info: Not read.
-        strict_box_verify: Read the last `\boxed{}` in place of the last `Answer:`.
+        strict_box_verify: Read the last `\boxed{}` alone. Otherwise it is read if there is no line
+            `Answer: ...`, which verl's scorer calls wrong.
 
     Returns:
-        `score` (1.0 or -1.0), `acc` (1.0 if the answer is right), `pred` (the answer; None if a
-        box was wanted and there is none).
+        `score` (1.0 or -1.0), `acc` and `success` (1.0 if the answer is right), `pred` (the answer;
+        empty if there is none).
+
+    Raises:
+        RewardError: for a ground truth that is empty, or no text and no number.
     """
     truth = read_text(ground_truth, expected="an answer")
     said = without_thought(solution_str)[-LONGEST_TAIL:]
-    answer = last_boxed(said) if strict_box_verify else _last_answer(said)
-    is_right = answer is not None and is_same_answer(answer, truth)
-    shown = answer if answer is not None or strict_box_verify else "[INVALID]"
-    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": shown}
-
-
-def _last_answer(text: str) -> str | None:
-    found = _ANSWER.findall(text)
-    if not found:
-        return None
-    answer = str(found[-1]).strip()
-    return last_boxed(answer) or answer.strip("$ ")
+    lines = [] if strict_box_verify else _ANSWER.findall(said)
+    answer = str(lines[-1]).strip("$ ") if lines else said
+    answer = last_boxed(answer) or (answer if lines else "")
+    is_right = bool(answer) and is_same_answer(answer, truth)
+    return {
+        "score": 1.0 if is_right else -1.0,
+        "acc": float(is_right),
+        "success": float(is_right),
+        "pred": answer,
+    }

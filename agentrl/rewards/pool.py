@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from agentrl.errors import PluginError, RewardError, words_of
 from agentrl.machine import num_cores
-from agentrl.plugins.call import CallTimeoutError, contained, in_thread
+from agentrl.plugins.call import CallTimeoutError, contained, in_thread, with_event_loop
 from agentrl.plugins.parent import end_with_parent
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools.process_server import PRELOADED, context, ensure_server
@@ -116,7 +116,7 @@ def _pack(sent: object) -> bytes:
 def _work(scorer: bytes, told: bytes) -> bytes:
     """In the worker: call a scorer, and pack its answer, or what it raised."""
     try:
-        value = _unpack(scorer)(**pickle.loads(told))
+        value = with_event_loop(partial(_unpack(scorer), **pickle.loads(told)))
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return pickle.dumps((value, None))

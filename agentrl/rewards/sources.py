@@ -52,6 +52,7 @@ BUNDLED: MappingProxyType[str, Bundled] = MappingProxyType(
         "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
         # Some answers make computer algebra compute for ever: it must be in a process.
         "math": Bundled("agentrl.rewards.math_answer:compute_score", Lane.PROCESS),
+        "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", Lane.PROCESS),
         "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),
         "qa": Bundled("agentrl.rewards.qa:compute_score"),
         "code": Bundled("agentrl.rewards.code:compute_score", needs_sandbox=True),
@@ -68,13 +69,15 @@ SOURCES: MappingProxyType[str, str] = MappingProxyType(
         "DigitalLearningGmbH/MATH-lighteval": "math",
         "HuggingFaceH4/MATH-500": "math",
         "hiyouga/geometry3k": "math",
-        "math_dapo": "math",
-        "math": "math",
+        "hendrycks_math": "math",
+        "math_dapo": "math_dapo",
+        "math": "math_dapo",
         "codecontests": "code",
         "apps": "code",
         "codeforces": "code",
         "taco": "code",
         "openai_humaneval": "code",
+        "humaneval": "code",
         "mbpp": "code",
         "cais/mmlu": "multiple_choice",
         "TIGER-Lab/MMLU-Pro": "multiple_choice",
@@ -88,8 +91,8 @@ SOURCES: MappingProxyType[str, str] = MappingProxyType(
 """The scorer's name for a data source."""
 
 PATTERNS: tuple[tuple[str, str], ...] = (
-    ("math_dapo*", "math"),
-    ("aime*", "math"),
+    ("math_dapo*", "math_dapo"),
+    ("aime*", "math_dapo"),
     ("amc*", "math"),
     ("numina_*", "math"),
     ("searchR1_*", "qa"),

@@ -597,3 +597,10 @@ def test_arguments_are_taken_that_a_scorer_names_or_takes_whatever_they_are():
          "reward_kwargs": {"whatever": 1}},
         {"name": "data_source", "reward_kwargs": {"metric": "f1"}},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["naive", "prime"])
+def test_a_plain_scorer_may_run_what_it_awaits_in_its_threads_event_loop(name):
+    requests = answers("5", "6")
+    score(by_path("runs_a_loop", name), requests)
+    assert [request.reward for request in requests] == [1.0, 1.0]

@@ -71,7 +71,7 @@ def test_the_tables_of_the_page_are_whole() -> None:
         ]
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}`"))
         named = set(re.findall(r"`([^`]+)`", row.split("|")[2]))
-        assert named == set(sources) - ({"math_dapo"} if name == "math" else set())
+        assert named == set(sources) - ({"math_dapo"} if name == "math_dapo" else set())
     for manager in ("naive", "dapo", "prime", "batch"):
         assert get_reward_manager(manager)
         assert f"`{manager}`" in PAGE

@@ -16,8 +16,9 @@ from tests.fakes_scorers import score
 @pytest.mark.parametrize(
     ("source", "name"),
     [("openai/gsm8k", "gsm8k"), ("lighteval/MATH", "math"), ("HuggingFaceH4/MATH-500", "math"),
-     ("DigitalLearningGmbH/MATH-lighteval", "math"), ("math_dapo", "math"),
-     ("math_dapo_reasoning", "math"), ("aime2024", "math"), ("aime_2025", "math"),
+     ("DigitalLearningGmbH/MATH-lighteval", "math"), ("math_dapo", "math_dapo"),
+     ("math_dapo_reasoning", "math_dapo"), ("aime2024", "math_dapo"), ("math", "math_dapo"),
+     ("hendrycks_math", "math"), ("humaneval", "code"),
      ("numina_olympiads", "math"), ("numina_cn_k12", "math"), ("hiyouga/geometry3k", "math"),
      ("codecontests", "code"), ("apps", "code"), ("codeforces", "code"), ("taco", "code"),
      ("searchR1_nq", "qa"), ("searchR1_hotpotqa", "qa"), ("Idavidrein/gpqa_diamond",

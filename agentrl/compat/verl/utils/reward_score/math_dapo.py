@@ -16,6 +16,7 @@ def compute_score(
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     """Score a solution (see `agentrl.rewards.math_dapo.compute_score`)."""
-    return math_dapo.compute_score(
+    found = math_dapo.compute_score(
         "math_dapo", solution_str, ground_truth, strict_box_verify=strict_box_verify
     )
+    return {"score": found["score"], "acc": bool(found["acc"]), "pred": found["pred"] or None}
