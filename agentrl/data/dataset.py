@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -118,14 +118,35 @@ def _custom_prompts(
     max_samples: int | None,
 ) -> list[Prompt]:
     name = f"{custom.path}:{custom.name}"
-    rows = _custom_rows(name, files, config, max_samples)[:max_samples]
+    rows = _custom_rows(name, files, config, max_samples)
+    return list(read_prompts(rows, config, source=name, max_samples=max_samples))
+
+
+def read_prompts(
+    rows: Sequence[Mapping[str, Any] | Prompt],
+    config: DataConfig,
+    *,
+    source: str,
+    max_samples: int | None = None,
+) -> PromptDataset:
+    """Read rows that are Python objects: mappings of columns, or prompts.
+
+    Args:
+        rows: In their order.
+        config: Which column holds what.
+        source: Where they are from, for errors.
+        max_samples: Use only the first rows.
+
+    Raises:
+        DataError: with the row's number (from 0) and what was expected.
+    """
     if not rows:
-        raise DataError(f"{name} gave no rows", expected="at least one row")
-    reader = RowReader(name, config)
-    return [
-        row if isinstance(row, Prompt) else reader.read(row, number, number)
-        for number, row in enumerate(rows)
-    ]
+        raise DataError(f"{source} gave no rows", expected="at least one row")
+    reader = RowReader(source, config)
+    return PromptDataset(
+        row if isinstance(row, Prompt) else reader.read(dict(row), number, number)
+        for number, row in enumerate(rows[:max_samples])
+    )
 
 
 def _build_dataset(

@@ -139,6 +139,9 @@ def _load_file(source: Path) -> ModuleType:
     source = source.expanduser().resolve()
     if not source.is_file():
         raise FileNotFoundError(f"no file {source}")
+    main = sys.modules.get("__main__")
+    if main is not None and source == Path(getattr(main, "__file__", None) or "").resolve():
+        return main  # the script that runs: another copy of it would register everything twice
     digest = hashlib.sha256(str(source).encode()).hexdigest()[:12]
     name = f"{FILE_MODULE_PREFIX}{source.stem}_{digest}"
     if name in sys.modules:

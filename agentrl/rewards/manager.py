@@ -111,8 +111,12 @@ def runs_code(config: RewardConfig, sources: Iterable[str] = ()) -> bool:
     return any(scorer.needs_sandbox for scorer in bundled_in(config, sources))
 
 
-def make_reward_manager(config: RewardConfig) -> RewardManager:
+def make_reward_manager(config: RewardConfig, scorer: ScoreFn | None = None) -> RewardManager:
     """Make the configured manager with the configured scorer, or scorers.
+
+    Args:
+        config: The reward section.
+        scorer: The scorer itself, in the place of what the section names.
 
     Raises:
         ConfigError: for an unknown manager, and `reward_kwargs` that a scorer does not take.
@@ -120,7 +124,7 @@ def make_reward_manager(config: RewardConfig) -> RewardManager:
         SandboxError: where one runs code, and nothing on this machine keeps it in.
     """
     check_code_scorers(config)
-    made = get_reward_manager(config.manager)(load_scorers(config), config)
+    made = get_reward_manager(config.manager)(scorer or load_scorers(config), config)
     launches = config.launch_reward_fn_async and isinstance(made, LaunchingManager)
     return made if launches else ScoringBehind(made)
 

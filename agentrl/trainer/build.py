@@ -18,6 +18,7 @@ from agentrl.trainer.engine_choice import (
     choose_engine,
     describe_engine,
 )
+from agentrl.trainer.given import NOTHING, Given
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.late_checks import check_late
 from agentrl.trainer.plugin_set import Plugins
@@ -69,8 +70,12 @@ class Parts:
     """What making data, policy and warm-up took."""
 
 
-def start_parts(config: RunConfig) -> Parts:
-    """Check a run, make what is missing and build everything, from a configuration alone.
+def start_parts(config: RunConfig, given: Given = NOTHING) -> Parts:
+    """Check a run, make what is missing and build everything, from a configuration and objects.
+
+    Args:
+        config: Marked with what is given (`Given.mark`).
+        given: Python objects in the place of what a run file names.
 
     Raises:
         AgentRLError: with what, where and what was expected.
@@ -79,16 +84,22 @@ def start_parts(config: RunConfig) -> Parts:
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main)
     try:
-        checked = check_run(config, world_size=world.size)
+        checked = check_run(config, world_size=world.size, build=given.build_plugins)
         notes = [*checked.notes, *check_late(config)]
         journal.say(*(f"note: {note}" for note in notes))
-        return prepare_parts(config, world, journal, checked.plugins)
+        return prepare_parts(config, world, journal, checked.plugins, given)
     except BaseException:
         journal.close()
         raise
 
 
-def prepare_parts(config: RunConfig, world: World, journal: Journal, plugins: Plugins) -> Parts:
+def prepare_parts(
+    config: RunConfig,
+    world: World,
+    journal: Journal,
+    plugins: Plugins,
+    given: Given = NOTHING,
+) -> Parts:
     """Make what a checked run's `prepare` names and is not there, then build everything.
 
     The run's folder is locked until the journal is closed.
@@ -99,7 +110,7 @@ def prepare_parts(config: RunConfig, world: World, journal: Journal, plugins: Pl
     now = start_date(config, world)
     seconds = prepare_run(config, world, journal, plugins.tools, now=now)
     setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
-    return build_parts(config, world, journal, setup, seconds_prepare=seconds)
+    return build_parts(config, world, journal, setup, given, seconds_prepare=seconds)
 
 
 def build_parts(
@@ -107,6 +118,7 @@ def build_parts(
     world: World,
     journal: Journal,
     setup: RolloutSetup,
+    given: Given = NOTHING,
     *,
     seconds_prepare: float = 0.0,
 ) -> Parts:
@@ -118,7 +130,7 @@ def build_parts(
     seed_everything(config.trainer.seed + world.rank)
     if config.rollout.deterministic:
         choose_exact_kernels(world.device)
-    data = load_run_data(config, setup)
+    data = load_run_data(config, setup, given)
     for note in data.notes:
         journal.say(note)
     order = make_order(config, data)
@@ -131,10 +143,11 @@ def build_parts(
         check_room(config.trainer.default_local_dir, count_weights(policy), config)
     if doubt := find_doubt(config, policy, setup, data):
         journal.say(f"note: {doubt}")
-    engine = start_engine(config, policy, setup, journal)
+    engine = start_engine(config, policy, setup, journal, given)
     journal.say(
         f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
-        f"on {world.device.type} x {world.size}; engine: {describe_engine(config)}; "
+        f"on {world.device.type} x {world.size}; engine: "
+        f"{type(engine).__name__ if given.engine else describe_engine(config)}; "
         f"{len(data.train)} training rows, {total_steps} steps"
     )
     manager = make_manager(config, setup, engine)
@@ -168,9 +181,16 @@ def find_doubt(
 
 
 def start_engine(
-    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, journal: Journal
+    config: RunConfig,
+    policy: PolicyModel,
+    setup: RolloutSetup,
+    journal: Journal,
+    given: Given = NOTHING,
 ) -> Engine:
     """Start the engine with the policy's weights; what takes long is announced."""
+    if given.engine is not None:
+        is_made = isinstance(given.engine, Engine)
+        return given.engine if is_made else given.engine(policy.lm, setup.tokenizer)
     journal.say(*announce_start(config))
     device, dtype = policy.world.device, policy.compute_dtype
     engine = build_engine(config, policy.lm, setup.tokenizer, device=device, dtype=dtype)

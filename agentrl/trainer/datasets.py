@@ -10,7 +10,7 @@ from typing import Literal
 
 from agentrl.config.checks import check_tools
 from agentrl.config.schema import RewardConfig, RunConfig
-from agentrl.data.dataset import PromptDataset, load_prompts
+from agentrl.data.dataset import PromptDataset, load_prompts, read_prompts
 from agentrl.data.lengths import drop_overlong, measure_prompts
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError, RewardError
@@ -23,6 +23,7 @@ from agentrl.rewards.sources import has_bundled
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import select_tools
 from agentrl.tools.row_kwargs import RowKwargs
+from agentrl.trainer.given import NOTHING, Given
 from agentrl.trainer.rollout_setup import RolloutSetup
 
 
@@ -37,8 +38,13 @@ class RunData:
     """What was dropped, in words."""
 
 
-def load_run_data(config: RunConfig, setup: RolloutSetup) -> RunData:
+def load_run_data(config: RunConfig, setup: RolloutSetup, given: Given = NOTHING) -> RunData:
     """Load training and validation rows.
+
+    Args:
+        config: Of the run.
+        setup: Its plug-ins and template.
+        given: Rows that were passed as Python objects.
 
     Raises:
         DataError: for a file or row that cannot be used.
@@ -46,7 +52,7 @@ def load_run_data(config: RunConfig, setup: RolloutSetup) -> RunData:
     """
     notes: list[str] = []
     data = config.data
-    loader = _Loader(config, setup, notes)
+    loader = _Loader(config, setup, notes, given)
     train = PromptDataset([])
     if not config.trainer.val_only:
         train = loader.load("train", data.train_files, data.train_max_samples)
@@ -60,16 +66,24 @@ def load_run_data(config: RunConfig, setup: RolloutSetup) -> RunData:
 class _Loader:
     """Loads one set after the other by the same rules."""
 
-    def __init__(self, config: RunConfig, setup: RolloutSetup, notes: list[str]) -> None:
+    def __init__(
+        self, config: RunConfig, setup: RolloutSetup, notes: list[str], given: Given
+    ) -> None:
         self._config = config
+        self._given = given
         self._setup = setup
         self._notes = notes
         self._encode = prompt_encoder(setup)
 
     def load(self, name: str, files: list[Path], max_samples: int | None) -> PromptDataset:
         data = self._config.data
-        dataset = load_prompts(files, data, max_samples=max_samples)
         source = ", ".join(map(str, files))
+        rows = self._given.rows_of(name)
+        dataset = (
+            load_prompts(files, data, max_samples=max_samples)
+            if rows is None
+            else read_prompts(rows, data, source=f"{name} rows {source}", max_samples=max_samples)
+        )
         plugins = self._setup.plugins
         if plugins.tools or data.strict_rows:
             check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)

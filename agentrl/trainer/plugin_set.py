@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import PluginError
@@ -14,6 +15,9 @@ from agentrl.tools import BaseTool
 from agentrl.tools import registry as tool_registry
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.verl_names import as_verl_shows
+
+GIVEN = "(given in Python)"
+"""Stands in a configuration for a path, if the object itself was passed to the `Trainer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +56,45 @@ def load_plugins(config: RunConfig) -> Plugins:
         ConfigError: with file, key and what was expected.
         PluginError: for a class path that leads nowhere.
     """
+    tools, interactions = load_tools(config), load_interactions(config)
+    return Plugins(tools, interactions, make_reward_manager(config.reward))
+
+
+def load_tools(config: RunConfig) -> list[BaseTool]:
+    """Build the tools that a configuration names.
+
+    Raises:
+        ConfigError: see `load_plugins`.
+        PluginError: see `load_plugins`.
+    """
     turns = config.rollout.multi_turn
-    tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
+    functions = None if turns.function_tool_path == GIVEN else turns.function_tool_path
+    tools = load_all_tools(turns.tool_config_path, functions)
     if turns.tool_schema_style != "full":
         for tool in tools:
             tool.tool_schema = as_verl_shows(tool.tool_schema, turns.tool_schema_style)
-    interactions: dict[str, BaseInteraction] = {}
-    if turns.interaction_config_path is not None:
-        interactions = initialize_interactions_from_config(turns.interaction_config_path)
-    return Plugins(tools, interactions, make_reward_manager(config.reward))
+    return tools
+
+
+def load_interactions(config: RunConfig) -> dict[str, BaseInteraction]:
+    """Build the interactions that a configuration names.
+
+    Raises:
+        ConfigError: see `load_plugins`.
+        PluginError: see `load_plugins`.
+    """
+    path = config.rollout.multi_turn.interaction_config_path
+    if path is None or path == Path(GIVEN):
+        return {}
+    return initialize_interactions_from_config(path)
 
 
 def find_classes_of_verl(config: RunConfig) -> list[str]:
     """Name the classes of verl's among a run's plug-ins, each with ours that stands for it."""
     turns = config.rollout.multi_turn
     tools, users = turns.tool_config_path, turns.interaction_config_path
+    is_named = users is not None and users != Path(GIVEN)
     return [
         *(tool_registry.classes_of_verl(tools) if tools is not None else []),
-        *(interaction_registry.classes_of_verl(users) if users is not None else []),
+        *(interaction_registry.classes_of_verl(users) if users and is_named else []),
     ]

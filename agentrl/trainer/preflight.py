@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.tools import BaseTool
 from agentrl.trainer.plugin_set import (
+    GIVEN,
     Plugins,
     find_classes_of_verl,
     import_plugins,
@@ -39,7 +40,7 @@ def check_run(
     world_size: int = 1,
     file: Path | None = None,
     purpose: Purpose = Purpose.TRAIN,
-    plugins: Plugins | None = None,
+    build: Callable[[RunConfig], Plugins] = load_plugins,
 ) -> CheckedRun:
     """Refuse a run that cannot succeed. `late_checks` has the checks that need torch.
 
@@ -48,7 +49,7 @@ def check_run(
         world_size: Ranks that share each batch.
         file: The run file, for errors.
         purpose: What is to be done with the run.
-        plugins: Built already; None: those that the configuration names are built.
+        build: Builds the run's plug-ins.
 
     Raises:
         ConfigError: for settings that contradict each other, an unknown name, a model's folder
@@ -61,7 +62,7 @@ def check_run(
         import_plugins(config.plugins)
         check_known_names(config)
         check_inputs(config)
-        plugins = plugins or load_plugins(config)
+        plugins = build(config)
     except AgentRLError as error:
         # An error in a plug-in's own YAML names that file already.
         if file is not None:
@@ -110,7 +111,8 @@ def check_inputs(config: RunConfig) -> None:
         ConfigError: naming a model's folder that is not there.
     """
     for key, path in _data_files(config):
-        if config.data.custom_cls is None and not path.exists() and not is_made_later(config, path):
+        is_named = config.data.custom_cls is None and path != Path(GIVEN)
+        if is_named and not path.exists() and not is_made_later(config, path):
             raise DataError(
                 f"no file {path}", key=key, expected="an existing data file", **looked_in(path)
             )

@@ -14,26 +14,31 @@ On several ranks (torchrun) every rank runs this loop on its own share of the sa
 samples with each other (credit, failures, figures) sees those of all; the main rank alone writes.
 """
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Self
 
 from agentrl.collate import collate, widest
 from agentrl.config.schema import RunConfig
 from agentrl.data.prompt import Prompt
+from agentrl.engines import Engine
 from agentrl.errors import CheckpointError
+from agentrl.interactions import BaseInteraction
 from agentrl.protocol import DataProto
 from agentrl.rewards import drive_and_score
+from agentrl.rewards.scoring import ScoreFn
 from agentrl.rollout.census import Census
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.trainer.any_runner import AnyRunner
 from agentrl.trainer.build import Parts, start_parts
 from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.data_record import RECORD
 from agentrl.trainer.figures import merge_figures, to_metrics
+from agentrl.trainer.given import EngineFactory, Given, Row, Tool, given_rows
 from agentrl.trainer.hand_over import HandOver
 from agentrl.trainer.interruption import Interrupted, Interruption
 from agentrl.trainer.log_probs import add_log_probs
@@ -64,18 +69,50 @@ from agentrl.training.snapshot import export_hf, identify, load_run, on_main, sa
 class Trainer:
     """Train a policy as a run file says.
 
+    Tools, interactions, the scorer, rows and the engine can be passed as Python objects, in the
+    place of what a run file names by path (docs/library.md). It works under a running event loop.
+
     Args:
         config: The checked configuration.
-        parts: What the loop works with; built from the configuration where it is not given.
+        parts: What the loop works with; built from the configuration if it is not given.
+        tools: Tools, and functions with `@function_tool`, besides those that the configuration
+            names.
+        interactions: Interactions, besides those that the configuration names.
+        reward: The scorer: `(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`.
+        rows: Training rows: mappings of columns, as files hold them, or prompts.
+        val_rows: Validation rows, or sets of them by name.
+        engine: An engine; or a function `(model, tokenizer) -> engine`.
+
+    Raises:
+        AgentRLError: with what, where and what was expected.
 
     Example:
         >>> from agentrl import Trainer, load_config
         >>> summary = Trainer(load_config("run.yaml")).fit()
     """
 
-    def __init__(self, config: RunConfig, parts: Parts | None = None) -> None:
-        self.config = config
-        self.parts = parts or start_parts(config)
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        interactions: Sequence[BaseInteraction] | None = None,
+        reward: ScoreFn | None = None,
+        rows: Sequence[Row] | None = None,
+        val_rows: Sequence[Row] | Mapping[str, Sequence[Row]] | None = None,
+        engine: Engine | EngineFactory | None = None,
+    ) -> None:
+        given = Given(
+            tools=tools,
+            interactions=interactions,
+            reward=reward,
+            rows=rows,
+            val_rows=given_rows(val_rows),
+            engine=engine,
+        )
+        self.config = config = given.mark(config)
+        self.parts = parts or start_parts(config, given)
         self.world = self.parts.world
         self.folder = config.trainer.default_local_dir
         self.step = 0
@@ -85,7 +122,7 @@ class Trainer:
         self._timer = Timer(on_enter=self._tell_place)
         self._interruption = Interruption(self.world)
         self._last = LastStep(self.parts.order, self.parts.actor)
-        self._runner = asyncio.Runner()
+        self._runner = AnyRunner()
         self._is_closed = False
         self._censuses: list[Census] = []
         self._success_rules: dict[str, str] = {}
@@ -213,6 +250,18 @@ class Trainer:
         with self.world.agreeing():
             manager.apply_failure_policy(finished, census)
         return finished
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[AsyncRolloutRequest]:
+        """Sample the prompts as training does (`rollout.n` times each), and score the samples.
+
+        Raises:
+            RolloutError: on every rank, if too much of the batch failed.
+        """
+        return self.roll_out(prompts, self.parts.manager.train_plan())
+
+    def compute_advantages(self, batch: DataProto) -> dict[str, float]:
+        """Add the tokens' rewards, advantages and returns; returns figures of them."""
+        return self.parts.credit.compute(batch)
 
     def collate(self, requests: Sequence[AsyncRolloutRequest]) -> DataProto:
         """Turn requests into tensors, as wide as the widest of all ranks."""
@@ -372,6 +421,12 @@ class Trainer:
                 f"all {self.parts.total_steps} steps are done: raise trainer.total_training_steps "
                 "to go on, or set trainer.resume_mode=disable to begin anew"
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Let go of plug-ins, engine, tracker and event loop; may be called twice."""
