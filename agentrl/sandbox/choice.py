@@ -54,9 +54,11 @@ def _first_usable(asked: Sequence[LocalProvider]) -> LocalProvider:
         reason = why_not(provider)
         if reason is None:
             return provider
-        if asked == ("sandlock",) and why_not(provider, is_asked_for=True) is None:
-            logger.warning("sandlock stops less on this machine, see docs/trust.md: %s", reason)
-            return provider
+        if asked == ("sandlock",):
+            missing, reason = reason, why_not(provider, is_asked_for=True)
+            if reason is None:
+                logger.warning("sandlock stops less here, see docs/trust.md: %s", missing)
+                return provider
         reasons[provider] = reason
     if asked == ("sandlock",) and sandlock_folder() is None:
         raise MissingExtraError("sandlock is not installed", install=install_command("sandbox"))

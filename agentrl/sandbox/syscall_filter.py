@@ -12,7 +12,8 @@ TCP. Both leave the rest of the kernel's interfaces open. The filter refuses fiv
    objects, message queues, pages lent to a pipe, shared anonymous mappings (which stay whole while
    one page is mapped), and buffers of sockets and pipes beyond their default size. Files in the
    private folder can be mapped shared.
-4. Calls that act on another process of the same user: its limits, priority, processors, memory.
+4. Calls that act on another process of the same user (its limits, priority, processors, memory),
+   and on attributes of files, which Landlock does not check.
 5. Calls that take a budget of the machine or look past the mounts (`io_setup`, inotify), and every
    call that is newer than Linux 5.13, as if the kernel were older.
 
@@ -89,6 +90,8 @@ class _Machine(NamedTuple):
     numbers: dict[str, int]
     """Of the calls that the rules name."""
     refused: tuple[int, ...]
+    attributes: tuple[int, ...]
+    """The calls that set and remove attributes of files."""
 
 
 _EVERYWHERE = (
@@ -127,6 +130,7 @@ _MACHINES = {
             *(175, 176, 313, 246, 320),  # modules and kexec
             *(103, 154, 163, 167, 168, 169, 172, 173, 179),  # syslog ... ioperm, quotactl
         ),
+        attributes=(188, 189, 190, 197, 198, 199),
     ),
     "aarch64": _Machine(
         architecture=0xC00000B7,
@@ -158,6 +162,7 @@ _MACHINES = {
             *(105, 106, 273, 104, 294),
             *(116, 89, 224, 225, 142, 60),
         ),
+        attributes=(5, 6, 7, 14, 15, 16),
     ),
 }
 
@@ -187,6 +192,8 @@ def _statements(machine: _Machine) -> list[bytes]:
     ]
     for number in (*machine.refused, *_EVERYWHERE):
         statements += _if(_JUMP_EQUAL, number, [_refuse(errno.EPERM)])
+    for number in machine.attributes:  # as on file systems that have none: programs expect this
+        statements += _if(_JUMP_EQUAL, number, [_refuse(errno.EOPNOTSUPP)])
     for rule in _RULES:
         statements += _if(_JUMP_EQUAL, machine.numbers[rule.call], _check(rule))
     return [*statements, _statement(_RETURN, _ALLOW)]

@@ -15,7 +15,9 @@ from typing import get_args
 import pytest
 
 from agentrl.sandbox.choice import why_not
+from agentrl.sandbox.inside import kernel
 from agentrl.sandbox.settings import LocalProvider, sandlock_folder
+from tests.fakes_modes import NO_ENTRY
 from tests.fakes_probes import PROBES, stopped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +87,10 @@ def test_page_on_trust_says_what_is_measured_in_other_modes(
     skip_without(provider)
     imports = "import json\nfrom tests.fakes_probes import stopped\n"
     program = f"{imports}print(json.dumps(stopped({provider!r})))"
-    assert json.loads(run_in(mode, program)) == stopped_by(column)
+    expected = stopped_by(column)
+    if mode == "root without namespaces":  # where each sandbox has a user who owns no other file
+        expected["change_outside"] = True
+    assert json.loads(run_in(mode, program)) == expected
 
 
 @pytest.mark.slow
@@ -99,6 +104,34 @@ def test_sandlock_without_namespaces_runs_only_if_it_is_asked_for(mode: str):
     refused, asked_for = run_in(mode, program).splitlines()
     assert refused.startswith("it has no namespaces here: ")
     assert asked_for == "None"
+
+
+@pytest.mark.slow
+def test_root_without_namespaces_keeps_conversations_apart():
+    skip_without("sandlock")
+    error, output, before, after = json.loads(run_in("root without namespaces", TWO_SESSIONS))
+    assert "Permission denied" in error
+    assert output == "1\n"
+    assert after == before
+
+
+TWO_SESSIONS = """
+import asyncio, json
+from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.sandbox import make_sandbox
+def shared_by_all():
+    return sorted(row for kind in ("shm", "sem", "msg") for row in open(f"/proc/sysvipc/{kind}"))
+async def main():
+    sandbox = make_sandbox(SandboxConfig(provider="sandlock", num_warm=0))
+    before = shared_by_all()
+    one, other = await sandbox.open_python(), await sandbox.open_python()
+    told = await other.run("import os; open('x', 'w').write('1'); print(os.environ['HOME'])")
+    reach = await one.run(f"import os; os.chmod({told.stdout.strip()!r}, 0)")
+    read = await other.run("print(open('x').read())")
+    await sandbox.close()
+    print(json.dumps([reach.stderr, read.stdout, before, shared_by_all()]))
+asyncio.run(main())
+"""
 
 
 def run_in(mode: str, program: str) -> str:
@@ -121,6 +154,7 @@ def run_in(mode: str, program: str) -> str:
         )
     finally:
         shutil.rmtree(folder)
+        kernel.remove_shared_objects(NO_ENTRY)  # what sandlock keeps for each user
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
+_IPC_RMID = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,6 +55,21 @@ def mount_processes(path: str) -> None:
     """Mount what shows the processes of this process's PID namespace, and no other."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _check(_libc.mount(b"proc", path.encode(), b"proc", flags, None), f"mount {path}")
+
+
+def remove_shared_objects(user: int) -> None:
+    """Remove a user's semaphores and shared memory of System V; done by this user."""
+    for identifier in _shared_objects("shm", user):
+        _libc.shmctl(identifier, _IPC_RMID, None)
+    for identifier in _shared_objects("sem", user):
+        _libc.semctl(identifier, 0, _IPC_RMID)
+
+
+def _shared_objects(kind: str, user: int) -> list[int]:
+    with open(f"/proc/sysvipc/{kind}") as file:
+        names, *rows = [line.split() for line in file]
+    own, identifier = names.index("uid"), names.index(f"{kind}id")
+    return [int(row[identifier]) for row in rows if int(row[own]) == user]
 
 
 def make_read_only(path: str) -> None:

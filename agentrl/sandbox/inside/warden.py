@@ -68,8 +68,23 @@ class Warden:
             kill_descendants()
             with suppress(OSError):  # the next keeper tries again
                 delete(self._folder)
+            if self._user is not None and not self._has_namespaces:
+                self._remove_shared_objects(self._user)
         with suppress(OSError):  # nobody may ask any more
             os.write(self._control, told)
+
+    @staticmethod
+    def _remove_shared_objects(user: int) -> None:
+        """Remove what sandlock keeps for each user, in a process that becomes this user."""
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            return
+        try:
+            os.setresuid(user, user, user)
+            kernel.remove_shared_objects(user)
+        finally:
+            os._exit(0)
 
     def _become_provider(self, errors: int) -> NoReturn:
         try:
@@ -110,7 +125,6 @@ class Warden:
             if (closed := find_closed(environment)) is not None:
                 reason = self._settings["no_namespaces"]
                 raise OSError(f"root alone may enter {closed}, and {reason}")
-            self._user = _FIRST_USER  # one for all: sandlock keeps something for each for ever
             for path in (self._folder, self._private, self._storage):
                 os.chown(path, self._user, self._user)
         return Room(self._private, environment, is_mounted=False)
