@@ -6,11 +6,11 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from agentrl.compat.verl.utils.reward_score.sandbox_fusion.utils import FINISHED
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
-from agentrl.sandbox import Execution, ExecutionEnd
+from agentrl.sandbox import Execution
 from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool as OwnSandboxFusionTool
 
-_FINISHED = (ExecutionEnd.OK, ExecutionEnd.ERROR)
 _NOT_FINISHED = "no stdout here"
 
 
@@ -70,6 +70,6 @@ class SandboxFusionTool(OwnSandboxFusionTool):
 
     def describe(self, execution: Execution) -> str:
         """Show output and errors together; of a program that did not end, a fixed text."""
-        if execution.end not in _FINISHED:
+        if execution.end not in FINISHED:
             return _NOT_FINISHED
         return execution.stdout + execution.stderr

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.compat.verl.tools.utils.search_r1_like_utils import write_found
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools.base import ToolResult
 from agentrl.tools.search.documents import Document
@@ -41,15 +42,5 @@ class SearchTool(OwnSearchTool):
         return result._replace(reward=0.0)
 
     def render(self, found: Sequence[Sequence[Document]]) -> str:
-        """Write what was found as verl does: whole, titles with their quotes, as JSON."""
-        text = "\n---\n".join(_passages(documents) for documents in found)
-        return json.dumps({"result": text}, ensure_ascii=False)
-
-
-def _passages(documents: Sequence[Document]) -> str:
-    parts = (document.contents.partition("\n") for document in documents)
-    shown = (
-        f"Doc {place} (Title: {title})\n{text}\n\n"
-        for place, (title, _, text) in enumerate(parts, start=1)
-    )
-    return "".join(shown).strip()
+        """Write what was found as verl does."""
+        return write_found(found)

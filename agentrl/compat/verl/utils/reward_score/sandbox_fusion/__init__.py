@@ -1,0 +1,1 @@
+"""As in verl; see `agentrl.compat.verl`."""
