@@ -92,11 +92,13 @@ def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel)
         TemplateError: where the template cannot carry what the run needs.
     """
     require(probed.report, template_needs(config, plugins))
+    parser = choose_parser(_format(config, plugins), probed.report)
+    parser.check_tools([tool.tool_schema for tool in plugins.tools])
     return RolloutSetup(
         tokenizer=probed.tokenizer,
         template=probed.template,
         report=probed.report,
-        parser=choose_parser(_format(config, plugins), probed.report),
+        parser=parser,
         plugins=plugins,
         tools_per_row=config.rollout.multi_turn.tools_per_row,
     )

@@ -127,6 +127,13 @@ class ToolParser(ABC):
             tools: The tools that the model was told of.
         """
 
+    def check_tools(self, tools: Tools) -> None:  # noqa: B027 - most formats call any tool
+        """Check that the tools of a run can be called in this format.
+
+        Raises:
+            ConfigError: if the format calls a tool or a parameter that the run does not have.
+        """
+
     def render_result(self, text: str) -> str:
         """Word a result as the policy expects it."""
         return text

@@ -1,0 +1,65 @@
+"""Formats of plain text call the bundled tools, or are refused before a run."""
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.rollout.tool_calls import check_calls
+from agentrl.rollout.tool_parsers import get_tool_parser
+from agentrl.tools.python_tool import _SCHEMA as PYTHON
+from agentrl.tools.sandbox_fusion_tool import _SCHEMA as FUSION
+from agentrl.tools.search_tool import _SCHEMA as SEARCH
+from agentrl.tools.verl_names import as_verl_shows
+from tests.fakes_tools import schema
+
+OTHER = schema("other", a={"type": "string"}, b={"type": "string"})
+CODE, ASKED = "```python\nprint(1)\n```", "<search>Bern</search>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tools", "call"),
+    [
+        ("search_r1", ASKED, [SEARCH], ("search", {"query_list": ["Bern"]})),
+        (
+            "search_r1",
+            ASKED,
+            [OTHER, as_verl_shows(SEARCH, "verl_sync")],
+            ("search", {"query_list": ["Bern"]}),
+        ),
+        (
+            "search_r1",
+            ASKED,
+            [schema("search", query={"type": "string"})],
+            ("search", {"query": "Bern"}),
+        ),
+        ("python_block", CODE, [PYTHON], ("python", {"code": "print(1)"})),
+        ("python_block", CODE, [OTHER, PYTHON], ("python", {"code": "print(1)"})),
+        ("python_block", CODE, [PYTHON, FUSION], ("code_interpreter", {"code": "print(1)"})),
+    ],
+)
+def test_a_call_fits_the_bundled_tool(
+    name: str,
+    text: str,
+    tools: list[OpenAIFunctionToolSchema],
+    call: tuple[str, dict[str, object]],
+):
+    parser = get_tool_parser(name)
+    parser.check_tools(tools)
+    checked = check_calls(parser.parse(text, tools=tools), tools)
+    assert [(one.name, one.arguments) for one in checked.calls] == [call]
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "told"),
+    [
+        ("search_r1", [OTHER], "cannot call the tool 'other'"),
+        ("search_r1", [PYTHON, FUSION], "cannot call tools python, code_interpreter"),
+        ("python_block", [SEARCH, OTHER], "cannot call tools search, other"),
+    ],
+)
+def test_tools_that_a_format_cannot_call_are_an_error(
+    name: str, tools: list[OpenAIFunctionToolSchema], told: str
+):
+    with pytest.raises(ConfigError, match=told) as caught:
+        get_tool_parser(name).check_tools(tools)
+    assert caught.value.details["key"] == "rollout.multi_turn.format"
