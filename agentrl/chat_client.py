@@ -1,6 +1,7 @@
 """A language model behind an OpenAI-compatible address: judges and simulated users ask it."""
 
 import asyncio
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 from aiolimiter import AsyncLimiter
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from agentrl.bounded_http import bounding_hooks
 from agentrl.config.section import Section
 from agentrl.errors import AgentRLError, ConfigError, MissingExtraError
 from agentrl.plugins.extras import install_command
@@ -183,6 +185,7 @@ class ChatClient:
         self.budget = ChatBudget(max_calls=config.max_calls, max_tokens=config.max_total_tokens)
         self._key = config.find_key()
         self._openai = _import_openai()
+        self._http = _http_library(self._openai)
         self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
 
     async def complete(
@@ -236,6 +239,10 @@ class ChatClient:
             api_key=self._key or "none",
             timeout=config.timeout_s,
             max_retries=config.max_retries,
+            # Redirects would take the key and the conversation to an address that nobody wrote.
+            http_client=self._openai.DefaultAsyncHttpxClient(
+                event_hooks=bounding_hooks(self._http), follow_redirects=False
+            ),
         )
         pace = AsyncLimiter(1, 1 / config.rate_limit) if config.rate_limit else None
         return _Lane(api, asyncio.Semaphore(config.max_concurrency), pace)
@@ -301,11 +308,19 @@ class ChatClient:
 
 
 def _count(usage: Any, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[int, int]:
-    """Count the tokens of prompt and reply."""
+    """Count the tokens of prompt and reply; what the server says of them is checked."""
     if usage is not None:
-        return int(usage.prompt_tokens or 0), int(usage.completion_tokens or 0)
+        counted = int(usage.prompt_tokens or 0), int(usage.completion_tokens or 0)
+        if min(counted) >= 0:  # a negative count would refill a budget
+            return counted
     asked = sum(len(str(message.get("content") or "")) for message in messages)
     return -(-asked // _CHARACTERS_PER_TOKEN), -(-len(text) // _CHARACTERS_PER_TOKEN)
+
+
+def _http_library(openai: Any) -> Any:
+    """Find the library of openai's connections: httpx, and httpx2 from its third release on."""
+    (base,) = openai.DefaultAsyncHttpxClient.__bases__
+    return importlib.import_module(base.__module__.partition(".")[0])
 
 
 def _import_openai() -> Any:

@@ -85,7 +85,13 @@ async def serving(
     reply: Callable[[dict[str, Any]], Answer], **fields: Any
 ) -> AsyncIterator[FakeChat]:
     """A server for the block."""
-    fake = FakeChat(reply, **fields)
+    async with serving_of(FakeChat(reply, **fields)) as fake:
+        yield fake
+
+
+@contextlib.asynccontextmanager
+async def serving_of(fake: FakeChat) -> AsyncIterator[FakeChat]:
+    """This server for the block."""
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", fake.answer)])
     runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)

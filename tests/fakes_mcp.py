@@ -36,8 +36,10 @@ def load(folder: Path, *entries: Mapping[str, Any], **config: Any) -> dict[str, 
 def servers_alive() -> int:
     """Count the processes that were started here and have not ended."""
     children = psutil.Process().children(recursive=True)
-    return sum(
-        SCRIPT.name in " ".join(child.cmdline()) or "server-everything" in " ".join(child.cmdline())
+    commands = [
+        " ".join(child.cmdline())
         for child in children
         if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-    )
+    ]
+    servers = [c for c in commands if SCRIPT.name in c or "server-everything" in c]
+    return sum("relay.py" not in command for command in servers)

@@ -1,7 +1,10 @@
 """The client of judges and simulated users: replies, limits, and errors that tell no secret."""
 
 import asyncio
+import contextlib
+import gzip
 import logging
+import re
 import sys
 import time
 import traceback
@@ -10,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from pydantic import ValidationError
 
 from agentrl.chat_client import (
@@ -22,7 +26,7 @@ from agentrl.chat_client import (
 )
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.extras import install_command
-from tests.fakes_chat import KEY, FakeChat, in_turn, serving
+from tests.fakes_chat import KEY, FakeChat, in_turn, serving, serving_of
 
 HELLO = [{"role": "user", "content": "Hello?"}]
 
@@ -54,6 +58,62 @@ async def test_sampling_keys_are_sent_and_a_call_may_override_them():
         "temperature": 0.0, "max_tokens": 9, "seed": 3, "stop": ["#"], "k": 1,
     }  # fmt: skip
     assert body["response_format"] == {"type": "json_object"}
+
+
+def endless(kind: str) -> Any:
+    """Answer without end: plain, or as a small text of gzip."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        if kind == "gzip":
+            response.headers["Content-Encoding"] = "gzip"
+        await response.prepare(request)
+        chunk = gzip.compress(bytes(50 * 1024**2)) if kind == "gzip" else b" " * 2**20
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1 if kind == "gzip" else 10_000):
+                await response.write(chunk)
+                answer.num_bytes += len(chunk)  # pyright: ignore
+        return response
+
+    answer.num_bytes = 0  # pyright: ignore
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("plain", "more than 16777216 bytes"), ("gzip", "compressed (gzip)")]
+)
+async def test_an_answer_without_end_is_read_no_further(kind: str, words: str):
+    handler = endless(kind)
+    fake = FakeChat()
+    fake.answer = handler  # pyright: ignore
+    async with serving_of(fake), client_of(fake, timeout_s=20) as client:
+        with pytest.raises(ChatError, match=re.escape(words)):
+            await client.complete(HELLO)
+    assert handler.num_bytes < 40 * 1024**2
+
+
+async def test_redirects_are_not_followed():
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=307, headers={"Location": "/elsewhere"})
+
+    fake = FakeChat()
+    fake.answer = answer  # pyright: ignore
+    async with serving_of(fake), client_of(fake) as client:
+        with pytest.raises(ChatError, match="status 307"):
+            await client.complete(HELLO)
+    assert asked == ["/v1/chat/completions"]
+
+
+async def test_a_negative_count_refills_no_budget():
+    usage = {"prompt_tokens": -1_000_000, "completion_tokens": -5, "total_tokens": -1_000_005}
+    choice = {"index": 0, "finish_reason": "stop", "message": {"content": "12345"}}
+    body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "usage": usage}
+    async with serving(in_turn(body | {"choices": [choice]})) as fake, client_of(fake) as client:
+        assert (await client.complete(HELLO)).num_tokens == 4
+        assert client.budget.num_tokens == 4
 
 
 async def test_tokens_are_estimated_where_the_server_does_not_count():

@@ -5,14 +5,19 @@ never to the terminal; its last lines are kept for the error that says why it di
 """
 
 import asyncio
+import errno
 import logging
 import os
+import shutil
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from agentrl.bounded_http import bounding_hooks
 from agentrl.tools.mcp.servers import HttpServer, Server, StdioServer
 
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ stderr_logger = logging.getLogger("agentrl.tools.mcp.stderr")
 MAX_LAST_WORDS = 10
 """Lines of a server's errors that are kept."""
 MAX_LINE_CHARACTERS = 500
+MAX_MESSAGE_BYTES = 8 * 1024**2
+"""Bytes of one message (over HTTP: of one answer); a server that sends more is given up."""
 _HTTP_TIMEOUT_S = 30.0
 _HTTP_READ_TIMEOUT_S = 3600.0
 """A server may think for long before it answers; the call's own time-out is the one that counts."""
@@ -68,8 +75,12 @@ async def _start(
 ) -> AsyncGenerator["TransportStreams", None]:
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
+    relay = ["-I", "-S", str(Path(__file__).with_name("relay.py")), str(MAX_MESSAGE_BYTES)]
     parameters = StdioServerParameters(
-        command=spec.command, args=list(spec.args), env=spec.env, cwd=spec.cwd
+        command=sys.executable,
+        args=[*relay, _find_program(spec), *spec.args],
+        env=spec.env,
+        cwd=spec.cwd,
     )
     readable, writable = os.pipe()
     with os.fdopen(writable, "w") as errors:
@@ -84,11 +95,25 @@ async def _start(
             transport.close()
 
 
+def _find_program(spec: StdioServer) -> str:
+    """Look for the program of a server where it will run.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+    """
+    path = (spec.env or {}).get("PATH", os.environ.get("PATH"))
+    folder = spec.cwd or Path.cwd()
+    program = str(folder / spec.command) if os.sep in spec.command else spec.command
+    if (found := shutil.which(program, path=path)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), spec.command)
+    return found
+
+
 @asynccontextmanager
 async def _reach(
     spec: HttpServer, last_words: deque[str]
 ) -> AsyncGenerator["TransportStreams", None]:
-    from httpx2 import AsyncClient, Timeout
+    import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
     async def note(response: "Response") -> None:
@@ -96,11 +121,11 @@ async def _reach(
         if response.request.method == "POST" and not response.is_success:
             last_words.append(f"HTTP {response.status_code} {response.reason_phrase}".rstrip())
 
-    timeout = Timeout(_HTTP_TIMEOUT_S, read=_HTTP_READ_TIMEOUT_S)
+    timeout = httpx2.Timeout(_HTTP_TIMEOUT_S, read=_HTTP_READ_TIMEOUT_S)
+    hooks = bounding_hooks(httpx2, MAX_MESSAGE_BYTES)
+    hooks["response"].append(note)
     async with (
-        AsyncClient(
-            headers=spec.headers, timeout=timeout, event_hooks={"response": [note]}
-        ) as http,
+        httpx2.AsyncClient(headers=spec.headers, timeout=timeout, event_hooks=hooks) as http,
         streamable_http_client(spec.url, http_client=http) as streams,
     ):
         yield streams

@@ -1,0 +1,70 @@
+"""Run an MCP server, pass its lines on, and end all that it started: `relay.py MAX COMMAND ...`.
+
+The client library keeps a line that does not end, and copies it whole for each piece that comes.
+This process stands between: a line of more than MAX bytes ends the server. It is a script of the
+standard library, so that it starts at once.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+_PR_SET_CHILD_SUBREAPER = 36
+_DRAIN_S = 1.0
+
+
+def main() -> None:
+    """Be the server for whoever started this: its input is the server's own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if sys.platform == "linux":  # what the server's children leave behind becomes ours
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    server = subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE)
+    lines = threading.Thread(target=_pass_on, args=(server, int(sys.argv[1])), daemon=True)
+    lines.start()
+    try:
+        code = server.wait()
+        lines.join(_DRAIN_S)
+    finally:
+        _end_children()
+    sys.stderr.flush()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _pass_on(server: "subprocess.Popen[bytes]", max_bytes: int) -> None:
+    assert server.stdout is not None
+    while line := server.stdout.readline(max_bytes + 1):
+        if len(line) > max_bytes:
+            print(f"ended: it wrote a line of more than {max_bytes} bytes", file=sys.stderr)
+            server.kill()
+            return
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        except OSError:  # nobody reads any more
+            server.kill()
+            return
+
+
+def _end_children() -> None:
+    while pids := _children():
+        for pid in pids:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """List the children of this process; those of a child that ends become ours."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:  # no Linux
+        return []
+
+
+if __name__ == "__main__":
+    main()
