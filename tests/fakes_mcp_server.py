@@ -2,12 +2,14 @@
 
 It speaks the protocol by hand, in the standard library alone, so that it starts at once and that
 what it sends is known to the byte. Ways to be, by the first argument: `fine`; `mute` (never
-answers); `dead` (leaves at once, with a word on its standard error); `flaky FILE` (dead until FILE
-exists, which it makes); `renamed NAME` (its one tool is NAME); `bad_schema`.
+answers); `many` (has 1,500 tools); `dead` (leaves at once, with a word on its standard error);
+`flaky FILE` (dead until FILE exists, which it makes); `renamed NAME` (its one tool is NAME);
+`bad_schema`.
 """
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -39,8 +41,10 @@ def main(how: str = "fine", *rest: str) -> None:
             raise SystemExit("not yet")
     tools = {
         "whole": WHOLE_SCHEMA, "echo": ANY, "wait": ANY, "die": ANY, "fail": ANY, "refuse": ANY,
-        "break": ANY, "count": ANY, "noise": ANY,
+        "break": ANY, "count": ANY, "noise": ANY, "endless": ANY, "daemon": ANY,
     }  # fmt: skip
+    if how == "many":
+        tools = {f"tool{n}": ANY for n in range(1500)}
     if how == "renamed":
         tools = {rest[0]: ANY}
     if how == "bad_schema":
@@ -82,10 +86,11 @@ class Server:
         return None
 
     def page(self, first: int) -> dict[str, Any]:
-        """Tools come two by two."""
-        names = list(self.tools)[first : first + 2]
+        """Tools come two by two; many of them in hundreds."""
+        size = 2 if len(self.tools) < 100 else 100
+        names = list(self.tools)[first : first + size]
         tools = [{"name": name, "inputSchema": self.tools[name]} for name in names]
-        more = {"nextCursor": str(first + 2)} if first + 2 < len(self.tools) else {}
+        more = {"nextCursor": str(first + size)} if first + size < len(self.tools) else {}
         return {"tools": tools, **more}
 
     def call(self, name: str, arguments: Any) -> dict[str, Any]:
@@ -103,6 +108,15 @@ class Server:
             case "count":
                 self.count += 1
                 arguments = {"pid": os.getpid(), "count": self.count}
+            case "endless":
+                with self.writing:
+                    while True:
+                        sys.stdout.write("x" * 2**20)
+            case "daemon":
+                daemon = subprocess.Popen(
+                    [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+                )
+                arguments = {"pid": daemon.pid}
             case "noise":
                 sys.stderr.write("loud " * 100_000)
                 sys.stderr.flush()

@@ -1,13 +1,16 @@
 """Tools of MCP servers: named in YAML, discovered whole, called through sessions that may die."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from aiohttp import web
 
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
 from agentrl.plugins.extras import install_command
@@ -48,8 +51,8 @@ async def shut_down(tools: dict[str, BaseTool]) -> None:
 
 def test_every_tool_of_a_server_is_one_of_ours_and_its_schema_is_whole(tmp_path: Path):
     tools = load(tmp_path, one())
-    assert list(tools)[:2] == ["whole", "echo"]  # of five pages
-    assert len(tools) == 9
+    assert list(tools)[:2] == ["whole", "echo"]  # of six pages
+    assert len(tools) == 11
     told = tools["whole"].tool_schema.to_template()["function"]["parameters"]
     assert json.dumps(told) == json.dumps(WHOLE_SCHEMA)  # the order of keys too
     assert servers_alive() == 0
@@ -208,7 +211,7 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path
 def test_a_server_that_says_nothing_is_given_up(tmp_path: Path):
     started = time.monotonic()
     error = refused(tmp_path, one("mute", connect_timeout_s=0.4))
-    assert "TimeoutError" in str(error)
+    assert "no answer that can be read came in time" in str(error)
     assert time.monotonic() - started < 5
     assert servers_alive() == 0
 
@@ -413,6 +416,56 @@ async def said_and_shut_down(tools: dict[str, BaseTool]) -> Any:
     answer = await said(tools["count"])
     await shut_down(tools)
     return answer
+
+
+async def test_a_line_without_end_ends_its_server_and_no_other_call(tmp_path: Path):
+    tools = load(tmp_path, one(tool_selected_list=["endless", "count"]), timeout_s=20)
+    started = time.monotonic()
+    with pytest.raises(ServiceError, match="more than 8388608 bytes"):
+        await said(tools["endless"])
+    assert time.monotonic() - started < 5
+    assert (await said(tools["count"]))["count"] == 1
+    await shut_down(tools)
+
+
+async def test_a_daemon_of_a_server_ends_with_it(tmp_path: Path):
+    tools = load(tmp_path, one(tool_selected_list=["daemon"]))
+    pid = (await said(tools["daemon"]))["pid"]
+    assert psutil.pid_exists(pid)
+    await shut_down(tools)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_server_of_too_many_tools_is_refused(tmp_path: Path):
+    error = refused(tmp_path, one("many"))
+    assert "lists more than 1000 tools" in str(error)
+
+
+async def test_an_answer_over_http_without_end_is_read_no_further(tmp_path: Path):
+    num_bytes = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal num_bytes
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while num_bytes < 2**30:
+                await response.write(b" " * 2**20)
+                num_bytes += 2**20
+        return response
+
+    app = web.Application()
+    app.add_routes([web.post("/mcp", answer)])
+    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
+    entry = {"servers": {"far": {"url": url}}, "connect_timeout_s": 2}
+    try:
+        await asyncio.to_thread(refused, tmp_path, entry)
+    finally:
+        await runner.cleanup()
+    assert num_bytes < 100 * 2**20
 
 
 async def test_a_loud_server_writes_to_the_log_and_not_to_the_terminal(

@@ -27,6 +27,8 @@ _WAIT_INITIAL_S = 0.5
 _WAIT_MAX_S = 5.0
 _NOT_PASSING = (FileNotFoundError, PermissionError, NotADirectoryError)
 _MAX_PAGES = 1000
+MAX_TOOLS = 1000
+"""Tools of one server: each of them is shown to the policy, and has a schema to check."""
 
 
 def discover(servers: Sequence[Server]) -> list[list["Tool"]]:
@@ -71,10 +73,12 @@ async def _ask(server: Server) -> list["Tool"]:
             page = await client.list_tools()
             tools = list(page.tools)
             for _ in range(_MAX_PAGES):
-                if page.next_cursor is None:
+                if page.next_cursor is None or len(tools) > MAX_TOOLS:
                     break
                 page = await client.list_tools(cursor=page.next_cursor)
                 tools += page.tools
+        if len(tools) > MAX_TOOLS:
+            raise session.unavailable(ValueError(f"it lists more than {MAX_TOOLS} tools"))
         return tools
     except ServiceError:
         raise

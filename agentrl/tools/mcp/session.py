@@ -143,6 +143,8 @@ async def _note_progress(
 def describe(error: BaseException) -> str:
     """Say what went wrong, behind the groups that the library wraps it in."""
     error = innermost(error)
+    if isinstance(error, TimeoutError):
+        return "no answer that can be read came in time"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
