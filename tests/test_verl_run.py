@@ -163,13 +163,11 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
 def test_the_classes_that_stand_for_verls_are_named(capsys: Capture, verl_run: list[Any]):
     told = run_agentrl(capsys, "config", "check", *verl_run)
     assert (told.code, told.err) == (0, "")
-    ours = "agentrl.tools.gsm8k_tool.Gsm8kTool"
-    assert f"verl.tools.gsm8k_tool.Gsm8kTool -> {ours}\n" in told.out
-    ours = "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction"
-    settings = '{"method": "strict", "max_hints": null}'
-    assert f"verl.interactions.gsm8k_interaction.Gsm8kInteraction -> {ours} with {settings}\n" in (
-        told.out
-    )
+    for path in (
+        "verl.tools.gsm8k_tool.Gsm8kTool",
+        "verl.interactions.gsm8k_interaction.Gsm8kInteraction",
+    ):
+        assert f"{path} -> agentrl.compat.{path}\n" in told.out
 
 
 def test_tool_and_user_of_verls_take_their_part(
@@ -227,3 +225,36 @@ def test_an_algorithm_that_is_not_here_is_refused(capsys: Capture, verl_run: lis
     told = run_agentrl(capsys, "train", *verl_run, f"{name}=not_here")
     assert told.code == 2
     assert "'not_here'" in told.err
+
+
+def test_rows_with_tools_in_a_run_without_tools_are_a_note_as_there(
+    capsys: Capture, verl_run: list[Any]
+):
+    ablation = [line for line in verl_run if "tool_config_path" not in str(line)]
+    told = run_agentrl(capsys, "config", "check", *ablation)
+    assert (told.code, told.err) == (0, "")
+    assert "rows name the tools calc_gsm8k_reward, and the run has none" in told.out
+    strict = run_agentrl(capsys, "config", "check", *ablation, "data.strict_rows=true")
+    assert strict.code == 2
+    assert "names the tool 'calc_gsm8k_reward'" in strict.err
+
+
+def test_rows_with_images_are_refused(capsys: Capture, verl_run: list[Any], tmp_path: Path):
+    prompt = [{"role": "user", "content": "<image>Find x"}]
+    rows = [{"prompt": prompt, "data_source": "openai/gsm8k", "images": [{"path": "a.png"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    told = run_agentrl(capsys, "config", "check", *verl_run, "data.image_key=images")
+    assert told.code == 2
+    assert "the column 'images' has images" in told.err
+    assert "trains on text alone" in told.err
+
+
+def test_verls_way_to_name_a_file_is_answered_with_ours(capsys: Capture, tmp_path: Path):
+    for line in (
+        ["--config-path", "examples/config", "--config-name=gsm8k_multiturn_grpo"],
+        ["--config-path=examples/config", "--config-name", "gsm8k_multiturn_grpo.yaml"],
+        ["--config-dir", "examples/config", "--config-name", "gsm8k_multiturn_grpo"],
+    ):
+        told = run_agentrl(capsys, "train", *line, "trainer.total_epochs=15")
+        assert told.code == 2
+        assert "agentrl train examples/config/gsm8k_multiturn_grpo.yaml KEY=VALUE" in told.err

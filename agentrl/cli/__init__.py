@@ -22,6 +22,7 @@ from rich.console import Console
 
 from agentrl.cli import prepare, rewards, running, seeing, serving
 from agentrl.cli.app import app
+from agentrl.cli.arguments import refuse_hydra_options
 from agentrl.cli.process import (
     exit_code,
     import_from_here,
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> None:
     try:
+        refuse_hydra_options(sys.argv[1:] if arguments is None else arguments)
         app(args=arguments, prog_name="agentrl")
     except (AgentRLError, OSError) as error:
         _tell(error)

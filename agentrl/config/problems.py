@@ -16,6 +16,14 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.refusals import section_types, what_was_expected
 
+_OTHER_NAMES = {
+    "max_new_tokens": "rollout.multi_turn.max_tokens_per_turn",
+    "stop_tokens": "rollout.stop",
+    "cliprange": "actor.clip_ratio",
+}
+"""Names that other libraries have for keys of ours."""
+_ANYWHERE = ("name", "url", "path", "type", "enable")
+"""Names that say nothing of what is meant without the section around them."""
 _PLACE = re.compile(r"\[\d+\]")
 ON_COMMAND_LINE = "(given on the command line)"
 
@@ -89,9 +97,11 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     """
     there = known_keys() if known is None else known
     section, _, leaf = key.rpartition(".")
+    if meant := _OTHER_NAMES.get(leaf):
+        return meant
+    if same := [other for other in there if other.rpartition(".")[2] == leaf]:
+        return _closest(section, same)
     leaves = {other.rpartition(".")[2]: other for other in reversed(there)}
-    if leaf in leaves:
-        return leaves[leaf]
     listed = _PLACE.sub("", section)  # all items of a list have the same keys
     beside = [k.rpartition(".")[2] for k in there if k.rpartition(".")[0] == listed]
     if found := difflib.get_close_matches(leaf, beside, n=1, cutoff=0.6):
@@ -99,6 +109,19 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
     if found := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75):
         return leaves[found[0]]
     return None
+
+
+def _closest(section: str, keys: Sequence[str]) -> str | None:
+    """Choose among keys of one name the one whose sections are most like the unknown key's."""
+    given = set(section.split("."))
+
+    def likeness(key: str) -> tuple[int, int]:
+        sections = set(key.split(".")[:-1])
+        return len(sections & given), -len(sections - given)
+
+    best = max(keys, key=likeness)
+    is_telling = best.rpartition(".")[2] not in _ANYWHERE or not section
+    return best if is_telling or likeness(best)[0] else None
 
 
 @cache

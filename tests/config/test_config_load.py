@@ -188,6 +188,23 @@ def test_a_key_of_another_section_leads_to_it():
     assert nearest_key("zzzzzzzz") is None
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("rollout.generation.temperature", "rollout.temperature"),
+        ("rollout.val.temperature", "rollout.temperature"),
+        ("generation.max_new_tokens", "rollout.multi_turn.max_tokens_per_turn"),
+        ("rollout.stop_tokens", "rollout.stop"),
+        ("trainer.cliprange", "actor.clip_ratio"),
+        ("agent_loop.name", None),
+        ("retriever.url", None),
+        ("sandbox.url", "reward.sandbox.url"),
+    ],
+)
+def test_a_hint_is_the_key_of_the_nearest_section_or_none(key: str, meant: str | None):
+    assert nearest_key(key) == meant
+
+
 LISTED = {"functions"}
 """Keys whose value is a list of sections."""
 

@@ -156,6 +156,16 @@ def test_sync_shows_a_row_its_own_tools_and_ends_at_a_malformed_call():
     assert "tools_kwargs" in note_of(TOOLS, f"{R}.mode")
 
 
+def test_turns_of_agent_loops_are_limited_by_what_follows_them_too():
+    turns = {f"{R}.multi_turn.max_assistant_turns": 8, f"{R}.multi_turn.max_user_turns": 3}
+    found = read({**TOOLS, **turns}).rollout.multi_turn
+    assert (found.max_assistant_turns, found.max_user_turns) == (8, 3)
+    found = read({**TOOLS, **ASYNC, **turns}).rollout.multi_turn
+    assert (found.max_assistant_turns, found.max_user_turns) == (4, None)
+    found = read({**TOOLS, **ASYNC, f"{R}.multi_turn.max_assistant_turns": 8}).rollout.multi_turn
+    assert found.max_assistant_turns == 8
+
+
 def test_our_own_keys_go_before_what_verl_does():
     own = {"rollout.multi_turn.tools_per_row": "all", "data.strict_rows": True}
     config = read({**TOOLS, f"{R}.mode": "sync", **own})

@@ -96,10 +96,9 @@ CONVERSATION = under("actor_rollout_ref.rollout.multi_turn", [
     taken("interaction_config_path", None, readers.keep(f"{_OURS_TURNS}.interaction_config_path"),
           f"{_OURS_TURNS}.interaction_config_path"),
     # Without a limit verl allows a third of the model's length in turns, which is never reached.
-    taken("max_assistant_turns", None, readers.keep(f"{_OURS_TURNS}.max_assistant_turns"),
+    taken("max_assistant_turns", None, values.max_assistant_turns,
           f"{_OURS_TURNS}.max_assistant_turns"),
-    taken("max_user_turns", None, readers.keep(f"{_OURS_TURNS}.max_user_turns"),
-          f"{_OURS_TURNS}.max_user_turns"),
+    taken("max_user_turns", None, values.max_user_turns, f"{_OURS_TURNS}.max_user_turns"),
     taken("max_parallel_calls", 1, values.parallel_calls, f"{_OURS_TURNS}.max_parallel_calls"),
     taken("max_tool_response_length", 256, values.observation_budget,
           f"{_OURS_TURNS}.max_tool_response_length"),

@@ -120,6 +120,22 @@ def multi_turn_enabled(value: Any, tree: Tree) -> Reading:
     return Reading()
 
 
+def max_assistant_turns(value: Any, tree: Tree) -> Reading:
+    """Take the limit of the policy's turns; agent loops have another one for what follows them."""
+    users = tree.value(f"{TURNS}.max_user_turns") if is_async(tree) else None
+    # A limit of 0 is none there.
+    limits = [integer(value)] if value else []
+    limits += [integer(users, f"{TURNS}.max_user_turns") + 1] if users else []
+    return Reading({f"{OURS_TURNS}.max_assistant_turns": min(limits)} if limits else {})
+
+
+def max_user_turns(value: Any, tree: Tree) -> Reading:
+    """Take the limit of an interaction's replies; agent loops count the answers of tools too."""
+    if value is None or is_async(tree):
+        return Reading(part_of=f"{TURNS}.max_assistant_turns" if value else "")
+    return Reading({f"{OURS_TURNS}.max_user_turns": value})
+
+
 def observation_budget(value: Any, tree: Tree) -> Reading:
     """Take characters as tokens, which cuts no earlier; where verl cuts nothing, cut late."""
     ours, longest = f"{OURS_TURNS}.max_tool_response_length", _response_budget(tree)

@@ -80,8 +80,7 @@ def custom_class(value: Any, tree: Tree) -> Reading:
     if value is None:
         return Reading()
     place = {"path": value, "name": tree.value("data.custom_cls.name")}
-    note = "the class is called as `(files, config, *, max_samples)` and gives rows (dicts)"
-    return Reading({"data.custom_cls": place}, note)
+    return Reading({"data.custom_cls": place}, "it gives rows (dicts); agentrl renders the prompts")
 
 
 # Rewards.
