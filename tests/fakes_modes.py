@@ -23,6 +23,15 @@ def become_user() -> None:
     os.setresuid(*[NO_ENTRY] * 3)
 
 
+def become_user_with_covered_processes() -> None:
+    """Be a user who is not root, in a container that covers parts of /proc."""
+    private, new_mounts = (1 << 18) | 16384, 0x20000
+    _check(_libc.unshare(new_mounts), "unshare")
+    _check(_libc.mount(b"none", b"/", None, private, None), "mount /")
+    _check(_libc.mount(b"none", b"/proc/irq", b"tmpfs", 0, None), "mount /proc/irq")
+    become_user()
+
+
 def become_user_without_namespaces() -> None:
     """Be a user who is not root, on a machine that refuses namespaces."""
     become_user()
@@ -51,14 +60,19 @@ def become_root_without_namespaces() -> None:
 
 MODES: dict[str, Callable[[], None]] = {
     "user": become_user,
+    "user with covered /proc": become_user_with_covered_processes,
     "user without namespaces": become_user_without_namespaces,
     "root without namespaces": become_root_without_namespaces,
 }
 
 
 def _prctl(option: int, value: int, data: bytes | int = 0) -> None:
-    if _libc.prctl(option, value, data, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
+    _check(_libc.prctl(option, value, data, 0, 0), f"prctl {option}")
+
+
+def _check(done: int, what: str) -> None:
+    if done != 0:
+        raise OSError(ctypes.get_errno(), what)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def test_page_on_trust_says_what_is_measured(provider: LocalProvider):
     [
         ("sandlock", "user", "sandlock"),
         ("bubblewrap", "user", "bubblewrap"),
+        ("sandlock", "user with covered /proc", "sandlock"),
         ("sandlock", "user without namespaces", WITHOUT_NAMESPACES),
         ("sandlock", "root without namespaces", WITHOUT_NAMESPACES),
     ],
@@ -90,6 +91,8 @@ def test_page_on_trust_says_what_is_measured_in_other_modes(
     expected = stopped_by(column)
     if mode == "root without namespaces":  # where each sandbox has a user who owns no other file
         expected["change_outside"] = True
+    if mode == "user with covered /proc":  # where there is no PID namespace
+        expected["look_at_processes"] = False
     assert json.loads(run_in(mode, program)) == expected
 
 

@@ -91,7 +91,8 @@ def _is_deleted(name: str, top: int) -> bool:
         inner = _open(name, top)
         try:
             for each in os.listdir(inner):
-                _delete_or_move(each, inner, top)
+                with suppress(OSError):  # then its folder is not empty
+                    _delete_or_move(each, inner, top)
         finally:
             os.close(inner)
         os.rmdir(name, dir_fd=top)

@@ -33,7 +33,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for its children
-    settings["no_namespaces"] = _find_namespaces(settings)
+    _find_namespaces(settings)
     sweep(settings["folders"])
     folder = make_folder(settings["folders"], 0o711 if os.geteuid() == 0 else 0o700)
     held = hold(folder)  # by every process of this keeper
@@ -61,14 +61,15 @@ def main() -> None:
     _leave(folder, held)
 
 
-def _find_namespaces(settings: dict[str, Any]) -> str | None:
-    """Say why sandboxes have no namespaces; None: they have."""
-    if settings["provider"] == "subprocess":
-        return "limits alone"
-    reason = why_no_namespaces()
-    if reason is not None and settings["needs_namespaces"]:
-        sys.exit(f"it has no namespaces here: {reason}")
-    return reason
+def _find_namespaces(settings: dict[str, Any]) -> None:
+    """Set which namespaces the sandboxes have, or why they have none."""
+    settings["has_pids"], reason = False, "it sets limits alone"
+    if settings["provider"] != "subprocess":
+        settings["has_pids"] = why_no_namespaces(has_pids=True) is None
+        reason = None if settings["has_pids"] else why_no_namespaces(has_pids=False)
+        if reason is not None and settings["needs_namespaces"]:
+            sys.exit(f"it has no namespaces here: {reason}")
+    settings["no_namespaces"] = reason
 
 
 def _leave(folder: str, held: int) -> None:

@@ -1,4 +1,8 @@
-"""The namespaces of one sandbox: the warden enters the outer ones, its child the inner ones."""
+"""The namespaces of one sandbox: the warden enters the outer ones, its child the inner ones.
+
+The PID namespace can be missing alone: inside many containers /proc cannot be mounted again, since
+parts of it are covered, and without its own /proc a PID namespace is of no use.
+"""
 
 import os
 from typing import NoReturn
@@ -11,26 +15,29 @@ _ENTERED = b"entered"
 _INNER = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET
 
 
-def why_no_namespaces() -> str | None:
+def why_no_namespaces(*, has_pids: bool) -> str | None:
     """Try to enter the namespaces, in processes that end at once.
+
+    Args:
+        has_pids: Whether a PID namespace is one of them.
 
     Returns:
         Why this user may not have them; None: the user may.
     """
     told, far_told = os.pipe()
     if os.fork() == 0:
-        _try(far_told)
+        _try(far_told, has_pids=has_pids)
     os.close(far_told)
     with open(told, "rb") as file:
         found = file.read()
     return None if found == _ENTERED else found.decode() or "the trial ended early"
 
 
-def _try(told: int) -> NoReturn:
+def _try(told: int, *, has_pids: bool) -> NoReturn:
     try:
-        enter_outer()
+        enter_outer(has_pids=has_pids)
         if os.fork() == 0:
-            enter_inner()
+            enter_inner(has_pids=has_pids)
             os.write(told, _ENTERED)
     except OSError as error:
         os.write(told, str(error).encode())
@@ -38,19 +45,20 @@ def _try(told: int) -> NoReturn:
         os._exit(0)
 
 
-def enter_outer() -> None:
+def enter_outer(*, has_pids: bool) -> None:
     """Have a PID namespace for the next child, and as a user who is not root a user namespace.
 
-    The child is the namespace's first process: when it ends, the kernel kills all the others.
+    The child is the PID namespace's first process: when it ends, the kernel kills all the others.
 
     Raises:
         OSError: as the kernel refuses.
     """
     me = os.geteuid(), os.getegid()
+    pids = kernel.CLONE_NEWPID if has_pids else 0
     if me[0] == 0:
-        kernel.unshare(kernel.CLONE_NEWPID)
+        kernel.unshare(pids)
         return
-    kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWUSER)
+    kernel.unshare(pids | kernel.CLONE_NEWUSER)
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{me[0]} {me[0]} 1"),
@@ -60,7 +68,7 @@ def enter_outer() -> None:
             file.write(text)
 
 
-def enter_inner() -> None:
+def enter_inner(*, has_pids: bool) -> None:
     """Have mounts, processes, networks and System V's objects that no other process sees.
 
     Raises:
@@ -68,4 +76,5 @@ def enter_inner() -> None:
     """
     kernel.unshare(_INNER)
     kernel.hide_mounts()
-    kernel.mount_processes("/proc")
+    if has_pids:
+        kernel.mount_processes("/proc")

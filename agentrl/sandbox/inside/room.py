@@ -5,7 +5,6 @@ import stat
 from dataclasses import dataclass
 
 import kernel
-from namespaces import enter_inner
 
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SEEN = ("/usr", "/etc", "/dev", "/proc", "/tmp", "/mnt", *SYSTEM_LINKS)
@@ -26,7 +25,7 @@ class Room:
 def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room:
     """Mount a folder over /tmp, and what the code may read on /mnt, unseen by everybody else.
 
-    Done in the process that becomes the provider, in namespaces of its own; what is mounted goes
+    Done in the process that becomes the provider, in the inner namespaces; what is mounted goes
     with its last process.
 
     Args:
@@ -37,7 +36,6 @@ def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room
     Raises:
         OSError: as the kernel refuses.
     """
-    enter_inner()
     owner = os.geteuid() if user is None else user
     kernel.mount_memory("/mnt", size_bytes=1024**2, user=owner)
     seen = [_shown(path, f"/mnt/{number}") for number, path in enumerate(environment)]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import kernel
 from folders import delete
-from namespaces import enter_outer
+from namespaces import enter_inner, enter_outer
 from processes import bound_memory, kill_descendants
 from room import Room, find_closed, make_room
 from walls import PROVIDERS, Order
@@ -55,7 +55,7 @@ class Warden:
             os.mkdir(path, 0o700)
         errors, far_errors = os.pipe()
         if self._has_namespaces:
-            enter_outer()
+            enter_outer(has_pids=self._settings["has_pids"])
         pid = os.fork()
         if pid == 0:
             self._become_provider(far_errors)
@@ -120,6 +120,7 @@ class Warden:
     def _make_room(self) -> Room:
         environment = self._settings["environment"]
         if self._has_namespaces:
+            enter_inner(has_pids=self._settings["has_pids"])
             return make_room(environment, self._user, self._settings["disk_bytes"])
         if self._user is not None:
             if (closed := find_closed(environment)) is not None:
