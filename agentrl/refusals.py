@@ -4,8 +4,10 @@ Loads no schema of the run file: plug-ins need none.
 """
 
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -35,6 +37,18 @@ _BOUNDS = {
     "string_too_short": ("min_length", "a text of a length of at least"),
     "string_too_long": ("max_length", "a text of a length of at most"),
 }
+
+
+def malformed(error: yaml.MarkedYAMLError, file: Path) -> str:
+    """Say what is wrong with a YAML file, and where."""
+    told = error.problem or error.context or ""
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return f"malformed YAML: {told}"
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    if mark.line < len(lines) and lines[mark.line][mark.column :].startswith("\t"):
+        told = "a tab, where YAML allows only spaces"
+    return f"malformed YAML in line {mark.line + 1}, column {mark.column + 1}: {told}"
 
 
 def what_was_expected(details: ErrorDetails) -> str:

@@ -29,7 +29,7 @@ from agentrl.config.problems import (
 from agentrl.config.schema import RunConfig
 from agentrl.config.verl import VerlReport, is_verl_tree, naming_their_keys, read_verl_tree
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.refusals import unresolved
+from agentrl.refusals import malformed, unresolved
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +119,7 @@ def _read_yaml(file: Path) -> DictConfig:
     except FileNotFoundError:
         raise ConfigError(f"no file {file}", file=file, expected="a YAML run file") from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(
-            f"malformed YAML{_place(error)}: {error.problem or error.context}", file=file
-        ) from None
+        raise ConfigError(malformed(error, file), file=file) from None
     except OmegaConfBaseException as error:
         told = f"malformed interpolation: {_first_line(error)}"
         raise ConfigError(told, file=file, key=error.full_key) from None
@@ -130,11 +128,6 @@ def _read_yaml(file: Path) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError("no mapping of sections", file=file, expected="sections such as `data:`")
     return loaded
-
-
-def _place(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def _first_line(error: Exception) -> str:

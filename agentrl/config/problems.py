@@ -25,6 +25,12 @@ _OTHER_NAMES = {
 _ANYWHERE = ("name", "url", "path", "type", "enable")
 """Names that say nothing of what is meant without the section around them."""
 _PLACE = re.compile(r"\[\d+\]")
+_ALL_WEIGHTS = "agentrl trains all weights of the policy, and has no LoRA"
+NOT_HERE = {
+    f"model.{name}": _ALL_WEIGHTS
+    for name in ("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules")
+}
+"""Keys that users look for, and why there are none."""
 ON_COMMAND_LINE = "(given on the command line)"
 
 
@@ -40,6 +46,8 @@ class Problem:
     """What would have been right."""
     is_overridden: bool = False
     """Whether the key was given on the command line."""
+    is_unknown: bool = False
+    """Whether nothing has this key; if it is a section, all in it was given to no effect."""
 
     @property
     def told(self) -> str:
@@ -141,9 +149,11 @@ def _problem(details: ErrorDetails) -> Problem:
     key = _dotted(details["loc"])
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
+        if key in NOT_HERE:
+            return Problem(key, f"unknown key: {NOT_HERE[key]}")
         nearest = nearest_key(key)
         meant = f"; did you mean {nearest!r}?" if nearest else ""
-        return Problem(key, f"unknown key{meant}")
+        return Problem(key, f"unknown key{meant}", is_unknown=True)
     if kind == "missing":
         return Problem(key, "is missing, and there is no default", "a value")
     if kind == "value_error":
@@ -153,7 +163,8 @@ def _problem(details: ErrorDetails) -> Problem:
 
 def told_where(problem: Problem, overridden: Sequence[str]) -> Problem:
     """Say of a problem that its key was given on the command line, where it was."""
-    return replace(problem, is_overridden=is_under(problem.key, overridden))
+    above = problem.is_unknown and any(is_under(key, [problem.key]) for key in overridden)
+    return replace(problem, is_overridden=above or is_under(problem.key, overridden))
 
 
 def is_under(key: str, others: Iterable[str]) -> bool:

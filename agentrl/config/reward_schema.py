@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.section import Section
+from agentrl.config.section import ModulePath, Section
 
 Placement = Literal[
     "last_token", "turn_last_token", "uniform", "exponential_decay", "tool_call_tokens"
@@ -33,7 +33,7 @@ TAKEN_NAMES = (
 class CustomRewardConfig(Section):
     """A scorer of the user's own."""
 
-    path: str
+    path: ModulePath
     """`package.module` or `path/to/file.py`."""
     name: str = "compute_score"
     """The function in it; or a class, built once with `reward_kwargs`, whose objects are called."""

@@ -42,7 +42,7 @@ from agentrl.config.reward_schema import (
     RewardWeightsConfig,
 )
 from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.section import FolderOrHubName, Section, Seed, UserPath
+from agentrl.config.section import FolderOrHubName, ModulePath, Section, Seed, UserPath
 from agentrl.config.update_schema import (
     ActorConfig,
     CriticConfig,
@@ -102,7 +102,7 @@ __all__ = [
 class CustomClassConfig(Section):
     """Where a class of the user's own stands."""
 
-    path: str
+    path: ModulePath
     """`package.module` or `path/to/file.py`."""
     name: str
     """The class in it."""

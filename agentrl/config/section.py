@@ -17,7 +17,18 @@ def _expand_home_in_name(name: str) -> str:
     return str(_expand_home(Path(name))) if name.startswith("~") else name
 
 
+def _refuse_colon(path: str) -> str:
+    module, colon, name = path.rpartition(":")
+    if colon and module:
+        raise ValueError(
+            f"is {path!r}; write {name!r} under the key of its own, and path: {module}"
+        )
+    return path
+
+
 Seed = int
+ModulePath = Annotated[str, AfterValidator(_refuse_colon)]
+"""`package.module` or `path/to/file.py`, without the name of what is in it."""
 UserPath = Annotated[Path, AfterValidator(_expand_home)]
 """A path as a user writes it: `~` is the home folder, for whoever reads the configuration."""
 FolderOrHubName = Annotated[str, AfterValidator(_expand_home_in_name)]

@@ -16,6 +16,8 @@ from typing import Any
 from agentrl.errors import DataError
 from agentrl.files import written_whole
 
+_TEXT = "utf-8-sig"
+"""UTF-8; the mark that some editors put at the beginning is passed over."""
 Row = dict[str, Any]
 """A row as its file has it: string keys stop at the dataset's border."""
 
@@ -78,13 +80,13 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _read_json(path: Path) -> list[Row]:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding=_TEXT)
     # Many a file of JSON lines is called .json.
     return _parse(text, path) if text.lstrip().startswith("[") else _read_jsonl(path)
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    with path.open(encoding="utf-8") as stream:
+    with path.open(encoding=_TEXT) as stream:
         return [_parse(line, path, number) for number, line in enumerate(stream) if line.strip()]
 
 

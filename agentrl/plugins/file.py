@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.plugins.keys import read_keys, unknown_key
-from agentrl.refusals import unresolved
+from agentrl.refusals import malformed, unresolved
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -60,19 +60,16 @@ def _read_yaml(file: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except OSError as error:
-        raise ConfigError(f"cannot read the file: {error.strerror}", file=file) from error
+        looked_in = None if file.is_absolute() else Path.cwd()
+        raise ConfigError(
+            f"cannot read the file: {error.strerror}", file=file, looked_in=looked_in
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file is not UTF-8 text: {error}", file=file) from error
     except yaml.MarkedYAMLError as error:
-        raise _malformed(error, file) from error
+        raise ConfigError(malformed(error, file), file=file, expected="YAML") from error
     except OmegaConfBaseException as error:
         told, expected = unresolved(error)
         raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"cannot read the file: {error}", file=file) from error
-
-
-def _malformed(error: yaml.MarkedYAMLError, file: Path) -> ConfigError:
-    mark = error.problem_mark
-    where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    return ConfigError(f"malformed YAML{where}: {error.problem}", file=file, expected="YAML")

@@ -68,12 +68,19 @@ def _find(path: str, file: str | Path | None, base: type | None) -> Any:
             near = _in_submodule(found, part) or difflib.get_close_matches(part, names, n=1)
             guess = f"; did you mean {near[0]!r}?" if near else ""
             raise PluginError(
-                f"{path!r}: {module_path} has no {name!r}{guess}",
+                f"{path!r}: {_shown(found, module_path)} has no {name!r}{guess}",
                 file=file,
                 expected=_expected(names, base),
             )
         found = getattr(found, part)
     return found
+
+
+def _shown(found: Any, module_path: str) -> str:
+    """Name a module with its file: another of the same name may come first on the path."""
+    file = getattr(found, "__file__", None) if isinstance(found, ModuleType) else None
+    is_named = file is None or module_path.endswith(".py")
+    return module_path if is_named else f"{module_path} ({file})"
 
 
 def _in_submodule(holder: Any, name: str) -> list[str]:

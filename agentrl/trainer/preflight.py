@@ -14,6 +14,7 @@ from agentrl.plugins.registry import unknown_name
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.tools import BaseTool
+from agentrl.tools.function_tool import FunctionTool
 from agentrl.trainer.plugin_set import (
     GIVEN,
     Plugins,
@@ -68,7 +69,13 @@ def check_run(
         if file is not None:
             error.details.setdefault("file", file)
         raise
-    found = [*map(str, notes), *find_classes_of_verl(config), *find_idle_weights(config, plugins)]
+    found = [
+        *map(str, notes),
+        *find_classes_of_verl(config),
+        *find_idle_weights(config, plugins),
+        *find_undescribed(plugins),
+        *find_trained_validation(config),
+    ]
     return CheckedRun(plugins, tuple(found))
 
 
@@ -89,6 +96,25 @@ def check_known_names(config: RunConfig) -> None:
     ):
         if name not in known:
             raise unknown_name(kind, name, known, key=key)
+
+
+def find_undescribed(plugins: Plugins) -> Iterator[str]:
+    """Find function tools of which the model is told too little to call them."""
+    for tool in plugins.tools:
+        if isinstance(tool, FunctionTool):
+            properties = tool.tool_schema.function.parameters.get("properties") or {}
+            bare = [name for name, schema in properties.items() if not schema]
+            if bare:
+                yield f"the function tool {tool.name!r} has no annotation for {', '.join(bare)}"
+            if not tool.tool_schema.function.description:
+                yield f"the function tool {tool.name!r} has no docstring: the model sees no purpose"
+
+
+def find_trained_validation(config: RunConfig) -> Iterator[str]:
+    """Find validation files that are training files too."""
+    for name, path in config.data.val_files.items():
+        if path in config.data.train_files and path != Path(GIVEN):
+            yield f"data.val_files.{name} is a training file too: {path}"
 
 
 def find_idle_weights(config: RunConfig, plugins: Plugins) -> Iterator[str]:
@@ -221,10 +247,15 @@ def check_room(folder: Path, num_weights: int, config: RunConfig) -> None:
     needed, free = 4 * copies * num_weights, shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"a checkpoint takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free",
+            f"a checkpoint takes {_size(needed)}, and {_size(free)} are free",
             key="trainer.default_local_dir",
             expected="a folder on a disk with room for a checkpoint",
         )
+
+
+def _size(num_bytes: int) -> str:
+    unit, factor = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
+    return f"{num_bytes / factor:.2f} {unit}"
 
 
 def claim_folder(folder: Path, *, key: str) -> None:

@@ -42,8 +42,12 @@ def find_checkpoint(config: RunConfig) -> Path | None:
         case "resume_path":
             path = trainer.resume_from_path
             if path is None or not path.is_dir():
+                told = "is not set" if path is None else f"no folder {path}"
                 raise CheckpointError(
-                    f"trainer.resume_from_path is {path}", expected="a folder global_step_N"
+                    f"trainer.resume_from_path: {told}",
+                    key="trainer.resume_from_path",
+                    expected="a checkpoint's folder, such as "
+                    f"{checkpoint_folder(config) / 'global_step_10'}",
                 )
             return path
 

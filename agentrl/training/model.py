@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -170,7 +171,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, ConfigError):
             raise
         raise _no_model(config.path, error) from error

@@ -14,6 +14,8 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
 
 _EXPECTED = "the tokenizer that the model was trained with"
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.py")
+"""Patterns of files that tokenizers are loaded from; code of a model's own brings its own."""
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -26,6 +28,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ConfigError: where there is none, or another than `tokenizer_path` lies beside the model.
     """
     path = config.tokenizer_path or config.path
+    _refuse_folder_without_tokenizer(config, Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -39,6 +42,21 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _refuse_folder_without_tokenizer(config: ModelConfig, folder: Path) -> None:
+    """Refuse a folder without files of a tokenizer: transformers makes up an empty one there.
+
+    Raises:
+        ConfigError: naming the folder.
+    """
+    files = [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)]
+    if folder.is_dir() and not files:
+        raise ConfigError(
+            f"{folder} has no tokenizer",
+            key="model.tokenizer_path" if config.tokenizer_path else "model.path",
+            expected="tokenizer.json in it, or model.tokenizer_path",
+        )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
