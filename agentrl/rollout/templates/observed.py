@@ -36,7 +36,7 @@ class PreparedDelta:
     """Names that the template writes over the result of another call: theirs, the call's own."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedDelta:
     """A delta that is yet to be encoded."""
 

@@ -86,7 +86,7 @@ class Filled:
 
 @dataclass(slots=True)
 class _Filling:
-    """Fills runs, one after the other."""
+    """Fills a run of several texts, or of a policy's."""
 
     encoder: TextEncoder
     live: re.Pattern[str]
@@ -95,9 +95,7 @@ class _Filling:
     contents: list[Span] = field(default_factory=list[Span])
 
     def fill(self, run: _Run, texts: Sequence[str]) -> None:
-        """Fill a run; the control tokens in a policy's texts cut it."""
-        if run.only:
-            return self._fill_only(run, run.only, texts[run.only.hole.number])
+        """Fill it; the control tokens in a policy's texts cut it."""
         before = run.before
         for piece in run.pieces:
             if isinstance(piece, str):
@@ -112,15 +110,7 @@ class _Filling:
                 if self.contents and self.contents[-1][0] == piece.hole.message:
                     start = self.contents.pop()[1]
                 self.contents.append((piece.hole.message, start, len(self.text)))
-        return self._close(before, run.after)
-
-    def _fill_only(self, run: _Run, place: Place, text: str) -> None:
-        written = place.written(text)
-        text = "".join([piece if isinstance(piece, str) else written for piece in run.pieces])
-        text = self.encoder.between(text, run.before, run.after)
-        if text:
-            contents = [(place.hole.message, 0, 0)] if place.hole.is_content else []
-            self.parts.append(_FilledRun(text, contents, run))
+        self._close(before, run.after)
 
     def _add_policy(self, written: str, before: ControlToken | None) -> ControlToken | None:
         start = 0
@@ -169,13 +159,25 @@ class Splice:
         Args:
             texts: A text for each hole.
         """
-        filling = _Filling(self._encoder, self._live)
+        parts: list[list[int] | _FilledRun] = []
         for step in self._steps:
             if isinstance(step, list):
-                filling.parts.append(step)
+                parts.append(step)
+            elif step.only:
+                parts += self._fill_only(step, step.only, texts[step.only.hole.number])
             else:
+                filling = _Filling(self._encoder, self._live)
                 filling.fill(step, texts)
-        return Filled(filling.parts, self._encoder)
+                parts += filling.parts
+        return Filled(parts, self._encoder)
+
+    def _fill_only(self, run: _Run, place: Place, text: str) -> list[_FilledRun]:
+        """Fill a run of one text from outside; most are."""
+        written = place.written(text)
+        text = "".join([piece if isinstance(piece, str) else written for piece in run.pieces])
+        text = self._encoder.between(text, run.before, run.after)
+        contents = [(place.hole.message, 0, 0)] if place.hole.is_content else []
+        return [_FilledRun(text, contents, run)] if text else []
 
     def encode(self, texts: Sequence[str]) -> list[int]:
         """Encode with these texts."""
@@ -238,5 +240,7 @@ def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common start."""
+    if first == second[: len(first)]:
+        return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -7,7 +7,7 @@ text from outside becomes a control token (law 3).
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import TemplateError
@@ -39,6 +39,8 @@ from agentrl.rollout.templates.text import TextEncoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_CACHED_RUNS = 64
+"""Runs of text in prompts whose tokens are kept."""
 MAX_CACHED_SHAPES = 1024
 """Shapes kept; a run sees a handful, hostile input could make many."""
 
@@ -91,6 +93,8 @@ class ChatTemplate:
         self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id, model_stops)
         self.queue = EncodingQueue(self.encode_texts)
         self.pieces = TokenPieces(self.decode)
+        # Many prompts of a run begin alike, with the same system message and tools.
+        self._encode_run = lru_cache(MAX_CACHED_RUNS)(self.encode_text)
         self._shapes: dict[Any, Any] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
 
@@ -135,7 +139,8 @@ class ChatTemplate:
                 that is no assistant's, or writes no generation prompt; for parts that are no text.
         """
         read = self.read(messages, tools)
-        return self._prompt_splice(messages, read).encode(read.texts)
+        filled = self._prompt_splice(messages, read).fill(read.texts)
+        return filled.encode([self._encode_run(text) for text in filled.texts])[0]
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """What `encode_prompt` encodes, as one text.
