@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates.frames import find_frames
 from agentrl.rollout.tool_calls import CheckedCalls, check_calls
 from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
 from agentrl.rollout.tool_parsers.base import Span
@@ -48,9 +49,14 @@ def read_turn(
         parsed = parser.parse(text, starts_in_thought=in_thought, tools=tools)
     checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
+    frames = template.learn_once("frames", id(parser), lambda: find_frames(template, parser))
+    framed = frames.read(parsed.content, num_calls=len(calls))
+    message = Message(role="assistant", content=framed.content, tool_calls=calls or None)
+    if framed.fields:
+        message = message.model_copy(update=framed.fields)
     return ReadTurn(
         text=text + stop,
-        message=Message(role="assistant", content=parsed.content, tool_calls=calls or None),
+        message=message,
         calls=checked,
         call_spans=template.pieces.locate(said, text, checked.spans),
     )
