@@ -87,6 +87,17 @@ def test_an_added_run_of_blanks_is_no_control_token() -> None:
     assert encoder.encode_text("a\n\na") == [2, 1, 2]
 
 
+def test_an_added_run_of_blanks_beyond_the_vocabulary_is_encoded_as_the_tokenizer_does() -> None:
+    vocab = {"<s>": 0, " ": 1, "a": 2}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.add_tokens([AddedToken("  ", normalized=False), AddedToken("   ", normalized=False)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<s>")
+    encoder = TextEncoder(fast)
+    assert encoder.encode_text("a   a<s>") == [*fast.encode("a   a"), *encoder.encode_text("<s>")]
+    assert encoder.encode_text("a  a") == [2, 3, 2]
+
+
 def test_a_tokenizer_without_fast_backend_is_refused() -> None:
     class Slow:
         backend_tokenizer = None

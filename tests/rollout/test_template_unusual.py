@@ -272,7 +272,7 @@ LOOKING = (
 def test_a_marker_in_a_row_s_text_takes_the_template_s_branch(text: str) -> None:
     template = make_template(LOOKING)
     messages = [system(text), user("Hi")]
-    rendered = load_tokenizer().apply_chat_template(
+    rendered: Any = load_tokenizer().apply_chat_template(
         [message.to_template() for message in messages],
         chat_template=LOOKING,
         add_generation_prompt=True,

@@ -50,7 +50,6 @@ class TextEncoder:
         untyped: Any = tokenizer
         self._tokenizer = tokenizer
         self._backend = backend
-        self._plain = _clone_without_added_tokens(backend)
         self.added: dict[str, int] = dict(untyped.get_added_vocab())
         """Content of every added token, special or not, and its id."""
         self.special: frozenset[str] = frozenset(
@@ -63,6 +62,8 @@ class TextEncoder:
         }
         self._control_ids = frozenset(self.control.values())
         decoder = untyped.added_tokens_decoder
+        blanks = [decoder[id] for text, id in self.added.items() if text not in self.control]
+        self._plain = _clone_without_added_tokens(backend, blanks)
         self.tokens: dict[str, ControlToken] = {
             text: ControlToken(id, decoder[id].lstrip, decoder[id].rstrip)
             for text, id in self.control.items()
@@ -263,8 +264,11 @@ def _forms(text: str) -> set[str]:
     return {form.casefold() for form in (text, *normalized)}
 
 
-def _clone_without_added_tokens(backend: "Tokenizer") -> "Tokenizer":
-    """Build a tokenizer on the same model that knows no added token and adds no first blank."""
+def _clone_without_added_tokens(backend: "Tokenizer", blanks: list[Any]) -> "Tokenizer":
+    """Build a tokenizer on the same model that knows no control token and adds no first blank.
+
+    Added runs of blanks control nothing; it has them if they keep their ids.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
@@ -273,10 +277,17 @@ def _clone_without_added_tokens(backend: "Tokenizer") -> "Tokenizer":
         setattr(parts, part, getattr(backend, part))
     state = json.loads(parts.to_str())
     edited: Any = Tokenizer.from_str(json.dumps(_without_first_blank(state)))
-    clone: Any = Tokenizer(backend.model)
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        setattr(clone, part, getattr(edited, part))
-    return clone
+
+    def clone(added: list[Any]) -> Any:
+        made: Any = Tokenizer(backend.model)
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            setattr(made, part, getattr(edited, part))
+        made.add_tokens(sorted(added, key=lambda token: backend.token_to_id(token.content) or 0))
+        return made
+
+    found = clone(blanks)
+    ids = ((found.token_to_id(t.content), backend.token_to_id(t.content)) for t in blanks)
+    return found if all(own == id for own, id in ids) else clone([])
 
 
 def _without_first_blank(state: Any) -> Any:
