@@ -1,11 +1,13 @@
 """Formats of plain text call the bundled tools, or are refused before a run."""
 
+from pathlib import Path
+
 import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.tool_calls import check_calls
-from agentrl.rollout.tool_parsers import get_tool_parser
+from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
 from agentrl.tools.python_tool import _SCHEMA as PYTHON
 from agentrl.tools.sandbox_fusion_tool import _SCHEMA as FUSION
 from agentrl.tools.search_tool import _SCHEMA as SEARCH
@@ -63,3 +65,10 @@ def test_tools_that_a_format_cannot_call_are_an_error(
     with pytest.raises(ConfigError, match=told) as caught:
         get_tool_parser(name).check_tools(tools)
     assert caught.value.details["key"] == "rollout.multi_turn.format"
+
+
+def test_the_page_lists_every_format():
+    page = (Path(__file__).parents[2] / "docs/tools.md").read_text(encoding="utf-8")
+    listed = page.partition("## Formats of calls")[2].partition("\n## ")[0]
+    for name in tool_parser_names():
+        assert f"| `{name.partition(':')[0]}" in listed, name
