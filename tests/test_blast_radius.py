@@ -369,10 +369,8 @@ def test_a_life_that_hangs_fails_its_own_request_alone(act: Act, num_prompts: in
 @pytest.mark.parametrize(
     ("act", "site"), [(returns_nan, "reward"), (returns_none, "respond"), (returns_nan, "respond")]
 )
-def test_an_answer_that_is_none_fails_its_own_request_alone(
-    act: Act, site: str, num_prompts: int = 2
-):
-    story = tell(num_prompts, site, act)
+def test_an_answer_that_is_none_fails_its_own_request_alone(act: Act, site: str):
+    story = tell(2, site, act)
     story.check_others()
     check_failed(story.victim, LIVES[site])
 
