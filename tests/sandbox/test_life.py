@@ -7,15 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from agentrl.config.sandbox_schema import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox import Execution, Sandbox
+from agentrl.sandbox import Execution, Sandbox, make_sandbox
 from agentrl.sandbox.inside import folders
 from agentrl.sandbox.settings import LocalProvider
 from tests.sandbox.conftest import MakeSandbox, descendants
@@ -293,15 +294,23 @@ def test_folder_that_cannot_be_deleted_does_not_prevent_the_next(
     assert set(deleted) == stale
 
 
-def test_folder_is_deleted_however_deep_it_is(tmp_path: Path):
-    outside, top = tmp_path / "outside", tmp_path / "top"
+@pytest.fixture
+def deep_path() -> Iterator[Path]:
+    """A folder that is deleted however deep it is: pytest's own clean-up recurses."""
+    path = Path(tempfile.mkdtemp())
+    yield path
+    subprocess.run(["rm", "-rf", str(path)], check=True)
+
+
+def test_folder_is_deleted_however_deep_it_is(deep_path: Path):
+    outside, top = deep_path / "outside", deep_path / "top"
     for path in (outside, top):
         path.mkdir()
     (outside / "kept").touch()
     here = os.getcwd()
     try:
         os.chdir(top)
-        for depth in range(3000):
+        for depth in range(1100):
             os.mkdir("inner")
             if depth % 100 == 0:
                 os.symlink(outside, "out")
@@ -310,5 +319,36 @@ def test_folder_is_deleted_however_deep_it_is(tmp_path: Path):
     finally:
         os.chdir(here)
     folders.delete(str(top))
-    assert list(tmp_path.iterdir()) == [outside]
+    assert list(deep_path.iterdir()) == [outside]
     assert list(outside.iterdir()) == [outside / "kept"]
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unlink(name: str, *, dir_fd: int) -> None:
+        if name == "stuck":
+            raise PermissionError(name)
+        delete(name, dir_fd=dir_fd)
+
+    delete = os.unlink
+    monkeypatch.setattr(os, "unlink", unlink)
+    inner = tmp_path / "top" / "inner"
+    (inner / "deeper").mkdir(parents=True)
+    for path in (inner / "a", inner / "stuck", inner / "z", inner / "deeper" / "b"):
+        path.touch()
+    with pytest.raises(OSError, match="not empty"):
+        folders.delete(str(tmp_path / "top"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [inner / "stuck"]
+
+
+async def test_deep_folders_of_code_prevent_no_later_sandbox(
+    deep_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(deep_path))
+    nest = "import os\nfor _ in range(1100): os.mkdir('inner'); os.chdir('inner')"
+    for source in (nest, "1"):
+        # The provider that keeps its folders on the disk.
+        sandbox = make_sandbox(SandboxConfig(provider="subprocess", trusted=True, num_warm=0))
+        session = await sandbox.open_python()
+        assert (await session.run(source)).is_ok
+        await sandbox.close()
+        assert left_in(deep_path) == []
