@@ -11,7 +11,7 @@ from agentrl.config.problems import known_keys
 from agentrl.config.verl.table import find_key, is_section
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/from_verl.md").read_text(encoding="utf-8")
-OWN_WORDS = PAGE.partition("<!-- the table")[0]
+OF_KEYS = PAGE.partition("\n## Tools, interactions")[0]
 SECTIONS = (
     "", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.",
     "actor_rollout_ref.actor.", "algorithm.", "rollout.", "rollout.multi_turn.",
@@ -20,7 +20,7 @@ SECTIONS = (
 DOTTED = sorted(
     {
         name
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[=:][^`]*)?`", OWN_WORDS)
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[=:][^`]*)?`", OF_KEYS)
         if not name.startswith(("verl.", "agentrl.", "turns.", "extra_info."))
         and Path(name).suffix not in (".yaml", ".py", ".jsonl")
     }
@@ -40,7 +40,7 @@ def test_the_page_names_keys():
     assert len(DOTTED) > 30
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"agentrl ((?:[a-z-]+ )+)", OWN_WORDS))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"agentrl ((?:[a-z-]+ )+)", OF_KEYS))))
 def test_a_command_that_the_page_names_is_there(command: str):
     words = [word for word in command.split() if word in ("train", "config", "check", "from-verl")]
     if words:
