@@ -22,7 +22,12 @@ from agentrl.trainer.given import NOTHING, Given
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.late_checks import check_late
 from agentrl.trainer.plugin_set import Plugins
-from agentrl.trainer.preflight import check_room, check_run, claim_folders
+from agentrl.trainer.preflight import (
+    check_room,
+    check_run,
+    claim_folders,
+    with_absolute_paths,
+)
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_files import RolloutFiles
@@ -81,6 +86,7 @@ def start_parts(config: RunConfig, given: Given = NOTHING) -> Parts:
         AgentRLError: with what, where and what was expected.
     """
     quiet_libraries()
+    config = with_absolute_paths(config)
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main)
     try:

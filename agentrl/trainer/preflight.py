@@ -180,7 +180,8 @@ def is_made_later(config: RunConfig, path: Path) -> bool:
     makers = (prepare.arithmetic, prepare.gsm8k, prepare.tiny_policy, prepare.sft)
     folders = [maker.out_dir for maker in makers if maker is not None]
     return any(
-        path.is_relative_to(folder) and (_is_missing(path) or is_unfinished(folder))
+        path.absolute().is_relative_to(folder.absolute())
+        and (_is_missing(path) or is_unfinished(folder))
         for folder in folders
     )
 
@@ -256,6 +257,20 @@ def check_room(folder: Path, num_weights: int, config: RunConfig) -> None:
 def _size(num_bytes: int) -> str:
     unit, factor = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
     return f"{num_bytes / factor:.2f} {unit}"
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Make absolute what a run writes to, and reads again later: a tool may change the directory.
+
+    A model's name stays as it is if there is no such folder: it is a name of the hub.
+    """
+    trainer = config.trainer
+    paths = {n: v.absolute() for n in type(trainer).model_fields
+             if isinstance(v := getattr(trainer, n), Path)}  # fmt: skip
+    model = config.model
+    if Path(model.path).is_dir() or is_made_later(config, Path(model.path)):
+        model = model.model_copy(update={"path": str(Path(model.path).absolute())})
+    return config.model_copy(update={"trainer": trainer.model_copy(update=paths), "model": model})
 
 
 def claim_folder(folder: Path, *, key: str) -> None:

@@ -40,7 +40,7 @@ from agentrl.trainer.interruption import Interruption
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.late_checks import check_late
 from agentrl.trainer.plugin_set import Plugins
-from agentrl.trainer.preflight import claim_file, claim_prepared, is_made_later
+from agentrl.trainer.preflight import claim_file, claim_prepared, is_made_later, with_absolute_paths
 from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_log import save_rollouts
@@ -74,7 +74,7 @@ class Opened:
 def opened(file: RunFile, console: Console | None = None) -> Iterator[Opened]:
     """Join the ranks of a run for the `with` block, after the checks that need torch."""
     quiet_libraries()
-    config = file.config
+    config = with_absolute_paths(file.config)
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
     journal = Journal(config.trainer, is_main=world.is_main, console=console)
     try:

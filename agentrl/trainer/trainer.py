@@ -44,6 +44,7 @@ from agentrl.trainer.interruption import Interrupted, Interruption
 from agentrl.trainer.log_probs import add_log_probs
 from agentrl.trainer.marks import LastStep
 from agentrl.trainer.metrics import Timer, step_figures
+from agentrl.trainer.preflight import with_absolute_paths
 from agentrl.trainer.resume import (
     check_origin,
     checkpoint_folder,
@@ -111,7 +112,7 @@ class Trainer:
             val_rows=given_rows(val_rows),
             engine=engine,
         )
-        self.config = config = given.mark(config)
+        self.config = config = with_absolute_paths(given.mark(config))
         self.parts = parts or start_parts(config, given)
         self.world = self.parts.world
         self.folder = config.trainer.default_local_dir

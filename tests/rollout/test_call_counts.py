@@ -33,10 +33,8 @@ def test_calls_that_never_ran_and_errors_for_the_model_are_no_failures_of_the_to
 
 
 def test_parts_of_ranks_add_up_and_are_told_in_one_line():
-    parts = [
-        Census.of([with_calls("crashed", "ok")]),
-        Census.of([with_calls("crashed", "timeout")]),
-    ]
+    first, second = with_calls("crashed", "ok"), with_calls("crashed", "timeout")
+    parts = [Census.of([first]), Census.of([second])]
     request = build_request(said(1))
     why = Failure(fault=Fault.REWARD, kind="KeyError", message="'a' (at score.py:3)", turn=1)
     request.fail_scoring(why)

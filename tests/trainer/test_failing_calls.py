@@ -1,5 +1,6 @@
 """Runs whose tool or scorer fails: reported once a step, and ended where too much fails."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,29 @@ def test_tool_that_fails_in_every_call_ends_the_run_without_a_line_for_each(
     assert "(at counting.py:30)" in told.err
     assert "rollout.failure.max_failed_calls_frac" in told.err
     assert told.err.count("lost") == 1
+
+
+def test_tool_that_changes_the_directory_does_not_move_what_the_run_writes(
+    train: Train, workshop: Path, tmp_path: Path, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (workshop / "counting.py").write_text(TOOL.replace(ANSWER, f"        os.chdir('/')\n{ANSWER}"))
+    shutil.copytree(tiny_home / "policy", tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    told = train(
+        model__path="policy",
+        trainer__default_local_dir="here",
+        trainer__rollout_data_dir="here/rollouts",
+        trainer__save_freq=1,
+        trainer__total_training_steps=2,
+    )
+    assert told.code == 0, told.err
+    written = {path.name for path in (tmp_path / "here").iterdir()}
+    assert {"metrics.jsonl", "rollouts", "checkpoints", "trained", "summary.json"} <= written
+    monkeypatch.chdir(tmp_path)
+    again = train(
+        model__path="policy", trainer__default_local_dir="here", trainer__total_training_steps=2
+    )
+    assert "resumed from" in again.out
 
 
 def test_failures_of_tool_and_scorer_are_one_line_a_step_and_columns(
