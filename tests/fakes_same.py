@@ -11,10 +11,11 @@ CLOCKS_OF_METRICS = re.compile(
     r"rollout/(turn_seconds|tool/.*/(queue_)?seconds)/.*"
 )
 """Figures that are read off a clock or off the process's memory; every other one is compared."""
-CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?")
-"""Keys of rollouts, of `summary.json` and of `state.json` that hold seconds."""
-APART = re.compile(r"metrics\.\d+\.jsonl|started|(.*/)?manifest\.json")
-"""Figures of an attempt that had no checkpoint yet; the date; checksums, one of them of a file with
+CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?|started_as")
+"""Keys of rollouts, of `summary.json` and of `state.json` that hold seconds, or the number of the
+start that wrote them."""
+APART = re.compile(r"metrics\.\d+\.jsonl|started|starts/.*|(.*/)?manifest\.json")
+"""Figures of an attempt that had no checkpoint yet; the date; the record of each start; checksums, one of them of a file with
 seconds in it (what they are of is compared itself)."""
 
 

@@ -53,6 +53,7 @@ from agentrl.trainer.resume import (
     policy_origin,
 )
 from agentrl.trainer.reward_figures import reward_figures
+from agentrl.trainer.run_record import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.superseded import set_aside_superseded
@@ -126,6 +127,7 @@ class Trainer:
         self._runner = AnyRunner()
         self._is_closed = False
         self._censuses: list[Census] = []
+        self._start = ""
         self._success_rules: dict[str, str] = {}
         self._started = time.monotonic()
 
@@ -162,6 +164,7 @@ class Trainer:
     def begin(self) -> None:
         """Go on from a checkpoint or begin anew, and measure the policy as it is."""
         self.resume()
+        self._start = on_main(self.world, self._write_start)
         self.summary.count_preparation(self.parts.seconds_prepare)
         self.sync_weights()
         unlogged = self._last.unlogged
@@ -370,7 +373,7 @@ class Trainer:
             config_digest=self._config_digest(),
             origin=policy_origin(self.config),
             trainer=asdict(replace(self.summary, checkpoint=None))
-            | {CREDIT: self.parts.credit.state_dict()},
+            | {CREDIT: self.parts.credit.state_dict(), STARTED_AS: self._start},
             data=self.parts.order.state_dict() | {RECORD: self.parts.record.to_json()},
             unlogged=self._last.unlogged,
         )
@@ -410,18 +413,28 @@ class Trainer:
         self.parts.order.load_state_dict(state.data)
         self.step = state.step
         self.parts.credit.load_state_dict(state.trainer.pop(CREDIT, {}))
+        start = path.resolve().parents[1] / state.trainer.pop(STARTED_AS, "")
         self.summary = replace(Summary(**state.trainer), checkpoint=str(path))
         self._last.note(self.step, self.summary, unlogged=state.unlogged)
         self.parts.journal.say(f"resumed from {path} at step {self.step}")
-        if state.config_digest != self._config_digest():
-            self.parts.journal.say(
-                "the run's configuration is not the checkpoint's: the run's own holds from here on"
-            )
+        self._say_changes(start, state.config_digest)
         if self.step >= self.parts.total_steps:
             self.parts.journal.say(
                 f"all {self.parts.total_steps} steps are done: raise trainer.total_training_steps "
                 "to go on, or set trainer.resume_mode=disable to begin anew"
             )
+
+    def _say_changes(self, start: Path, digest: str) -> None:
+        """Name the keys that differ from those of the checkpoint's run."""
+        changes = changed_keys(start, self.config)
+        if digest != self._config_digest():
+            self.parts.journal.say(
+                "the run's configuration is not the checkpoint's: the run's own holds from here on"
+            )
+        self.parts.journal.say(*(f"  changed: {change}" for change in changes))
+
+    def _write_start(self) -> str:
+        return write_start(self.folder, self.config, num_ranks=self.world.size)
 
     def __enter__(self) -> Self:
         return self

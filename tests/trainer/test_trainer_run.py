@@ -171,7 +171,7 @@ def test_validation_alone_trains_and_saves_nothing(fit: Fit):
     trainer = fit(trainer__val_only=True, trainer__total_training_steps=None)
     assert [line["step"] for line in read_lines(trainer.folder / "metrics.jsonl")] == [0]
     names = {path.name for path in trainer.folder.iterdir()}
-    assert names == {"metrics.jsonl", "run.lock", "started", "summary.json"}
+    assert names == {"metrics.jsonl", "run.lock", "started", "starts", "summary.json"}
     assert trainer.summary.val_success_before == trainer.summary.val_success_after
 
 

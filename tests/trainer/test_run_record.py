@@ -1,0 +1,79 @@
+"""What a run's folder says of the run itself."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agentrl import Trainer, load_config
+from agentrl.config import RunConfig, parse_config
+from agentrl.trainer.run_record import changed_keys, write_start
+from tests.fakes_runs import tiny_run
+
+
+@pytest.fixture
+def config(tiny_home: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    return lambda **changes: parse_config(tiny_run(tiny_home, tmp_path / "run", **changes))
+
+
+def test_written_configuration_can_be_run_again(config: Any, tmp_path: Path):
+    ours = config(actor__optim__lr=0.25)
+    assert write_start(tmp_path, ours, num_ranks=1) == "starts/0001"
+    for name in ("config.yaml", "resolved.yaml"):
+        assert load_config(tmp_path / "starts/0001" / name) == ours
+    given = yaml.safe_load((tmp_path / "starts/0001/config.yaml").read_text())
+    assert "temperature" not in given["rollout"]
+    assert write_start(tmp_path, ours, num_ranks=1) == "starts/0002"
+
+
+def test_record_names_command_versions_revision_and_hardware(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["agentrl", "train", "a.yaml", "judge.api_key=sk-12"])
+    write_start(tmp_path, config(), num_ranks=2)
+    run = json.loads((tmp_path / "starts/0001/run.json").read_text())
+    assert run["command"] == ["agentrl", "train", "a.yaml", "judge.api_key=[redacted]"]
+    assert run["packages"]["torch"]
+    assert run["hardware"]["cores"] >= 1
+    assert run["num_ranks"] == 2
+    assert set(run["git"]) == {"directory", "agentrl"}
+
+
+def test_no_secret_is_written(config: Any, tmp_path: Path):
+    scorer = {"path": "score.py", "reward_kwargs": {"api_key": "sk-very-secret"}}
+    write_start(tmp_path, config(reward__custom_reward_function=scorer), num_ranks=1)
+    texts = [path.read_text() for path in (tmp_path / "starts/0001").iterdir()]
+    assert not any("sk-very-secret" in text for text in texts)
+
+
+def test_changed_keys_are_named_with_both_values(config: Any, tmp_path: Path):
+    write_start(tmp_path, config(), num_ranks=1)
+    start = tmp_path / "starts/0001"
+    assert changed_keys(start, config()) == []
+    changed = changed_keys(start, config(actor__optim__lr=0.5, data__val_files={"b": "b.jsonl"}))
+    assert changed[0] == "actor.optim.lr: 0.001 -> 0.5"
+    assert [line.split(":")[0] for line in changed[1:]] == [
+        "data.val_files.arithmetic", "data.val_files.b",
+    ]  # fmt: skip
+    assert changed[2].endswith(': not set -> "b.jsonl"')
+    assert changed_keys(tmp_path / "nowhere", config()) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_checkpoint_names_its_start_and_a_resumed_run_what_has_changed(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    Trainer(config(trainer__total_training_steps=1)).fit()
+    state = tmp_path / "run/checkpoints/global_step_1/state.json"
+    assert json.loads(state.read_text())["trainer"]["started_as"] == "starts/0001"
+    assert (tmp_path / "run/starts/0001/config.yaml").is_file()
+    capsys.readouterr()
+    Trainer(config(trainer__total_training_steps=1, actor__optim__lr=0.5)).fit()
+    out = capsys.readouterr().out
+    assert "the run's configuration is not the checkpoint's" in out
+    assert "  changed: actor.optim.lr: 0.001 -> 0.5\n" in out
+    assert out.count("changed:") == 1
