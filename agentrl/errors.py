@@ -4,6 +4,7 @@ Every error inherits the standard error that it refines, takes one message and k
 become attributes, and survives pickling (workers send errors across processes).
 """
 
+import re
 from enum import StrEnum
 
 
@@ -147,6 +148,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def printable(text: str) -> str:
+    r"""Escape what a terminal would obey, and what would begin a new line of a log.
+
+    Example:
+        >>> printable("red \x1b[31m\n")
+        'red \\x1b[31m\\n'
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def text_of(error: BaseException) -> str:

@@ -123,7 +123,8 @@ def _read_yaml(file: Path) -> DictConfig:
     except OmegaConfBaseException as error:
         told = f"malformed interpolation: {_first_line(error)}"
         raise ConfigError(told, file=file, key=error.full_key) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    # ValueError: a number of more digits than Python reads.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the file: {_first_line(error)}", file=file) from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError("no mapping of sections", file=file, expected="sections such as `data:`")

@@ -101,10 +101,11 @@ def load_prompts(
         return PromptDataset(_custom_prompts(config.custom_cls, files, config, max_samples))
     prompts: list[Prompt] = []
     for file in files:
+        num_left = None if max_samples is None else max_samples - len(prompts)
+        if num_left == 0:
+            break
         reader = RowReader(file, config)
-        for number, row in enumerate(read_rows(file)):
-            if len(prompts) == max_samples:
-                return PromptDataset(prompts)
+        for number, row in enumerate(read_rows(file, num_left)):
             prompts.append(reader.read(row, number, len(prompts)))
     if not prompts:
         raise DataError("no data files were given", expected="at least one file")

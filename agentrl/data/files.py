@@ -8,7 +8,7 @@ that only some rows have, and lose the line of an error.
 import importlib
 import json
 import tempfile
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,12 @@ Row = dict[str, Any]
 """A row as its file has it: string keys stop at the dataset's border."""
 
 
-def read_rows(file: str | Path) -> list[Row]:
-    """Read every row of a data file.
+def read_rows(file: str | Path, max_rows: int | None = None) -> list[Row]:
+    """Read the rows of a data file.
+
+    Args:
+        file: Parquet, JSON or JSONL.
+        max_rows: Give only the first rows; of Parquet, read no others. None: all.
 
     Raises:
         DataError: for a missing, empty, unknown or malformed file, or a row that is no mapping.
@@ -35,7 +39,7 @@ def read_rows(file: str | Path) -> list[Row]:
     if not path.is_file():
         raise DataError(f"no file {path}", file=path, expected="an existing data file")
     try:
-        rows = reader(path)
+        rows = reader(path) if max_rows is None else _first_rows(path, reader, max_rows)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the file: {error}", file=path) from None
     if not rows:
@@ -63,6 +67,20 @@ def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def untyped_datasets() -> Any:
     """Import Hugging Face's `datasets`, which is slow to load and ships no types."""
     return importlib.import_module("datasets")
+
+
+def _first_rows(path: Path, reader: Callable[[Path], list[Row]], max_rows: int) -> list[Row]:
+    if reader is not _read_parquet:
+        return reader(path)[:max_rows]
+    # A file of 70 KB may hold gigabytes of equal texts.
+    with _quiet():
+        try:
+            rows = untyped_datasets().load_dataset(
+                "parquet", data_files=str(path), split="train", streaming=True, batch_size=max_rows
+            )
+            return list(rows.take(max_rows))
+        except (ValueError, OSError) as error:
+            raise DataError(f"cannot read Parquet: {error}", file=path) from None
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -93,6 +111,9 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        told = f"malformed JSON: nested too deeply in line {lines_before + 1}"
+        raise DataError(told, file=path) from None
     except ValueError as error:
         raise DataError(f"malformed JSON: {_placed(error, lines_before)}", file=path) from None
 

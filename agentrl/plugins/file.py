@@ -3,6 +3,7 @@
 Interpolation works as in a run file: `${oc.env:SEARCH_URL}` is read from the environment.
 """
 
+import inspect
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,12 @@ from pydantic import BaseModel
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.plugins.keys import read_keys, unknown_key
 from agentrl.refusals import malformed, unresolved
+
+_LIMIT = "max_yaml_expanded_nodes"
+_MORE_NODES: dict[str, Any] = (
+    {_LIMIT: 200_000} if _LIMIT in inspect.signature(OmegaConf.load).parameters else {}
+)
+"""OmegaConf 2.4 takes 10,000 nodes for an attack; 700 tools with their schemas have as many."""
 
 Entry = TypeVar("Entry", bound=BaseModel)
 
@@ -58,7 +65,7 @@ def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
 
 def _read_yaml(file: Path) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        return OmegaConf.to_container(OmegaConf.load(file, **_MORE_NODES), resolve=True)
     except OSError as error:
         looked_in = None if file.is_absolute() else Path.cwd()
         raise ConfigError(
@@ -71,5 +78,6 @@ def _read_yaml(file: Path) -> Any:
     except OmegaConfBaseException as error:
         told, expected = unresolved(error)
         raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
-    except yaml.YAMLError as error:
+    # ValueError: a number of more digits than Python reads.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the file: {error}", file=file) from error

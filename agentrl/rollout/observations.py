@@ -40,19 +40,20 @@ class TextFitter:
 
     def fit(self, text: str) -> FittedText:
         """Return the text, cut where it is longer than the budget."""
-        text = as_unicode(text)
-        # A token is at least one byte: a text of fewer bytes than the budget fits unencoded.
-        if len(text) <= self._max_tokens and len(text.encode()) <= self._max_tokens:
-            return FittedText(text, 0)
+        # Clipped before all else: encoding and decoding megabytes holds up the event loop.
         clipped = clip_text(text, self._max_tokens * _CHARACTERS_PER_TOKEN, self._side)
+        clipped = as_unicode(clipped)
+        # A token is at least one byte: a text of fewer bytes than the budget fits unencoded.
+        if len(text) <= self._max_tokens and len(clipped.encode()) <= self._max_tokens:
+            return FittedText(clipped, 0)
         ids = self._template.encode_text(clipped)
         if len(clipped) < len(text):
             num_clipped = len(ids) * (len(text) - len(clipped)) // len(clipped)
             fitted = self._cut(ids, min(self._max_tokens, len(ids) - 1))
             return FittedText(fitted.text, fitted.num_cut + num_clipped)
-        return (
-            self._cut(ids, self._max_tokens) if len(ids) > self._max_tokens else FittedText(text, 0)
-        )
+        if len(ids) > self._max_tokens:
+            return self._cut(ids, self._max_tokens)
+        return FittedText(clipped, 0)
 
     def _cut(self, ids: Sequence[int], room: int) -> FittedText:
         """Cut tokens so that their text keeps to the budget.

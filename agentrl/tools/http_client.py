@@ -5,7 +5,6 @@ says of a failure, has them cut out before anybody reads it.
 """
 
 import asyncio
-import codecs
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,11 +98,9 @@ class HttpClient:
                     if len(content) > self._max_bytes:
                         is_cut = True
                         break  # leaving closes the connection: the rest may have no end
-                text = bytes(content[: self._max_bytes]).decode(
-                    _charset(response.charset), "replace"
-                )
+                text = _decode(bytes(content[: self._max_bytes]), response.charset)
                 return Answer(response.status, self.redact(text), is_cut)
-        except (ClientError, OSError) as error:
+        except (ClientError, OSError, ValueError) as error:
             raise ServiceError(
                 f"{method} {self.shown_url}: {type(error).__name__}: {self.redact(str(error))}",
                 service=self.shown_url,
@@ -165,9 +162,9 @@ def _shown(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _charset(named: str | None) -> str:
-    """Give the character set to decode with: a service may name one that does not exist."""
+def _decode(content: bytes, charset: str | None) -> str:
+    """Decode a body; a service may name a character set that does not exist, or decodes no text."""
     try:
-        return codecs.lookup(named or "utf-8").name
-    except LookupError:
-        return "utf-8"
+        return content.decode(charset or "utf-8", "replace")
+    except (LookupError, ValueError):
+        return content.decode("utf-8", "replace")

@@ -11,7 +11,15 @@ from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from agentrl.errors import ConfigError, DataError, ToolError, ToolLifeError, text_of, words_of
+from agentrl.errors import (
+    ConfigError,
+    DataError,
+    ToolError,
+    ToolLifeError,
+    printable,
+    text_of,
+    words_of,
+)
 from agentrl.messages import ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded
 from agentrl.plugins.keys import read_keys
@@ -291,7 +299,7 @@ class ToolInstance:
         The level is info: a tool may fail thousands of times in a step, and whoever rolls out
         reports failures by tool and step (`agentrl.rollout.census`).
         """
-        logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, what)
+        logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, printable(what))
 
 
 def _is_inherited(tool: BaseTool, method: str) -> bool:

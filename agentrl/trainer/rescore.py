@@ -23,7 +23,7 @@ from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import raise_problems
 from agentrl.config.reward_contradictions import find_reward_problems
 from agentrl.config.schema import RewardConfig
-from agentrl.errors import ConfigError, Fault
+from agentrl.errors import ConfigError, Fault, printable
 from agentrl.rewards import LaunchingManager, RewardManager, make_reward_manager
 from agentrl.rewards.combination import SHAPING
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -221,7 +221,7 @@ def changes_table(changes: dict[str, Change]) -> Table:
     for source, change in sorted(changes.items()):
         counts = (change.num_changed, len(change.failures), change.num_not_scored)
         means = map(_mean, (change.old, change.new))
-        table.add_row(Text(source), str(change.num), *means, *map(str, counts))
+        table.add_row(Text(printable(source)), str(change.num), *means, *map(str, counts))
     return table
 
 

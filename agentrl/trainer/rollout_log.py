@@ -203,7 +203,7 @@ def _parse(line: bytes, path: Path, number: int) -> SavedTrajectory:
         return SavedTrajectory.model_validate(json.loads(line))
     except ValidationError as error:
         raise _damaged(path, number, _reason(error)) from error
-    except (ValueError, LookupError, TypeError, AgentRLError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, AgentRLError) as error:
         raise _damaged(path, number, f"{type(error).__name__}: {error}") from error
 
 

@@ -138,6 +138,11 @@ class JsonlSink:
         """Append one line. Raises an `OSError` that names the file where the disk is full."""
         line = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
         with naming(self._path):
+            if not self._path.exists():
+                logger.warning("%s was deleted; a new one holds steps from %d on", self._path, step)
+                self._file.close()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 

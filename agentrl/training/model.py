@@ -6,6 +6,7 @@ touches a sharded weight goes through `PolicyModel.forward`, so that FSDP2 gathe
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         if isinstance(error, ConfigError):
             raise
         raise _no_model(config.path, error) from error

@@ -251,3 +251,11 @@ def test_nothing_but_a_config_error_comes_of_a_wrong_mapping(raw):
 def test_known_keys_cover_the_whole_schema():
     assert set(RunConfig.model_fields) <= set(known_keys())
     assert "prepare.sft.optim.lr" in known_keys()
+
+
+@pytest.mark.parametrize("value", ["[" * 2000, "9" * 5000])
+def test_yaml_that_python_cannot_read_is_named(tmp_path: Path, value: str):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {value}")
+    with pytest.raises(ConfigError):
+        load_config(file)

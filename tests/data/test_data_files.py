@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,25 @@ def test_a_conversation_that_is_none_is_told_with_its_row(tmp_path, row):
 
 def test_no_files_at_all_are_told():
     assert "no data files" in str(refusal(load_prompts, [], DataConfig()))
+
+
+def test_of_parquet_the_first_rows_are_read_alone(tmp_path: Path):
+    rows = [{"prompt": [{"role": "user", "content": str(i)}], "n": i} for i in range(5000)]
+    file = tmp_path / "rows.parquet"
+    write_parquet(file, rows)
+    assert read_rows(file, 3) == read_rows(file)[:3] == rows[:3]
+    peak = {}
+    for max_rows in (3, None):
+        tracemalloc.start()
+        read_rows(file, max_rows)
+        peak[max_rows] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak[3] < peak[None] / 4
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.jsonl"])
+def test_json_that_is_nested_too_deeply_is_named(tmp_path: Path, name: str):
+    file = tmp_path / name
+    file.write_text("[" * 200_000 if name.endswith("json") else '{"a":' * 200_000)
+    with pytest.raises(DataError, match="nested too deeply"):
+        read_rows(file)

@@ -1,5 +1,6 @@
 """What outside says, within its budget of tokens."""
 
+import time
 from typing import Any
 
 import pytest
@@ -76,3 +77,15 @@ def test_a_megabyte_is_clipped_before_it_is_encoded(text: str, side: str):
     assert " ..." in fitted.text
     whole = len(template.encode_text(text[: 2**14])) * 2**6
     assert whole * 0.8 < fitted.num_cut < whole * 1.5
+
+
+def test_what_is_far_too_long_is_clipped_before_it_is_encoded():
+    text = "word " * 10**6
+    started = time.monotonic()
+    fitted = {fitter(16).fit(text).text for _ in range(200)}
+    assert time.monotonic() - started < 1
+    assert all("..." in each for each in fitted)
+
+
+def test_text_that_is_no_unicode_is_replaced_within_the_budget():
+    assert fitter(16).fit("a\ud800b") == ("a?b", 0)

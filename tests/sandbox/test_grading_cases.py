@@ -1,6 +1,7 @@
 """What graders read and compare: tests of data sets, outputs, values, the code of an answer."""
 
 import json
+import time
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -184,3 +185,14 @@ def test_arrays_of_parquet_are_read_as_lists():
     tests = {"inputs": np.array([[1, 2], [3, 4]]), "outputs": np.array([3, 7]), "fn_name": "f"}
     assert list(read_tests(tests)) == [CallTest("f", [1, 2], 3), CallTest("f", [3, 4], 7)]
     assert list(read_tests(np.array(["assert f(1)"]))) == [AssertTest("assert f(1)")]
+
+
+@pytest.mark.parametrize(
+    "text", ["```\n" * 16_000, "```python\n" + "\n" * 64_000, "```" + " " * 64_000 + "\n"]
+)
+def test_code_is_found_in_linear_time(text: str):
+    started = time.monotonic()
+    last_code_block(text)
+    without_fence(text + "x")
+    without_fence(text + "```")
+    assert time.monotonic() - started < 0.5

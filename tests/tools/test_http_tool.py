@@ -5,11 +5,12 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, ServiceError, ToolError
-from agentrl.tools.http_client import query_parameters
+from agentrl.tools.http_client import HttpClient, query_parameters
 from agentrl.tools.http_tool import HTTPTool
 from tests.fakes_services import Answer, always, echo, endless, hang_up, serving
 from tests.fakes_tools import schema
@@ -215,3 +216,21 @@ def test_any_arguments_make_a_query_of_texts(arguments: dict[str, Any]):
     for name, text in query_parameters(arguments):
         assert name in arguments
         assert isinstance(text, str)
+
+
+async def test_a_character_set_that_decodes_no_text_costs_nothing():
+    async def answer(request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": "text/plain; charset=idna"}
+        return web.Response(body="größe".encode(), headers=headers)
+
+    async with serving(answer) as url:
+        client = HttpClient(url, headers={}, max_bytes=100)
+        assert (await client.send("GET")).text == "größe"
+        await client.close()
+
+
+async def test_an_address_that_is_none_is_an_error_of_the_service():
+    client = HttpClient(f"http://{'a' * 70}.example/", headers={}, max_bytes=100)
+    with pytest.raises(ServiceError):
+        await client.send("GET")
+    await client.close()

@@ -1,5 +1,6 @@
 """Tool YAML: what is right is loaded, what is wrong is named with file, key and expectation."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -441,3 +442,27 @@ def test_a_row_may_have_the_tools_of_its_tools_kwargs_alone():
 
 def test_a_run_without_tools_ignores_the_tools_of_a_row():
     assert select_tools([], tools_kwargs={"a": {}}, per_row="tools_kwargs") == []
+
+
+@pytest.mark.parametrize("value", ["[" * 2000, "9" * 5000])
+def test_yaml_that_python_cannot_read_is_named(tmp_path: Path, value: str):
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"tools: {value}")
+    with pytest.raises(ConfigError):
+        initialize_tools_from_config(file)
+
+
+def test_seven_hundred_tools_are_no_attack(tmp_path: Path):
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schemas = (
+        {"name": f"tool{index}", "description": "It adds.", "parameters": parameters}
+        for index in range(700)
+    )
+    entries = [
+        {"class_name": "x.Y", "tool_schema": {"type": "function", "function": function}}
+        for function in schemas
+    ]
+    file = tmp_path / "tools.yaml"
+    file.write_text(json.dumps({"tools": entries}))
+    with pytest.raises(PluginError, match="importing x raised"):  # so the file was read
+        initialize_tools_from_config(file)

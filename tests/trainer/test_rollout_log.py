@@ -204,3 +204,10 @@ def test_lines_that_are_no_trajectory_are_named(tmp_path, text):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         list(read_rollouts(tmp_path / "nowhere.jsonl"))
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path: Path):
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("[" * 200_000)
+    with pytest.raises(DataError, match="RecursionError"):
+        list(read_rollouts(file))

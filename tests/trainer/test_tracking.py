@@ -278,3 +278,13 @@ def test_the_console_shows_the_reward_that_is_trained():
     lines = log_console([(1, combined), (2, STEP)])
     assert lines[0].split()[1] == "reward"
     assert [line.split()[1] for line in lines[1:]] == ["0.875", "0.125"]
+
+
+def test_a_file_that_is_deleted_under_a_run_is_made_again(tmp_path, caplog):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log(1, {"a": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    sink.log(2, {"a": 2.0})
+    sink.close()
+    assert [line.step for line in read_metrics(tmp_path / "metrics.jsonl")] == [2]
+    assert "was deleted" in caplog.text

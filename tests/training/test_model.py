@@ -1,10 +1,11 @@
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, Qwen2Tokenizer
 
 from agentrl.config.schema import FsdpConfig, ModelConfig
 from agentrl.engines.protocol import Engine, SyncFigures
@@ -164,3 +165,15 @@ def test_a_model_that_reads_images_is_refused_in_words(tmp_path: Path):
     with pytest.raises(ConfigError, match="a qwen2_5_vl, which reads images") as caught:
         load_hf_config(ModelConfig(path=str(tmp_path)))
     assert caught.value.key == "model.path"
+
+
+def test_weights_that_cannot_be_unpickled_are_named(tmp_path: Path):
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(print, protocol=2))
+    with pytest.raises(ConfigError, match="no model can be loaded"):
+        load_causal_lm(ModelConfig(path=str(tmp_path)))

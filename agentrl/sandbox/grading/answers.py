@@ -1,9 +1,9 @@
 """Find the code in what a model wrote."""
 
 import re
+from itertools import zip_longest
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.M | re.S)
-_FENCED = re.compile(r"```[^\n`]*\n(.*?)\n?[ \t]*```", re.S)
+_LANGUAGE = re.compile(r"[ \t]*```[ \t]*([\w+#-]*)")
 _PYTHON = {"", "py", "python", "python3", "Python"}
 
 
@@ -16,8 +16,15 @@ def last_code_block(text: str) -> str | None:
         >>> last_code_block("First\n```python\nx = 1\n```\nthen")
         'x = 1'
     """
-    blocks = [code for language, code in _BLOCK.findall(text) if language in _PYTHON]
-    return blocks[-1] if blocks else None
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if line.lstrip(" \t").startswith("```")]
+    # Every second fence closes; the last one may be missing.
+    blocks = list(zip_longest(fences[::2], fences[1::2], fillvalue=len(lines)))
+    for first, last in reversed(blocks):
+        opening = _LANGUAGE.match(lines[first])
+        if opening is not None and opening[1] in _PYTHON and first + 1 < len(lines):
+            return "\n".join(lines[first + 1 : last])
+    return None
 
 
 def without_fence(code: str) -> str:
@@ -27,5 +34,7 @@ def without_fence(code: str) -> str:
         >>> without_fence("```bash\nls\n```")
         'ls'
     """
-    found = _FENCED.fullmatch(code.strip())
-    return code if found is None else found[1]
+    stripped = code.strip()
+    head, end, body = stripped.partition("\n")
+    is_fenced = end and head.startswith("```") and "`" not in head[3:] and body.endswith("```")
+    return body[:-3].rstrip(" \t").removesuffix("\n") if is_fenced else code

@@ -19,7 +19,7 @@ _DRAIN_S = 1.0
 
 def main() -> None:
     """Be the server for whoever started this: its input is the server's own."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, _leave)
     if sys.platform == "linux":  # what the server's children leave behind becomes ours
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE)
@@ -32,6 +32,10 @@ def main() -> None:
         _end_children()
     sys.stderr.flush()
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _leave(*_: object) -> None:
+    sys.exit(1)
 
 
 def _pass_on(server: "subprocess.Popen[bytes]", max_bytes: int) -> None:
