@@ -269,7 +269,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 def test_malformed_yaml_names_line_and_column(tmp_path: Path):
     error = refused(written(tmp_path, "tools:\n  - class_name: a\n   config: [\n"))
-    assert "malformed YAML at line 3, column" in str(error)
+    assert "malformed YAML in line 3, column" in str(error)
 
 
 @pytest.mark.parametrize(
