@@ -2,10 +2,10 @@
 
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.rollout.templates import TemplateReport
-from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser, tool_parser_names
+from agentrl.rollout.templates import Capability, TemplateReport
+from agentrl.rollout.tool_parsers import ToolParser, expected_formats, get_tool_parser
 
-_IN_ORDER = ("hermes", "qwen3_coder", "llama3_json", "pythonic", "json")
+_IN_ORDER = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "json")
 """From the most particular format to the most general."""
 
 
@@ -25,12 +25,16 @@ def choose_parser(name: str | None, report: TemplateReport) -> ToolParser:
         parser = get_tool_parser(candidate)
         if reads_example(parser, report.call_example):
             return parser
-    raise ConfigError(
-        f"no known tool-call format reads what the chat template {report.template!r} writes: "
-        f"{report.call_example!r}",
-        key="rollout.multi_turn.format",
-        expected=f"one of {', '.join(tool_parser_names())}",
-    )
+    if report.call_example is None:
+        reason = report.capability(Capability.CALLS).reason
+        what = f"the chat template {report.template!r} writes no tool call to read a format from"
+        what += f": {reason}" if reason else ""
+    else:
+        what = (
+            f"no tool-call format of agentrl's own reads what the chat template "
+            f"{report.template!r} writes: {report.call_example!r}"
+        )
+    raise ConfigError(what, key="rollout.multi_turn.format", expected=expected_formats())
 
 
 def reads_example(parser: ToolParser, example: str | None) -> bool:

@@ -30,6 +30,7 @@ def read_turn(
     *,
     tools: Sequence[OpenAIFunctionToolSchema],
     check_arguments: bool = True,
+    num_calls_before: int = 0,
 ) -> ReadTurn:
     """Read a completion. Its tokens stay what they are, whatever is read in them (law 2).
 
@@ -39,6 +40,7 @@ def read_turn(
         parser: Finds calls in the text.
         tools: Of the request; where there are none, nothing is a call.
         check_arguments: See `check_calls`.
+        num_calls_before: Calls of the conversation so far, after which those of this turn count.
     """
     stop = template.stop_texts.get(ids[-1], "") if ids else ""
     said = ids[:-1] if stop else ids
@@ -47,6 +49,7 @@ def read_turn(
     if tools:
         in_thought = template.starts_in_thought
         parsed = parser.parse(text, starts_in_thought=in_thought, tools=tools)
+        parsed = parsed.numbered(num_calls_before)
     checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
     frames = template.learn_once("frames", id(parser), lambda: find_frames(template, parser))

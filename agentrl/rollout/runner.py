@@ -302,6 +302,7 @@ class _Run:
             house.parser,
             tools=request.tool_schemas,
             check_arguments=house.settings.check_tool_arguments,
+            num_calls_before=request.num_tool_calls,
         )
         self.wording.append(lambda: read.text)
         self.calls, self.call_spans = read.calls, read.call_spans

@@ -218,7 +218,7 @@ def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
     check_tokenizer(setup.tokenizer, found)
     check_model_length(config, found.max_position_embeddings)
     notes = list(find_disagreements(setup.tokenizer, found, config.model.path))
-    return [*notes, *find_endless_turn(config, setup)]
+    return [*notes, *setup.report.notes, *find_endless_turn(config, setup)]
 
 
 def find_endless_turn(config: RunConfig, setup: RolloutSetup) -> Iterator[str]:

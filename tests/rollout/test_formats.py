@@ -34,20 +34,46 @@ def test_an_unknown_format_names_the_nearest():
         choose_parser("hermés", load_report("qwen2_5"))
 
 
-def silent() -> TemplateReport:
-    """The report of a template that writes calls as nobody reads them."""
+def report_of(call: str) -> TemplateReport:
+    """The report of a template that writes a call like this."""
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}!{{ c.function.name }}!{% endfor %}<|im_end|>\n"
+        f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return probe_template(make_template(source))
 
 
+ARGUMENTS = "{{ c.function.arguments | tojson }}"
+
+
 def test_a_template_whose_calls_nobody_reads_needs_a_format():
-    with pytest.raises(ConfigError, match="no known tool-call format") as caught:
-        choose_parser(None, silent())
-    assert "rollout.multi_turn.format" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"no tool-call format of agentrl's own reads") as caught:
+        choose_parser(None, report_of("!{{ c.function.name }}! " + ARGUMENTS))
+    message = str(caught.value)
+    assert "rollout.multi_turn.format" in message
+    assert "!probe_tool! " in message
+    for way_out in (*tool_parser_names(), "sglang:NAME", "register_tool_parser"):
+        assert way_out in message
+
+
+def test_a_template_that_writes_no_calls_is_refused_in_these_words():
+    with pytest.raises(ConfigError, match="writes no tool call to read a format from") as caught:
+        choose_parser(None, report_of("!{{ c.function.name }}!"))
+    assert "leaves out the name or the arguments" in str(caught.value)
+    assert "None" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "[TOOL_CALLS][{{ c.function | tojson }}]",
+        "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]" + ARGUMENTS,
+    ],
+)
+def test_the_format_of_both_kinds_of_mistral_templates_is_found(call: str):
+    chosen = choose_parser(None, report_of(call))
+    assert type(chosen) is type(get_tool_parser("mistral"))
 
 
 @pytest.mark.parametrize("name", tool_parser_names())

@@ -63,7 +63,7 @@ def calls(turn: ParsedTurn) -> list[tuple[str, dict[str, Any]]]:
 def test_calls_are_read_in_their_order_and_the_text_before_them_is_kept():
     turn = parse(f"Well: {call(a=1)} and {call('say', text='x')}")
     assert calls(turn) == [("add", {"a": 1}), ("say", {"text": "x"})]
-    assert [found.id for found in turn.calls] == ["call_0", "call_1"]
+    assert [found.id for found in turn.calls] == ["call00000", "call00001"]
     assert turn.content == "Well:"
 
 

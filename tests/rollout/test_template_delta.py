@@ -137,7 +137,7 @@ def test_a_user_can_follow_an_assistant_in_every_template(name: str) -> None:
     assert text.endswith(template.anatomy.generation_prompt)
 
 
-@pytest.mark.parametrize("name", ["phi3_5", "gemma3", "cohere2", "deepseek_r1_distill"])
+@pytest.mark.parametrize("name", ["phi3_5", "gemma3", "cohere2"])
 def test_a_template_that_cannot_carry_a_tool_result_says_so(name: str) -> None:
     with pytest.raises(TemplateError) as refused:
         load_template(name).encode_delta([tool("4")], last_ids=ids_of("x"))

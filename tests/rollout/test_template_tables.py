@@ -38,10 +38,13 @@ CARRY_NO_TOOLS = ("cohere2", "deepseek_r1_distill", "gemma3", "phi3_5")
 REWRITE_THOUGHTS = ("deepseek_r1_distill", "glm4moe", "qwen3")
 
 
-def really(name: str, messages: list[Message], tools: bool = False) -> str | None:
+def really(
+    name: str, messages: list[Message], tools: bool = False, *, opens: bool = True
+) -> str | None:
     """What the template writes; None where it refuses."""
+    given = [schema()] if tools else None
     try:
-        return render_really(name, messages, [schema()] if tools else None)
+        return render_really(name, messages, given, add_generation_prompt=opens)
     except (jinja2.TemplateError, TypeError):
         return None
 
@@ -83,14 +86,14 @@ def test_tool_results_are_carried_where_they_are_written(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_prompt_behind_a_tool_is_what_is_really_written_there(name: str) -> None:
     report = load_report(name)
-    texts = [
-        really(name, [user("Hi"), start, tool("socks")])
-        for start in (assistant("Hello"), assistant("", call(query="a")))
-    ]
-    opened = any(
-        text is not None and "socks" in text and text.endswith(str(report.generation_prompt))
-        for text in texts
-    )
+    opened = False
+    for start in (assistant("Hello"), assistant("", call(query="a"))):
+        messages = [user("Hi"), start, tool("socks")]
+        text = really(name, messages)
+        whole = really(name, [*messages, assistant("They are warm.")], opens=False)
+        if text is not None and "socks" in text:
+            opened |= text.endswith(str(report.generation_prompt))
+            opened |= whole is not None and whole.startswith(f"{text}They are warm.")
     assert report.carries(Capability.PROMPT_AFTER_TOOL) is opened
 
 

@@ -143,7 +143,7 @@ async def test_every_call_is_answered_in_the_order_of_the_calls():
         "Error: the call of 'echo' was not executed: arguments['number']: 'two' is not of type "
         "'integer'"
     )
-    assert [o.message.tool_call_id for o in observations] == [f"call_{i}" for i in range(5)]
+    assert [o.message.tool_call_id for o in observations] == [f"call{i:05d}" for i in range(5)]
     assert all(o.message.role == "tool" for o in observations)
 
 
@@ -151,7 +151,7 @@ async def test_the_record_holds_what_was_asked_and_what_came_of_it():
     [observation] = await answers(echo(7))
     record = observation.record
     assert (record.name, record.arguments, record.reward) == ("echo", {"number": 7}, 0.5)
-    assert (record.metrics, record.message, record.call_id) == ({"n": 1}, "", "call_0")
+    assert (record.metrics, record.message, record.call_id) == ({"n": 1}, "", "call00000")
     assert observation.should_stop
     assert observation.message.name == "echo"
 

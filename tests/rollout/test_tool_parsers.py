@@ -54,6 +54,7 @@ ONE_CALL = {
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
     "<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]',
     "pythonic": "[add(a=1, b=2)]",
     "json": '{"name": "add", "arguments": {"a": 1, "b": 2}}',
     "python_block": "```python\nadd(1, 2)\n```",
@@ -112,7 +113,7 @@ def test_several_calls_and_the_text_between_them(name: str):
     turn = parse(name, text)
     assert calls(turn) == [BUT_WHAT.get(name, ADD)] * 2
     assert [call.index for call in turn.calls] == [0, 1]
-    assert [call.id for call in turn.calls] == ["call_0", "call_1"]
+    assert [call.id for call in turn.calls] == ["call00000", "call00001"]
     assert turn.content == "First  then \nEnd."
 
 
@@ -148,6 +149,13 @@ def test_several_calls_and_the_text_between_them(name: str):
             [("say", {"text": "7\n"})],
         ),
         ("json", 'So: {"name": "say", "arguments": {"text": "hi"}} and {"a": 1}', [SAY]),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}', [ADD]),
+        (
+            "mistral",
+            "[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]g[ARGS]{}",
+            [("f", {}), ("g", {})],
+        ),
+        ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]{"name": "g"}', [("g", {})]),
         ("python_block", "```python\n```", [("code_interpreter", {"code": ""})]),
         ("python_block", "```py\nx = '```'\n```", [("code_interpreter", {"code": "x = '```'"})]),
     ],
@@ -202,6 +210,11 @@ def hermes(arguments: str) -> str:
         ("qwen3_coder", "<function=add><parameter=a>1</parameter>", "not closed by </function>"),
         ("llama3_json", '{"name": "add", "parameters": {"a": 1', "not valid JSON"),
         ("llama3_json", "<|python_tag|>print(1)", "no call behind"),
+        ("mistral", "[TOOL_CALLS] add(1)", "no list of calls and no NAME[ARGS]"),
+        ("mistral", '[TOOL_CALLS][{"name": "add"', "not valid JSON"),
+        ("mistral", "[TOOL_CALLS][]", "the list of calls is empty"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{oops", "its arguments: it is not valid JSON"),
+        ("mistral", "[TOOL_CALLS]add[ARGS][1]", "not a JSON object"),
         ("pythonic", "[add(a=1, b=2)", "not closed by ]"),
         ("pythonic", "[add(a=1 b=2)]", "not a Python list of calls"),
         ("pythonic", "[add(a=open('x'))]", "argument a is not a literal"),
@@ -228,6 +241,15 @@ def test_a_broken_call_is_recorded_with_its_reason_and_stays_in_the_text(
 @pytest.mark.parametrize("arguments", ["null", '""', '" "', '"null"', "{}", '"{}"'])
 def test_a_call_may_be_written_without_arguments(arguments: str):
     assert calls(parse("hermes", hermes(arguments))) == [("say", {})]
+
+
+def test_a_call_has_the_id_that_the_policy_wrote_if_it_is_new_and_has_nine_characters():
+    texts = ["f[CALL_ID]abcDEF123", "f[CALL_ID]abcDEF123", "f[CALL_ID]short", "f"]
+    text = "".join(f"[TOOL_CALLS]{name}[ARGS]{{}}" for name in texts)
+    turn = parse("mistral", text).numbered(7)
+    assert [call.id for call in turn.calls] == ["abcDEF123", "call00008", "call00009", "call00010"]
+    listed = parse("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "D681PevKs"}]')
+    assert [call.tool_call.id for call in listed.calls] == ["D681PevKs"]
 
 
 def test_a_broken_call_hides_no_other():

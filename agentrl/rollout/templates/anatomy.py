@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from agentrl.rollout.templates.delta import NEIGHBOUR, DeltaFinder, EndOfTurn
+from agentrl.rollout.templates.delta import NEIGHBOUR, DeltaFinder, EndOfTurn, opening_of
 from agentrl.rollout.templates.markers import Markers, find_markers
 from agentrl.rollout.templates.rendering import Renderer
 from agentrl.rollout.templates.shape import (
@@ -21,12 +22,17 @@ from agentrl.rollout.templates.shape import (
     as_arguments,
     fill,
 )
-from agentrl.rollout.templates.splice import Render, common_length, cut, places_in_order
+from agentrl.rollout.templates.splice import Piece, Render, common_length, cut, places_in_order
+from agentrl.rollout.templates.stories import tool_schema
 from agentrl.rollout.templates.text import TextEncoder, any_of
 
 THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
 """Tags that open and close a thought."""
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""Fields of an assistant message that hold a thought apart from its text."""
 
+_EXCERPT = 60
+_SCHEMA = tool_schema().to_template()
 _STYLES = tuple(
     CallStyle(arguments_as_json=as_json, empty_content=content)
     for as_json in (False, True)
@@ -58,10 +64,10 @@ class Anatomy:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What opens an assistant turn.
+        """What opens an assistant turn; empty if the answer directly follows the user's turn.
 
         Raises:
-            TemplateError: where the template writes nothing.
+            TemplateError: if the template writes nothing, and an answer does not directly follow.
         """
         user = _hole(0)
         messages = [_message("user", user)]
@@ -69,9 +75,9 @@ class Anatomy:
             str(cut(self.render_behind_preface(messages, gen), [user])[-1]) for gen in (True, False)
         )
         prompt = opened[common_length(opened, closed, self._control) :]
-        if not prompt:
+        if not prompt and (reason := self._why_not_silent(closed)):
             raise TemplateError(
-                "the chat template writes no generation prompt",
+                f"the chat template writes no generation prompt: {reason}",
                 template=self.renderer.name,
                 role="assistant",
                 expected="text under `add_generation_prompt`; see model.custom_chat_template",
@@ -79,15 +85,58 @@ class Anatomy:
         return prompt
 
     @cached_property
+    def alternating(self) -> list[Piece]:
+        """A user, an assistant and a user, as pieces.
+
+        Raises:
+            TemplateError: if the template refuses them.
+        """
+        holes = user, answer, other = [_hole(number) for number in range(3)]
+        turns = [_message("user", user), _message("assistant", answer), _message("user", other)]
+        return cut(self.render_behind_preface(turns, False), holes)
+
+    def _why_not_silent(self, closed: str) -> str:
+        """Why an answer cannot directly follow a user's turn, which ends in `closed`."""
+        try:
+            pieces = self.alternating
+        except TemplateError as error:
+            return f"it refuses an assistant's turn ({error.args[0]})"
+        if places_in_order(pieces) != [_hole(number).number for number in range(3)]:
+            return "it does not write each message once, in order"
+        if opening_of(pieces, _hole(1), closed).strip():
+            opening = str(pieces[2])[-_EXCERPT:]
+            return (
+                f"behind a user it writes {closed[-_EXCERPT:]!r} with and without "
+                f"`add_generation_prompt`, and before an answer {opening!r}"
+            )
+        if closed.strip() == str(pieces[4]).strip():
+            return "a user's turn ends as an assistant's does"
+        return ""
+
+    @cached_property
     def starts_in_thought(self) -> bool:
         """Whether the generation prompt leaves a thought open."""
         prompt = self.generation_prompt
         return any(prompt.rfind(start) > prompt.rfind(end) for start, end in THOUGHTS.items())
 
+    @cached_property
+    def closes_thought(self) -> bool:
+        """Whether the generation prompt closes a thought, so that a policy does not think."""
+        prompt = self.generation_prompt
+        return not self.starts_in_thought and any(end in prompt for end in THOUGHTS.values())
+
+    @property
+    def thought_tags(self) -> dict[str, str]:
+        """The tags of thoughts that the template knows; if it knows none, the usual ones."""
+        known = {a: b for a, b in THOUGHTS.items() if a in self.renderer.source}
+        return known or THOUGHTS
+
     @property
     def thinks(self) -> bool:
         """Whether the template knows of thoughts."""
-        return any(tag in self.renderer.source for pair in THOUGHTS.items() for tag in pair)
+        return self.reasoning_field is not None or any(
+            tag in self.renderer.source for pair in THOUGHTS.items() for tag in pair
+        )
 
     @cached_property
     def end_of_turn(self) -> EndOfTurn:
@@ -117,7 +166,24 @@ class Anatomy:
     @cached_property
     def call_style(self) -> CallStyle | None:
         """How the template wants tool calls; None where it cannot carry them."""
-        return next((style for style in _STYLES if self._carries_calls(style)), None)
+        return None if isinstance(self._found_style, str) else self._found_style
+
+    @property
+    def why_no_calls(self) -> str:
+        """Why the template carries no tool calls; empty if it does."""
+        return self._found_style if isinstance(self._found_style, str) else ""
+
+    @cached_property
+    def _found_style(self) -> CallStyle | str:
+        """How the template wants tool calls, or why it carries none."""
+        why = "the template leaves out the name or the arguments of a tool call"
+        for tools, style in product(((), (_SCHEMA,)), _STYLES):
+            try:
+                if self._carries_calls(style, tools):
+                    return style
+            except TemplateError as error:
+                why = f"the template refuses a tool call ({error.args[0]})"
+        return why
 
     @cached_property
     def markers(self) -> Markers:
@@ -172,17 +238,36 @@ class Anatomy:
         stops = {t for t in in_use if self.encoder.added[t] in self.stop_token_ids}
         return any_of(in_use - stops - self._frame_tokens)
 
-    @cached_property
+    @property
     def preface(self) -> tuple[Node, ...]:
         """What a template wants before a first user message: nothing, or a system message."""
+        return self._setting[0]
+
+    @property
+    def needed_tools(self) -> tuple[Node, ...]:
+        """A tool's schema, if the template fails without tools; else nothing."""
+        return self._setting[1]
+
+    @cached_property
+    def _setting(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
         text = "Be brief."
-        for preface in ((), (_message("system", text),)):
+        for tools, preface in product(((), (_SCHEMA,)), ((), (_message("system", text),))):
             try:
-                self.render_node([*preface, _message("user", text)], (), True)({})
+                self.render_node([*preface, _message("user", text)], tools, True)({})
             except TemplateError:
                 continue
-            return preface
-        return ()
+            return preface, tools
+        return (), ()
+
+    @cached_property
+    def reasoning_field(self) -> str | None:
+        """The field in which the template looks for an assistant's thought, if it does."""
+        found = (
+            name
+            for name in REASONING_FIELDS
+            if re.search(rf"[.'\"]{name}\b(?!_)", self.renderer.source)
+        )
+        return next(found, None)
 
     def render_node(self, messages: Sequence[Node], tools: Sequence[Node], gen: bool) -> Render:
         """Make the function that renders these nodes with texts in their holes."""
@@ -196,12 +281,13 @@ class Anatomy:
 
     def render_behind_preface(self, messages: Sequence[Node], gen: bool) -> Render:
         """Like `render_node`, for neighbours that begin with a user."""
-        return self.render_node([*self.preface, *messages], (), gen)
+        return self.render_node([*self.preface, *messages], self.needed_tools, gen)
 
     def finder(self, tools: Sequence[Node], tool_holes: Sequence[Hole]) -> DeltaFinder:
         """Find deltas in conversations with these tools."""
+        shown = tools or self.needed_tools
         return DeltaFinder(
-            lambda messages, gen: self.render_node([*self.preface, *messages], tools, gen),
+            lambda messages, gen: self.render_node([*self.preface, *messages], shown, gen),
             self._control,
             self.call_style or CallStyle(),
             tool_holes,
@@ -210,6 +296,22 @@ class Anatomy:
     @property
     def _control(self) -> re.Pattern[str]:
         return self.encoder.control_pattern
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether a message's text is written only if the content is a list of parts."""
+        user = _hole(0)
+        try:
+            texts = [user, [{"type": "text", "text": user}]]
+            found = [
+                places_in_order(
+                    cut(self.render_behind_preface([_message("user", t)], True), [user])
+                )
+                for t in texts
+            ]
+        except TemplateError:
+            return False
+        return found == [[], [user.number]]
 
     @cached_property
     def _end_of_calls(self) -> str:
@@ -235,7 +337,8 @@ class Anatomy:
     def _literals(self, nodes: list[Node], *, behind: Hole | None) -> list[str]:
         """Literals of a rendering, or of what is in it behind a hole."""
         try:
-            pieces = cut(self.render_node(nodes, (), False), [_hole(0), _hole(1), _hole(2)])
+            render = self.render_node(nodes, self.needed_tools, False)
+            pieces = cut(render, [_hole(0), _hole(1), _hole(2)])
         except TemplateError:
             return []
         literals = [str(piece) for piece in pieces[0::2]]
@@ -257,17 +360,14 @@ class Anatomy:
         opened = str(pieces[2]) if len(pieces) > 2 else ""
         return opened[: common_length(opened, str(prompt[-1]), self._control)]
 
-    def _carries_calls(self, style: CallStyle) -> bool:
+    def _carries_calls(self, style: CallStyle, tools: Sequence[Node]) -> bool:
         holes = [_hole(number) for number in range(4)]
         arguments = as_arguments(Pairs(((holes[2], holes[3]),)), style)
         function = {"name": holes[1], "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
         calls = _message("assistant", style.empty_content) | {"tool_calls": [call]}
-        try:
-            nodes = [_message("user", holes[0]), calls]
-            pieces = cut(self.render_behind_preface(nodes, False), holes)
-        except TemplateError:
-            return False
+        nodes = [*self.preface, _message("user", holes[0]), calls]
+        pieces = cut(self.render_node(nodes, tools or self.needed_tools, False), holes)
         return {hole.number for hole in holes[1:]} <= set(places_in_order(pieces))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from agentrl.rollout.templates.anatomy import THOUGHTS, Anatomy
+from agentrl.rollout.templates.anatomy import REASONING_FIELDS, THOUGHTS, Anatomy
 from agentrl.rollout.templates.delta import NEIGHBOUR
 from agentrl.rollout.templates.runs import Splice
 from agentrl.rollout.templates.shape import Conversation, Hole, Voice
@@ -68,9 +68,12 @@ def encode_turn(
         replies: What follows it; the end of some templates' turns depends on it.
         tools: The schemas in the prompt.
     """
-    read = template.read([message])
+    read = template.read([message], tools)
     splice = template.learn_once("turn", read.key, lambda: _find_turn(template, read))
-    ids = _encode_raw(template, message.text) if splice is None else splice.encode(read.texts)
+    if splice is None:
+        ids = _encode_raw(template, spoken_text(message))
+    else:
+        ids = splice.encode(read.texts)
     if not ids or ids[-1] not in template.stop_token_ids:
         ids += _missing_stop(template, replies, tools)
     return ids
@@ -85,8 +88,9 @@ def _find_turn(template: "ChatTemplate", read: Conversation) -> Splice | None:
     user = Hole(NEIGHBOUR, -1, Voice.OUTSIDE, is_content=False)
     asked = {"role": "user", "content": user}
     holes = [user, *read.holes]
-    opened = str(cut(anatomy.render_behind_preface([asked], True), [user])[-1])
-    closed = _behind(learn(anatomy.render_behind_preface([asked, *read.nodes], False), holes), user)
+    tools, before = read.tools.nodes or anatomy.needed_tools, [*anatomy.preface, asked]
+    opened = str(cut(anatomy.render_node(before, tools, True), holes)[-1])
+    closed = _behind(learn(anatomy.render_node([*before, *read.nodes], tools, False), holes), user)
     lead = str(closed[0])
     if not lead.startswith(opened) and "tool_calls" not in read.nodes[0]:
         return None
@@ -120,13 +124,29 @@ def _encode_raw(template: "ChatTemplate", text: str) -> list[int]:
     closes the thought first.
     """
     anatomy = template.anatomy
+    text = follow_prompt(anatomy, text)
+    end = anatomy.end_of_turn.text if anatomy.end_of_turn.is_written else anatomy.last_end_of_turn
+    return template.encode_policy_text(text) + anatomy.encoder.encode_literal(end)
+
+
+def spoken_text(message: Message) -> str:
+    """What a policy says in a message, with the thought that is kept apart in it."""
+    extra = message.model_extra or {}
+    thought = next((extra[name] for name in REASONING_FIELDS if extra.get(name)), None)
+    if not isinstance(thought, str):
+        return message.text
+    opening, closing = next(iter(THOUGHTS.items()))
+    return f"{opening}\n{thought}\n{closing}\n\n{message.text}"
+
+
+def follow_prompt(anatomy: Anatomy, text: str) -> str:
+    """What a policy writes of a text behind a generation prompt that may open a thought."""
     prompt = anatomy.generation_prompt
     for opening, closing in THOUGHTS.items():
         if prompt.rfind(opening) > prompt.rfind(closing):
             text = re.sub(rf"\A\s*{re.escape(opening)}\n?", "", text)
             text = text if closing in text else f"\n{closing}\n\n{text}"
-    end = anatomy.end_of_turn.text if anatomy.end_of_turn.is_written else anatomy.last_end_of_turn
-    return template.encode_policy_text(text) + anatomy.encoder.encode_literal(end)
+    return text
 
 
 def _missing_stop(

@@ -8,6 +8,8 @@ answer where the template asks for them. Nothing here knows a model's name.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import TemplateError
@@ -116,39 +118,60 @@ class DeltaFinder:
                 loses their text.
         """
         gen = add_generation_prompt
+        calls: _Behind | TemplateError | None = None
+        if any(node["role"] == "tool" for node in new):
+            calls = self._attempt(self._behind_calls, new, holes, gen)
+            if isinstance(calls, _Behind):
+                return self._after_calls(calls)
         answer = self._attempt(self._behind_answer, new, holes, gen)
-        if not any(node["role"] == "tool" for node in new):
-            return self._after_answer(_or_raise(answer))
-        calls = self._attempt(self._behind_calls, new, holes, gen)
-        if isinstance(calls, _Behind):
-            delta = self._after_calls(calls, answer)
-            if delta is not None:
-                return delta
-        return self._after_answer(_or_raise(answer))
+        if isinstance(answer, _Behind):
+            return DeltaPieces(answer.pieces, self._end_of(answer).text, needs_call=False)
+        # A template that drops the call itself has nothing to say on results behind calls.
+        if calls is None or calls.details.get("role") == "assistant":
+            raise answer
+        raise calls
 
-    def _after_answer(self, behind: _Behind) -> DeltaPieces:
-        end = self._end_of(behind)
-        return DeltaPieces(behind.pieces, end.text, needs_call=False)
+    def _after_calls(self, behind: _Behind) -> DeltaPieces:
+        """The delta behind tool calls.
 
-    def _after_calls(
-        self, behind: _Behind, answer: "_Behind | TemplateError"
-    ) -> DeltaPieces | None:
-        """The delta behind tool calls; None where that behind a plain answer is to be had.
-
-        Behind a call stands first what closes the call itself, which the policy samples.
+        Behind a call stands first what closes the call itself, which the policy samples. The turn
+        ends as an answer does, or with the last token that no call is closed by. If it has no end
+        of its own, the opening of the next turn ends it.
         """
-        end = self.end_of_turn()
-        known = end.is_written and end.text in behind.lead
-        if isinstance(answer, _Behind) and not known:
-            return None
-        start = behind.lead.index(end.text) if known else self._last_closing(behind)
-        stop = start + len(end.text) if known else behind.common
-        lead = behind.lead
+        end, lead = self.end_of_turn(), behind.lead
+        if end.is_written and end.text in lead:
+            start = lead.index(end.text)
+            stop = start + len(end.text)
+        else:
+            start, stop = self._find_end_of_calls(lead, behind.common)
         return DeltaPieces((lead[start:], *behind.pieces[1:]), lead[start:stop], needs_call=True)
 
-    def _last_closing(self, behind: _Behind) -> int:
-        closing = list(self._control.finditer(behind.lead, 0, behind.common))
-        return closing[-1].start() if closing else behind.common
+    def _find_end_of_calls(self, lead: str, common: int) -> tuple[int, int]:
+        """Where an end of their own ends the calls: `common` characters are the turn's."""
+        own = self._tokens_between_calls
+        tokens = list(self._control.finditer(lead))
+        others = [match for match in tokens if match.group() not in own]
+        if written := [match for match in others if match.end() <= common]:
+            return written[-1].span()
+        closing = [match.end() for match in tokens if match.end() <= common]
+        start = closing[-1] if closing else common
+        return start, others[0].end() if others else start
+
+    @cached_property
+    def _tokens_between_calls(self) -> set[str]:
+        """Control tokens that the template writes between two calls of a turn."""
+        results = [
+            {"role": "tool", "content": _neighbour(40 + n), "tool_call_id": f"call0000{n}"}
+            for n in range(2)
+        ]
+        holes = [_neighbour(40), _neighbour(41)]
+        try:
+            pieces = self._behind_calls(results, holes, gen=False, read=cut, anchor_call=0).pieces
+        except TemplateError:
+            return set()
+        second = {_neighbour(13).number, _neighbour(14).number}  # its name and its argument
+        is_followed = second.intersection(places_in_order(pieces[1:2]))
+        return set(self._control.findall(str(pieces[0]))) if is_followed else set()
 
     def _end_of(self, behind: _Behind) -> EndOfTurn:
         closing = list(self._control.finditer(behind.lead, 0, behind.common))
@@ -166,7 +189,9 @@ class DeltaFinder:
     ) -> "_Behind | TemplateError":
         try:
             found = behind(new, holes, gen=gen, read=learn)
-            silent = gen and behind(new, holes, gen=False, read=cut).pieces[-1] == found.pieces[-1]
+            last = found.pieces[-1]
+            silent = gen and behind(new, holes, gen=False, read=cut).pieces[-1] == last
+            opening = self._opening(behind, new, holes, str(last)) if silent else ""
         except TemplateError as error:
             return error
         lost = {hole.number: hole for hole in holes if hole.is_content}
@@ -175,9 +200,24 @@ class DeltaFinder:
         if lost:
             role = new[next(iter(lost.values())).message]["role"]
             return TemplateError(f"the template drops the text of a {role} message", role=role)
-        if silent:
-            return TemplateError("the template writes no generation prompt", role=_last_role(new))
+        if opening.strip():
+            return TemplateError(
+                f"the template writes no generation prompt, and {opening!r} before an answer",
+                role=_last_role(new),
+            )
         return found
+
+    def _opening(
+        self,
+        behind: Callable[..., _Behind],
+        new: Sequence[dict[str, Node]],
+        holes: Sequence[Hole],
+        last: str,
+    ) -> str:
+        """What the template writes between the new messages, which end in `last`, and an answer."""
+        answer = _neighbour(8, Voice.POLICY)
+        nodes = [*new, {"role": "assistant", "content": answer}]
+        return opening_of(behind(nodes, [*holes, answer], gen=False, read=cut).pieces, answer, last)
 
     def _behind_answer(
         self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
@@ -187,7 +227,13 @@ class DeltaFinder:
         return self._behind(before, [anchor], [anchor], new, holes, gen=gen, read=read)
 
     def _behind_calls(
-        self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
+        self,
+        new: Sequence[Node],
+        holes: Sequence[Hole],
+        *,
+        gen: bool,
+        read: Any,
+        anchor_call: int | None = None,
     ) -> _Behind:
         answered = [node for node in new if node["role"] == "tool"]
         spares = [[_neighbour(10 + 3 * n + i) for i in range(3)] for n in range(len(answered))]
@@ -195,7 +241,9 @@ class DeltaFinder:
         content = self._style.empty_content
         before = [{"role": "assistant", "content": content, "tool_calls": calls}]
         own = [hole for spare in spares for hole in spare]
-        values = [spare[2] for spare in spares]
+        # A format in tags may write the argument's name again behind its value.
+        anchored = spares if anchor_call is None else spares[anchor_call : anchor_call + 1]
+        values = [hole for spare in anchored for hole in spare[1:]]
         return self._behind(before, values, own, new, holes, gen=gen, read=read)
 
     def _call_for(self, result: dict[str, Node], spare: Sequence[Hole]) -> Node:
@@ -230,10 +278,17 @@ class DeltaFinder:
         return _Behind(followed, common)
 
 
-def _or_raise(found: "_Behind | TemplateError") -> _Behind:
-    if isinstance(found, TemplateError):
-        raise found
-    return found
+def opening_of(pieces: Sequence[Piece], answer: Hole, last: str) -> str:
+    """What stands between the literal `last` and an answer; blank: the answer follows directly.
+
+    Raises:
+        TemplateError: if the template writes no such answer.
+    """
+    for literal, place in pairwise(pieces):
+        if isinstance(place, Place) and place.hole.number == answer.number:
+            text = str(literal)
+            return text[len(last) :] if text.startswith(last) else text
+    raise TemplateError("the template drops the text of an assistant message", role="assistant")
 
 
 def _last_role(new: Sequence[dict[str, Node]]) -> str:

@@ -106,8 +106,12 @@ def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple
 
 
 def _overlap(last_ids: Sequence[int], end_ids: Sequence[int]) -> int:
-    """How much of the end of turn was sampled already."""
-    if end_ids and last_ids and last_ids[-1] == end_ids[-1]:
-        return len(end_ids)
+    """How much of the end of turn was sampled already.
+
+    A turn ends at its first stop token, whatever the template would write behind it.
+    """
     tail = list(last_ids[-len(end_ids) :]) if end_ids else []
-    return next(k for k in range(len(tail), -1, -1) if tail[len(tail) - k :] == end_ids[:k])
+    sampled = next(k for k in range(len(tail), -1, -1) if tail[len(tail) - k :] == end_ids[:k])
+    if not sampled and tail and tail[-1] in end_ids:
+        return list(end_ids).index(tail[-1]) + 1
+    return sampled

@@ -4,7 +4,8 @@ Everything is found by rendering: nothing here knows a model's name. What is tri
 compared with what splicing writes for the same text, so the table says where splicing is exact.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from agentrl.errors import TemplateError
@@ -35,6 +36,12 @@ SYSTEM = Message(role="system", content="Be brief.")
 RARE = "▁Ġ\0\x1b\x7f\xa0\u200b\u202e\u2028\u3000\ue000\ufeff\ufffd\U0010ffff"
 """Characters that some vocabularies use for their own ends, or leave out."""
 
+TOKEN_LIKE = re.compile(
+    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>|<\|\w{1,40}>|<\w{1,40}\|>|<(?:start|end)_of_\w+>|"
+    r"\[/?[A-Z][A-Z_]{2,40}\]"
+)
+"""What is a control token in the templates of most models."""
+
 
 def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
     """Make the table of a template.
@@ -47,6 +54,7 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
     prompt = _or_none(lambda: anatomy.generation_prompt)
     stops = _or_none(lambda: anatomy.stop_token_ids) or ()
     texts = TextProbe(template)
+    example = _or_none(lambda: _write_call(template))
     return TemplateReport(
         template=template.name,
         generation_prompt=prompt,
@@ -58,10 +66,33 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
         texts=tuple(texts.probe(position) for position in POSITIONS),
         capabilities=tuple(_probe_capability(template, c, tools) for c in Capability),
         histories=tuple(probe_history(template, history) for history in History),
-        call_example=_or_none(lambda: _write_call(template)),
+        call_example=example,
         round_trip=_is_round_trip(template),
         lost_characters=tuple(c for c in RARE if not _comes_back(template, f"a{c}b")),
+        missing_tokens=_missing_tokens(template, [*_frames(template), prompt or "", example or ""]),
+        plain_frames=_plain_frames(template),
     )
+
+
+def _frames(template: ChatTemplate) -> list[str]:
+    """What the template writes between a user's text and an assistant's, and behind that."""
+    pieces = _or_none(lambda: template.anatomy.alternating) or []
+    return [str(piece) for piece in pieces[2:5:2]]
+
+
+def _missing_tokens(template: ChatTemplate, texts: Sequence[str]) -> tuple[str, ...]:
+    """What looks like a control token in these texts of the template and is none."""
+    found = [token for text in texts for token in TOKEN_LIKE.findall(text)]
+    known = template.anatomy.encoder.added
+    return tuple(dict.fromkeys(token for token in found if token not in known))
+
+
+def _plain_frames(template: ChatTemplate) -> tuple[str, ...]:
+    """Missing tokens of a frame that has no control token; `[INST]` is meant as text by some."""
+    control = template.anatomy.encoder.control_pattern
+    plain = [frame for frame in _frames(template) if not control.search(frame)]
+    missing = _missing_tokens(template, plain)
+    return tuple(token for token in missing if not token.startswith("["))
 
 
 def _probe_capability(
@@ -75,7 +106,21 @@ def _probe_capability(
 
 
 def _try_generation_prompt(template: ChatTemplate, tools: Tools) -> None:
+    if template.anatomy.wants_parts:
+        raise TemplateError(
+            "the template writes a message's text only if the content is a list of parts, and "
+            "agentrl gives it a string"
+        )
     _ = template.anatomy.generation_prompt
+
+
+def _try_without_tools(template: ChatTemplate, tools: Tools) -> None:
+    anatomy = template.anatomy
+    if anatomy.needed_tools:
+        try:
+            anatomy.render_node([*anatomy.preface, {"role": "user", "content": "Hi"}], (), True)({})
+        except TemplateError as error:
+            raise TemplateError(f"the template fails without tools ({error.args[0]})") from error
 
 
 def _try_system(template: ChatTemplate, tools: Tools) -> None:
@@ -94,7 +139,7 @@ def _try_tools(template: ChatTemplate, tools: Tools) -> None:
 
 def _try_calls(template: ChatTemplate, tools: Tools) -> None:
     if template.anatomy.call_style is None:
-        raise TemplateError("the template refuses a tool call, or leaves out its name or arguments")
+        raise TemplateError(template.anatomy.why_no_calls)
 
 
 def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools], None]:
@@ -116,6 +161,7 @@ def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools
 
 _TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
     Capability.GENERATION_PROMPT: _try_generation_prompt,
+    Capability.WITHOUT_TOOLS: _try_without_tools,
     Capability.SYSTEM: _try_system,
     Capability.TOOLS: _try_tools,
     Capability.CALLS: _try_calls,

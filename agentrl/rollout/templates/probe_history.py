@@ -1,21 +1,23 @@
 """Find out whether a template leaves older turns as they were sampled.
 
-A story is played as a rollout would play it, and its ledger is held against the rendering of the
-whole: what differs is what the template rewrites, wherever in the template that happens.
+A story is played as a rollout would play it, and its ledger is compared with the rendering of the
+whole: what differs is what the template rewrites, wherever in the template that happens. A turn
+ends at its first stop token, as an engine ends it.
 """
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.templates.anatomy import THOUGHTS
 from agentrl.rollout.templates.check import check_ledger
-from agentrl.rollout.templates.conversation import encode_turn
+from agentrl.rollout.templates.conversation import encode_turn, follow_prompt, spoken_text
 from agentrl.rollout.templates.report import Capability, History, HistoryReport
 from agentrl.rollout.templates.stories import (
-    THOUGHT,
+    REASONING,
     calling,
     prefaced,
     reason_of,
@@ -26,30 +28,42 @@ from agentrl.rollout.templates.stories import (
 )
 from agentrl.rollout.templates.template import ChatTemplate, Tools
 
+_SYSTEM = Message(role="system", content="Be brief.")
 _STORIES: dict[History, list[Message]] = {
-    History.ANSWER_BEFORE_USER: [user(), saying("Oslo."), user("And now?")],
-    History.THOUGHT_BEFORE_USER: [user(), saying(THOUGHT), user("And now?")],
+    History.ANSWER_BEFORE_USER: [
+        *(user(), saying("Oslo."), user("And now?")),
+        *(saying("Bern."), user("Thanks.")),
+    ],
     History.CALL_BEFORE_TOOL: [user(), calling("Oslo"), result()],
-    History.THOUGHT_BEFORE_TOOL: [user(), calling("Oslo", text=THOUGHT), result()],
     History.TWO_TOOL_ROUNDS: [
-        user(),
-        calling("Oslo"),
-        result(),
-        calling("Bern"),
-        result("The sun shines."),
+        *(user(), calling("Oslo"), result()),
+        *(calling("Bern", 1), result("The sun shines.", 1)),
     ],
     History.TOOL_ROUND_BEFORE_USER: [
-        user(),
-        calling("Oslo"),
-        result(),
-        saying("It rains."),
-        user("And now?"),
+        *(user(), calling("Oslo"), result(), saying("It rains.")),
+        *(user("And now?"), calling("Bern", 1), result("The sun shines.", 1)),
     ],
+}
+_WITH_THOUGHTS = {
+    History.THOUGHT_BEFORE_USER: History.ANSWER_BEFORE_USER,
+    History.THOUGHT_BEFORE_TOOL: History.TWO_TOOL_ROUNDS,
 }
 
 _EMPTY_THOUGHT = "|".join(
     rf"\A\s*{re.escape(opening)}\s*{re.escape(closing)}\s*" for opening, closing in THOUGHTS.items()
 )
+
+
+class _Finding(NamedTuple):
+    """What is wrong with a story; both empty: nothing."""
+
+    rewrites: str = ""
+    is_cut: bool = False
+    """Whether it is that a turn ends before it has said what it should."""
+
+
+class _CutError(Exception):
+    """A turn meets a stop token before its end."""
 
 
 def probe_history(template: ChatTemplate, history: History) -> HistoryReport:
@@ -58,18 +72,49 @@ def probe_history(template: ChatTemplate, history: History) -> HistoryReport:
     A policy may leave out the empty thought that some templates write before an answer: the story
     is played both ways, and the better counts.
     """
+    story = _STORIES[_WITH_THOUGHTS.get(history, history)]
     try:
-        story = prefaced(template.anatomy.preface, _STORIES[history])
-        plays = [_play(template, story, bare=bare) for bare in (False, True)]
+        # A prompt that opens a thought is followed by one in each turn.
+        thinks = history in _WITH_THOUGHTS or template.starts_in_thought
+        if thinks and not template.anatomy.closes_thought:
+            story = [_thinking(template, message) for message in story]
+        found = _examine(template, prefaced(template.anatomy.preface, story))
     except TemplateError as error:
         return HistoryReport(history, None, reason_of(error))
-    differences = min(plays, key=len)
+    behind_system = ""
+    if not found.rewrites and not template.anatomy.preface:
+        try:
+            behind_system = _examine(template, [_SYSTEM, *story]).rewrites
+        except TemplateError:
+            behind_system = ""  # no system messages: the capabilities say so
+    return HistoryReport(history, not found.rewrites, found.rewrites, found.is_cut, behind_system)
+
+
+def _thinking(template: ChatTemplate, message: Message) -> Message:
+    """Let an assistant think before it says or calls something, in the template's own way."""
+    if message.role != "assistant":
+        return message
+    if field := template.anatomy.reasoning_field:
+        return message.model_copy(update={field: REASONING})
+    said = message.text or "I see."
+    opening, closing = next(iter(template.anatomy.thought_tags.items()))
+    content = f"{opening}\n{REASONING}\n{closing}\n\n{said}"
+    return message.model_copy(update={"content": content})
+
+
+def _examine(template: ChatTemplate, story: Sequence[Message]) -> _Finding:
+    try:
+        differences = _play(template, story, bare=False)
+        if differences:
+            differences = min(differences, _play(template, story, bare=True), key=len)
+    except _CutError as cut:
+        return _Finding(str(cut), is_cut=True)
     if not differences:
-        return HistoryReport(history, True)
+        return _Finding()
     first = differences[0]
     if first.kind == "missing":
-        return HistoryReport(history, None, first.expected)
-    return HistoryReport(history, False, f"sampled {first.actual!r}, rendered {first.expected!r}")
+        raise TemplateError(first.expected)
+    return _Finding(f"sampled {first.actual!r}, rendered {first.expected!r}")
 
 
 def _play(template: ChatTemplate, story: Sequence[Message], *, bare: bool) -> list[TokenDifference]:
@@ -109,9 +154,31 @@ def _sample(
         raise TemplateError(f"the template carries no {Capability.CALLS}")
     *ids, stop = encode_turn(template, message, replies, tools)
     text = template.decode(ids)
-    if message.text and message.text.split()[-1] not in text:
-        # The template cannot write this before a call; a policy can.
-        text = f"{message.text}\n{text}"
-    elif not bare:
-        return [*ids, stop]
-    return [*template.encode_policy_text(re.sub(_EMPTY_THOUGHT, "", text)), stop]
+    said = [*message.text.split()[-1:], REASONING if REASONING in spoken_text(message) else ""]
+    if any(word not in text for word in said):
+        # The template does not write this of a turn, or not before a call; a policy can.
+        call = f"\n{text.lstrip()}" if message.tool_calls else ""
+        text = follow_prompt(template.anatomy, spoken_text(message) + call)
+        ids = template.encode_policy_text(text)
+    if bare:
+        ids = template.encode_policy_text(re.sub(_EMPTY_THOUGHT, "", text))
+    return _up_to_stop(template, message, [*ids, stop])
+
+
+def _up_to_stop(template: ChatTemplate, message: Message, ids: list[int]) -> list[int]:
+    """Cut a turn at its first stop token, as an engine does.
+
+    Raises:
+        _CutError: if the message is not said by then.
+    """
+    stops = set(template.stop_token_ids)
+    length = next((n + 1 for n, token in enumerate(ids) if token in stops), len(ids))
+    text = template.decode(ids[:length])
+    said = [*message.text.split()[-1:]]
+    said += [str(call.function.arguments["city"]) for call in message.tool_calls or []]
+    lost = next((word for word in said if word not in text), None)
+    if lost is not None:
+        stop = template.decode(ids[length - 1 : length])
+        whole = template.decode(ids)
+        raise _CutError(f"the stop token {stop!r} ends the turn before {lost!r} in {whole!r}")
+    return ids[:length]

@@ -33,6 +33,7 @@ class Capability(StrEnum):
     """What a conversation may ask of a template."""
 
     GENERATION_PROMPT = "generation prompt"
+    WITHOUT_TOOLS = "conversation without tools"
     SYSTEM = "system message"
     TOOLS = "tools in the prompt"
     CALLS = "tool calls of the assistant"
@@ -85,7 +86,11 @@ class HistoryReport:
     stable: bool | None
     """None where the template cannot carry such a conversation."""
     difference: str = ""
-    """What differs, as sampled and as rendered."""
+    """What differs, as sampled and as rendered; or why not."""
+    is_cut: bool = False
+    """Whether a turn ends at a stop token before it has said what it should."""
+    behind_system: str = ""
+    """What differs only if the conversation begins with a system message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,23 @@ class TemplateReport:
     """Whether outside text, encoded and decoded, is what it was."""
     lost_characters: tuple[str, ...]
     """Rare characters that do not come back: the policy is shown something else in their place."""
+    missing_tokens: tuple[str, ...] = ()
+    """What the template writes as a control token and is plain text to the tokenizer."""
+    plain_frames: tuple[str, ...] = ()
+    """Those of them in a frame round a turn that has no control token at all: text from outside
+    can forge such a turn."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run should know of its template before it starts, a sentence each."""
+        if not self.missing_tokens:
+            return []
+        missing = ", ".join(self.missing_tokens)
+        return [
+            f"the chat template {self.template!r} writes {missing} as control tokens, which the "
+            "tokenizer does not have: they are plain text, and texts of users and tools can hold "
+            "them"
+        ]
 
     def text(self, position: str) -> TextReport:
         """What becomes of the texts of a position."""
@@ -134,6 +156,7 @@ class TemplateReport:
             ("stop tokens", " ".join(self.stop_tokens)),
             ("date", f"{self.date} (frozen for the run)" if self.date else "none"),
             ("text round trip", self._describe_round_trip()),
+            ("not in the tokenizer", ", ".join(self.missing_tokens) or "none"),
         ]
         rows += [(f"text: {text.position}", _describe_text(text)) for text in self.texts]
         rows += [
@@ -176,6 +199,7 @@ class TemplateNeeds:
     def capabilities(self) -> list[Capability]:
         """What the template must carry."""
         needed = [Capability.GENERATION_PROMPT]
+        needed += [] if self.tools else [Capability.WITHOUT_TOOLS]
         needed += [Capability.SYSTEM] if self.system else []
         if self.tools:
             needed += [Capability.TOOLS, Capability.TOOL_RESULT, Capability.PROMPT_AFTER_TOOL]
@@ -217,6 +241,7 @@ ROLES = {
 """Positions of texts, and in whose messages they stand."""
 _ROLES = {
     Capability.GENERATION_PROMPT: "assistant",
+    Capability.WITHOUT_TOOLS: "user",
     Capability.SYSTEM: "system",
     Capability.TOOLS: "system",
     Capability.CALLS: "assistant",
@@ -233,6 +258,16 @@ def require(report: TemplateReport, needs: TemplateNeeds) -> None:
     Raises:
         TemplateError: names the template, the role, and what the template does.
     """
+    if report.plain_frames:
+        raise TemplateError(
+            "the tokenizer lacks the tokens with which the chat template frames a turn, so any "
+            "text from outside could open a turn",
+            template=report.template,
+            role="user",
+            missing=", ".join(report.plain_frames),
+            expected="the tokenizer of the template's own model (model.tokenizer_path), or another "
+            "model.custom_chat_template",
+        )
     for capability in needs.capabilities:
         found = report.capability(capability)
         if not found.carried:
@@ -245,7 +280,19 @@ def require(report: TemplateReport, needs: TemplateNeeds) -> None:
             )
     if needs.sanity_check == "strict":
         _require_exact(report, needs)
-    rewritten = [found for found in needs.histories(report) if found.stable is False]
+    asked = needs.histories(report)
+    if cut := next((found for found in asked if found.is_cut), None):
+        raise TemplateError(
+            f"a turn of this chat template cannot be sampled whole: {cut.difference}",
+            template=report.template,
+            role="assistant",
+            needs=str(cut.history),
+            expected="another model.custom_chat_template, or a tokenizer whose end of sequence "
+            "the template writes at the end of a turn only",
+        )
+    rewritten = [found for found in asked if found.stable is False]
+    if needs.system:
+        rewritten += [found for found in asked if found.behind_system]
     if rewritten and needs.sanity_check == "strict":
         raise _rewriting(report, rewritten, _LAXER)
     if rewritten and needs.on_rewritten_history == "error":
@@ -283,7 +330,9 @@ def _require_exact(report: TemplateReport, needs: TemplateNeeds) -> None:
 def _rewriting(
     report: TemplateReport, rewritten: Sequence[HistoryReport], choices: str
 ) -> TemplateError:
-    what = "; ".join(f"{found.history} ({found.difference})" for found in rewritten)
+    what = "; ".join(
+        f"{found.history} ({found.difference or found.behind_system})" for found in rewritten
+    )
     return TemplateError(
         "the chat template rewrites older turns, so that the policy would be shown other tokens "
         "than it sampled",
@@ -302,6 +351,10 @@ def _describe_text(text: TextReport) -> str:
 def _describe_history(report: HistoryReport) -> str:
     if report.stable is None:
         return f"not carried: {report.difference}"
+    if report.is_cut:
+        return f"no: {report.difference}"
+    if report.behind_system:
+        return f"yes, but not behind a system message: {report.behind_system}"
     return "yes" if report.stable else f"no, rewrites history: {report.difference}"
 
 

@@ -167,6 +167,7 @@ class ShapeBuilder:
         self._reading = reading
         self._first_hole = first_hole
         self._message = -1
+        self._ids: dict[str, str | Hole] = {}
         self.holes: list[Hole] = []
         self.texts: list[str] = []
 
@@ -265,8 +266,11 @@ class ShapeBuilder:
         return self.hole(json.dumps(value), width=NUMBER_WIDTH, is_number=True)
 
     def _read_id(self, text: str) -> "str | Hole":
-        keeps_length = SHORTEST_ID <= len(text) <= LONGEST_ID
-        return self.hole(text, width=len(text) if keeps_length else HOLE_WIDTH)
+        """Keep an id apart; equal ids share a hole, since templates look calls up by their ids."""
+        if text not in self._ids:
+            keeps_length = SHORTEST_ID <= len(text) <= LONGEST_ID
+            self._ids[text] = self.hole(text, width=len(text) if keeps_length else HOLE_WIDTH)
+        return self._ids[text]
 
 
 def as_arguments(arguments: Node, style: CallStyle) -> Node:

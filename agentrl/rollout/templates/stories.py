@@ -12,7 +12,8 @@ from agentrl.messages import (
     ToolCall,
 )
 
-THOUGHT = "<think>\nHm.\n</think>\n\nI see."
+REASONING = "Hm."
+THOUGHT = f"<think>\n{REASONING}\n</think>\n\nI see."
 
 
 def user(text: str = "Where is it raining?") -> Message:
@@ -25,15 +26,15 @@ def saying(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def calling(city: str, *, text: str = "", name: str = "probe_tool") -> Message:
-    """Make an assistant's call of a tool."""
+def calling(city: str, number: int = 0, *, text: str = "", name: str = "probe_tool") -> Message:
+    """Make an assistant's call of a tool, which is call `number` of the conversation."""
     function = FunctionCall(name=name, arguments={"city": city})
-    call = ToolCall(id="call00000", function=function)
+    call = ToolCall(id=f"call0000{number}", function=function)
     return Message(role="assistant", content=text, tool_calls=[call])
 
 
 def result(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -> Message:
-    """Make the result of call `number` of a turn."""
+    """Make the result of call `number`."""
     return Message(role="tool", content=text, name=name, tool_call_id=f"call0000{number}")
 
 

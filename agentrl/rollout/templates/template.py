@@ -14,7 +14,7 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates.anatomy import Anatomy
 from agentrl.rollout.templates.conversation import EncodedConversation, encode_conversation
-from agentrl.rollout.templates.delta import NEIGHBOUR
+from agentrl.rollout.templates.delta import NEIGHBOUR, opening_of
 from agentrl.rollout.templates.observed import (
     EncodedDelta,
     PlannedDelta,
@@ -32,6 +32,7 @@ from agentrl.rollout.templates.shape import (
     PreparedTools,
     Reading,
     ShapeBuilder,
+    Voice,
 )
 from agentrl.rollout.templates.splice import Piece, cut, learn, places_in_order
 from agentrl.rollout.templates.text import TextEncoder
@@ -277,7 +278,7 @@ class ChatTemplate:
         render = self.anatomy.render_node(read.nodes, read.tools.nodes, True)
         pieces = learn(render, read.holes)
         closed = cut(self.anatomy.render_node(read.nodes, read.tools.nodes, False), read.holes)
-        if closed[-1] == pieces[-1]:
+        if closed[-1] == pieces[-1] and not self._goes_on(read, str(closed[-1])):
             raise TemplateError(
                 f"the chat template writes no generation prompt behind {_roles(read.nodes[-1:])}",
                 template=self.name,
@@ -285,6 +286,18 @@ class ChatTemplate:
             )
         self._refuse_losses(messages, read.message_holes, pieces)
         return self.splice(pieces)
+
+    def _goes_on(self, read: Conversation, last: str) -> bool:
+        """Whether an answer directly follows this conversation, which ends in `last`."""
+        answer = Hole(NEIGHBOUR, -1, Voice.POLICY, is_content=False)
+        nodes = [*read.nodes, {"role": "assistant", "content": answer}]
+        render = self.anatomy.render_node(nodes, read.tools.nodes, False)
+        try:
+            # The prompt of a user's turn says whether a policy can know that it is its turn.
+            _ = self.anatomy.generation_prompt
+            return not opening_of(cut(render, [*read.holes, answer]), answer, last).strip()
+        except TemplateError:
+            return False
 
     def _prepare_delta(self, read: Conversation) -> PreparedDelta:
         try:

@@ -1,8 +1,8 @@
 """Formats of tool calls: which calls stand in the text of a turn.
 
-`hermes`, `qwen3_coder`, `llama3_json` and `pythonic` are what today's models are taught; `json`,
-`python_block` and `search_r1` are those of earlier systems. `sglang:NAME` is any parser of the
-installed SGLang.
+`hermes`, `qwen3_coder`, `llama3_json`, `mistral` and `pythonic` are what today's models are taught;
+`json`, `python_block` and `search_r1` are those of earlier systems. `sglang:NAME` is any parser of
+the installed SGLang.
 """
 
 from agentrl.rollout.tool_parsers.base import (
@@ -15,10 +15,12 @@ from agentrl.rollout.tool_parsers.base import (
     ToolParser,
 )
 from agentrl.rollout.tool_parsers.json_calls import HermesParser, JsonParser, Llama3JsonParser
+from agentrl.rollout.tool_parsers.mistral import MistralParser
 from agentrl.rollout.tool_parsers.plain_text import PythonBlockParser, SearchR1Parser
 from agentrl.rollout.tool_parsers.pythonic import PythonicParser
 from agentrl.rollout.tool_parsers.qwen3_coder import Qwen3CoderParser
 from agentrl.rollout.tool_parsers.registry import (
+    expected_formats,
     get_tool_parser,
     register_tool_parser,
     register_tool_parser_family,
@@ -33,6 +35,7 @@ __all__ = [
     "JsonParser",
     "Llama3JsonParser",
     "MalformedCall",
+    "MistralParser",
     "ParsedCall",
     "ParsedTurn",
     "Piece",
@@ -42,6 +45,7 @@ __all__ = [
     "Qwen3CoderParser",
     "SearchR1Parser",
     "ToolParser",
+    "expected_formats",
     "get_tool_parser",
     "register_tool_parser",
     "register_tool_parser_family",

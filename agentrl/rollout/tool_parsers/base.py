@@ -1,14 +1,14 @@
 """What a tool parser is: it finds the calls in the text of one turn, and never raises.
 
-A parser reads only text that was decoded from sampled tokens. It scans from left to right: what
-stands inside a thought (`<think>` to `</think>`) is no call, and behind a thought that is never
-closed there is none.
+A parser reads only text that was decoded from sampled tokens. It scans from left to right. Text
+inside a thought is no call, and after a thought that is never closed there is none. A thought is
+`<think>` to `</think>`, unless the format has other tags.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -33,11 +33,13 @@ class ParsedCall:
     index: int = 0
     """Place among all calls of the turn, malformed ones included."""
     span: Span | None = field(default=None, compare=False)
+    given_id: str = field(default="", compare=False)
+    """The id that the policy wrote, or that the conversation gave; empty: none yet."""
 
     @property
     def id(self) -> str:
-        """The id by which its result answers it, unique within the turn."""
-        return f"call_{self.index}"
+        """The id by which its result answers it."""
+        return self.given_id or call_id(self.index)
 
     @cached_property
     def tool_call(self) -> ToolCall:
@@ -60,11 +62,13 @@ class MalformedCall:
     span: Span | None = field(default=None, compare=False)
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     """What it asks for, where that much can be read: a call that the tools' schemas refuse."""
+    given_id: str = field(default="", compare=False)
+    """As for a call that can be read."""
 
     @property
     def id(self) -> str:
-        """The id by which its error answers it, unique within the turn."""
-        return f"call_{self.index}"
+        """The id by which its error answers it."""
+        return self.given_id or call_id(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,12 @@ class ParsedTurn:
         """Calls of the turn, malformed ones included."""
         return len(self.calls) + len(self.malformed)
 
+    def numbered(self, first: int) -> "ParsedTurn":
+        """Give ids to calls without one, unique in a conversation that has `first` calls before."""
+        calls = [replace(c, given_id=c.given_id or call_id(first + c.index)) for c in self.calls]
+        malformed = [replace(c, given_id=call_id(first + c.index)) for c in self.malformed]
+        return ParsedTurn(self.content, calls, malformed)
+
 
 class Problem(NamedTuple):
     """Why a piece of text is no call."""
@@ -94,6 +104,8 @@ class Call(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """The id that the policy wrote, if its format has one."""
 
 
 class Piece(NamedTuple):
@@ -113,6 +125,8 @@ class ToolParser(ABC):
 
     opener: ClassVar[str]
     """Regular expression of what may begin a call."""
+    thought_tags: ClassVar[Mapping[str, str]] = {THOUGHT: THOUGHT_END}
+    """What opens a thought, in which nothing is a call, and what closes it."""
     result_role: Role = "tool"
     """Role of the message that answers a call."""
 
@@ -147,10 +161,11 @@ class ToolParser(ABC):
             tools: The tools that the model was told of.
         """
         turn = _Turn(text)
-        position = _behind_thought(text, 0) if starts_in_thought else 0
+        tags = self.thought_tags
+        position = min(_behind(text, end, 0) for end in tags.values()) if starts_in_thought else 0
         while match := self._scan.search(text, position):
-            if match[0] == THOUGHT:
-                position = _behind_thought(text, match.end())
+            if match[0] in tags:
+                position = _behind(text, tags[match[0]], match.end())
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
                 found = [_in_depth(item) for item in piece.found]
@@ -161,7 +176,12 @@ class ToolParser(ABC):
     @cached_property
     def _scan(self) -> re.Pattern[str]:
         """Matches what begins a thought or a call."""
-        return re.compile(f"{THOUGHT}|(?:{self.opener})")
+        return re.compile("|".join([*map(re.escape, self.thought_tags), f"(?:{self.opener})"]))
+
+
+def call_id(number: int) -> str:
+    """Name a call by its number; nine characters, since some templates refuse other ids."""
+    return f"call{number:05d}"
 
 
 class _Turn:
@@ -172,6 +192,7 @@ class _Turn:
         self._kept: list[str] = []
         self._position = 0
         self._calls: list[ParsedCall] = []
+        self._ids: set[str] = set()
         self._malformed: list[MalformedCall] = []
 
     def add(self, start: int, piece: Piece) -> None:
@@ -179,7 +200,9 @@ class _Turn:
         for found in piece.found:
             index = len(self._calls) + len(self._malformed)
             if isinstance(found, Call):
-                self._calls.append(ParsedCall(found.name, found.arguments, index, span))
+                given_id = "" if found.id in self._ids else found.id
+                self._ids.add(given_id)
+                self._calls.append(ParsedCall(found.name, found.arguments, index, span, given_id))
             else:
                 text = self._text[start : piece.end]
                 self._malformed.append(MalformedCall(text, found.reason, found.name, index, span))
@@ -209,6 +232,6 @@ def _inner(outer: Any) -> Collection[Any]:
     return cast("list[Any]", outer) if isinstance(outer, list) else ()
 
 
-def _behind_thought(text: str, position: int) -> int:
-    end = text.find(THOUGHT_END, position)
-    return len(text) if end < 0 else end + len(THOUGHT_END)
+def _behind(text: str, closing: str, position: int) -> int:
+    end = text.find(closing, position)
+    return len(text) if end < 0 else end + len(closing)

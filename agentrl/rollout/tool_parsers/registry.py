@@ -59,7 +59,7 @@ def get_tool_parser(name: str) -> ToolParser:
         raise ConfigError(
             f"unknown tool-call format {name!r}{guess}",
             key="rollout.multi_turn.format",
-            expected=f"one of {', '.join([*tool_parser_names(), *_family_names()])}",
+            expected=expected_formats(),
         )
     return _PARSERS[name]()
 
@@ -69,5 +69,10 @@ def tool_parser_names() -> list[str]:
     return sorted(_PARSERS)
 
 
-def _family_names() -> list[str]:
-    return [f"{prefix}NAME" for prefix in sorted(_FAMILIES)]
+def expected_formats() -> str:
+    """Say in one line which formats there are, for an error message."""
+    families = [f"{prefix}NAME" for prefix in sorted(_FAMILIES)]
+    return (
+        f"one of {', '.join(tool_parser_names())}; {', '.join(families)} (a parser of the "
+        "installed SGLang); or a parser of your own (register_tool_parser)"
+    )

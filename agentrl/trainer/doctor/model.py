@@ -115,7 +115,8 @@ def check_plausibility(
 
 def _text_doubts(report: TemplateReport) -> list[str]:
     lost = ", ".join(f"U+{ord(character):04X}" for character in report.lost_characters)
-    found = [f"characters that do not come back from the tokenizer: {lost}"] if lost else []
+    found = [*report.notes]
+    found += [f"characters that do not come back from the tokenizer: {lost}"] if lost else []
     if not report.round_trip:
         found.append("the tokenizer does not give texts back as they were")
     return found
