@@ -16,6 +16,7 @@ from agentrl.tools.settings import ToolSettings
 from agentrl.trainer.metrics import rollout_figures
 from agentrl.trainer.tool_figures import OUTCOMES
 from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes_tools import schema
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/tools.md").read_text(encoding="utf-8")
 
@@ -55,7 +56,7 @@ def test_every_bundled_tool_is_listed_and_no_other():
 
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncRolloutRequest:
-    library, function = blocks("python")
+    library, function, _ = blocks("python")
     (tmp_path / "my_library.py").write_text(library, encoding="utf-8")
     (tmp_path / "my_functions.py").write_text(function, encoding="utf-8")
     (tmp_path / "tools.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
@@ -80,6 +81,22 @@ def test_the_tools_of_the_page_work(finished: AsyncRolloutRequest):
     assert [call.outcome for call in calls] == ["ok", "tool_error", "ok", "ok"]
     assert [call.is_cached for call in calls] == [False, False, False, True]
     assert finished.tool_rewards["library"] == 1.0
+
+
+async def test_tools_of_a_request_share_what_they_keep_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "my_shop.py").write_text(blocks("python")[2], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    shop = import_module("my_shop")
+    tools = [shop.Add({}, schema("add", item={})), shop.Count({}, schema("count"))]
+    engine = make_engine(calling("add", item="pen"), calling("count"), "Done.")
+    manager = make_manager(make_house(engine, tools=tools), n=1)
+    requests = manager.make_requests(make_prompts(1), manager.train_plan())
+    (request,) = await manager.rollout(requests)
+    texts = [message.text for message in request.messages if message.role == "tool"]
+    assert texts == ["added", "1"]
+    assert shop.CARTS == {}
 
 
 def test_the_tool_of_the_page_is_short():
