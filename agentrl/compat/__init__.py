@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 SWITCH = "AGENTRL_VERL"
@@ -23,7 +24,8 @@ _OURS = f"{__name__}."
 def install_verl() -> None:
     """Let `import verl` find agentrl's stand-in, here and in the processes that this one starts.
 
-    The real verl goes first if it is installed. May be called twice.
+    The real verl goes first if it is installed; a checkout in the current folder does not. May be
+    called twice.
     """
     os.environ[SWITCH] = "1"
     if not any(isinstance(finder, _VerlFinder) for finder in sys.meta_path):
@@ -57,7 +59,12 @@ class _VerlFinder(MetaPathFinder):
             return sys.modules[_THEIRS].__name__ != _OURS + _THEIRS
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, None) for finder in others)
-        return any(spec is not None and spec.loader is not None for spec in specs)
+        return any(spec and spec.loader and not _is_in_this_folder(spec) for spec in specs)
+
+
+def _is_in_this_folder(spec: ModuleSpec) -> bool:
+    """Whether a package is a folder of the current one: a checkout, which nobody installed."""
+    return spec.origin is not None and Path(spec.origin).resolve().parents[1] == Path.cwd()
 
 
 class _Alias(Loader):

@@ -35,7 +35,7 @@ def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> t
     if not isinstance(found, type) or not issubclass(found, base):
         what = f"the class {found.__name__}" if isinstance(found, type) else repr(found)
         if isinstance(found, type) and derives_from_verl(found):
-            what += " that derives from a class of verl, which is installed here"
+            what += " that derives from a class of verl, which is installed here and goes first"
         raise PluginError(
             f"{path!r} leads to {what}, which is not a {base.__name__}",
             file=file,

@@ -10,11 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    code: str, cwd: Path = ROOT, path: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key != "AGENTRL_VERL"}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**kept, "PYTHONPATH": f"{cwd}{os.pathsep}{ROOT}", **env},
+        env={**kept, "PYTHONPATH": f"{path or cwd}{os.pathsep}{ROOT}", **env},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -48,11 +50,16 @@ except ModuleNotFoundError as error:
     assert "agentrl's stand-in for verl has no such module" in done.stdout
 
 
-def test_a_real_verl_goes_first(tmp_path: Path):
+def test_an_installed_verl_goes_first_and_a_checkout_in_the_current_folder_does_not(
+    tmp_path: Path,
+):
     (tmp_path / "verl").mkdir()
-    (tmp_path / "verl/__init__.py").write_text("name = 'the real one'\n")
-    done = run("import agentrl, verl\nprint(verl.name)", cwd=tmp_path, AGENTRL_VERL="1")
-    assert done.stdout == "the real one\n", done.stderr
+    (tmp_path / "verl/__init__.py").write_text("")
+    code = "import agentrl, verl\nprint(verl.__name__)"
+    installed = run(code, path=tmp_path, AGENTRL_VERL="1")
+    assert installed.stdout == "verl\n", installed.stderr
+    checkout = run(code, cwd=tmp_path, AGENTRL_VERL="1")
+    assert checkout.stdout == "agentrl.compat.verl\n", checkout.stderr
 
 
 def test_install_verl_reaches_child_processes():
