@@ -19,7 +19,8 @@ class SandboxConfig(Section):
     """
 
     provider: SandboxProviderName = "auto"
-    """auto: the best one that is present (sandlock, then bubblewrap); none present is an error."""
+    """auto: the best one that has namespaces here (sandlock, then bubblewrap); none is an error.
+    `sandlock` runs without namespaces too, and then stops less: see docs/trust.md."""
     trusted: bool = False
     """Whether the code may be trusted with this machine. `subprocess`, which sets limits and keeps
     nothing secret, refuses to start without it."""
@@ -28,7 +29,8 @@ class SandboxConfig(Section):
     timeout_s: float = Field(default=10.0, gt=0)
     """Wall clock of one call, in seconds."""
     cpu_s: float = Field(default=60.0, gt=0)
-    """CPU seconds of one process: of an interpreter, over all its calls."""
+    """CPU seconds of one process: of an interpreter, over all its calls. What a Python call leaves
+    running is stopped until the next call."""
     memory_bytes: int = Field(default=512 * 1024**2, ge=16 * 1024**2)
     """Bytes of address space of each process, and of memory of all that runs in one sandbox."""
     max_processes: int = Field(default=16, ge=1)
