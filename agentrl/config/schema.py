@@ -239,8 +239,9 @@ class MultiTurnConfig(Section):
     tokenization_sanity_check_mode: Literal["disable", "strict", "ignore_strippable"] = (
         "ignore_strippable"
     )
-    """Hold finished ledgers against the rendering of their conversations: `strict` token by token,
-    `ignore_strippable` as text, and where that differs in more than white space token by token."""
+    """Compare finished ledgers with the rendering of their conversations: `strict` token by token,
+    `ignore_strippable` as text, and if that differs in more than white space token by token.
+    `strict` also compares with the tokenizer's tokens of the template's own rendering."""
     tokenization_sanity_check_frac: float = Field(default=0.25, gt=0, le=1)
     """Share of the finished requests that are held so, drawn from each request's seed."""
 

@@ -13,8 +13,8 @@ The last two are skipped if a text from outside holds a control token: the templ
 tokenizer would take it for one. The cost is linear in the conversation's length.
 
 A run keeps the wording of a ledger: each part as it went through the tokenizer, the text that was
-encoded or what was decoded. If that is what the template writes for the whole conversation, there
-is nothing to look for.
+encoded or what was decoded. Under `ignore_strippable` nothing more is compared if that is what
+splicing writes for the whole conversation, and no text holds what the template looks for unseen.
 """
 
 from bisect import bisect_right
