@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,11 +20,12 @@ from agentrl.messages import Message
 from agentrl.rewards.loading import scores_by_source
 from agentrl.rewards.manager import check_code_scorers
 from agentrl.rewards.sources import has_bundled
+from agentrl.rollout.templates import TemplateNeeds, TemplateReport, require
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import select_tools
 from agentrl.tools.row_kwargs import RowKwargs
 from agentrl.trainer.given import NOTHING, Given
-from agentrl.trainer.rollout_setup import RolloutSetup
+from agentrl.trainer.rollout_setup import RolloutSetup, template_needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class _Loader:
             else read_prompts(rows, data, source=f"{name} rows {source}", max_samples=max_samples)
         )
         plugins = self._setup.plugins
+        needs = template_needs(self._config, plugins)
+        check_system_messages(dataset, self._setup.report, needs)
         if plugins.tools or data.strict_rows:
             check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
         notes = [
@@ -116,6 +119,20 @@ class _Loader:
         if filtered.num_dropped:
             self._notes.append(f"{name}: {filtered}")
         return filtered.dataset
+
+
+def check_system_messages(
+    dataset: PromptDataset, report: TemplateReport, needs: TemplateNeeds
+) -> None:
+    """Refuse rows with a system message if the template rewrites turns only after one.
+
+    Raises:
+        TemplateError: with what the template rewrites.
+    """
+    if not any(found.behind_system for found in needs.histories(report)):
+        return
+    if any(message.role == "system" for prompt in dataset for message in prompt.messages):
+        require(report, replace(needs, system=True))
 
 
 def refuse_overlong(
