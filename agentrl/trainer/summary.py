@@ -33,6 +33,11 @@ class Summary:
     """The same, after."""
     best_val_success: float | None = None
     best_step: int | None = None
+    val_step: int | None = None
+    """The step that was validated last."""
+    best_saved_step: int | None = None
+    """Of the validated steps that have a checkpoint, the best; its checkpoint is kept."""
+    best_saved_success: float | None = None
     seconds_prepare: float = 0.0
     """Data, policy and warm-up, where they were missing."""
     seconds_total: float = 0.0
@@ -59,8 +64,17 @@ class Summary:
         if step == 0:
             self.val_success_before, self.others_before = success[first], rest
         self.val_success_after, self.others_after = success[first], rest
+        self.val_step = step
         if self.best_val_success is None or success[first] > self.best_val_success:
             self.best_val_success, self.best_step = success[first], step
+
+    def note_checkpoint(self, step: int) -> None:
+        """Enter that a step is saved, for the best of the saved ones."""
+        success = self.val_success_after
+        if success is None or self.val_step != step:
+            return
+        if self.best_saved_success is None or success > self.best_saved_success:
+            self.best_saved_step, self.best_saved_success = step, success
 
     def note_update(self, result: UpdateResult) -> None:
         """Count on while updates take no step, and from 0 behind one that did."""
@@ -112,7 +126,15 @@ class Summary:
             lines.append(f"success on {self.num_val} held-out problems: {told}")
         for name, after in self.others_after.items():
             lines.append(f"success on {name}: {_change(self.others_before.get(name), after)}")
+        if self.exported is not None and self.best_step not in (None, self.steps):
+            lines.append(self._best_in_words())
         return "\n".join(lines)
+
+    def _best_in_words(self) -> str:
+        best = f"the best validation was {self.best_val_success:.3f} at step {self.best_step}"
+        saved = self.best_saved_step
+        kept = f"; best saved step: global_step_{saved}" if saved is not None else ""
+        return f"{best}{kept}; trained/ is the last step, {self.steps}"
 
     def at_stop(self, step: int) -> str:
         """Say where a run stands that was stopped.

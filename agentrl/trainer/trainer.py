@@ -367,6 +367,7 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Write the whole run to disk."""
         self._count_seconds()
+        self.summary.note_checkpoint(self.step)
         state = RunState(
             step=self.step,
             identity=identify(self.parts.actor.policy),
@@ -382,6 +383,7 @@ class Trainer:
             self.parts.actor,
             state,
             keep=self.config.trainer.max_ckpt_to_keep,
+            best=self.summary.best_saved_step,
         )
         self.summary.checkpoint = str(path)
         seconds = time.monotonic() - self._started
@@ -390,7 +392,12 @@ class Trainer:
     def export(self) -> None:
         """Write the policy as a plain Hugging Face folder."""
         folder = self.folder / "trained"
-        export_hf(self.parts.actor.policy, self.parts.setup.tokenizer, folder)
+        about = {
+            "step": self.step,
+            "val_success": self.summary.val_success_after,
+            "best_step": self.summary.best_step,
+        }
+        export_hf(self.parts.actor.policy, self.parts.setup.tokenizer, folder, about=about)
         self.summary.exported = str(folder)
 
     def resume(self) -> None:

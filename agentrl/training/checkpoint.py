@@ -96,7 +96,9 @@ class Snapshot:
     optimizer: dict[str, Tensor]
 
 
-def save_checkpoint(root: Path, snapshot: Snapshot, *, keep: int | None = None) -> Path:
+def save_checkpoint(
+    root: Path, snapshot: Snapshot, *, keep: int | None = None, best: int | None = None
+) -> Path:
     """Write a checkpoint, then drop the oldest of those before it.
 
     Args:
@@ -104,6 +106,7 @@ def save_checkpoint(root: Path, snapshot: Snapshot, *, keep: int | None = None) 
         snapshot: What to write.
         keep: Checkpoints to keep, this one included; None: all. Those of later steps are another
             run's: they neither count nor go (see `set_aside_later`).
+        best: A step whose checkpoint is kept besides those.
 
     Returns:
         The checkpoint's folder.
@@ -121,7 +124,7 @@ def save_checkpoint(root: Path, snapshot: Snapshot, *, keep: int | None = None) 
     # safetensors tells a full disk by an error of its own.
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write a checkpoint: {error}", path=place) from error
-    before = [path for number, path in newest_first(root) if number < step]
+    before = [path for number, path in newest_first(root) if number < step and number != best]
     _drop(before[keep - 1 :] if keep else [])
     return place
 

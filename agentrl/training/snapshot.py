@@ -1,13 +1,14 @@
 """An actor -> what a checkpoint holds of it, and back. Every function is a collective."""
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,6 +32,9 @@ from agentrl.training.weight_sync import iter_full_weights
 
 T = TypeVar("T")
 
+ABOUT = "agentrl.json"
+"""Name of the file that says from which step of a run an exported model is."""
+
 _MODEL_FILES = [
     "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -45,7 +49,14 @@ def identify(policy: PolicyModel) -> ModelIdentity:
     return ModelIdentity(type(policy.lm).__name__, shapes)
 
 
-def save_run(root: Path, actor: Actor, state: RunState, *, keep: int | None = None) -> Path:
+def save_run(
+    root: Path,
+    actor: Actor,
+    state: RunState,
+    *,
+    keep: int | None = None,
+    best: int | None = None,
+) -> Path:
     """Write a checkpoint of the run; the main rank writes, all wait until it stands.
 
     Args:
@@ -53,6 +64,7 @@ def save_run(root: Path, actor: Actor, state: RunState, *, keep: int | None = No
         actor: Weights and moments.
         state: The trainer's part; the actor's counters and the random streams are added.
         keep: Complete checkpoints to keep.
+        best: A step whose checkpoint is kept besides those.
 
     Raises:
         CheckpointError: on every rank, where it cannot be written.
@@ -67,7 +79,7 @@ def save_run(root: Path, actor: Actor, state: RunState, *, keep: int | None = No
         model=dict(iter_full_weights(actor.policy)),
         optimizer=actor.optimizer.state_tensors(),
     )
-    return on_main(actor.world, lambda: save_checkpoint(root, snapshot, keep=keep))
+    return on_main(actor.world, lambda: save_checkpoint(root, snapshot, keep=keep, best=best))
 
 
 def load_run(path: Path, actor: Actor) -> RunState:
@@ -102,7 +114,13 @@ def load_weights(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> None:
             weight.copy_(whole)
 
 
-def export_hf(policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def export_hf(
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write a plain Hugging Face folder that any other program loads, whole or not at all.
 
     A model that is there already gives way as a whole; what else lies in the folder stays.
@@ -113,7 +131,7 @@ def export_hf(policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: P
     weights = {
         name: tensor.detach().to("cpu", copy=True) for name, tensor in iter_full_weights(policy)
     }
-    on_main(policy.world, lambda: _write_model(policy, weights, tokenizer, folder.resolve()))
+    on_main(policy.world, lambda: _write_model(policy, weights, tokenizer, folder.resolve(), about))
 
 
 def _write_model(
@@ -121,6 +139,7 @@ def _write_model(
     weights: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
+    about: Mapping[str, Any] | None,
 ) -> Path:
     try:
         with naming(folder), folder_written_whole(folder) as aside:
@@ -128,6 +147,10 @@ def _write_model(
                 policy.lm.save_pretrained(aside, state_dict=weights, safe_serialization=True)
             tokenizer.save_pretrained(aside)
             _take_along(folder, aside)
+            if about is not None:
+                text = json.dumps(about, indent=2) + "\n"
+                (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
+                (aside / ABOUT).write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write the model: {error}", path=folder) from error
     return folder

@@ -32,6 +32,22 @@ def test_run_that_is_stopped_goes_on_from_what_was_saved_last():
     assert back.at_stop(0) == "no step was finished"
 
 
+def test_best_of_the_validated_steps_that_are_saved_is_known():
+    summary = Summary(seed=0, exported="trained")
+    validated = (1, 0.9, False), (2, 0.5, True), (3, 0.75, True), (4, 0.1, True)
+    for step, success, is_saved in validated:
+        summary.note_validation(step, {"a": success}, 8)
+        if is_saved:
+            summary.note_checkpoint(step)
+    summary.note_checkpoint(5)  # was not validated
+    assert (summary.best_saved_step, summary.best_saved_success) == (3, 0.75)
+    summary.steps = 5
+    assert told(summary)[-1] == (
+        "the best validation was 0.900 at step 1; best saved step: global_step_3; "
+        "trained/ is the last step, 5"
+    )
+
+
 def test_success_that_was_not_measured_before_is_told_alone():
     summary = Summary(seed=0)
     summary.note_validation(4, {"arithmetic": 0.5, "unseen": 0.25}, 8)

@@ -63,6 +63,14 @@ def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path: Path):
     assert find_latest(tmp_path) == tmp_path / "global_step_10"
 
 
+def test_best_checkpoint_is_kept_besides_the_last_ones(tmp_path: Path):
+    for step in range(1, 7):
+        save_checkpoint(tmp_path, snapshot(step), keep=2, best=2 if step > 1 else 1)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "global_step_2", "global_step_5", "global_step_6",
+    }  # fmt: skip
+
+
 def test_run_among_later_checkpoints_keeps_what_it_writes_and_what_is_later(tmp_path: Path):
     for step in (20, 40, 60):
         save_checkpoint(tmp_path, snapshot(step))
