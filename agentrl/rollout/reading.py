@@ -52,7 +52,7 @@ def read_turn(
         parsed = parsed.numbered(num_calls_before)
     checked = check_calls(parsed, tools, check_arguments=check_arguments)
     calls = [call.tool_call for call in parsed.calls]
-    frames = template.learn_once("frames", id(parser), lambda: find_frames(template, parser))
+    frames = template.learn_once("frames", parser, lambda: find_frames(template, parser))
     framed = frames.read(parsed.content, num_calls=len(calls))
     message = Message(role="assistant", content=framed.content, tool_calls=calls or None)
     if framed.fields:
