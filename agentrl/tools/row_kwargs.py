@@ -8,7 +8,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from agentrl.errors import DataError
 from agentrl.tools.base import BaseTool
@@ -95,11 +95,11 @@ class RowKwargs:
 
 
 def _has_known_shape(given: Any) -> bool:
-    return not given or (
-        isinstance(given, Mapping)
-        and given.keys() <= _FIELDS
-        and all(value is None or isinstance(value, Mapping) for value in given.values())
-    )
+    if not given or not isinstance(given, Mapping):
+        return not given
+    entry = cast("Mapping[str, Any]", given)
+    values = entry.values()
+    return entry.keys() <= _FIELDS and all(v is None or isinstance(v, Mapping) for v in values)
 
 
 def _parameters_of(tool: BaseTool, field: str) -> _Parameters | None:
