@@ -15,8 +15,8 @@ CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?|started_as")
 """Keys of rollouts, of `summary.json` and of `state.json` that hold seconds, or the number of the
 start that wrote them."""
 APART = re.compile(r"metrics\.\d+\.jsonl|started|starts/.*|(.*/)?manifest\.json")
-"""Figures of an attempt that had no checkpoint yet; the date; the record of each start; checksums, one of them of a file with
-seconds in it (what they are of is compared itself)."""
+"""Figures of an attempt that had no checkpoint yet; the date; the record of each start; checksums,
+one of them of a file with seconds in it (what they are of is compared itself)."""
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
