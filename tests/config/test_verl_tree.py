@@ -217,6 +217,17 @@ def test_a_whole_tree_that_verl_printed_means_what_its_overrides_mean():
     assert read({**WRITTEN_OUT, **given, **targets, **select}) == BASE
 
 
+def test_in_a_whole_tree_the_command_line_chooses_and_a_default_left_is_reported():
+    given = {name: row.default for name, row in single_keys().items() if name in CHOICES}
+    key = f"{R}.tensor_model_parallel_size"
+    whole = tree({**WRITTEN_OUT, **given})
+    [note] = [item.note for item in read_verl_tree(whole).report.taken if item.key == key]
+    assert "is not taken" in note
+    config = read_verl_tree(whole, overridden=[key]).config
+    assert config.rollout.engine.sglang.tp_size == 2
+    assert config.model.dtype == "auto"
+
+
 @pytest.mark.parametrize("key", CHOICES)
 def test_a_default_that_somebody_writes_is_a_choice(key: str):
     name, value = CHOICES[key]

@@ -58,7 +58,7 @@ def read_verl_tree(
     """
     if others := find_other_trainers(given, file):
         raise_problems([told_where(problem, overridden) for problem in others], file)
-    tree, problems = GivenTree(given), list[Problem]()
+    tree, problems = GivenTree(given, overridden), list[Problem]()
     with naming_file(file):
         items = list(_read_given(tree, problems))
     taken = [item for item in items if isinstance(item, TakenKey)]

@@ -59,7 +59,8 @@ def of_sglang(theirs: str, ours: str, elsewhere: str) -> Reader:
         if not _is_sglang(tree):
             return Left(elsewhere)
         if not tree.is_chosen(f"{ROLLOUT}.{theirs}"):
-            return Left(f"verl's default is not taken; see rollout.engine.sglang.{ours}")
+            told = f"verl's default is not taken; see rollout.engine.sglang.{ours}"
+            return Reading(note=told) if tree.is_given(f"{ROLLOUT}.{theirs}") else Left(told)
         return Reading({f"rollout.engine.sglang.{ours}": value})
 
     return read

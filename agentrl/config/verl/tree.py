@@ -1,6 +1,6 @@
 """verl's tree as it was given: recognised, and laid over verl's own defaults."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -53,10 +53,12 @@ class GivenTree:
 
     Args:
         given: What file and command line say.
+        overridden: Keys that were given on the command line.
     """
 
-    def __init__(self, given: DictConfig) -> None:
+    def __init__(self, given: DictConfig, overridden: Sequence[str] = ()) -> None:
         self._given = given
+        self._overridden = frozenset(overridden)
         self._merged = _over_defaults(given)
         self._leaves: dict[str, None] | None = None
 
@@ -85,9 +87,10 @@ class GivenTree:
         """Whether somebody chose a key's value, be it verl's default.
 
         In a whole tree, as verl prints it by `--cfg job`, every key is given; there a default is
-        taken for no choice.
+        taken for no choice, unless the command line has it.
         """
-        return self.is_changed(key) or (self.is_given(key) and not self._is_whole)
+        is_written = key in self._overridden or not self._is_whole
+        return self.is_changed(key) or (self.is_given(key) and is_written)
 
     @cached_property
     def _is_whole(self) -> bool:
