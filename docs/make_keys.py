@@ -62,8 +62,9 @@ def inner_section(annotation: Any) -> type[Section] | None:
 def rows(section: type[Section], prefix: str) -> Iterator[str]:
     """Yield the table rows of a section, inner sections after the key that holds them."""
     for name, field in section.model_fields.items():
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         inner = inner_section(field.annotation)
+        meaning = " ".join((field.description or (inner and inner.__doc__) or "").split())
+        meaning = meaning.replace("|", "\\|")
         key = f"{prefix}.{name}"
         if inner is None or get_origin(field.annotation) in (list, tuple, dict):
             kind, default = type_words(field.annotation), default_words(field)

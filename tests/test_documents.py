@@ -37,6 +37,12 @@ def test_table_of_verls_keys_is_the_mapping() -> None:
     assert maker.table() in text, "python docs/make_verl_table.py"
 
 
+def test_page_of_keys_is_the_schema_and_says_what_each_key_means() -> None:
+    page = (ROOT / "docs/keys.md").read_text(encoding="utf-8")
+    assert load("make_keys").page() == page, "python docs/make_keys.py"
+    assert not re.findall(r"^\| `[\w.]+` .*\|  \|$", page, re.M)
+
+
 def test_trees_are_those_of_the_folders_and_files() -> None:
     maker = load("make_tree")
     folders, files = maker.trees()

@@ -26,6 +26,7 @@ class FilterGroupsConfig(Section):
     """Dynamic sampling: groups without signal are dropped and others sampled in their place."""
 
     enable: bool = False
+    """Drop groups without a signal and sample others in their place."""
     metric: str = "score"
     """What must differ within a group: the reward (`score`, `reward`, `seq_reward` and
     `seq_final_reward` all mean the combined one), or a key of the scorer's dict, such as `acc`."""
@@ -40,7 +41,9 @@ class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
     """Name of a registered advantage estimator."""
     gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of later rewards, per token or per turn, as the estimator counts."""
     lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of GAE."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide a group's centred rewards by their standard deviation; false: Dr.GRPO."""
     gdpo_reward_keys: tuple[str, ...] = ()

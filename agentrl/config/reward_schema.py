@@ -86,6 +86,7 @@ class OverlongBufferConfig(Section):
     """Soft punishment of training samples that come near `data.max_response_length`."""
 
     enable: bool = False
+    """Take a penalty off the reward of responses that come close to the response budget."""
     len: int = Field(default=0, ge=0)
     """Sampled tokens before the limit over which the punishment grows from 0 on."""
     penalty_factor: float = Field(default=1.0, ge=0)

@@ -250,9 +250,13 @@ class ValKwargsConfig(Section):
     """How validation samples."""
 
     n: int = Field(default=1, ge=1)
+    """Samples of each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
+    """Divides the logits before sampling; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """As `rollout.top_p`."""
     top_k: int = -1
+    """As `rollout.top_k`."""
 
 
 class FailureConfig(Section):
@@ -277,8 +281,14 @@ class RolloutConfig(Section):
     n: int = Field(default=8, ge=1)
     """Samples of one prompt (the group)."""
     temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits before sampling; the log-probabilities are those of the divided
+    logits."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability; below 1 it biases
+    training, which is reported."""
     top_k: int = -1
+    """Sample among so many likeliest tokens; -1: all. A limit biases training, which is
+    reported."""
     stop: list[str] = Field(default_factory=list[str])
     """Stop strings beside the template's own end of turn; kept in the output."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -311,33 +321,43 @@ class TrainerConfig(Section):
     """The loop, what it writes, and when."""
 
     project_name: str = "agentrl"
+    """Name of a group of runs."""
     experiment_name: str = "run"
+    """Name of this run."""
     default_local_dir: UserPath = Path("runs/run")
     """Everything that a run writes lies under this folder."""
     total_training_steps: int | None = Field(default=None, ge=0)
     """null: `total_epochs` over the data."""
     total_epochs: int = Field(default=1, ge=1)
+    """Passes over the training rows; read if `total_training_steps` is null."""
     logger: list[Literal["console", "jsonl", "tensorboard"]] = Field(
         default_factory=lambda: ["console", "jsonl"]
     )
+    """Where the figures of each step go."""
     test_freq: int = Field(default=-1, ge=-1)
     """Validate every so many steps; -1: only before and after."""
     save_freq: int = Field(default=-1, ge=-1)
     """Checkpoint every so many steps; -1: only at the end."""
     max_ckpt_to_keep: int | None = Field(default=3, ge=1)
+    """How many of the last checkpoints are kept; null: all. The best validated one is kept
+    besides."""
     val_before_train: bool = True
+    """Validate before the first step."""
     val_only: bool = False
+    """Validate, and train nothing."""
     resume_mode: Annotated[
         Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_path_by_its_short_name)
     ] = "auto"
     """auto: go on from the last complete checkpoint of the run's folder, if there is one.
     resume_path (or: path): from `resume_from_path`."""
     resume_from_path: UserPath | None = None
+    """Folder of one checkpoint (`global_step_N`); read under `resume_mode: resume_path`."""
     rollout_data_dir: UserPath | None = None
     """Save every training rollout as JSONL here."""
     validation_data_dir: UserPath | None = None
     """Save every validation rollout as JSONL here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: an accelerator if there is one."""
     collective_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a rank waits for the others before it ends with an error (verl: `nccl_timeout`).
     Ranks wait behind a rollout for the slowest of them, and while the main one writes: longer than

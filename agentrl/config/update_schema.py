@@ -23,10 +23,13 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = "adamw"
     """muon: Muon on the matrices, AdamW on everything else."""
     lr: float = Field(default=1e-6, gt=0)
+    """Learning rate; under `muon` of everything but the matrices."""
     muon_lr: float = Field(default=0.01, gt=0)
     """Learning rate of the matrices under `muon`."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and the second moment."""
     weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -35,6 +38,7 @@ class OptimConfig(Section):
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up; cosine and linear fall to `min_lr_ratio` at the last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the last step."""
 
 
 class FsdpConfig(Section):
@@ -103,7 +107,9 @@ class ActorConfig(Section):
     clip_ratio: float = Field(default=0.2, gt=0)
     """Symmetric clip, where the two below are null."""
     clip_ratio_low: float | None = Field(default=None, gt=0)
+    """Distance below 1 at which the ratio is clipped; null: `clip_ratio`."""
     clip_ratio_high: float | None = Field(default=None, gt=0)
+    """Distance above 1 at which the ratio is clipped; null: `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Lower bound of the loss for negative advantages (dual clip)."""
     policy_loss: Annotated[PolicyLossConfig, BeforeValidator(_named_loss)] = PolicyLossConfig()
@@ -113,10 +119,13 @@ class ActorConfig(Section):
     tau_neg: float = Field(default=1.05, gt=0)
     """`sapo`: temperature of the gate elsewhere."""
     loss_agg_mode: LossAggMode = "token-mean"
+    """How the losses of the tokens become one number (docs/algorithms/policy_losses.md)."""
     entropy_coeff: float = 0.0
+    """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False
     """Add a KL term to a frozen reference."""
     kl_loss_coef: float = Field(default=0.001, ge=0)
+    """Weight of the KL to the reference in the loss; read under `use_kl_loss`."""
     kl_loss_type: KlLossType = "k3"
     """Estimate of the KL; `<name>+` has the value of `<name>` and the gradient of k2."""
     grad_clip: float = Field(default=1.0, gt=0)
