@@ -62,6 +62,19 @@ def test_a_template_may_need_no_generation_prompt() -> None:
     assert template.decode(delta.ids) == "<|im_start|>More?<|assistant|>"
 
 
+def test_a_call_may_end_with_its_id() -> None:
+    named = "{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+    template = make_template(
+        SILENT.replace("[ARGS]{{ c.function.arguments | tojson }}", "").replace(
+            "{{ c.function.name }}", named + "{{ c.id }}"
+        )
+    )
+    require(probe_template(template), TemplateNeeds(tools=True, interaction=True))
+    end = template.stop_token_ids[0]
+    delta = template.encode_delta([tool("4")], last_ids=[end])
+    assert template.decode(delta.ids) == "<|observation|>call00000 4<|assistant|>"
+
+
 def test_where_turns_of_user_and_assistant_look_alike_an_empty_prompt_is_refused() -> None:
     report = probe_template(
         make_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")

@@ -274,6 +274,12 @@ class DeltaFinder:
         every = [user, *own, *self._tool_holes, *holes]
         followed = _tail(read(self._render_node([*start, *new], gen), every), anchors)
         closed = _tail(cut(self._render_node(start, False), every), anchors)
+        ids = {hole.number for hole in holes}
+        while ids.intersection(places_in_order(closed[1:2])).intersection(
+            places_in_order(followed[1:2])
+        ):
+            # A call may end with its id, which comes after its arguments.
+            closed, followed = closed[2:], followed[2:]
         common = common_length(str(followed[0]), str(closed[0]), self._control)
         return _Behind(followed, common)
 
