@@ -197,9 +197,10 @@ class MultiTurnConfig(Section):
     tools_per_row: Literal["all", "tools_kwargs"] = "all"
     """The tools that a row is shown if it has no `extra_info.tool_selection`: every tool of the
     run, or those that the row's `tools_kwargs` name (none if it has no `tools_kwargs`)."""
-    on_malformed_call: Literal["observe", "stop", "mask"] = "observe"
-    """A malformed call: its error goes back to the model; or the request ends; or it goes back
-    and that turn is left out of the loss."""
+    on_malformed_call: Literal["observe", "stop", "stop_unreadable", "mask"] = "observe"
+    """A malformed call: its error goes back to the model; or the request ends; or it ends if the
+    call cannot be read (and not if its tool does not exist, or refuses its arguments); or the error
+    goes back and that turn is left out of the loss."""
     check_tool_arguments: bool = True
     """Whether a call whose arguments the tool's JSON Schema refuses is malformed; if not, the tool
     gets the arguments as they are."""

@@ -320,7 +320,11 @@ class _Run:
 
     def _why_not_call(self) -> StopReason | None:
         """The policy or limit that ends the request where the model wants to call a tool."""
-        if self.calls.malformed and self.house.settings.on_malformed_call == "stop":
+        policy = self.house.settings.on_malformed_call
+        if policy == "stop" and self.calls.malformed:
+            return StopReason.MALFORMED_CALL
+        unreadable = any(not call.is_readable for call in self.calls.malformed)
+        if policy == "stop_unreadable" and unreadable:
             return StopReason.MALFORMED_CALL
         return why_not_call(self.request, self.calls.num_calls)
 

@@ -56,7 +56,7 @@ class StopReason(StrEnum):
     INTERACTION_ENDED = "interaction_ended"
     """The interaction said that the conversation is over."""
     MALFORMED_CALL = "malformed_call"
-    """A malformed call under the policy `on_malformed_call: stop`."""
+    """A malformed call under the policy `on_malformed_call: stop` (or `stop_unreadable`)."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     """The policy had as many turns as it may have, and wanted more."""
     MAX_USER_TURNS = "max_user_turns"

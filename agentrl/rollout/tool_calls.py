@@ -219,7 +219,7 @@ def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str |
 def _refused(call: ParsedCall, reason: str) -> MalformedCall:
     text = f"{call.name}({call.arguments})"
     return MalformedCall(
-        text, reason, call.name, call.index, call.span, call.arguments, call.given_id
+        text, reason, call.name, call.index, call.span, call.arguments, call.given_id, True
     )
 
 

@@ -152,8 +152,30 @@ def test_sync_shows_a_row_its_own_tools_and_ends_at_a_malformed_call():
     turns = read(TOOLS).rollout.multi_turn
     assert (turns.tools_per_row, turns.on_malformed_call) == ("tools_kwargs", "stop")
     turns = read({**TOOLS, **ASYNC}).rollout.multi_turn
-    assert (turns.tools_per_row, turns.on_malformed_call) == ("all", "stop")
+    assert (turns.tools_per_row, turns.on_malformed_call) == ("all", "stop_unreadable")
     assert "tools_kwargs" in note_of(TOOLS, f"{R}.mode")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "word"),
+    [
+        ({**TOOLS, **ASYNC}, f"{R}.mode", "max_parallel_calls"),
+        ({**TOOLS, "data.truncation": "left"}, "data.truncation", "several turns cut none"),
+        ({"trainer.test_freq": -1}, "trainer.test_freq", "once, at the end"),
+        ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"}, f"{A}.loss_agg_mode", "grad_clip"),
+    ],
+)
+def test_what_a_run_does_differently_is_reported(changes: dict[str, Any], key: str, word: str):
+    assert word in note_of(changes, key)
+
+
+def test_a_cut_that_verl_makes_too_is_no_difference():
+    assert not note_of({"data.truncation": "left"}, "data.truncation")
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_an_unset_variable_of_a_script_is_named_as_the_likely_cause(value: str | None):
+    assert "unset shell variable" in refusal({"data.train_files": value})
 
 
 def test_turns_of_agent_loops_are_limited_by_what_follows_them_too():

@@ -249,6 +249,21 @@ async def test_a_malformed_call_stops_the_request_where_the_policy_says_so(bad: 
     assert "execute" not in next(iter(tool.lives.values()))
 
 
+@pytest.mark.parametrize(
+    ("bad", "stop"),
+    [
+        ("<tool_call>{oops</tool_call>", StopReason.MALFORMED_CALL),
+        (calling("lookup"), StopReason.ANSWERED),
+        (calling("x"), StopReason.ANSWERED),
+    ],
+)
+async def test_a_call_that_can_be_read_need_not_stop_the_request(bad: str, stop: StopReason):
+    engine = make_engine(bad, "Bern.")
+    house = make_house(engine, tools=[FakeTool()], on_malformed_call="stop_unreadable")
+    request = await roll_out(engine, house)
+    assert request.stop_reason is stop
+
+
 @pytest.mark.parametrize("bad", ["<tool_call>{oops</tool_call>", calling("lookup"), calling("x")])
 @pytest.mark.parametrize("policy", ["observe", "mask"])
 async def test_a_malformed_call_is_answered_by_its_error(bad: str, policy: str):

@@ -109,8 +109,7 @@ ACTOR = under("actor_rollout_ref.actor", [
           "actor.policy_loss.dro_beta"),
     same("tau_pos", UNSET, "actor.tau_pos"),
     same("tau_neg", UNSET, "actor.tau_neg"),
-    same("loss_agg_mode", "token-mean", "actor.loss_agg_mode", note="over the whole mini-batch "
-         "and all ranks; verl 0.6.1 averages the averages of micro-batches"),
+    taken("loss_agg_mode", "token-mean", values.loss_agg_mode, "actor.loss_agg_mode"),
     taken("loss_scale_factor", UNSET, values.loss_scale_factor),
     same("entropy_coeff", 0, "actor.entropy_coeff"),
     same("use_kl_loss", False, "actor.use_kl_loss"),

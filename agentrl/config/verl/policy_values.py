@@ -145,6 +145,16 @@ def loss_mode(value: Any, tree: Tree) -> Reading:
     return Reading({"actor.policy_loss.loss_mode": name}, note)
 
 
+def loss_agg_mode(value: Any, tree: Tree) -> Reading:
+    """Take how the losses of tokens become one number."""
+    note = "over the whole mini-batch and all ranks; verl 0.6.1 averages the averages of "
+    note += "micro-batches"
+    if value == "seq-mean-token-sum-norm":
+        note = "a mean over sequences; verl 0.6.1's is as many times as large as a micro-batch has "
+        note += "rows (AdamW scales it back, actor.grad_clip does not)"
+    return Reading({"actor.loss_agg_mode": value}, note)
+
+
 def loss_scale_factor(value: Any, tree: Tree) -> Reading | Unused:
     """Hold the divisor of `seq-mean-token-sum-norm` against the one that is here."""
     mode, budget = tree.value(f"{ACTOR}.loss_agg_mode"), tree.value("data.max_response_length")

@@ -89,7 +89,10 @@ _MIXED = (
     "a turn with a malformed call ends the request, also if another of its calls is well formed"
 )
 _IN_SYNC = f"as there, a row is shown the tools of its tools_kwargs alone; {_MIXED}"
-_IN_ASYNC = f"a row has every tool of the run, whatever its agent_name; {_MIXED}"
+_IN_ASYNC = (
+    f"a row has every tool of the run, whatever its agent_name; {_MIXED}; every call of a turn is "
+    "executed, where verl drops those beyond max_parallel_calls (1 by default)"
+)
 
 
 def _tools_as_there(mode: str, tree: Tree) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _tools_as_there(mode: str, tree: Tree) -> dict[str, Any]:
     theirs = {
         "check_tool_arguments": False,
         "tool_schema_style": f"verl_{mode}",
-        "on_malformed_call": "stop",
+        "on_malformed_call": "stop" if mode == "sync" else "stop_unreadable",
         "tools_per_row": "tools_kwargs" if mode == "sync" else "all",
     }
     return {

@@ -24,7 +24,7 @@ DATA = under("data", [
     taken("filter_overlong_prompts_workers", 1,
           readers.if_given("data.filter_overlong_prompts_workers", "data.filter_num_workers"),
           "data.filter_num_workers"),
-    same("truncation", "error", "data.truncation"),
+    taken("truncation", "error", values.truncation, "data.truncation"),
     same("shuffle", True, "data.shuffle"),
     taken("seed", None, readers.keep("data.seed", note="another order than verl's of the same "
           "seed"), "data.seed"),
@@ -176,6 +176,7 @@ ALGORITHM = under("algorithm", [
 ])  # fmt: skip
 
 _NOT_AT_ALL = "verl writes no checkpoint then; agentrl writes one, at the end"
+_NO_TEST = "verl does not validate after the start then; agentrl does once, at the end"
 _TORCHRUN = "torchrun decides how many ranks there are"
 _OWN_FORMAT = "checkpoints are agentrl's own, on local disk"
 
@@ -188,7 +189,8 @@ TRAINER = under("trainer", [
     taken("total_training_steps", None, readers.keep("trainer.total_training_steps"),
           "trainer.total_training_steps"),
     taken("logger", ["console", "wandb"], values.loggers, "trainer.logger"),
-    taken("test_freq", -1, values.interval("trainer.test_freq", note=""), "trainer.test_freq"),
+    taken("test_freq", -1, values.interval("trainer.test_freq", note=_NO_TEST),
+          "trainer.test_freq"),
     taken("save_freq", -1, values.interval("trainer.save_freq", note=_NOT_AT_ALL),
           "trainer.save_freq"),
     same("max_actor_ckpt_to_keep", None, "trainer.max_ckpt_to_keep"),

@@ -14,9 +14,11 @@ from agentrl.errors import ConfigError
 
 def train_files(value: Any, tree: Tree) -> Reading:
     """Take one file or several."""
-    if value is None:
+    if not value:
         if tree.value("trainer.val_only"):
             return Reading()
+        if tree.is_given("data.train_files"):
+            raise ConfigError("is empty (of an unset shell variable?)", expected="a file")
         raise ConfigError("is missing: verl's default is a path of its authors'", expected="a file")
     settings: dict[str, Any] = {"data.train_files": as_list(value)}
     if tree.is_given("data.strict_rows"):
@@ -62,6 +64,17 @@ def gen_batch_size(value: Any, tree: Tree) -> Reading:
     if not tree.value("algorithm.filter_groups.enable") or value is None:
         return Reading(part_of="data.train_batch_size")
     return Reading({"data.gen_batch_size": value})
+
+
+def truncation(value: Any, tree: Tree) -> Reading:
+    """Take which side of a long prompt is cut, which verl does for a single turn alone."""
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    note = (
+        "prompts are cut here; verl's rollouts of several turns cut none"
+        if value != "error" and tree.value(f"{turns}.tool_config_path")
+        else ""
+    )
+    return Reading({"data.truncation": value}, note)
 
 
 def max_samples(ours: str) -> Reader:

@@ -64,6 +64,8 @@ class MalformedCall:
     """What it asks for, where that much can be read: a call that the tools' schemas refuse."""
     given_id: str = field(default="", compare=False)
     """As for a call that can be read."""
+    is_readable: bool = field(default=False, compare=False)
+    """Whether the parser could read it: its tool does not exist, or refuses its arguments."""
 
     @property
     def id(self) -> str:
