@@ -3,13 +3,20 @@
 The lock is `flock` on `run.lock`, which the kernel gives back when the process ends, however it
 ends. The file's text names the owner, for the message that a second run shows. The text is removed
 when the run ends; text without a lock is what a killed run left.
+
+Some network file systems lock for each host apart. So the owner touches the file every few seconds,
+and a run on another host takes over only if the file is not touched for a while.
 """
 
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
+import threading
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +27,14 @@ import psutil
 from agentrl.errors import ConfigError
 from agentrl.files import naming
 
+logger = logging.getLogger(__name__)
+
 LOCK_FILE = "run.lock"
+TOUCH_S = 5.0
+"""Seconds between two touches of the file by its owner."""
+SILENCE_S = 60.0
+"""Seconds without a touch after which the owner on another host has ended. Network file systems
+may show a touch many seconds later."""
 _HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
@@ -79,6 +93,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_FILE
         self._file: IO[str] | None = None
+        self._ended = threading.Event()
 
     def take(self) -> Self:
         """Take the lock.
@@ -93,21 +108,24 @@ class RunLock:
         try:
             is_exclusive = _lock(file)
             owner = Owner.read(file)
-            if not is_exclusive or (owner is not None and not _is_left_over(owner, file)):
-                raise _refusal(owner, self._path, is_locked=not is_exclusive)
+            if not is_exclusive or (owner is not None and not _is_left_over(owner, self._path)):
+                raise _refusal(owner, self._path)
             file.truncate(0)
             file.write(json.dumps(asdict(Owner.this_process())) + "\n")
             file.flush()
         except BaseException:
             file.close()
             raise
-        self._file = file
+        self._file, self._ended = file, threading.Event()
+        touching = (self._path, self._ended)  # not `self`: the thread must not keep it alive
+        threading.Thread(target=_touch, args=touching, name="agentrl-lock", daemon=True).start()
         return self
 
     def release(self) -> None:
         """Give the lock back; may be called twice."""
         if self._file is not None:
             file, self._file = self._file, None
+            self._ended.set()
             with file:
                 file.truncate(0)
 
@@ -133,35 +151,42 @@ def _lock(file: IO[str]) -> bool:
     return True
 
 
-def _is_left_over(owner: Owner, file: IO[str]) -> bool:
+def _touch(path: Path, ended: threading.Event) -> None:
+    """Touch the file until the owner has ended."""
+    while not ended.wait(TOUCH_S):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _is_left_over(owner: Owner, path: Path) -> bool:
     """Whether the file's text is of a run that was killed.
 
     The lock proves that no process of this host is alive behind the text. It does not prove it for
-    another host: some network file systems lock for each host apart.
+    another host, so that one is waited for.
     """
-    return owner.is_here and (owner.has_ended() or owner.process == os.getpid())
+    if owner.is_here:
+        return owner.has_ended() or owner.process == os.getpid()
+    logger.warning(
+        "%s is of process %d on host %s: waiting %.0f s for a sign of it",
+        *(path, owner.process, owner.host, SILENCE_S),
+    )
+    touched, end = path.stat().st_mtime_ns, time.monotonic() + SILENCE_S
+    while time.monotonic() < end:
+        time.sleep(min(1.0, SILENCE_S / 10))
+        if path.stat().st_mtime_ns != touched:
+            return False
+    return True
 
 
-def _refusal(owner: Owner | None, path: Path, *, is_locked: bool) -> ConfigError:
-    if owner is None:
-        return ConfigError(
-            f"another run uses {path.parent}",
-            key="trainer.default_local_dir",
-            expected="another folder, or to wait until that run has ended",
-        )
-    expected = "another folder, or to wait until that run has ended"
-    what = "another run uses"
-    if is_locked and owner.is_here and owner.has_ended():
-        what = "a run that was killed left a child process that still holds"
-        expected = f"to end the processes that `fuser {path}` lists"
-    elif not is_locked:
-        what = "a run on another host uses, or was killed while it used,"
-        expected = f"another folder; if that process no longer runs there: delete {path}"
+def _refusal(owner: Owner | None, path: Path) -> ConfigError:
+    what, expected = "another run uses", "another folder, or to wait until that run has ended"
+    if owner is not None and owner.is_here:
+        if owner.process == os.getpid():
+            what, expected = "a Trainer of this process uses", "close() of that Trainer"
+        elif owner.has_ended():
+            what = "a run that was killed left a child process that still holds"
+            expected = f"to end the processes that `fuser {path}` lists"
+    told = {"host": owner.host, "process": owner.process, "started": owner.started} if owner else {}
     return ConfigError(
-        f"{what} {path.parent}",
-        host=owner.host,
-        process=owner.process,
-        started=owner.started,
-        key="trainer.default_local_dir",
-        expected=expected,
+        f"{what} {path.parent}", **told, key="trainer.default_local_dir", expected=expected
     )

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +17,14 @@ import pytest
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
+from agentrl.trainer import run_lock
 from agentrl.trainer.run_lock import LOCK_FILE, Owner, RunLock
 from tests.fakes_runs import tiny_run
 
 HOLDER = """
 import sys, time
 from pathlib import Path
+from agentrl.trainer import run_lock
 from agentrl.trainer.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1])).take()
 print("taken", flush=True)
@@ -79,16 +83,49 @@ def test_number_of_a_dead_run_that_another_process_has_now_holds_no_lock(tmp_pat
         pass
 
 
-def test_run_of_another_host_is_refused_with_what_to_do_if_it_is_dead(tmp_path: Path):
-    elsewhere = replace(Owner.this_process(), host="node-17")
-    path = tmp_path / LOCK_FILE
-    path.write_text(json.dumps(asdict(elsewhere)))
-    error = refusal_of(tmp_path)
-    assert error.details["host"] == "node-17"
-    assert f"delete {path}" in str(error)
-    path.unlink()
+def leave_lock_of_another_host(folder: Path) -> Path:
+    path = folder / LOCK_FILE
+    path.write_text(json.dumps(asdict(replace(Owner.this_process(), host="node-17"))))
+    return path
+
+
+def test_run_that_was_killed_on_another_host_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_lock, "SILENCE_S", 0.1)
+    path = leave_lock_of_another_host(tmp_path)
     with RunLock(tmp_path):
-        pass
+        assert json.loads(path.read_text())["process"] == os.getpid()
+
+
+def test_run_on_another_host_that_touches_its_lock_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = leave_lock_of_another_host(tmp_path)
+    monkeypatch.setattr(run_lock, "SILENCE_S", 10.0)
+    touch = threading.Timer(0.1, os.utime, [path])
+    touch.start()
+    error = refusal_of(tmp_path)
+    touch.join()
+    assert error.details["host"] == "node-17"
+    assert json.loads(path.read_text())["host"] == "node-17"
+
+
+def test_lock_is_touched_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_lock, "TOUCH_S", 0.01)
+    path = tmp_path / LOCK_FILE
+    with RunLock(tmp_path):
+        os.utime(path, (0, 0))
+        for _ in range(500):
+            if path.stat().st_mtime:
+                break
+            time.sleep(0.01)
+        assert path.stat().st_mtime
+
+
+def test_lock_of_this_process_is_told_as_such(tmp_path: Path):
+    with RunLock(tmp_path):
+        assert str(refusal_of(tmp_path)).startswith("a Trainer of this process uses")
 
 
 def test_lock_file_that_was_cut_short_is_taken_over(tmp_path: Path):
@@ -101,7 +138,7 @@ def test_lock_file_that_was_cut_short_is_taken_over(tmp_path: Path):
 def test_trainer_is_refused_while_another_one_has_its_folder(tiny_home: Path, tmp_path: Path):
     folder = tmp_path / "run"
     config = parse_config(tiny_run(tiny_home, folder))
-    with RunLock(folder), pytest.raises(ConfigError, match="another run uses"):
+    with RunLock(folder), pytest.raises(ConfigError, match="uses"):
         Trainer(config)
     assert {path.name for path in folder.iterdir()} == {LOCK_FILE}
     trainer = Trainer(config)
