@@ -51,7 +51,8 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
     Raises:
         OSError: if it cannot be written.
     """
-    number = 1 + max((int(p.name) for p in (folder / _STARTS).glob("[0-9]*")), default=0)
+    names = [path.name for path in (folder / _STARTS).glob("[0-9]*")]
+    number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
     name = f"{_STARTS}/{number:04}"
     given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
     files = {
@@ -126,10 +127,18 @@ def _describe(num_ranks: int) -> dict[str, Any]:
 
 
 def _redacted(argument: str) -> str:
-    """Redact the value of an override, `section.api_key=value`."""
-    key, equals, _ = argument.partition("=")
-    is_secret = equals and is_secret_name(key.rpartition(".")[2].lstrip("-+"))
-    return f"{key}={REDACTED}" if is_secret else argument
+    """Redact the secrets of an override, `section.api_key=value` or `section={api_key: value}`."""
+    key, equals, value = argument.partition("=")
+    if equals and is_secret_name(key.rpartition(".")[2].lstrip("-+")):
+        return f"{key}={REDACTED}"
+    if value[:1] not in ("{", "["):
+        return argument
+    try:
+        given = yaml.safe_load(value)
+        redacted = without_secrets(given)
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+        return f"{key}={REDACTED}"
+    return argument if redacted == given else f"{key}={json.dumps(redacted, default=str)}"
 
 
 def _accelerators() -> list[str]:

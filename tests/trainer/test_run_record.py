@@ -33,10 +33,15 @@ def test_written_configuration_can_be_run_again(config: Any, tmp_path: Path):
 def test_record_names_command_versions_revision_and_hardware(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys, "argv", ["agentrl", "train", "a.yaml", "judge.api_key=sk-12"])
+    secrets = ["judge.api_key=sk-12", "reward.reward_kwargs={api_key: sk-34, k: 1}"]
+    monkeypatch.setattr(sys, "argv", ["agentrl", "train", "a.yaml", *secrets, "a=[b, c]"])
+    (tmp_path / "starts/0-copy").mkdir(parents=True)
     write_start(tmp_path, config(), num_ranks=2)
     run = json.loads((tmp_path / "starts/0001/run.json").read_text())
-    assert run["command"] == ["agentrl", "train", "a.yaml", "judge.api_key=[redacted]"]
+    assert run["command"] == [
+        "agentrl", "train", "a.yaml", "judge.api_key=[redacted]",
+        'reward.reward_kwargs={"api_key": "[redacted]", "k": 1}', "a=[b, c]",
+    ]  # fmt: skip
     assert run["packages"]["torch"]
     assert run["hardware"]["cores"] >= 1
     assert run["num_ranks"] == 2
