@@ -97,6 +97,16 @@ def credit_and_terms(world: World, tensors: dict[str, torch.Tensor]) -> dict[str
     return metrics
 
 
+def update_with_one_signal(world: World) -> dict[str, float]:
+    """Train on mini-batches of one group each; one row of the last rank has an advantage."""
+    batch = make_batch(share(world))
+    batch.batch["advantages"].zero_()
+    if world.rank == world.size - 1:
+        batch.batch["advantages"][-1] = 1.0
+    actor = make_actor(make_policy(world), ppo_mini_batch_size=1)
+    return actor.update_policy(batch, temperature=1.0).metrics
+
+
 def run(world: World, folder: Path) -> None:
     """Write gradients by mode, weights after some steps, metrics, skips and a checkpoint."""
     batch = make_batch(share(world))
@@ -120,6 +130,7 @@ def run(world: World, folder: Path) -> None:
         for key, one in (("", actor), ("resumed/", again)):
             whole = dict(iter_full_weights(one.policy))
             tensors |= {f"{name}/{key}{place}": w.clone() for place, w in whole.items()}
+    metrics["one group with a signal"] = update_with_one_signal(world)
     if world.rank == world.size - 1:
         batch.batch["advantages"][-1] = float("nan")
     skipped = make_actor(make_policy(world)).update_policy(batch, temperature=1.0).skipped

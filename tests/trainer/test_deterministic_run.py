@@ -22,6 +22,7 @@ DETERMINISTIC = {"rollout__deterministic": True}
 def _alone() -> Iterator[None]:
     """The process as it was: threads, kernels, process group."""
     threads = torch.get_num_threads()
+    torch.use_deterministic_algorithms(False)  # another test's run may have chosen them
     yield
     stop_world()
     torch.use_deterministic_algorithms(False)

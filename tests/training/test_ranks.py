@@ -127,5 +127,13 @@ def test_all_ranks_see_the_same(folders: tuple[Path, Path]):
     assert metrics(folders[1], 0) == metrics(folders[1], 1)
 
 
+def test_two_ranks_take_a_step_where_a_row_of_one_rank_has_an_advantage(
+    folders: tuple[Path, Path],
+):
+    one, two = (metrics(folder, 0)["one group with a signal"] for folder in folders)
+    assert (one["actor/optimizer_steps"], one["actor/zero_gradient_steps"]) == (1, 1)
+    assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
+
+
 def test_broken_row_of_one_rank_skips_the_step_of_all(folders: tuple[Path, Path]):
     assert list(metrics(folders[1], 0)["skipped"]) == ["('r4',)"]
