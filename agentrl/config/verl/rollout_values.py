@@ -85,7 +85,9 @@ def rollout_mode(value: Any, tree: Tree) -> Reading:
     return Reading(settings, (_IN_ASYNC if value == "async" else _IN_SYNC) if settings else "")
 
 
-_MIXED = "a turn with a call that cannot be read ends the request, also if another of its calls is well formed"
+_MIXED = (
+    "a turn with a call that cannot be read ends the request, also if another of its calls can be"
+)
 _IN_SYNC = f"as there, a row is shown the tools of its tools_kwargs alone; {_MIXED}"
 _IN_ASYNC = (
     f"a row has every tool of the run, whatever its agent_name; {_MIXED}; every call of a turn is "
