@@ -18,6 +18,7 @@ A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout
 C = "algorithm.rollout_correction"
 TOOLS = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "tools.yaml"}
 ASYNC = {f"{R}.mode": "async"}
+FUSION = "reward_model.sandbox_fusion.url"
 FILTER = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}
 
 
@@ -161,6 +162,7 @@ def test_sync_shows_a_row_its_own_tools_and_ends_at_a_malformed_call():
     [
         ({**TOOLS, **ASYNC}, f"{R}.mode", "max_parallel_calls"),
         ({**TOOLS, "data.truncation": "left"}, "data.truncation", "several turns cut none"),
+        ({FUSION: "http://sandbox"}, FUSION, "share of the first ten"),
         ({"trainer.test_freq": -1}, "trainer.test_freq", "once, at the end"),
         ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"}, f"{A}.loss_agg_mode", "grad_clip"),
     ],

@@ -152,11 +152,21 @@ def launch_async(theirs: str) -> Reader:
     return read
 
 
+_CUSTOM = ("custom_reward_function", "reward.custom_reward_function")
+
+
 def sandbox_url(value: Any, tree: Tree) -> Reading:
     """Take the address of the service that runs code."""
     if value is None:
         return Reading()
-    return Reading({"reward.sandbox.provider": "sandbox_fusion", "reward.sandbox.url": value})
+    found = {"reward.sandbox.provider": "sandbox_fusion", "reward.sandbox.url": value}
+    if any(tree.value(f"{scorer}.path") for scorer in _CUSTOM):
+        return Reading(found)
+    note = (
+        "code is scored 1 if every test passes, else 0; verl gives the share of the first ten that "
+        "pass (reward.functions: [{name: code, reward_kwargs: {continuous: true}}] gives a share)"
+    )
+    return Reading(found, note)
 
 
 def of_sandbox(url: str, theirs: str, ours: str, *, times: int = 1) -> Reader:
