@@ -29,6 +29,10 @@ class SuccessRule(StrEnum):
     SUCCESS = "the scorer's `success`"
     ACC = "the scorer's `acc`"
     COMBINED = "the combined reward (the scorer returns no `success`, and no `acc` of its own)"
+    UNREADABLE = (
+        "the combined reward (what the scorer returns as `success` or `acc` is no number and no "
+        "boolean)"
+    )
     FAILED = "0, because the request failed"
 
 
@@ -78,7 +82,8 @@ def measure_success(
         verdict = read_number(said.get(key))
         if verdict is not None:
             return rule, verdict
-    return SuccessRule.COMBINED, combined
+    given = any(said.get(key) is not None for key in ("success", "acc"))
+    return (SuccessRule.UNREADABLE if given else SuccessRule.COMBINED), combined
 
 
 def describe_success(name: str, outcomes: Sequence[Outcome]) -> str:

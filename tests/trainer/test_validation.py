@@ -38,7 +38,7 @@ def scored(returned: Any, *turns: Any, **fields: Any) -> AsyncRolloutRequest:
         ({"score": 0.1, "acc": 0.0}, 0.0, SuccessRule.ACC),
         ({"score": 0.0, "acc": np.bool_(True)}, 1.0, SuccessRule.ACC),
         ({"score": 0.0, "success": torch.tensor(0.5)}, 0.5, SuccessRule.SUCCESS),
-        ({"score": 0.0, "success": "False"}, 0.0, SuccessRule.COMBINED),
+        ({"score": 0.0, "success": "False"}, 0.0, SuccessRule.UNREADABLE),
         ({"score": 0.0, "success": "False", "acc": 0.25}, 0.25, SuccessRule.ACC),
         ({"score": 0.5, "success": None}, 0.5, SuccessRule.COMBINED),
         (0.1, 0.1, SuccessRule.COMBINED),
