@@ -346,6 +346,8 @@ class ConsoleSink:
             self._num_silent += 1
             if self._num_silent == 1:
                 self._print(_note("no group had a learning signal: every advantage is 0"))
+                if refused := _refused_calls(metrics):
+                    self._print(_note(refused))
         else:
             if self._num_silent > 1:
                 self._print(_note(f"a learning signal after {self._num_silent} steps without one"))
@@ -410,6 +412,16 @@ def _validation_line(metrics: Mapping[str, float]) -> Text:
 
 def _note(text: str) -> Text:
     return Text(f"{'':>{_STEP_WIDTH}}  {text}", style="yellow")
+
+
+def _refused_calls(metrics: Mapping[str, float]) -> str:
+    """Say which share of the tool calls was refused, if it is most of them."""
+    calls = "rollout/tool_calls"
+    total = metrics.get(f"{calls}/mean", 0.0)
+    malformed, errors = (metrics.get(f"{calls}/{end}", 0.0) for end in ("malformed", "tool_error"))
+    if 2 * (malformed + errors) <= total:
+        return ""
+    return f"tool calls: {malformed / total:.0%} malformed, {errors / total:.0%} with a ToolError"
 
 
 def has_no_signal(metrics: Mapping[str, float]) -> bool:

@@ -197,6 +197,17 @@ def test_console_says_once_in_a_row_of_steps_that_there_is_nothing_to_learn():
     assert all(len(line) <= 80 for line in lines)
 
 
+def test_console_says_that_most_calls_were_refused_if_there_is_nothing_to_learn():
+    calls = {"mean": 1.5, "ok": 0.25, "malformed": 1.25}
+    step = STEP | {f"rollout/tool_calls/{name}": value for name, value in calls.items()}
+    frac = "algorithm/zero_signal_groups_frac"
+    lines = log_console([(1, step | {frac: 1.0})])
+    assert lines[3].strip() == "tool calls: 83% malformed, 0% with a ToolError"
+    answered = {"rollout/tool_calls/ok": 1.5, "rollout/tool_calls/malformed": 0.0}
+    assert len(log_console([(1, step | answered | {frac: 1.0})])) == 3
+    assert len(log_console([(1, STEP | {frac: 1.0})])) == 3
+
+
 def test_console_repeats_its_heading_and_shows_nan():
     lines = log_console([(step, STEP | {"actor/grad_norm": math.nan}) for step in range(26)])
     assert sum(line.split()[0] == "step" for line in lines) == 2
