@@ -1,8 +1,9 @@
 """How many calls of each tool failed, and whether that is too many.
 
-A call failed if it crashed, timed out or found the tool down. What a tool says by `ToolError`, and
-calls that the policy got wrong, are not counted as failures. Releases are counted like calls, one
-for each request, and so are the ends of interactions.
+A call failed if it crashed, timed out or found the tool down. What a tool says by `ToolError` is no
+failure. A call that crashed on arguments that the tool's schema refuses is the policy's mistake and
+is not counted: such calls reach a tool if `check_tool_arguments` is off, as in run files of verl's.
+Releases are counted like calls, one for each request, and so are the ends of interactions.
 """
 
 from collections import Counter, defaultdict
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from agentrl.errors import RolloutError
+from agentrl.rollout.argument_schemas import objection_to
+from agentrl.rollout.records import CallRecord
 from agentrl.rollout.request import AsyncRolloutRequest
 
 NEVER_RAN = frozenset({"malformed", "skipped"})
@@ -55,7 +58,7 @@ def count_calls(finished: Sequence[AsyncRolloutRequest]) -> CallCounts:
     failures: dict[str, Counter[str]] = defaultdict(Counter)
     for request in finished:
         calls = (call for turn in request.turns for call in turn.calls)
-        for call in (call for call in calls if call.outcome not in NEVER_RAN):
+        for call in (call for call in calls if _is_judged(call, request)):
             tool = f"tool {call.name!r}"
             num_calls[tool] += 1
             if call.outcome in FAILED:
@@ -107,6 +110,14 @@ class CallJudge:
                 key="rollout.failure.max_failed_calls_frac",
                 expected=f"at most {allowed:.0%} of its calls",
             )
+
+
+def _is_judged(call: CallRecord, request: AsyncRolloutRequest) -> bool:
+    """Whether a call reached a tool, and does not owe its crash to the policy's arguments."""
+    if call.outcome != "crashed":
+        return call.outcome not in NEVER_RAN
+    schemas = (tool.function.parameters for tool in request.tool_schemas if tool.name == call.name)
+    return not any(objection_to(call.arguments, schema) for schema in schemas)
 
 
 def _short(message: str) -> str:

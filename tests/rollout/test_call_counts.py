@@ -3,6 +3,7 @@
 import pytest
 
 from agentrl.errors import Fault, RolloutError
+from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.call_counts import MIN_CALLS, CallCount, CallJudge, count_calls
 from agentrl.rollout.census import Census
 from agentrl.rollout.records import CallRecord, Failure
@@ -30,6 +31,19 @@ def test_calls_that_never_ran_and_errors_for_the_model_are_no_failures_of_the_to
     outcomes = ("ok", "tool_error", "crashed", "timeout", "unavailable", "malformed", "skipped")
     count = count_calls([with_calls(*outcomes)])["tool 'sql'"]
     assert (count.num_calls, count.num_failed) == (5, 3)
+
+
+def test_crash_on_arguments_that_the_schema_refuses_is_no_failure_of_the_tool():
+    parameters = {
+        "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"],
+    }  # fmt: skip
+    tool = OpenAIFunctionToolSchema.model_validate(
+        {"type": "function", "function": {"name": "sql", "parameters": parameters}}
+    )
+    request = with_calls("crashed", "crashed", "ok", tool_schemas=[tool])
+    request.turns[0].calls[1].arguments = {"query": "select 1"}
+    count = count_calls([request])["tool 'sql'"]
+    assert (count.num_calls, count.num_failed) == (2, 1)
 
 
 def test_parts_of_ranks_add_up_and_are_told_in_one_line():
