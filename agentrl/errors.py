@@ -4,7 +4,9 @@ Every error inherits the standard error that it refines, takes one message and k
 become attributes, and survives pickling (workers send errors across processes).
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -148,6 +150,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the end of a message on an unknown name; empty if no known name is similar to it.
+
+    Args:
+        name: The unknown name.
+        known: The names that exist.
+        cutoff: The least similarity, of 1.
+
+    Example:
+        >>> did_you_mean("trainr", ["data", "trainer"])
+        "; did you mean 'trainer'?"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def printable(text: str) -> str:

@@ -170,7 +170,7 @@ class OpenAIFunctionToolSchema(BaseModel):
         parameters = self.function.parameters
         if not _ELSEWHERE.isdisjoint(parameters):
             return []
-        declared = parameters.get("properties") or {}
+        declared: dict[str, Any] = parameters.get("properties") or {}
         return [name for name in parameters.get("required") or () if name not in declared]
 
     def to_template(self) -> dict[str, Any]:

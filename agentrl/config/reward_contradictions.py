@@ -1,6 +1,5 @@
 """Settings of the scoring that cannot hold together."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from agentrl.config.reward_schema import (
     RewardFunctionConfig,
 )
 from agentrl.config.schema import RunConfig
+from agentrl.errors import did_you_mean
 
 _FUNCTIONS = "reward.functions"
 _CUSTOM = "reward.custom_reward_function"
@@ -60,8 +60,7 @@ def _name_problems(key: str, function: RewardFunctionConfig) -> Iterator[Problem
         told = f"{function.name!r} is what agentrl calls another part of the reward"
         yield Problem(f"{key}.name", told, "another name")
     elif function.path is None and function.name not in BUNDLED_SCORERS:
-        near = difflib.get_close_matches(function.name, BUNDLED_SCORERS, n=1)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
+        guess = did_you_mean(function.name, BUNDLED_SCORERS)
         known = ", ".join(BUNDLED_SCORERS)
         told = f"{function.name!r} is no bundled scorer, and there is no path{guess}"
         yield Problem(f"{key}.name", told, f"one of {known}, or a path")

@@ -4,7 +4,6 @@ What was found is shown where it tells something, and never where it may be a se
 that keeps it out of its repr (`repr=False`, `SecretStr`), or of a section that hides its input.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,7 +12,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 from agentrl.refusals import section_types, what_was_expected
 
 Keys = TypeVar("Keys", bound=BaseModel)
@@ -72,10 +71,8 @@ def unknown_key(
 ) -> ConfigError:
     """Build the error for a key that nothing reads, with the nearest one that something reads."""
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
     return ConfigError(
-        f"unknown key {key!r}{guess}",
+        f"unknown key {key!r}{did_you_mean(key, names)}",
         file=file,
         key=f"{parent}.{key}" if parent else key,
         expected=f"one of {', '.join(names)}" if names else "no keys",

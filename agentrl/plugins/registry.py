@@ -1,11 +1,10 @@
 """Names under which the functions and classes of one kind are found."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -70,10 +69,8 @@ class Registry(Generic[T]):
 def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
     """Build the error for a name that nothing is registered under."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
     return ConfigError(
-        f"unknown {kind} {name!r}{guess}",
+        f"unknown {kind} {name!r}{did_you_mean(name, names)}",
         key=key,
         expected=f"one of {', '.join(names)}; or one of your own, registered by a module that the "
         "key plugins names",

@@ -4,7 +4,6 @@ A source is looked up among the exact names first, and then among the patterns, 
 The names are those that verl's `default_compute_score` knows.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from agentrl.errors import RewardError
+from agentrl.errors import RewardError, did_you_mean
 from agentrl.plugins import load_object
 
 BY_SOURCE = "data_source"
@@ -110,8 +109,7 @@ def find_bundled(data_source: str) -> str:
     if (name := _named_for(data_source)) is not None:
         return name
     known = [*SOURCES, *(pattern for pattern, _ in PATTERNS)]
-    near = difflib.get_close_matches(data_source, known, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
+    guess = did_you_mean(data_source, known)
     raise RewardError(
         f"no bundled scorer for the data source {data_source!r}{guess}",
         expected=f"one of {', '.join(known)}; or reward.custom_reward_function, or "

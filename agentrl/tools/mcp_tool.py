@@ -11,7 +11,6 @@ servers give:
           tool_selected_list: [echo, get-sum]
 """
 
-import difflib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.section import Section
-from agentrl.errors import ConfigError, ServiceError
+from agentrl.errors import ConfigError, ServiceError, did_you_mean
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.extras import require_package
 from agentrl.plugins.keys import read_keys
@@ -179,10 +178,8 @@ def _check_selected(
     there = [tool.name for _, tools in listed for tool in tools]
     for name in section.tool_selected_list or ():
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"no server has a tool {name!r}{guess}",
+                f"no server has a tool {name!r}{did_you_mean(name, there)}",
                 file=file,
                 key=f"{key}.tool_selected_list",
                 expected=f"some of {', '.join(there) or 'none: there is no tool'}",

@@ -4,13 +4,12 @@ A keyword that a method cannot take fails every request of its row. A misspelt o
 `**kwargs` changes nothing, and nothing reports it. Both are found here, before the first rollout.
 """
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from agentrl.errors import DataError
+from agentrl.errors import DataError, did_you_mean
 from agentrl.tools.base import BaseTool
 from agentrl.tools.function_tool import FunctionTool
 from agentrl.tools.instance import ToolKwargs
@@ -70,15 +69,14 @@ class RowKwargs:
         unknown = [keyword for keyword in kwargs if keyword not in takes.names]
         for keyword in unknown:
             free = [other for other in takes.names if other not in kwargs]
-            near = difflib.get_close_matches(keyword, free, n=1, cutoff=_NEAR)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
+            guess = did_you_mean(keyword, free, cutoff=_NEAR)
             if not takes.takes_any:
                 raise DataError(
                     f"{method} of the tool {name!r} takes no {keyword!r}{guess}",
                     key=f"{key}.{keyword}",
                     expected=f"one of {', '.join(takes.names)}" if takes.names else "no keys",
                 )
-            if near:
+            if guess:
                 note = f"{key}.{keyword} is no parameter of {method}, which takes it by **kwargs"
                 self._notes[f"{note}{guess}"] = None
         if missing := [keyword for keyword in takes.required if keyword not in kwargs]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class AnyRunner(asyncio.Runner):
+class AnyRunner(asyncio.Runner):  # pyright: ignore[reportGeneralTypeIssues] # final in stubs only
     """Runs coroutines on a loop of its own, whatever runs in the calling thread.
 
     If the calling thread runs an event loop, the coroutine runs on another thread, and the caller

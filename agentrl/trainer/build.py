@@ -116,6 +116,9 @@ def prepare_parts(
     now = start_date(config, world)
     seconds = prepare_run(config, world, journal, plugins.tools, now=now)
     setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
+    seed_everything(config.trainer.seed + world.rank)
+    if config.rollout.deterministic:
+        choose_exact_kernels(world.device)
     return build_parts(config, world, journal, setup, given, seconds_prepare=seconds)
 
 
@@ -133,29 +136,18 @@ def build_parts(
     Raises:
         AgentRLError: with what, where and what was expected.
     """
-    seed_everything(config.trainer.seed + world.rank)
-    if config.rollout.deterministic:
-        choose_exact_kernels(world.device)
     data = load_run_data(config, setup, given)
-    for note in data.notes:
-        journal.say(note)
+    journal.say(*data.notes)
     order = make_order(config, data)
     total_steps = count_steps(config, order)
     record = DataRecord.of(config, data, setup)
-    for note in (*check_rows(record, config), *check_model(config, setup)):
-        journal.say(f"note: {note}")
+    notes = [*check_rows(record, config), *check_model(config, setup)]
+    journal.say(*(f"note: {note}" for note in notes))
     policy = load_policy(config.model, world, config.actor.fsdp_config)
-    if total_steps:
-        check_room(config.trainer.default_local_dir, count_weights(policy), config)
-    if doubt := find_doubt(config, policy, setup, data):
-        journal.say(f"note: {doubt}")
+    journal.say(*check_loaded_policy(config, policy, setup, data, total_steps=total_steps))
     engine = start_engine(config, policy, setup, journal, given)
-    journal.say(
-        f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
-        f"on {world.device.type} x {world.size}; engine: "
-        f"{type(engine).__name__ if given.engine else describe_engine(config)}; "
-        f"{len(data.train)} training rows, {total_steps} steps"
-    )
+    engine_name = type(engine).__name__ if given.engine else describe_engine(config)
+    journal.say(describe_start(policy, engine_name, len(data.train), total_steps))
     manager = make_manager(config, setup, engine)
     num_batches = order.num_batches(config.prompts_per_rollout)
     return Parts(
@@ -177,6 +169,23 @@ def build_parts(
     )
 
 
+def check_loaded_policy(
+    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData, *, total_steps: int
+) -> Iterator[str]:
+    """Check that the disk can hold what is saved of the policy, and that it reads a prompt well.
+
+    Yields:
+        What the user should know.
+
+    Raises:
+        ConfigError: if the disk has too little space.
+    """
+    if total_steps:
+        check_room(config.trainer.default_local_dir, count_weights(policy), config)
+    if doubt := find_doubt(config, policy, setup, data):
+        yield f"note: {doubt}"
+
+
 def find_doubt(
     config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData
 ) -> str | None:
@@ -195,8 +204,9 @@ def start_engine(
 ) -> Engine:
     """Start the engine with the policy's weights; what takes long is announced."""
     if given.engine is not None:
-        is_made = isinstance(given.engine, Engine)
-        return given.engine if is_made else given.engine(policy.lm, setup.tokenizer)
+        if isinstance(given.engine, Engine):
+            return given.engine
+        return given.engine(policy.lm, setup.tokenizer)
     journal.say(*announce_start(config))
     device, dtype = policy.world.device, policy.compute_dtype
     engine = build_engine(config, policy.lm, setup.tokenizer, device=device, dtype=dtype)
@@ -261,6 +271,16 @@ def count_steps(config: RunConfig, order: DataOrder) -> int:
 def count_weights(policy: PolicyModel) -> int:
     """Count the policy's weights, tied ones once."""
     return sum(weight.numel() for _, weight in policy.named_weights())
+
+
+def describe_start(policy: PolicyModel, engine: str, num_rows: int, total_steps: int) -> str:
+    """Describe in one line what a run trains, with which engine, on how much."""
+    world = policy.world
+    return (
+        f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
+        f"on {world.device.type} x {world.size}; engine: {engine}; "
+        f"{num_rows} training rows, {total_steps} steps"
+    )
 
 
 def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Actor:

@@ -85,26 +85,35 @@ class _Loader:
             if rows is None
             else read_prompts(rows, data, source=f"{name} rows {source}", max_samples=max_samples)
         )
-        plugins = self._setup.plugins
+        self._notes += (f"{name}: {note}" for note in self._check(dataset, source))
+        if data.filter_overlong_prompts or data.truncation == "error":
+            return self._without_overlong(name, dataset, source)
+        return dataset
+
+    def _check(self, dataset: PromptDataset, source: str) -> Iterator[str]:
+        """Check the rows against the template, the plug-ins and the scorers.
+
+        Yields:
+            What the user should know: a sentence each.
+        """
+        data, reward, plugins = self._config.data, self._config.reward, self._setup.plugins
         needs = template_needs(self._config, plugins)
         check_system_messages(dataset, self._setup.report, needs)
         if plugins.tools or data.strict_rows:
             check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
-        notes = [
-            *note_tools(dataset, plugins.tools, self._setup.tools_per_row),
-            *check_tools_kwargs(dataset, plugins.tools, file=source),
-        ]
-        self._notes += (f"{name}: {note}" for note in notes)
+        yield from note_tools(dataset, plugins.tools, self._setup.tools_per_row)
+        yield from check_tools_kwargs(dataset, plugins.tools, file=source)
         check_interactions(dataset, plugins.interactions, file=source, is_strict=data.strict_rows)
-        reward = self._config.reward
         check_sources(dataset, reward, file=source)
-        self._notes += (f"{name}: {note}" for note in note_unscored(dataset, reward))
+        yield from note_unscored(dataset, reward)
         if plugins.interactions and not is_answered(dataset, plugins.interactions):
-            self._notes.append(f"{name}: no row selects an interaction, so nobody answers")
+            yield "no row selects an interaction, so nobody answers"
         if not plugins.interactions and (asking := sum(map(asks_for_interaction, dataset))):
-            self._notes.append(f"{name}: {_rows(asking)} ask for an interaction: the run has none")
-        if not data.filter_overlong_prompts and data.truncation != "error":
-            return dataset
+            yield f"{_rows(asking)} ask for an interaction: the run has none"
+
+    def _without_overlong(self, name: str, dataset: PromptDataset, source: str) -> PromptDataset:
+        """Drop or refuse prompts over their budget, as the configuration says."""
+        data = self._config.data
         lengths = measure_prompts(
             dataset,
             self._encode,

@@ -258,6 +258,15 @@ def require(report: TemplateReport, needs: TemplateNeeds) -> None:
     Raises:
         TemplateError: names the template, the role, and what the template does.
     """
+    _require_frames(report)
+    _require_capabilities(report, needs)
+    if needs.sanity_check == "strict":
+        _require_exact(report, needs)
+    _require_histories(report, needs)
+
+
+def _require_frames(report: TemplateReport) -> None:
+    """Refuse a tokenizer that lacks the tokens of the template's frames."""
     if report.plain_frames:
         raise TemplateError(
             "the tokenizer lacks the tokens with which the chat template frames a turn, so any "
@@ -268,6 +277,10 @@ def require(report: TemplateReport, needs: TemplateNeeds) -> None:
             expected="the tokenizer of the template's own model (model.tokenizer_path), or another "
             "model.custom_chat_template",
         )
+
+
+def _require_capabilities(report: TemplateReport, needs: TemplateNeeds) -> None:
+    """Refuse a template that does not carry what the run's conversations contain."""
     for capability in needs.capabilities:
         found = report.capability(capability)
         if not found.carried:
@@ -278,8 +291,10 @@ def require(report: TemplateReport, needs: TemplateNeeds) -> None:
                 reason=found.reason,
                 expected="another model.custom_chat_template, or a run that does not need it",
             )
-    if needs.sanity_check == "strict":
-        _require_exact(report, needs)
+
+
+def _require_histories(report: TemplateReport, needs: TemplateNeeds) -> None:
+    """Refuse a template that rewrites older turns of the run's conversations, or cuts them."""
     asked = needs.histories(report)
     if cut := next((found for found in asked if found.is_cut), None):
         raise TemplateError(

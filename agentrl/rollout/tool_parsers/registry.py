@@ -1,10 +1,9 @@
 """Tool parsers by the name that `rollout.multi_turn.format` gives them."""
 
-import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 from agentrl.rollout.tool_parsers.base import ToolParser
 
 P = TypeVar("P", bound=type[ToolParser])
@@ -54,10 +53,8 @@ def get_tool_parser(name: str) -> ToolParser:
         if name.startswith(prefix):
             return make(name.removeprefix(prefix))
     if name not in _PARSERS:
-        near = difflib.get_close_matches(name, _PARSERS, n=1)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"unknown tool-call format {name!r}{guess}",
+            f"unknown tool-call format {name!r}{did_you_mean(name, _PARSERS)}",
             key="rollout.multi_turn.format",
             expected=expected_formats(),
         )
