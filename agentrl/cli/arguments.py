@@ -27,10 +27,10 @@ _HYDRA_OPTIONS = ("--config-path", "--config-dir", "--config-name", "--cfg")
 
 
 def refuse_hydra_options(arguments: Sequence[str]) -> None:
-    """Answer Hydra's options, by which verl's scripts name their run file, with our way to do it.
+    """Refuse Hydra's options, by which verl's scripts name their run file.
 
     Raises:
-        ConfigError: for such an option, with the path that it means.
+        ConfigError: for such an option, with the command to use instead.
     """
     values: dict[str, str] = {}
     for place, argument in enumerate(arguments):

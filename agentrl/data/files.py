@@ -46,8 +46,8 @@ def read_rows(file: str | Path, max_rows: int | None = None) -> list[Row]:
         raise DataError("the file has no rows", file=path, expected="at least one row")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - JSON's
-            told = f"a row is {type(row).__name__}, not a mapping"
-            raise DataError(told, file=path, row=number, expected="an object with named columns")
+            reason = f"a row is {type(row).__name__}, not a mapping"
+            raise DataError(reason, file=path, row=number, expected="an object with named columns")
     return rows
 
 
@@ -112,8 +112,8 @@ def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        told = f"malformed JSON: nested too deeply in line {lines_before + 1}"
-        raise DataError(told, file=path) from None
+        reason = f"malformed JSON: nested too deeply in line {lines_before + 1}"
+        raise DataError(reason, file=path) from None
     except ValueError as error:
         raise DataError(f"malformed JSON: {_placed(error, lines_before)}", file=path) from None
 

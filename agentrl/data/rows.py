@@ -58,8 +58,8 @@ class RowReader:
         except ValidationError as error:
             raise self._error(_words(error, self._prompt_key), number, _MESSAGES) from None
         if media := self._media(row, prompt):
-            told = f"{media}: agentrl trains on text alone, and the policy would not see it"
-            raise self._error(told, number, _TEXT)
+            reason = f"{media}: agentrl trains on text alone, and the policy would not see it"
+            raise self._error(reason, number, _TEXT)
         return prompt
 
     def _media(self, row: Row, prompt: Prompt) -> str | None:
@@ -85,12 +85,14 @@ class RowReader:
         tools_kwargs = self._mapping(extra_info.get("tools_kwargs"), "tools_kwargs", number)
         needs = self._config.strict_rows and extra_info.get("need_tools_kwargs")
         if needs and not tools_kwargs:
-            told = "extra_info.need_tools_kwargs is true, and there are no tools_kwargs"
-            raise self._error(told, number, "extra_info.tools_kwargs: {tool: {create_kwargs: ...}}")
+            reason = "extra_info.need_tools_kwargs is true, and there are no tools_kwargs"
+            raise self._error(
+                reason, number, "extra_info.tools_kwargs: {tool: {create_kwargs: ...}}"
+            )
         for name in _OF_EXTRA_INFO:
             if row.get(name) and not extra_info.get(name):
-                told = f"{name!r} is a column of its own, and is not read there"
-                raise self._error(told, number, f"extra_info.{name}")
+                reason = f"{name!r} is a column of its own, and is not read there"
+                raise self._error(reason, number, f"extra_info.{name}")
         named = {self._prompt_key, self._reward_fn_key, "reward_model", "extra_info"}
         return Prompt(
             index=index,
@@ -108,16 +110,16 @@ class RowReader:
 
     def _messages(self, row: Row, number: int) -> list[Any]:
         if self._prompt_key not in row:
-            told = f"a row without {self._prompt_key!r}: it has {', '.join(row) or 'no column'}"
+            reason = f"a row without {self._prompt_key!r}: it has {', '.join(row) or 'no column'}"
             raise self._error(
-                told, number, f"{_MESSAGES}, in the column that data.prompt_key names"
+                reason, number, f"{_MESSAGES}, in the column that data.prompt_key names"
             )
         found: Any = row[self._prompt_key]
         if isinstance(found, str):
             return _decoded_list(found) or [{"role": "user", "content": found}]
         if not isinstance(found, list) or not found:
-            told = f"{self._prompt_key!r} is {_shown(row[self._prompt_key])}"
-            raise self._error(told, number, _MESSAGES)
+            reason = f"{self._prompt_key!r} is {_shown(row[self._prompt_key])}"
+            raise self._error(reason, number, _MESSAGES)
         return cast("list[Any]", found)
 
     def _mapping(self, value: Any, name: str, number: int) -> Row:
@@ -128,8 +130,8 @@ class RowReader:
             raise self._error(f"{name} is {_shown(value)}", number, "a mapping, or one as JSON")
         return cast("Row", found)
 
-    def _error(self, told: str, number: int, expected: str) -> DataError:
-        return DataError(told, file=self._file, row=number, expected=expected)
+    def _error(self, reason: str, number: int, expected: str) -> DataError:
+        return DataError(reason, file=self._file, row=number, expected=expected)
 
 
 def without_nulls(value: Any) -> Any:

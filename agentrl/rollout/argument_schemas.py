@@ -1,6 +1,6 @@
 """Check the arguments of a call by its tool's JSON Schema, in bounded time.
 
-The check runs on the event loop. The policy chooses the texts, and whoever wrote the tool chooses
+The check runs on the event loop. The policy chooses the texts, and the author of the tool chooses
 the patterns: `^(a+)+$` takes Python's `re` seconds for 28 characters. So patterns are matched by
 the package `regex`, which can be stopped.
 """

@@ -296,8 +296,8 @@ class ToolInstance:
     def _log(self, what: str) -> None:
         """Log a failure with its request.
 
-        The level is info: a tool may fail thousands of times in a step, and whoever rolls out
-        reports failures by tool and step (`agentrl.rollout.census`).
+        The level is info, because a tool may fail thousands of times in a step. The trainer reports
+        failures by tool and step (`agentrl.rollout.census`).
         """
         logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, printable(what))
 

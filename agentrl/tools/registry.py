@@ -71,7 +71,7 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
 
 
 def classes_of_verl(path: str | Path) -> list[str]:
-    """Name the classes of verl's in such a YAML, each with ours that stands for it."""
+    """Name verl's classes in a tool YAML, each with the class that replaces it."""
     entries = read_entries(path, "tools", ToolEntry)
     return name_translated((entry.class_name for entry in entries), STAND_INS)
 
@@ -229,8 +229,8 @@ def _build(
             return [build_tool(found, config, entry.tool_schema)]
         if entry.mcp is None:
             raise ConfigError(
-                f"{found.__name__} is not told of any server",
-                expected="a section mcp beside config",
+                f"{found.__name__} has no server",
+                expected="a section mcp next to config, which names a server",
             )
         if not issubclass(found, MCPTool):
             raise ConfigError(

@@ -101,7 +101,7 @@ def _has_known_shape(given: Any) -> bool:
 
 
 def _parameters_of(tool: BaseTool, field: str) -> _Parameters | None:
-    """Read a method's signature; None if it does not tell which keywords the method takes."""
+    """Read a method's signature; None if it does not show which keywords the method takes."""
     method = getattr(tool, field.removesuffix(_KWARGS))
     # The id, and for `execute` the call's arguments, are given by position.
     num_given = 2 if field == "execute_kwargs" else 1

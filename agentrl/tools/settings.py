@@ -1,4 +1,4 @@
-"""What agentrl itself reads in a tool's `config`: where it runs, and what stands around it."""
+"""What agentrl itself reads in a tool's `config`: where it runs, and what guards its calls."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -211,7 +211,10 @@ def start_engine(
     device, dtype = policy.world.device, policy.compute_dtype
     engine = build_engine(config, policy.lm, setup.tokenizer, device=device, dtype=dtype)
     if choose_engine(config) == "scripted":
-        journal.say("note: a script has no log-probabilities: what it trains is no policy's doing")
+        journal.say(
+            "note: the scripted engine has no log-probabilities; do not use this run to train a "
+            "policy"
+        )
     return engine
 
 

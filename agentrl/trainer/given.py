@@ -67,7 +67,7 @@ class Given:
         return config.model_copy(update={"data": data, "reward": reward, "rollout": rollout})
 
     def build_plugins(self, config: RunConfig) -> Plugins:
-        """Build what a marked configuration names, and put what is given beside it.
+        """Build what a marked configuration names, and add what is given.
 
         Raises:
             ConfigError: see `load_plugins`; for two tools or interactions of one name, too.

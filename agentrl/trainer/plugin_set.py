@@ -17,7 +17,7 @@ from agentrl.tools.registry import load_all_tools
 from agentrl.tools.verl_names import as_verl_shows
 
 GIVEN = "(given in Python)"
-"""Stands in a configuration for a path, if the object itself was passed to the `Trainer`."""
+"""The value of a path in a configuration, if the object itself was passed to the `Trainer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def load_interactions(config: RunConfig) -> dict[str, BaseInteraction]:
 
 
 def find_classes_of_verl(config: RunConfig) -> list[str]:
-    """Name the classes of verl's among a run's plug-ins, each with ours that stands for it."""
+    """Name verl's classes among the plug-ins of a run, each with the class that replaces it."""
     turns = config.rollout.multi_turn
     tools, users = turns.tool_config_path, turns.interaction_config_path
     is_named = users is not None and users != Path(GIVEN)

@@ -126,7 +126,7 @@ def test_what_is_meant_as_a_call_and_has_no_fixed_beginning_is_malformed():
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [("[1]", "not a JSON object"), ("{", "not valid JSON"), ("{} {", "behind the JSON object")],
+    [("[1]", "not a JSON object"), ("{", "not valid JSON"), ("{} {", "after the JSON object")],
 )
 def test_arguments_that_are_no_object_are_malformed_by_name(arguments: str, why: str):
     class Given(TagDetector):

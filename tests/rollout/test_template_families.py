@@ -181,7 +181,7 @@ def test_what_a_template_rewrites_only_behind_a_system_message_is_refused_for_su
     require(report, TemplateNeeds(tools=True))
     assert "two rounds of tools" in refusal(report, tools=True, system=True)
     rows = dict(report.describe())
-    assert "not behind a system message" in rows["keeps: two rounds of tools"]
+    assert "not after a system message" in rows["keeps: two rounds of tools"]
 
 
 NEEDS_TOOLS = (

@@ -136,6 +136,7 @@ def test_a_scorer_in_the_file_of_the_script_is_not_loaded_twice(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 def test_the_scripts_of_the_page_run(
     tiny_home: Path,
     tmp_path: Path,

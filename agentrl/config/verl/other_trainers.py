@@ -18,7 +18,7 @@ _TREE = "actor_rollout_ref"
 class _Trainer(NamedTuple):
     """A trainer of verl's recipes, and how its file is recognized."""
 
-    told: str
+    reason: str
     expected: str
     files: tuple[str, ...]
     """Beginnings of the names of its own run files."""
@@ -83,11 +83,11 @@ def find_other_trainers(given: DictConfig, file: str | Path | None) -> list[Prob
 
 def _problem(trainer: _Trainer, given: DictConfig) -> Problem:
     key = next((key for key in trainer.keys if _has(given, key)), "")
-    return Problem(key, trainer.told if key else f"the file {trainer.told}", trainer.expected)
+    return Problem(key, trainer.reason if key else f"the file {trainer.reason}", trainer.expected)
 
 
 def _find_megatron(given: DictConfig) -> Iterator[Problem]:
-    told = "is of verl's Megatron trainer: agentrl shards weights by FSDP2 alone"
+    reason = "is of verl's Megatron trainer: agentrl shards weights by FSDP2 alone"
     expected = (
         "the same run on verl's FSDP trainer: `defaults: [ppo_trainer, _self_]`, no `strategy: "
         "megatron` and no keys of the sections `megatron`"
@@ -95,11 +95,11 @@ def _find_megatron(given: DictConfig) -> Iterator[Problem]:
     files = _plain(given, "defaults")
     named = cast("list[Any]", files) if isinstance(files, list) else [files]
     if any(_MEGATRON in str(entry) for entry in named):
-        yield Problem("defaults", told, expected)
+        yield Problem("defaults", reason, expected)
         return
     for key in (f"{_TREE}.actor.strategy", "model_engine"):
         if _plain(given, key) == _MEGATRON:
-            yield Problem(key, told, expected)
+            yield Problem(key, reason, expected)
             return
 
 

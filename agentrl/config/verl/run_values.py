@@ -280,7 +280,7 @@ def resume_path(value: Any, tree: Tree) -> Reading:
 
 
 def device(value: Any, tree: Tree) -> Reading:
-    """Take the device; a default that nobody wrote is no choice."""
+    """Read the device; verl's default is ignored unless the file gives it."""
     if value == "npu":
         raise ConfigError(
             "npu: agentrl trains on NVIDIA GPUs (cuda) or on the CPU, and has no NPU backend",

@@ -125,7 +125,7 @@ def _find_thought(template: "ChatTemplate", after: str) -> tuple[str, str, str]:
 
 
 def _literals(template: "ChatTemplate", message: dict[str, Hole], order: list[int]) -> list[str]:
-    """Return the literals of an assistant turn behind the generation prompt, without its end.
+    """Return the literals of an assistant turn after the generation prompt, without its end.
 
     Raises:
         TemplateError: if its texts are not in this order.

@@ -369,7 +369,7 @@ def _describe_history(report: HistoryReport) -> str:
     if report.is_cut:
         return f"no: {report.difference}"
     if report.behind_system:
-        return f"yes, but not behind a system message: {report.behind_system}"
+        return f"yes, but not after a system message: {report.behind_system}"
     return "yes" if report.stable else f"no, rewrites history: {report.difference}"
 
 

@@ -37,7 +37,7 @@ class HermesParser(ToolParser):
         close = text.find(self._closer, body)
         if close < 0:
             return Piece(len(text), (Problem(f"it is not closed by {self._closer}"),))
-        reason = reason or "there is something behind the JSON object"
+        reason = reason or "there is text after the JSON object"
         return Piece(close + len(self._closer), (Problem(reason),))
 
 
@@ -159,7 +159,7 @@ def read_arguments(name: str, arguments: Any) -> Call | Problem:
         if decoded.reason is not None:
             return Problem(f"its arguments: {decoded.reason}", name)
         if arguments[decoded.end :].strip():
-            return Problem("there is something behind the JSON object of its arguments", name)
+            return Problem("there is text after the JSON object of its arguments", name)
         arguments = decoded.value
     if not isinstance(arguments, dict | None):
         return Problem('its "arguments" are not a JSON object', name)

@@ -1,8 +1,8 @@
 """Run an MCP server, pass its lines on, and end all that it started: `relay.py MAX COMMAND ...`.
 
 The client library keeps a line that does not end, and copies it whole for each piece that comes.
-This process stands between: a line of more than MAX bytes ends the server. It is a script of the
-standard library, so that it starts at once.
+This process is between the two: a line of more than MAX bytes ends the server. It imports the
+standard library alone, so that it starts at once.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _DRAIN_S = 1.0
 
 
 def main() -> None:
-    """Be the server for whoever started this: its input is the server's own."""
+    """Act as the server for the process that started this one; the server reads this input."""
     signal.signal(signal.SIGTERM, _leave)
     if sys.platform == "linux":  # what the server's children leave behind becomes ours
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
