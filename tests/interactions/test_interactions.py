@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.compat.verl.interactions.gsm8k_interaction import (
+    Gsm8kInteraction as VerlGsm8kInteraction,
+)
 from agentrl.errors import AgentRLError, ConfigError, InteractionError, PluginError
 from agentrl.interactions import (
     BaseInteraction,
@@ -265,7 +268,8 @@ def test_the_config_we_ship_loads_and_so_does_verls(tmp_path: Path):
     for source in (path, written(tmp_path, verls)):
         interactions = initialize_interactions_from_config(source)
         assert list(interactions) == ["gsm8k"]
-        assert isinstance(interactions["gsm8k"], Gsm8kInteraction)
+        kinds = Gsm8kInteraction, VerlGsm8kInteraction
+        assert isinstance(interactions["gsm8k"], kinds[source != path])
         assert interactions["gsm8k"].name == "gsm8k"
 
 

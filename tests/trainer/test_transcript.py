@@ -236,7 +236,7 @@ def test_a_failure_is_told_in_words_with_the_users_own_line():
     lines = plain(request).partition("--- end\n")[2].splitlines()
     assert lines == [
         "failed: failed",
-        "fault of the tool in turn 1: KeyError: 'no such item'",
+        "fault of the tool in turn 1: KeyError: 'no such item' (at my_tools.py:2)",
         "  at /home/me/my_tools.py:2, in execute",
         "reward: not scored",
     ]
