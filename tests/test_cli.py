@@ -403,7 +403,8 @@ def test_train_prints_its_figures_and_nothing_else(tiny_home: Path, tmp_path: Pa
     assert lines[10].startswith("2 steps in ")
     assert lines[11] == "2 of 2 steps had no learning signal: every advantage was 0"
     assert lines[12].startswith("success on 4 held-out problems: ")
-    assert len(lines) == 13
+    assert lines[13].startswith("the best validation was ")
+    assert len(lines) == 14
 
 
 HANGING = """
