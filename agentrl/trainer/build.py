@@ -162,7 +162,7 @@ def build_parts(
         engine=engine,
         manager=manager,
         sampler=StepSampler(config, manager, world, journal, num_batches=num_batches),
-        files=RolloutFiles(config.trainer, world, journal),
+        files=RolloutFiles(config, world, journal),
         record=record,
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from agentrl.config.schema import TrainerConfig
+from agentrl.config.schema import RunConfig
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.rollout_log import SkipNote, rollout_path, save_lines, to_line
@@ -31,13 +31,14 @@ class RolloutFiles:
     """Saves a run's rollouts. Every method is a collective; the main rank writes.
 
     Args:
-        config: Which folders.
+        config: Which folders, and how rewards combine.
         world: The ranks, each with rollouts of its own.
         journal: Told what could not be written.
     """
 
-    def __init__(self, config: TrainerConfig, world: World, journal: Journal) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, world: World, journal: Journal) -> None:
+        self._config = config.trainer
+        self._reward = config.reward
         self._world = world
         self._journal = journal
 
@@ -63,7 +64,7 @@ class RolloutFiles:
         path = rollout_path(self._config.default_local_dir / SKIPPED, step)
         own = {one.request_id: one for one in requests}
         lines = [
-            _Line((place, number), to_line(own[row.request_id], step, _note(one, row)))
+            _Line((place, number), self._line(own[row.request_id], step, _note(one, row)))
             for place, one in enumerate(skipped)
             for number, row in enumerate(one.rows)
             if row.request_id in own
@@ -74,9 +75,13 @@ class RolloutFiles:
 
     def _save_all(self, path: Path, requests: Sequence[AsyncRolloutRequest], step: int) -> None:
         lines = [
-            _Line((one.batch_data_id, one.rollout_offset), to_line(one, step)) for one in requests
+            _Line((one.batch_data_id, one.rollout_offset), self._line(one, step))
+            for one in requests
         ]
         self._save(path, lines, "rollouts")
+
+    def _line(self, one: AsyncRolloutRequest, step: int, note: SkipNote | None = None) -> str:
+        return to_line(one, step, note, reward=self._reward)
 
     def _save(self, path: Path, lines: Sequence[_Line], what: str) -> None:
         everyone = sorted(self._world.gather_on_main(lines))

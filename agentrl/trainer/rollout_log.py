@@ -6,7 +6,8 @@
 
 A line holds the whole request and a summary of what can be derived from it:
 
-    {"version": 1, "step": 10, "summary": {"num_turns": 3, ...}, "request": {...}}
+    {"version": 1, "step": 10, "combined_reward": 1.2, "summary": {"num_turns": 3, ...},
+     "request": {...}}
 
 What JSON cannot hold is written as the nearest that it can: numbers that are not finite as Python's
 `json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, other objects as their
@@ -21,8 +22,10 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
+from agentrl.config.schema import RewardConfig
 from agentrl.errors import AgentRLError, DataError
 from agentrl.files import written_whole
+from agentrl.rewards import combine_rewards
 from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
 
@@ -90,6 +93,9 @@ class SavedTrajectory(BaseModel):
     version: int
     """`LINE_VERSION` of what wrote the line."""
     step: int
+    combined_reward: float | None = None
+    """The reward that training uses: the scorer's number with weights, bonuses and penalties. None
+    in lines that `agentrl reward rescore` or an older version wrote."""
     summary: TrajectorySummary
     skipped: SkipNote | None = None
     """In `skipped/` alone."""
@@ -125,8 +131,20 @@ def find_rollouts(folder: Path, *, after: int) -> list[Path]:
     return [path for path, match in found if match and int(match.group(1)) > after]
 
 
-def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: int) -> int:
+def save_rollouts(
+    path: Path,
+    requests: Iterable[AsyncRolloutRequest],
+    *,
+    step: int,
+    reward: RewardConfig | None = None,
+) -> int:
     """Write trajectories as they come, one line each; the file appears when it is whole.
+
+    Args:
+        path: The file.
+        requests: Finished.
+        step: Of the run.
+        reward: How the combined reward is made; None: it is not written.
 
     Returns:
         How many were written.
@@ -134,7 +152,7 @@ def save_rollouts(path: Path, requests: Iterable[AsyncRolloutRequest], *, step: 
     Raises:
         OSError: naming `path`, where the disk does not take it.
     """
-    return save_lines(path, (to_line(request, step) for request in requests))
+    return save_lines(path, (to_line(request, step, reward=reward) for request in requests))
 
 
 def save_lines(path: Path, lines: Iterable[str]) -> int:
@@ -158,17 +176,26 @@ def save_lines(path: Path, lines: Iterable[str]) -> int:
     return count
 
 
-def to_line(request: AsyncRolloutRequest, step: int, note: SkipNote | None = None) -> str:
+def to_line(
+    request: AsyncRolloutRequest,
+    step: int,
+    note: SkipNote | None = None,
+    *,
+    reward: RewardConfig | None = None,
+) -> str:
     """Write a trajectory as one line.
 
     Args:
         request: Finished.
         step: Of the run.
         note: Of a row for which an optimizer step was skipped.
+        reward: How the combined reward is made; None: it is not written.
     """
+    combined = None if reward is None else combine_rewards(request, reward).total
     line = {
         "version": LINE_VERSION,
         "step": step,
+        **({} if combined is None else {"combined_reward": combined}),
         "summary": TrajectorySummary.of(request).model_dump(),
         **({} if note is None else {"skipped": note.model_dump()}),
         "request": request.model_dump(mode="json", fallback=to_plain),

@@ -233,7 +233,7 @@ def show_rollouts(
         if options.tokens:
             console.print(token_table(transcript))
     if options.out is not None:
-        save_rollouts(options.out, finished, step=0)
+        save_rollouts(options.out, finished, step=0, reward=reward)
         _say(console, f"saved {len(finished)} rollouts to {options.out}")
 
 

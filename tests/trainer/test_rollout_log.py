@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import TrainerConfig
+from agentrl.config.schema import (
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardWeightsConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from agentrl.errors import DataError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.journal import Journal
@@ -40,8 +47,13 @@ def dump(request):
 
 
 def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
-    config = TrainerConfig(default_local_dir=tmp_path, rollout_data_dir=tmp_path / "rollouts")
-    files = RolloutFiles(config, TwoRanks(), Journal(config))  # pyright: ignore[reportArgumentType]
+    config = RunConfig(
+        data=DataConfig(),
+        model=ModelConfig(path="policy"),
+        trainer=TrainerConfig(default_local_dir=tmp_path, rollout_data_dir=tmp_path / "rollouts"),
+    )
+    journal = Journal(config.trainer)
+    files = RolloutFiles(config, TwoRanks(), journal)  # pyright: ignore[reportArgumentType]
     first, second = tool_story(), tool_story()
     first.batch_data_id, second.batch_data_id = 1, 0
     first.reward_extra_info["lock"] = threading.Lock()
@@ -60,6 +72,15 @@ def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
 def test_files_are_named_by_step(tmp_path):
     assert rollout_path(tmp_path, 10).name == "step_000010.jsonl"
     assert rollout_path(tmp_path, 10, "val").name == "val_000010.jsonl"
+
+
+def test_a_line_holds_the_reward_that_training_uses(tmp_path: Path):
+    request = tool_story(reward=0.0)
+    request.tool_rewards = {"calculator": 0.5}
+    reward = RewardConfig(weights=RewardWeightsConfig(tool=1.0))
+    path = tmp_path / "step_000001.jsonl"
+    save_rollouts(path, [request], step=1, reward=reward)
+    assert [one.combined_reward for one in read_trajectories(path)] == [0.5]
 
 
 def test_a_line_is_complete_and_says_what_follows_from_it(tmp_path):
