@@ -163,7 +163,7 @@ def test_entries_that_mix_the_kinds_are_refused(tmp_path: Path):
         return str(error.value)
 
     assert "names no servers" in told(config={"type": "mcp"}, mcp=None)
-    assert "not told of any server" in told(mcp=None)
+    assert "has no server" in told(mcp=None)
     schema = {"type": "function", "function": {"name": "f"}}
     assert "give their schemas themselves" in told(tool_schema=schema)
     calculator = "agentrl.tools.calculator_tool.CalculatorTool"
