@@ -5,14 +5,15 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = """cli __main__.py trainer training collate.py algorithms rewards rollout engines tools
+FLOORS = """cli __main__.py trainer compat training collate.py algorithms rewards rollout engines tools
 interactions data sandbox chat_client.py plugins answers.py config protocol messages.py files.py
-machine.py refusals.py errors.py"""
+machine.py refusals.py bounded_http.py errors.py"""
 """From the top floor down."""
 BESIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",
     "configs/interaction_config/": "interactions of the bundled examples",
     "examples/gsm8k_multiturn/": "the quick start, and the real GSM8K with a real model",
+    "examples/tau_bench/": "an environment that exists already: 16 tools, 115 tasks, a user",
     "benchmarks/": "what is measured, as ratios of two things in one run",
     "docs/": "pages on what is in the code",
     "tests/": "mirrors agentrl/; `pytest` also runs linter, types and floors",
@@ -54,7 +55,8 @@ def trees() -> tuple[str, str]:
     files: dict[str, str] = {}
     for name in FLOORS.split():
         doors, rooms = places(name)
-        folders |= {shown(door): first_sentence(door) for door in doors}
+        listed = (door for door in doors if "compat/verl/" not in str(door.parent))
+        folders |= {shown(door): first_sentence(door) for door in listed}
         files |= {shown(place): first_sentence(place) for place in sorted([*doors, *rooms])}
     return written(folders | BESIDE), written(files)
 
