@@ -388,6 +388,13 @@ class RunConfig(Section):
     prepare: PrepareConfig = PrepareConfig()
 
     @property
+    def prepares_its_policy(self) -> bool:
+        """Whether `prepare` makes the model's folder, weights and tokenizer together."""
+        made = (self.prepare.tiny_policy, self.prepare.sft)
+        folders = {str(section.out_dir) for section in made if section is not None}
+        return self.model.path in folders and self.model.tokenizer_path is None
+
+    @property
     def prompts_per_rollout(self) -> int:
         """Prompts of one generation batch; a step takes one, or several under filter_groups."""
         size = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None

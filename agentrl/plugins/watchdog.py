@@ -9,9 +9,10 @@ import traceback
 from types import FrameType
 from typing import Self
 
-from agentrl.plugins.call import TASK_PREFIX
+from agentrl.plugins.call import TASK_PREFIX, in_thread
 
 logger = logging.getLogger(__name__)
+_STARTS = (in_thread.__code__,)
 
 
 class LoopWatchdog:
@@ -65,8 +66,8 @@ class LoopWatchdog:
             if (task := asyncio.current_task(loop)) is not running:
                 running, since = task, now
             silent_s = now - max(since, self._beat)
-            if silent_s > self._threshold_s:
-                frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
+            frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
+            if silent_s > self._threshold_s and not _starts_a_thread(frame):
                 self._blame(task, frame, silent_s)
 
     def _mark(self) -> None:
@@ -89,3 +90,11 @@ class LoopWatchdog:
                 where[0].rstrip(),
             )
         self.blocked_s[plugin] = max(silent_s, self.blocked_s.get(plugin, 0.0))
+
+
+def _starts_a_thread(frame: FrameType | None) -> bool:
+    """Whether a thread waits for agentrl's own start of another: a busy machine is to blame."""
+    caller = frame
+    while caller is not None and caller.f_code.co_filename == threading.__file__:
+        caller = caller.f_back
+    return caller is not frame and caller is not None and caller.f_code in _STARTS

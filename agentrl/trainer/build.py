@@ -190,6 +190,8 @@ def find_doubt(
     config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData
 ) -> str | None:
     """Say where policy and tokenizer may not belong together, by how the policy reads a prompt."""
+    if config.prepares_its_policy:  # one that was not trained on prompts finds them unlikely
+        return None
     prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
     budget = config.actor.ppo_max_token_len_per_gpu
     return find_implausible(policy, prompt[:_PROMPT_TOKENS], budget)

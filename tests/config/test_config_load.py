@@ -259,3 +259,12 @@ def test_yaml_that_python_cannot_read_is_named(tmp_path: Path, value: str):
     file.write_text(f"data: {value}")
     with pytest.raises(ConfigError):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"), [("", True), (", tokenizer_path: other", False)]
+)
+def test_a_policy_that_prepare_makes_has_the_tokenizer_made_with_it(run_file, tokenizer, expected):
+    prepare = "prepare: {tiny_policy: {out_dir: p, corpus: demos.jsonl}}\n"
+    config = load_config(run_file(f"{prepare}data: {{}}\nmodel: {{path: p{tokenizer}}}\n"))
+    assert config.prepares_its_policy is expected

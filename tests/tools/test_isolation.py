@@ -141,6 +141,29 @@ async def test_the_watchdog_blames_no_tool_for_what_is_not_its_doing():
     assert watchdog.blocked_s == {}
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="threads start by another function")
+async def test_the_watchdog_blames_no_tool_for_a_thread_that_starts_late(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Plain(BaseTool):
+        def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> str:
+            return ""
+
+    real = threading._start_new_thread  # pyright: ignore[reportAttributeAccessIssue]
+
+    def late(function: Any, arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return real(function, arguments)
+        return real(lambda *given: (time.sleep(0.2), function(*given)), arguments)
+
+    with LoopWatchdog(threshold_s=0.05) as watchdog:
+        monkeypatch.setattr(threading, "_start_new_thread", late)
+        [done] = await session_of(Plain({}, schema("plain"))).execute([call("plain")])
+        monkeypatch.undo()
+    assert done.outcome is Outcome.OK
+    assert watchdog.blocked_s == {}
+
+
 async def test_the_watchdog_blames_no_tool_for_the_work_of_many():
     class Brief(BaseTool):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> str:

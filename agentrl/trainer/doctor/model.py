@@ -109,7 +109,9 @@ def check_plausibility(
     """Let the policy judge the first prompt: a tokenizer of another family shows here."""
     prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
     budget = config.actor.ppo_max_token_len_per_gpu
-    doubt = find_implausible(policy, prompt[:PROMPT_TOKENS], budget)
+    doubt = None
+    if not config.prepares_its_policy:
+        doubt = find_implausible(policy, prompt[:PROMPT_TOKENS], budget)
     return Checked(None, f"{len(prompt)} tokens", (doubt,) if doubt else ())
 
 
