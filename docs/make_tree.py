@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = """cli __main__.py trainer compat training collate.py algorithms rewards rollout engines tools
-interactions data sandbox chat_client.py plugins answers.py config protocol messages.py files.py
-machine.py refusals.py bounded_http.py errors.py"""
+FLOORS = """cli __main__.py trainer compat training collate.py algorithms rewards rollout engines
+tools interactions data sandbox chat_client.py plugins answers.py config protocol messages.py
+files.py machine.py refusals.py bounded_http.py errors.py"""
 """From the top floor down."""
 BESIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",
