@@ -60,9 +60,14 @@ class Serving:
     def process_of(self, address: str) -> psutil.Process:
         """The server's own process."""
         assert self.supervisor is not None
-        port = address.rsplit(":", 1)[1]
-        children = psutil.Process(self.supervisor.pid).children()
-        return next(child for child in children if f'"port": {port}' in child.cmdline()[-1])
+        port = int(address.rsplit(":", 1)[1])
+        [found] = [
+            child
+            for child in psutil.Process(self.supervisor.pid).children()
+            for connection in child.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        ]
+        return found
 
     def processes(self) -> list[psutil.Process]:
         """The supervisor's, and all that it has started."""

@@ -141,7 +141,7 @@ def test_answers_that_compute_for_ever_are_wrong_and_cost_seconds():
     requests = [ask(answer) for answer in [*HANGING, "3"]]
     begun = time.monotonic()
     score(make_reward_manager(RewardConfig(num_workers=2)), requests)
-    assert [request.reward for request in requests] == [0.0] * len(HANGING) + [1.0]
+    assert [request.reward for request in requests] == [-1.0] * len(HANGING) + [1.0]
     assert time.monotonic() - begun < 40.0
 
 
