@@ -12,7 +12,6 @@ from typing import Self
 from agentrl.plugins.call import TASK_PREFIX, in_thread
 
 logger = logging.getLogger(__name__)
-_STARTS = (in_thread.__code__,)
 
 
 class LoopWatchdog:
@@ -66,8 +65,8 @@ class LoopWatchdog:
             if (task := asyncio.current_task(loop)) is not running:
                 running, since = task, now
             silent_s = now - max(since, self._beat)
-            frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
-            if silent_s > self._threshold_s and not _starts_a_thread(frame):
+            if silent_s > self._threshold_s:
+                frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage]
                 self._blame(task, frame, silent_s)
 
     def _mark(self) -> None:
@@ -77,7 +76,7 @@ class LoopWatchdog:
         self, task: "asyncio.Task[object] | None", frame: FrameType | None, silent_s: float
     ) -> None:
         name = task.get_name() if task else ""
-        if not name.startswith(TASK_PREFIX):
+        if not name.startswith(TASK_PREFIX) or _starts_a_thread(frame):
             return
         plugin = name.removeprefix(TASK_PREFIX)
         if plugin not in self.blocked_s:
@@ -93,8 +92,8 @@ class LoopWatchdog:
 
 
 def _starts_a_thread(frame: FrameType | None) -> bool:
-    """Whether a thread waits for agentrl's own start of another: a busy machine is to blame."""
+    """Return whether agentrl waits for a thread of its own to start: a busy machine is to blame."""
     caller = frame
     while caller is not None and caller.f_code.co_filename == threading.__file__:
         caller = caller.f_back
-    return caller is not frame and caller is not None and caller.f_code in _STARTS
+    return caller is not frame and caller is not None and caller.f_code is in_thread.__code__

@@ -1,14 +1,12 @@
 """The policy and its tokenizer: do they belong together, and does the template keep the laws."""
 
-from itertools import chain
-
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.checks import check_model_length
 from agentrl.config.schema import RunConfig
 from agentrl.rollout.templates import ChatTemplate, TemplateReport
-from agentrl.trainer.build import count_weights, find_endless_turn
-from agentrl.trainer.datasets import RunData, prompt_encoder
+from agentrl.trainer.build import count_weights, find_doubt, find_endless_turn
+from agentrl.trainer.datasets import RunData
 from agentrl.trainer.doctor.machine import nearest_folder
 from agentrl.trainer.doctor.records import Checked
 from agentrl.trainer.plugin_set import Plugins
@@ -22,12 +20,8 @@ from agentrl.trainer.rollout_setup import (
 )
 from agentrl.training.distributed import World
 from agentrl.training.model import PolicyModel, load_hf_config, load_policy
-from agentrl.training.plausibility import find_implausible
 from agentrl.training.rng import seed_everything
 from agentrl.training.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
-
-PROMPT_TOKENS = 512
-"""How much of a prompt is read to see whether policy and tokenizer belong together."""
 
 
 def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]:
@@ -107,12 +101,9 @@ def check_plausibility(
     config: RunConfig, setup: RolloutSetup, data: RunData, policy: PolicyModel
 ) -> Checked[None]:
     """Let the policy judge the first prompt: a tokenizer of another family shows here."""
-    prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
-    budget = config.actor.ppo_max_token_len_per_gpu
-    doubt = None
-    if not config.prepares_its_policy:
-        doubt = find_implausible(policy, prompt[:PROMPT_TOKENS], budget)
-    return Checked(None, f"{len(prompt)} tokens", (doubt,) if doubt else ())
+    doubt = find_doubt(config, policy, setup, data)
+    found = "prepare makes both" if config.prepares_its_policy else "judged by the first prompt"
+    return Checked(None, found, (doubt,) if doubt else ())
 
 
 def _text_doubts(report: TemplateReport) -> list[str]:
