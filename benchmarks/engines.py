@@ -55,7 +55,7 @@ from agentrl.rollout.tool_parsers.base import ParsedCall, ParsedTurn, Piece, Too
 from agentrl.tools import BaseTool
 from agentrl.trainer.plugin_set import Plugins
 from agentrl.trainer.rollout_setup import make_manager, make_rollout_setup, probe_model
-from agentrl.training.tiny_policy import build_tiny_model, train_tokenizer
+from agentrl.workers.tiny_policy import build_tiny_model, train_tokenizer
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_SAMPLED, MAX_MODEL_LEN = 256, 3, 25, 768
 TEXT = "the of and to in is that for it was on are as with his they at be this have from"

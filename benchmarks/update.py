@@ -39,10 +39,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.config.schema import ActorConfig, FsdpConfig, OptimConfig
 from agentrl.protocol import DataProto
-from agentrl.training.actor import Actor
-from agentrl.training.distributed import World, start_world, stop_world
-from agentrl.training.model import PolicyModel
-from agentrl.training.optim import PolicyOptimizer
+from agentrl.workers.actor import Actor
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.optim import PolicyOptimizer
 
 MAX_TOKENS, NUM_TURNS = 768, 3
 OPTIM = OptimConfig(lr=1e-4)

@@ -17,7 +17,7 @@ from agentrl.cli import leave_rank
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import COMPUTED, Credit
-from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.workers.distributed import World, start_world, stop_world
 
 T = TypeVar("T")
 

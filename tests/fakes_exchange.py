@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from agentrl.training.distributed import World, start_world, stop_world
-from agentrl.training.snapshot import on_main
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.snapshot import on_main
 
 LIMIT_S = 2.0
 

@@ -20,7 +20,7 @@ from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.hand_over import HandOver
 from agentrl.trainer.rollout_setup import make_manager
-from agentrl.training.weight_sync import iter_full_weights
+from agentrl.workers.weight_sync import iter_full_weights
 from tests.fakes_runs import ROOT, SHARED, write_yaml
 
 ROWS, SAMPLES, VOCAB_SIZE = 64, 2, 151_936

@@ -14,10 +14,10 @@ from agentrl.cli import leave_rank
 from agentrl.config.schema import AlgorithmConfig, LossAggMode, OptimConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
-from agentrl.training.checkpoint import RunState
-from agentrl.training.distributed import World, start_world, stop_world
-from agentrl.training.snapshot import identify, load_run, save_run
-from agentrl.training.weight_sync import iter_full_weights
+from agentrl.workers.checkpoint import RunState
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.snapshot import identify, load_run, save_run
+from agentrl.workers.weight_sync import iter_full_weights
 from tests.fakes_training import (
     GradientTrap,
     Layout,

@@ -23,7 +23,7 @@ def make_home(folder: Path) -> Path:
     from agentrl.config.schema import ArithmeticConfig, TinyPolicyConfig
     from agentrl.data.prepare import prepare_arithmetic
     from agentrl.tools import initialize_tools_from_config
-    from agentrl.training.tiny_policy import make_tiny_policy
+    from agentrl.workers.tiny_policy import make_tiny_policy
 
     data = ArithmeticConfig(out_dir=folder / "data", num_train=24, num_val=6, num_demos=120)
     files = prepare_arithmetic(data)

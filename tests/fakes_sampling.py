@@ -14,7 +14,7 @@ from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, RequestState, StopReason
 from agentrl.trainer.sampling import StepSampler
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 from tests.fakes import make_prompts
 from tests.fakes_requests import build_request, said
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from agentrl.config.schema import ActorConfig, FsdpConfig, OptimConfig
 from agentrl.protocol import DataProto
-from agentrl.training.actor import Actor
-from agentrl.training.distributed import World
-from agentrl.training.model import PolicyModel
+from agentrl.workers.actor import Actor
+from agentrl.workers.distributed import World
+from agentrl.workers.model import PolicyModel
 from tests.fakes_engines import VOCAB_SIZE, tiny_model
 
 

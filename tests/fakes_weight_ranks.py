@@ -12,8 +12,8 @@ import torch
 from agentrl.cli import leave_rank
 from agentrl.engines.protocol import SyncFigures
 from agentrl.errors import AgentRLError, EngineError
-from agentrl.training.distributed import World, start_world
-from agentrl.training.weight_sync import iter_full_weights, sync_weights
+from agentrl.workers.distributed import World, start_world
+from agentrl.workers.weight_sync import iter_full_weights, sync_weights
 from tests.fakes_training import make_policy
 
 

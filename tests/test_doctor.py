@@ -20,7 +20,7 @@ from agentrl.trainer.doctor.command import examine
 from agentrl.trainer.doctor.machine import find_broken_pins
 from agentrl.trainer.doctor.records import Checked, Row, Verdict
 from agentrl.trainer.hand_over import HandOver
-from agentrl.training.model import PolicyModel, full_tensor, load_causal_lm, load_policy
+from agentrl.workers.model import PolicyModel, full_tensor, load_causal_lm, load_policy
 from tests.fakes_runs import CALCULATOR, CALL, put, run_agentrl, scripted, tiny_run, write_yaml
 
 Capture = pytest.CaptureFixture[str]

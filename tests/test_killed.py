@@ -15,8 +15,8 @@ import torch
 from agentrl.config.schema import OptimConfig, SftConfig
 from agentrl.data.files import read_rows
 from agentrl.tools import initialize_tools_from_config
-from agentrl.training.distributed import start_world, stop_world
-from agentrl.training.sft import run_sft
+from agentrl.workers.distributed import start_world, stop_world
+from agentrl.workers.sft import run_sft
 from tests.fakes_kill import SCORER, STATIONS, Life, Mark, Nursery
 from tests.fakes_runs import (
     CALCULATOR,

@@ -17,8 +17,8 @@ from agentrl.tools.function_tool import FunctionTool
 from agentrl.trainer.plugin_set import Plugins
 from agentrl.trainer.preflight import find_trained_validation, find_undescribed
 from agentrl.trainer.resume import find_checkpoint
-from agentrl.training.model import load_causal_lm
-from agentrl.training.tokenizer import load_tokenizer
+from agentrl.workers.model import load_causal_lm
+from agentrl.workers.tokenizer import load_tokenizer
 from tests.fakes_runs import write_yaml
 
 RUN: dict[str, Any] = {"data": {"train_files": ["t.jsonl"]}, "model": {"path": "m"}}

@@ -20,8 +20,8 @@ from agentrl.engines import SamplingParams, ScriptedEngine
 from agentrl.protocol import DataProto
 from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.training.distributed import stop_world
-from agentrl.training.snapshot import load_run
+from agentrl.workers.distributed import stop_world
+from agentrl.workers.snapshot import load_run
 from tests.fakes_gsm8k import (
     VOCAB_SIZE,
     RecordingEngine,

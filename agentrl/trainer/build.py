@@ -39,13 +39,13 @@ from agentrl.trainer.rollout_setup import (
 )
 from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.start import start_date
-from agentrl.training.actor import Actor
-from agentrl.training.distributed import World, start_world
-from agentrl.training.model import PolicyModel, load_hf_config, load_policy
-from agentrl.training.plausibility import find_implausible
-from agentrl.training.reference import Reference, load_reference_policy
-from agentrl.training.rng import choose_exact_kernels, seed_everything
-from agentrl.training.tokenizer import check_tokenizer, find_disagreements
+from agentrl.workers.actor import Actor
+from agentrl.workers.distributed import World, start_world
+from agentrl.workers.model import PolicyModel, load_hf_config, load_policy
+from agentrl.workers.plausibility import find_implausible
+from agentrl.workers.reference import Reference, load_reference_policy
+from agentrl.workers.rng import choose_exact_kernels, seed_everything
+from agentrl.workers.tokenizer import check_tokenizer, find_disagreements
 
 _PROMPT_TOKENS = 512
 """How much of a prompt is read to see whether policy and tokenizer belong together."""

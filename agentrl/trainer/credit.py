@@ -30,8 +30,8 @@ from agentrl.algorithms.kl_control import (
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
-from agentrl.training.distributed import World
-from agentrl.training.whole_batch import gather_batch
+from agentrl.workers.distributed import World
+from agentrl.workers.whole_batch import gather_batch
 
 CREDIT = "credit"
 """Under which name a checkpoint keeps the state."""

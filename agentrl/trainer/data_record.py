@@ -16,7 +16,7 @@ from agentrl.errors import DataError
 from agentrl.trainer.datasets import RunData, fingerprint_of
 from agentrl.trainer.resume import checkpoint_folder
 from agentrl.trainer.rollout_setup import RolloutSetup
-from agentrl.training.checkpoint import STATE, newest_first
+from agentrl.workers.checkpoint import STATE, newest_first
 
 RECORD = "rows"
 """Where the record stands in a checkpoint's `data`, beside the order's own state."""

@@ -12,7 +12,7 @@ from agentrl.protocol import DataProto
 from agentrl.rewards.combination import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.columns_asked import REWARD_BASELINES
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 IS_BASELINE = "the greedy rollout of its prompt: a baseline, not a sample"
 NO_BASELINE = "the greedy rollout of its prompt failed"

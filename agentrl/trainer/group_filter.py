@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.rewards.combination import combine_rewards
 from agentrl.rewards.scoring import check_number
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 COMBINED = frozenset({"score", "reward", "seq_reward", "seq_final_reward"})
 """Metrics that are the combined reward: what the estimator compares."""

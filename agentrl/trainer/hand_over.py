@@ -7,9 +7,9 @@ from agentrl.config.schema import RunConfig
 from agentrl.engines import Engine
 from agentrl.engines.protocol import MemoryTag
 from agentrl.trainer.figures import Figures, Largest, Total
-from agentrl.training.memory import give_back_cached
-from agentrl.training.model import PolicyModel
-from agentrl.training.weight_sync import SyncResult, sync_weights
+from agentrl.workers.memory import give_back_cached
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.weight_sync import SyncResult, sync_weights
 
 
 @dataclass(slots=True, kw_only=True)

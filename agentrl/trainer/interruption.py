@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
 
 from agentrl.trainer.leaving import EXIT_CODE, end_process
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 T = TypeVar("T")
 

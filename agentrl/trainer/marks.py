@@ -5,8 +5,8 @@ from typing import Any
 
 from agentrl.data.order import DataOrder
 from agentrl.trainer.summary import Summary
-from agentrl.training.actor import Actor, ActorCounters
-from agentrl.training.rng import RandomState, capture_random_state, restore_random_state
+from agentrl.workers.actor import Actor, ActorCounters
+from agentrl.workers.rng import RandomState, capture_random_state, restore_random_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from agentrl.data.prepare.manifest import content_of, is_unfinished, make_once, 
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.tools import BaseTool, load_all_tools
 from agentrl.trainer.journal import Journal
-from agentrl.training.distributed import World
-from agentrl.training.folders import put_back_replaced
-from agentrl.training.sft import SftStep, run_sft
-from agentrl.training.snapshot import on_main
-from agentrl.training.tiny_policy import make_tiny_policy
+from agentrl.workers.distributed import World
+from agentrl.workers.folders import put_back_replaced
+from agentrl.workers.sft import SftStep, run_sft
+from agentrl.workers.snapshot import on_main
+from agentrl.workers.tiny_policy import make_tiny_policy
 
 _SFT = "sft/2"
 """Name and version of the warm-up in the manifest of its folder."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import CheckpointError
-from agentrl.training.checkpoint import find_latest
+from agentrl.workers.checkpoint import find_latest
 
 CHECKPOINTS = "checkpoints"
 _HASHED_ELSEWHERE: Any = {

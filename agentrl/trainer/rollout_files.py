@@ -12,8 +12,8 @@ from agentrl.config.schema import RunConfig
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.rollout_log import SkipNote, rollout_path, save_lines, to_line
-from agentrl.training.actor import BrokenRow, SkippedStep
-from agentrl.training.distributed import World
+from agentrl.workers.actor import BrokenRow, SkippedStep
+from agentrl.workers.distributed import World
 
 SKIPPED = "skipped"
 """Folder, in the run's, of the rows for which an optimizer step was skipped."""

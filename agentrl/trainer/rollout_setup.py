@@ -27,7 +27,7 @@ from agentrl.rollout.templates import (
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser
 from agentrl.trainer.plugin_set import Plugins
-from agentrl.training.tokenizer import find_model_stops, load_tokenizer
+from agentrl.workers.tokenizer import find_model_stops, load_tokenizer
 
 _UNUSED_PARSER = "hermes"
 

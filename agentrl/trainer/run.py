@@ -54,10 +54,10 @@ from agentrl.trainer.run_file import RunFile
 from agentrl.trainer.summary import Summary
 from agentrl.trainer.trainer import Trainer
 from agentrl.trainer.transcript import print_transcript, read_transcript, token_table
-from agentrl.training.distributed import World, start_world, stop_world
-from agentrl.training.model import load_causal_lm, load_hf_config, resolve_dtype
-from agentrl.training.rng import seed_everything
-from agentrl.training.tokenizer import check_tokenizer
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.model import load_causal_lm, load_hf_config, resolve_dtype
+from agentrl.workers.rng import seed_everything
+from agentrl.workers.tokenizer import check_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,8 @@ from agentrl.trainer.greedy import (
 )
 from agentrl.trainer.group_filter import find_signal
 from agentrl.trainer.journal import Journal
-from agentrl.training.batches import deal_samples
-from agentrl.training.distributed import World
+from agentrl.workers.batches import deal_samples
+from agentrl.workers.distributed import World
 
 NO_SIGNAL = "its group has no signal"
 SURPLUS = "enough groups before it have a signal"

@@ -15,7 +15,7 @@ from agentrl.trainer.engine_choice import sglang_needs
 from agentrl.trainer.plugin_set import import_plugins
 from agentrl.trainer.preflight import check_model_folders, is_made_later
 from agentrl.trainer.quiet import quiet_libraries
-from agentrl.training.model import resolve_dtype
+from agentrl.workers.model import resolve_dtype
 
 
 def serve_from_file(

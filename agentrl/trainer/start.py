@@ -6,8 +6,8 @@ from pathlib import Path
 from agentrl.config.schema import RunConfig
 from agentrl.files import written_whole
 from agentrl.trainer.resume import has_checkpoints
-from agentrl.training.distributed import World
-from agentrl.training.snapshot import on_main
+from agentrl.workers.distributed import World
+from agentrl.workers.snapshot import on_main
 
 START_FILE = "started"
 

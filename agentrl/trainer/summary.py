@@ -9,7 +9,7 @@ from typing import Self
 from agentrl.errors import TrainingError
 from agentrl.files import written_whole
 from agentrl.trainer.tracking import has_no_signal
-from agentrl.training.actor import UpdateResult
+from agentrl.workers.actor import UpdateResult
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from agentrl.trainer.resume import checkpoint_folder
 from agentrl.trainer.rollout_files import SKIPPED
 from agentrl.trainer.rollout_log import find_rollouts
 from agentrl.trainer.tracking import METRICS_FILE, move_metrics_aside
-from agentrl.training.checkpoint import SUPERSEDED, set_aside_later
-from agentrl.training.folders import set_aside
+from agentrl.workers.checkpoint import SUPERSEDED, set_aside_later
+from agentrl.workers.folders import set_aside
 
 _NO_STEP = -1
 """Before step 0, whose validation has a file."""

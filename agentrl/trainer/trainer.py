@@ -63,9 +63,9 @@ from agentrl.trainer.validation import (
     read_outcome,
     validation_metrics,
 )
-from agentrl.training.actor import UpdateResult
-from agentrl.training.checkpoint import RunState
-from agentrl.training.snapshot import export_hf, identify, load_run, on_main, save_run
+from agentrl.workers.actor import UpdateResult
+from agentrl.workers.checkpoint import RunState
+from agentrl.workers.snapshot import export_hf, identify, load_run, on_main, save_run
 
 
 class Trainer:

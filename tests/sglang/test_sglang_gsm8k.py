@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.training.distributed import stop_world
+from agentrl.workers.distributed import stop_world
 from tests.fakes_gsm8k import make_config, make_home, walk_all_the_way
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]

@@ -18,7 +18,7 @@ from agentrl.engines.sglang.transports import (
 )
 from agentrl.engines.sglang.weights import Target, Transport, update_weights
 from agentrl.errors import EngineError
-from agentrl.training.distributed import start_world, stop_world
+from agentrl.workers.distributed import start_world, stop_world
 from tests.engines.conformance import PROMPT, TOLERANCE
 from tests.fakes_engines import plain_log_probs, tiny_model
 from tests.fakes_serving import Serving, connect

@@ -9,7 +9,7 @@ import torch
 
 from agentrl import Trainer
 from agentrl.config import parse_config
-from agentrl.training.distributed import stop_world
+from agentrl.workers.distributed import stop_world
 from tests.fakes_faults import Train, files_at_most, make_run, make_workshop
 from tests.fakes_runs import Told, run_agentrl, write_yaml
 

@@ -15,8 +15,8 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
-from agentrl.training.distributed import World, start_world, stop_world
-from agentrl.training.whole_batch import gather_batch
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.whole_batch import gather_batch
 from tests.fakes_credit import credit_of_two, credit_rows, run
 from tests.fakes_torchrun import ranks_of
 

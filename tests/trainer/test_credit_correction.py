@@ -8,7 +8,7 @@ import torch
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.trainer.credit import Credit
-from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes_credit import credited, scored_batch
 
 

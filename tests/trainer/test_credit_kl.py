@@ -9,7 +9,7 @@ import torch
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
-from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes_credit import ADAPTIVE, credited, scored_batch
 
 BY_TURN = ["turn_rloo", "step_reinforce", "gigpo"]

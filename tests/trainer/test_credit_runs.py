@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.build import choose_actor_config
-from agentrl.training.checkpoint import verify_checkpoint
+from agentrl.workers.checkpoint import verify_checkpoint
 from tests.fakes_kill import SCORER
 from tests.fakes_mortal import Killed, Mortal
 from tests.fakes_runs import read_lines, tiny_run

@@ -11,8 +11,8 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.errors import EngineError
 from agentrl.trainer.build import start_parts
-from agentrl.training.distributed import stop_world
-from agentrl.training.rng import choose_exact_kernels
+from agentrl.workers.distributed import stop_world
+from agentrl.workers.rng import choose_exact_kernels
 from tests.fakes_runs import tiny_run
 
 DETERMINISTIC = {"rollout__deterministic": True}

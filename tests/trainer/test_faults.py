@@ -17,10 +17,10 @@ from agentrl.config.schema import FsdpConfig
 from agentrl.engines.continuous_batching import Batcher
 from agentrl.errors import OutOfMemoryError
 from agentrl.trainer.rollout_log import read_trajectories
-from agentrl.training.batches import read_padded_rows, split_micro_batches
-from agentrl.training.distributed import start_world
-from agentrl.training.model import PolicyModel
-from agentrl.training.plausibility import find_implausible
+from agentrl.workers.batches import read_padded_rows, split_micro_batches
+from agentrl.workers.distributed import start_world
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.plausibility import find_implausible
 from tests.fakes_engines import tiny_model
 from tests.fakes_faults import (
     Train,

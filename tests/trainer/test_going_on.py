@@ -17,9 +17,9 @@ from agentrl.config import RunConfig, parse_config
 from agentrl.errors import CheckpointError
 from agentrl.trainer.resume import check_origin, policy_origin
 from agentrl.trainer.start import START_FILE, start_date
-from agentrl.training import checkpoint
-from agentrl.training.checkpoint import ModelIdentity, RunState, Snapshot, save_checkpoint
-from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.workers import checkpoint
+from agentrl.workers.checkpoint import ModelIdentity, RunState, Snapshot, save_checkpoint
+from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes_kill import SCORER
 from tests.fakes_runs import read_lines, tiny_run
 from tests.fakes_same import differences

@@ -17,7 +17,7 @@ from agentrl.engines import ScriptedEngine
 from agentrl.errors import ConfigError, DataError
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.tools import function_tool
-from agentrl.training.distributed import stop_world
+from agentrl.workers.distributed import stop_world
 from tests.fakes_runs import ROOT
 
 ROWS = [

@@ -18,7 +18,7 @@ from agentrl.tools.function_tool import FunctionTool
 from agentrl.trainer.journal import Journal
 from agentrl.trainer.preparation import compare_tools, prepare_run
 from agentrl.trainer.resume import policy_origin
-from agentrl.training.distributed import World, start_world
+from agentrl.workers.distributed import World, start_world
 
 SIZES = {"vocab_size": 300, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1}
 

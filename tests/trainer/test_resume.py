@@ -12,7 +12,7 @@ from agentrl.trainer.resume import (
     config_digest,
     find_checkpoint,
 )
-from agentrl.training.distributed import start_world, stop_world
+from agentrl.workers.distributed import start_world, stop_world
 
 
 def make_config(folder: Path, **changes: Any) -> RunConfig:

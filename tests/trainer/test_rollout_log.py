@@ -29,7 +29,7 @@ from agentrl.trainer.rollout_log import (
     rollout_path,
     save_rollouts,
 )
-from agentrl.training.actor import BrokenRow, SkippedStep
+from agentrl.workers.actor import BrokenRow, SkippedStep
 from tests.fakes_seeing import finished_requests, tool_story
 
 

@@ -15,7 +15,7 @@ from agentrl.rollout.states import StopReason
 from agentrl.trainer.greedy import IS_BASELINE, NO_BASELINE
 from agentrl.trainer.group_filter import Measured, places_that_differ
 from agentrl.trainer.sampling import NO_SIGNAL, SURPLUS, source_figures
-from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes_requests import build_request, said
 from tests.fakes_sampling import GREEDY, Came, FakeLoop
 

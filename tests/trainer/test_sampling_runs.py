@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.rollout_log import read_trajectories
-from agentrl.training.checkpoint import verify_checkpoint
+from agentrl.workers.checkpoint import verify_checkpoint
 from tests.fakes_mortal import Killed, Mortal
 from tests.fakes_runs import read_lines, tiny_run
 from tests.fakes_same import differences

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import agentrl.training.checkpoint
+import agentrl.workers.checkpoint
 from agentrl import Trainer
-from agentrl.training.optim import PolicyOptimizer
+from agentrl.workers.optim import PolicyOptimizer
 from tests.fakes_faults import SCORER, Train, assert_same_course, make_run, saved_steps
 from tests.fakes_runs import (
     read_lines,
@@ -31,7 +31,7 @@ def arm(place: str, workshop: Path, patch: pytest.MonkeyPatch) -> None:
     if place in ("rollout", "validation"):
         (workshop / "armed").write_text("train-2" if place == "rollout" else "val-rows-2")
         return
-    owner: Any = PolicyOptimizer if place == "update" else agentrl.training.checkpoint
+    owner: Any = PolicyOptimizer if place == "update" else agentrl.workers.checkpoint
     name = "step" if place == "update" else "save_file"
     real, calls = getattr(owner, name), iter(range(100))
 

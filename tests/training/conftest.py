@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentrl.training.distributed import World, start_world, stop_world
+from agentrl.workers.distributed import World, start_world, stop_world
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.config.schema import OptimConfig
-from agentrl.training.distributed import World
-from agentrl.training.reference import Reference
+from agentrl.workers.distributed import World
+from agentrl.workers.reference import Reference
 from tests.fakes_engines import tiny_model
 from tests.fakes_training import (
     GradientTrap,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 from tests.fakes_training import (
     GradientTrap,
     Layout,

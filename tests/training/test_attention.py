@@ -3,9 +3,9 @@ import torch
 from transformers import Qwen2Config
 
 from agentrl.errors import ConfigError
-from agentrl.training.attention import PACKED_ATTENTION, AttentionPlan, check_packable
-from agentrl.training.distributed import World
-from agentrl.training.model import enable_checkpointing
+from agentrl.workers.attention import PACKED_ATTENTION, AttentionPlan, check_packable
+from agentrl.workers.distributed import World
+from agentrl.workers.model import enable_checkpointing
 from tests.fakes_engines import VOCAB_SIZE, tiny_model
 
 LENGTHS = (7, 12, 1, 3)

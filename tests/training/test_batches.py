@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.training.batches import (
+from agentrl.workers.batches import (
     SampleAt,
     UpdateRows,
     deal_samples,
     read_update_rows,
     split_mini_batches,
 )
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 from tests.fakes_training import Row, make_batch
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from agentrl.errors import CheckpointError
-from agentrl.training import checkpoint, folders
-from agentrl.training.checkpoint import (
+from agentrl.workers import checkpoint
+from agentrl.workers import folders
+from agentrl.workers.checkpoint import (
     ModelIdentity,
     RunState,
     Snapshot,
@@ -27,14 +28,14 @@ from agentrl.training.checkpoint import (
     set_aside_later,
     verify_checkpoint,
 )
-from agentrl.training.distributed import World
-from agentrl.training.rng import (
+from agentrl.workers.distributed import World
+from agentrl.workers.rng import (
     RandomState,
     capture_random_state,
     restore_random_state,
     seed_everything,
 )
-from agentrl.training.snapshot import identify, load_run, save_run
+from agentrl.workers.snapshot import identify, load_run, save_run
 from tests.fakes_training import make_actor, make_batch, make_policy, random_rows, weights
 
 IDENTITY = ModelIdentity("Toy", {"w": [2, 3]})

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.training import checkpoint, folders
-from agentrl.training.checkpoint import (
+from agentrl.workers import checkpoint
+from agentrl.workers import folders
+from agentrl.workers.checkpoint import (
     ModelIdentity,
     RunState,
     Snapshot,

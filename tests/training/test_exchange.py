@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from agentrl.errors import RankError
-from agentrl.training.board import Board
-from agentrl.training.distributed import World, start_world
+from agentrl.workers.board import Board
+from agentrl.workers.distributed import World, start_world
 from tests.fakes_exchange import LIMIT_S, SCENES
 from tests.fakes_torchrun import free_port, ranks_of
 

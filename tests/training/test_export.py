@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from agentrl.errors import CheckpointError
-from agentrl.training import snapshot
-from agentrl.training.distributed import World
-from agentrl.training.snapshot import export_hf
+from agentrl.workers import snapshot
+from agentrl.workers.distributed import World
+from agentrl.workers.snapshot import export_hf
 from tests.fakes import tiny_tokenizer
 from tests.fakes_training import make_policy, weights
 

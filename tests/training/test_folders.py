@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.files import remove_drafts, written_whole
-from agentrl.training import folders
-from agentrl.training.folders import folder_written_whole, make_folder, put_back_replaced
+from agentrl.workers import folders
+from agentrl.workers.folders import folder_written_whole, make_folder, put_back_replaced
 
 
 def names(folder: Path) -> list[str]:

@@ -7,12 +7,12 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from agentrl.config.schema import FsdpConfig
 from agentrl.errors import ConfigError
-from agentrl.training.batches import read_padded_rows
-from agentrl.training.distributed import World
-from agentrl.training.log_probs import CPU_BLOCK_BYTES, HeadTransform, score_tokens
-from agentrl.training.model import PolicyModel, ScoringParams, probe_head
-from agentrl.training.packing import pack_rows
-from agentrl.training.scoring import score_rows
+from agentrl.workers.batches import read_padded_rows
+from agentrl.workers.distributed import World
+from agentrl.workers.log_probs import CPU_BLOCK_BYTES, HeadTransform, score_tokens
+from agentrl.workers.model import PolicyModel, ScoringParams, probe_head
+from agentrl.workers.packing import pack_rows
+from agentrl.workers.scoring import score_rows
 from tests.fakes_engines import VOCAB_SIZE, tiny_model
 from tests.fakes_training import (
     Layout,

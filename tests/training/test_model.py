@@ -10,17 +10,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, Qw
 from agentrl.config.schema import FsdpConfig, ModelConfig
 from agentrl.engines.protocol import Engine, SyncFigures
 from agentrl.errors import ConfigError
-from agentrl.training.distributed import World, resolve_device
-from agentrl.training.model import (
+from agentrl.workers.distributed import World, resolve_device
+from agentrl.workers.model import (
     PolicyModel,
     load_causal_lm,
     load_hf_config,
     load_policy,
     resolve_dtype,
 )
-from agentrl.training.snapshot import export_hf
-from agentrl.training.tokenizer import check_tokenizer, load_tokenizer
-from agentrl.training.weight_sync import sync_weights
+from agentrl.workers.snapshot import export_hf
+from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer
+from agentrl.workers.weight_sync import sync_weights
 from tests.fakes_engines import tiny_model
 from tests.fakes_training import make_actor, make_batch, make_policy, random_rows, weights
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.schema import OptimConfig
-from agentrl.training.distributed import World
-from agentrl.training.optim import PolicyOptimizer, make_schedule
+from agentrl.workers.distributed import World
+from agentrl.workers.optim import PolicyOptimizer, make_schedule
 from tests.fakes_engines import tiny_model
 from tests.fakes_training import make_policy, weights
 

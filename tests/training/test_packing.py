@@ -4,15 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError
-from agentrl.training.batches import read_padded_rows
-from agentrl.training.packing import (
+from agentrl.workers.batches import read_padded_rows
+from agentrl.workers.packing import (
     PaddedRows,
     count_micro_batches,
     count_tokens,
     dummy_batch,
     pack_rows,
 )
-from agentrl.training.partition import partition_balanced
+from agentrl.workers.partition import partition_balanced
 from tests.fakes_training import Row, make_batch, rows_and_layouts
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.training.partition import partition_balanced
+from agentrl.workers.partition import partition_balanced
 
 few_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=7)
 lengths_and_groups = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abcdef")), max_size=20)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 from tests.fakes_engines import tiny_model
 from tests.fakes_ranks import ESTIMATORS, MODES, run
 from tests.fakes_torchrun import ranks_of

@@ -19,10 +19,10 @@ from agentrl.data.prepare.arithmetic import prepare_arithmetic
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.tools.calculator_tool import CalculatorTool
-from agentrl.training.demonstrations import DemonstrationEncoder, Demonstrations, pad_demonstrations
-from agentrl.training.distributed import World
-from agentrl.training.sft import SftStep, run_sft
-from agentrl.training.tiny_policy import make_tiny_policy
+from agentrl.workers.demonstrations import DemonstrationEncoder, Demonstrations, pad_demonstrations
+from agentrl.workers.distributed import World
+from agentrl.workers.sft import SftStep, run_sft
+from agentrl.workers.tiny_policy import make_tiny_policy
 from tests.fakes_runs import write_jsonl
 
 TOOLS = [CalculatorTool({}).tool_schema]

@@ -11,8 +11,8 @@ from agentrl.data.prepare.arithmetic import prepare_arithmetic
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.training.model import load_policy
-from agentrl.training.tiny_policy import make_tiny_policy, train_tokenizer
+from agentrl.workers.model import load_policy
+from agentrl.workers.tiny_policy import make_tiny_policy, train_tokenizer
 
 CALCULATOR = OpenAIFunctionToolSchema.model_validate(
     {

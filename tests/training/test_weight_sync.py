@@ -9,9 +9,9 @@ import torch
 
 from agentrl.config.schema import FsdpConfig
 from agentrl.errors import EngineError
-from agentrl.training.distributed import World
-from agentrl.training.model import PolicyModel
-from agentrl.training.weight_sync import sync_weights
+from agentrl.workers.distributed import World
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.weight_sync import sync_weights
 from tests.fakes_engines import tiny_model
 from tests.fakes_torchrun import ranks_of
 from tests.fakes_training import make_policy

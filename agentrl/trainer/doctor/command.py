@@ -43,8 +43,8 @@ from agentrl.trainer.plugin_set import Plugins
 from agentrl.trainer.preflight import is_made_later
 from agentrl.trainer.quiet import quiet_libraries
 from agentrl.trainer.rollout_setup import RolloutSetup
-from agentrl.training.distributed import stop_world
-from agentrl.training.model import PolicyModel
+from agentrl.workers.distributed import stop_world
+from agentrl.workers.model import PolicyModel
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from agentrl.trainer.datasets import RunData
 from agentrl.trainer.doctor.records import Checked, SkipCheckError
 from agentrl.trainer.engine_choice import build_engine, describe_engine
 from agentrl.trainer.rollout_setup import RolloutSetup, make_manager
-from agentrl.training.model import PolicyModel
+from agentrl.workers.model import PolicyModel
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ from agentrl.trainer.preparation import prepare_run
 from agentrl.trainer.rollout_setup import (
     RolloutSetup,
 )
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 
 def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfig]:

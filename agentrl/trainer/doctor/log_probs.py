@@ -15,9 +15,9 @@ from agentrl.engines import Completion
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.doctor.records import Checked, SkipCheckError
 from agentrl.trainer.engine_choice import choose_engine
-from agentrl.training.model import PolicyModel, ScoringParams
-from agentrl.training.packing import PaddedRows
-from agentrl.training.scoring import score_rows
+from agentrl.workers.model import PolicyModel, ScoringParams
+from agentrl.workers.packing import PaddedRows
+from agentrl.workers.scoring import score_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

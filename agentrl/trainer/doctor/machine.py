@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.machine import num_cores
 from agentrl.plugins.extras import DISTRIBUTION
 from agentrl.trainer.doctor.records import Checked
-from agentrl.training.distributed import World, start_world
+from agentrl.workers.distributed import World, start_world
 
 _SHOWN = (DISTRIBUTION, "torch", "transformers", "sglang")
 _PINNING = (DISTRIBUTION, "sglang")

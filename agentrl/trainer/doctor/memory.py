@@ -13,8 +13,8 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.doctor.engine import AS_LOADED, bounded, prompts_of, sample
 from agentrl.trainer.doctor.records import Checked
 from agentrl.trainer.hand_over import HandOver
-from agentrl.training.memory import give_back_cached
-from agentrl.training.model import PolicyModel
+from agentrl.workers.memory import give_back_cached
+from agentrl.workers.model import PolicyModel
 
 
 def check_hand_over(

@@ -18,10 +18,10 @@ from agentrl.trainer.rollout_setup import (
     probe_model,
     template_needs,
 )
-from agentrl.training.distributed import World
-from agentrl.training.model import PolicyModel, load_hf_config, load_policy
-from agentrl.training.rng import seed_everything
-from agentrl.training.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
+from agentrl.workers.distributed import World
+from agentrl.workers.model import PolicyModel, load_hf_config, load_policy
+from agentrl.workers.rng import seed_everything
+from agentrl.workers.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
 
 
 def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]:

@@ -21,7 +21,7 @@ from agentrl.trainer.doctor.log_probs import (
 )
 from agentrl.trainer.doctor.records import Checked
 from agentrl.trainer.hand_over import HandOver
-from agentrl.training.model import PolicyModel
+from agentrl.workers.model import PolicyModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from agentrl.config.schema import FsdpConfig, ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.training.attention import PACKED_ATTENTION, check_packable
-from agentrl.training.distributed import World
-from agentrl.training.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
-from agentrl.training.packing import PackedBatch
+from agentrl.workers.attention import PACKED_ATTENTION, check_packable
+from agentrl.workers.distributed import World
+from agentrl.workers.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
+from agentrl.workers.packing import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from agentrl.errors import OutOfMemoryError, is_out_of_memory
-from agentrl.training.packing import PackedBatch
+from agentrl.workers.packing import PackedBatch
 
 _LONGEST_REASON = 300
 

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from agentrl.training.batches import split_micro_batches
-from agentrl.training.log_probs import TokenScores
-from agentrl.training.memory import telling_out_of_memory
-from agentrl.training.model import PolicyModel, ScoringParams
-from agentrl.training.packing import PackedBatch, PaddedRows
+from agentrl.workers.batches import split_micro_batches
+from agentrl.workers.log_probs import TokenScores
+from agentrl.workers.memory import telling_out_of_memory
+from agentrl.workers.model import PolicyModel, ScoringParams
+from agentrl.workers.packing import PackedBatch, PaddedRows
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import DataError
-from agentrl.training.attention import AttentionPlan
-from agentrl.training.partition import partition_balanced
+from agentrl.workers.attention import AttentionPlan
+from agentrl.workers.partition import partition_balanced
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,19 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from agentrl.errors import CheckpointError
 from agentrl.files import naming
-from agentrl.training.actor import Actor, ActorCounters
-from agentrl.training.checkpoint import (
+from agentrl.workers.actor import Actor, ActorCounters
+from agentrl.workers.checkpoint import (
     ModelIdentity,
     RunState,
     Snapshot,
     load_checkpoint,
     save_checkpoint,
 )
-from agentrl.training.distributed import World
-from agentrl.training.folders import folder_written_whole
-from agentrl.training.model import PolicyModel
-from agentrl.training.rng import capture_random_state, restore_random_state
-from agentrl.training.weight_sync import iter_full_weights
+from agentrl.workers.distributed import World
+from agentrl.workers.folders import folder_written_whole
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.rng import capture_random_state, restore_random_state
+from agentrl.workers.weight_sync import iter_full_weights
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
-from agentrl.training.folders import (
+from agentrl.workers.folders import (
     flush,
     folder_written_whole,
     make_folder,
@@ -35,7 +35,7 @@ from agentrl.training.folders import (
     remove_leftovers,
     set_aside,
 )
-from agentrl.training.rng import RandomState
+from agentrl.workers.rng import RandomState
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentrl.protocol import DataProto
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 ORDER = "batch_data_id"
 """The column by which rows are put in the order of one rank."""

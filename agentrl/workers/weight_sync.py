@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engines.protocol import FollowsUpdates, SyncFigures
-from agentrl.training.model import PolicyModel, full_tensor
+from agentrl.workers.model import PolicyModel, full_tensor
 
 if TYPE_CHECKING:
     from agentrl.engines.protocol import Engine

@@ -14,14 +14,14 @@ from torch import Tensor
 from agentrl.config.schema import FsdpConfig, ModelConfig, SftConfig
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.training.batches import split_micro_batches
-from agentrl.training.demonstrations import Demonstration, Demonstrations, pad_demonstrations
-from agentrl.training.distributed import World
-from agentrl.training.model import PolicyModel, ScoringParams, load_policy
-from agentrl.training.optim import PolicyOptimizer
-from agentrl.training.packing import PaddedRows
-from agentrl.training.snapshot import export_hf
-from agentrl.training.tokenizer import check_tokenizer, load_tokenizer
+from agentrl.workers.batches import split_micro_batches
+from agentrl.workers.demonstrations import Demonstration, Demonstrations, pad_demonstrations
+from agentrl.workers.distributed import World
+from agentrl.workers.model import PolicyModel, ScoringParams, load_policy
+from agentrl.workers.optim import PolicyOptimizer
+from agentrl.workers.packing import PaddedRows
+from agentrl.workers.snapshot import export_hf
+from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

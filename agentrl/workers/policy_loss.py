@@ -9,9 +9,9 @@ from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.losses import effective_loss_agg_mode, get_policy_loss_fn
 from agentrl.config.schema import ActorConfig
-from agentrl.training.batches import UpdateRows
-from agentrl.training.log_probs import TokenScores
-from agentrl.training.packing import PackedBatch
+from agentrl.workers.batches import UpdateRows
+from agentrl.workers.log_probs import TokenScores
+from agentrl.workers.packing import PackedBatch
 
 NotFinite = dict[str, tuple[int, ...]]
 """By quantity: the response tokens at which it is not finite."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 
 class MetricSums:

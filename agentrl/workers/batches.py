@@ -15,8 +15,8 @@ from torch import Tensor
 from agentrl.algorithms.aggregation import compute_row_weights
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
-from agentrl.training.distributed import World
-from agentrl.training.packing import (
+from agentrl.workers.distributed import World
+from agentrl.workers.packing import (
     PackedBatch,
     PaddedRows,
     count_micro_batches,
@@ -24,7 +24,7 @@ from agentrl.training.packing import (
     dummy_batch,
     pack_rows,
 )
-from agentrl.training.partition import partition_balanced
+from agentrl.workers.partition import partition_balanced
 
 
 @dataclass(frozen=True, slots=True)

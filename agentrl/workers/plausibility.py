@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentrl.training.model import PolicyModel, ScoringParams
-from agentrl.training.packing import PaddedRows
-from agentrl.training.scoring import score_rows
+from agentrl.workers.model import PolicyModel, ScoringParams
+from agentrl.workers.packing import PaddedRows
+from agentrl.workers.scoring import score_rows
 
 SUSPICIOUS_NATS = 1.0
 """How much less likely than chance a token has to be. A policy of random weights, which knows no

@@ -15,7 +15,7 @@ from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.training.packing import PaddedRows
+from agentrl.workers.packing import PaddedRows
 
 
 @dataclass(frozen=True, slots=True)

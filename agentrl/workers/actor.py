@@ -9,22 +9,22 @@ from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.losses import TrainedTokens, needs_summary, with_summary
 from agentrl.config.schema import ActorConfig
 from agentrl.protocol import DataProto
-from agentrl.training.batches import (
+from agentrl.workers.batches import (
     UpdateRows,
     read_padded_rows,
     read_update_rows,
     split_micro_batches,
     split_mini_batches,
 )
-from agentrl.training.log_probs import TokenScores
-from agentrl.training.memory import telling_out_of_memory, telling_out_of_memory_in_step
-from agentrl.training.metrics import MetricSums, mean_by_name
-from agentrl.training.model import PolicyModel, ScoringParams
-from agentrl.training.optim import PolicyOptimizer
-from agentrl.training.packing import PackedBatch
-from agentrl.training.policy_loss import MicroLoss, NotFinite, compute_micro_loss
-from agentrl.training.rng import capture_random_state, restore_random_state
-from agentrl.training.scoring import score_rows
+from agentrl.workers.log_probs import TokenScores
+from agentrl.workers.memory import telling_out_of_memory, telling_out_of_memory_in_step
+from agentrl.workers.metrics import MetricSums, mean_by_name
+from agentrl.workers.model import PolicyModel, ScoringParams
+from agentrl.workers.optim import PolicyOptimizer
+from agentrl.workers.packing import PackedBatch
+from agentrl.workers.policy_loss import MicroLoss, NotFinite, compute_micro_loss
+from agentrl.workers.rng import capture_random_state, restore_random_state
+from agentrl.workers.scoring import score_rows
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from agentrl.errors import ConfigError, RankError
-from agentrl.training.board import Board, is_broken_exchange, open_board
+from agentrl.workers.board import Board, is_broken_exchange, open_board
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import CheckpointError
-from agentrl.training.distributed import World
+from agentrl.workers.distributed import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ import torch
 
 from agentrl.config.schema import FsdpConfig, ModelConfig, RefConfig
 from agentrl.protocol import DataProto
-from agentrl.training.batches import read_padded_rows
-from agentrl.training.distributed import World
-from agentrl.training.model import PolicyModel, ScoringParams, load_policy
-from agentrl.training.scoring import score_rows
+from agentrl.workers.batches import read_padded_rows
+from agentrl.workers.distributed import World
+from agentrl.workers.model import PolicyModel, ScoringParams, load_policy
+from agentrl.workers.scoring import score_rows
 
 
 class Reference:
