@@ -42,20 +42,20 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agentrl.config import parse_config
-from agentrl.config.prepare_schema import TinyPolicyConfig
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.prepare import TinyPolicyConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.data.conversations import Conversation
 from agentrl.data.prompt import Prompt
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.engine import SGLangEngine
 from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.quickstart.tiny_policy import build_tiny_model, train_tokenizer
 from agentrl.rewards import make_reward_manager
 from agentrl.rollout import AsyncRolloutRequest, RolloutManager
 from agentrl.rollout.tool_parsers.base import ParsedCall, ParsedTurn, Piece, ToolParser
 from agentrl.tools import BaseTool
-from agentrl.trainer.plugin_set import Plugins
-from agentrl.trainer.rollout_setup import make_manager, make_rollout_setup, probe_model
-from agentrl.workers.tiny_policy import build_tiny_model, train_tokenizer
+from agentrl.trainer.setup.plugins import Plugins
+from agentrl.trainer.setup.rollout_setup import make_manager, make_rollout_setup, probe_model
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_SAMPLED, MAX_MODEL_LEN = 256, 3, 25, 768
 TEXT = "the of and to in is that for it was on are as with his they at be this have from"

@@ -25,7 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from agentrl.trainer.curve import Curves, Series, read_curves
+from agentrl.trainer.metrics.curve import Curves, Series, read_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = ROOT / "examples/gsm8k_multiturn/quickstart.yaml"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentrl.workers.partition import partition_balanced
+from agentrl.workers.packing import partition_balanced
 
 NUM_ITEMS, NUM_PARTS, LIMIT = 8192, 512, 4096
 Partition = Callable[[Sequence[int], int], list[list[int]]]

@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from agentrl.config.schema import RewardConfig
-from agentrl.machine import num_cores
+from agentrl.config.schema.run import RewardConfig
+from agentrl.plugins.processes import num_cores
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.math_answer import compute_score
 from agentrl.rollout.request import AsyncRolloutRequest
-from tests.fakes_requests import build_request, said
+from tests.fakes.requests import build_request, said
 
 SLACK = 1.25
 """The aim: the time of one process over the number of cores, times this."""

@@ -17,8 +17,8 @@ from agentrl.rewards import make_reward_manager
 from agentrl.rollout import AsyncRolloutRequest, RolloutManager, StopReason
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.tools import BaseTool
-from agentrl.trainer.plugin_set import Plugins
-from agentrl.trainer.rollout_setup import make_manager, make_rollout_setup, probe_model
+from agentrl.trainer.setup.plugins import Plugins
+from agentrl.trainer.setup.rollout_setup import make_manager, make_rollout_setup, probe_model
 
 TURN_S, TOOL_MEDIAN_S, TOOL_SIGMA = 1.0, 0.5, 1.0
 NUM_THOUGHT_TOKENS, NUM_PROMPT_TOKENS = 75, 100

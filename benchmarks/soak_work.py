@@ -23,8 +23,8 @@ from agentrl.engines.scripted import ScriptedAnswer
 from agentrl.messages import Message
 from agentrl.rewards import make_reward_manager
 from agentrl.rollout import AsyncRolloutRequest, RolloutManager, StopReason
-from agentrl.trainer.plugin_set import Plugins
-from agentrl.trainer.rollout_setup import make_manager, make_rollout_setup, probe_model
+from agentrl.trainer.setup.plugins import Plugins
+from agentrl.trainer.setup.rollout_setup import make_manager, make_rollout_setup, probe_model
 
 FAULTS = {"raise": 0.05, "hang": 0.02, "garbage": 0.02, "kill": 0.01}
 """How often a call of one of the tool's methods ends so; the others are fine."""

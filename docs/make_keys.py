@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from agentrl.config.schema import RunConfig
-from agentrl.config.section import Section
+from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.section import Section
 
 PAGE = Path(__file__).resolve().parent / "keys.md"
 HEAD = """# Run-file keys

@@ -19,13 +19,13 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from agentrl.commands.run import RolloutOptions, rollout_from_file
+from agentrl.commands.run_file import read_run_file
 from agentrl.config import Purpose, load_config
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.rewards import place_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.run import RolloutOptions, rollout_from_file
-from agentrl.trainer.run_file import read_run_file
-from agentrl.trainer.transcript import Decode, decode_pieces
+from agentrl.trainer.rollouts.transcript import Decode, decode_pieces
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = ROOT / "examples/gsm8k_multiturn/quickstart.yaml"

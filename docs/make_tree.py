@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = """cli __main__.py trainer compat training collate.py algorithms rewards rollout engines
-tools interactions data sandbox chat_client.py plugins answers.py config protocol messages.py
-files.py machine.py refusals.py bounded_http.py errors.py"""
-"""From the top floor down."""
+LAYERS = """cli __main__.py commands doctor trainer quickstart compat workers collate.py algorithms rewards
+rollout engines tools interactions data sandbox clients plugins answers.py config protocol messages.py
+atomic_io.py validation_messages.py errors.py"""
+"""From the top layer down."""
 BESIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",
     "configs/interaction_config/": "interactions of the bundled examples",
@@ -53,7 +53,7 @@ def trees() -> tuple[str, str]:
     """Write both trees: of folders, and of all files."""
     folders: dict[str, str] = {}
     files: dict[str, str] = {}
-    for name in FLOORS.split():
+    for name in LAYERS.split():
         doors, rooms = places(name)
         listed = (door for door in doors if "compat/verl/" not in str(door.parent))
         folders |= {shown(door): first_sentence(door) for door in listed}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fakes_probes import PROBES, stopped
+from tests.fakes.probes import PROBES, stopped
 
 PROVIDERS = ("sandlock", "bubblewrap", "subprocess")
 OPEN_WITHOUT_NAMESPACES = ("look_at_files", "look_at_processes", "change_outside")

@@ -20,6 +20,6 @@ settings.load_profile("agentrl")
 @pytest.fixture(scope="session")
 def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a few word problems and an untrained policy, made once; only to be read."""
-    from tests.fakes_runs import make_home
+    from tests.fakes.runs import make_home
 
     return make_home(tmp_path_factory.mktemp("home"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes_runs import (
+from tests.fakes.runs import (
     CALL,
     SHARED,
     Told,

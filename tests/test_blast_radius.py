@@ -19,10 +19,10 @@ import torch
 
 from agentrl.algorithms import compute_advantage
 from agentrl.collate import collate
-from agentrl.config.schema import AlgorithmConfig, RewardConfig
+from agentrl.config.schema.run import AlgorithmConfig, RewardConfig
 from agentrl.engines import TransformersEngine
-from agentrl.engines.calls import Call
 from agentrl.engines.protocol import Completion, EngineCall
+from agentrl.engines.transformers.calls import Call
 from agentrl.errors import Fault
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
@@ -30,8 +30,8 @@ from agentrl.rewards import NaiveRewardManager
 from agentrl.rewards.scoring import solution_text
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
-from tests.fakes import check_life
-from tests.fakes_rounds import Scene, SlowTool, SlowUser, random_time, tokens
+from tests.fakes.plugins import check_life
+from tests.fakes.rounds import Scene, SlowTool, SlowUser, random_time, tokens
 
 VICTIM = "train-0-0-1-2"
 TIMEOUT_S = 1.0

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from agentrl.chat_client import (
+from agentrl.clients.chat import (
     ChatBudget,
     ChatBudgetError,
     ChatClient,
@@ -26,7 +26,7 @@ from agentrl.chat_client import (
 )
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.extras import install_command
-from tests.fakes_chat import KEY, FakeChat, in_turn, serving, serving_of
+from tests.fakes.chat import KEY, FakeChat, in_turn, serving, serving_of
 
 HELLO = [{"role": "user", "content": "Hello?"}]
 

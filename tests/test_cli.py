@@ -16,7 +16,7 @@ import torch
 
 from agentrl.config import load_config
 from agentrl.errors import EngineError
-from tests.fakes_runs import (
+from tests.fakes.runs import (
     CALCULATOR,
     CALL,
     ROOT,
@@ -90,7 +90,7 @@ def test_a_command_that_is_interrupted_before_its_run_begins_says_so(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("agentrl.trainer.run_file.read_config", interrupted)
+    monkeypatch.setattr("agentrl.commands.run_file.read_config", interrupted)
     assert run_agentrl(capsys, "train", run_file) == (130, "interrupted\n", "")
 
 
@@ -346,7 +346,7 @@ def test_serve_says_of_a_server_argument_that_the_command_line_gave_it(
 def test_sglang_that_is_not_installed_names_the_key_that_asks_for_it(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("agentrl.trainer.engine_choice.find_spec", lambda _: None)
+    monkeypatch.setattr("agentrl.trainer.setup.engine_factory.find_spec", lambda _: None)
     file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
     told = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang")
     assert told.code == 2
@@ -375,7 +375,7 @@ def test_an_interrupted_warm_up_is_not_made_yet_and_is_made_again(
 
     file, folder = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path)), tmp_path / "warmed_up"
     with monkeypatch.context() as patch:
-        patch.setattr("agentrl.trainer.preparation.run_sft", interrupted)
+        patch.setattr("agentrl.trainer.setup.prepare.run_sft", interrupted)
         assert run_agentrl(capsys, "sft", file).code == 130
     checked = run_agentrl(capsys, "config", "check", file)
     assert (checked.code, checked.err) == (0, "")

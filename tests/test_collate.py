@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.collate import collate, compute_position_ids, generate_sequences
-from agentrl.config.reward_schema import Placement
+from agentrl.config.schema.reward import Placement
 from agentrl.engines.protocol import SamplingParams
 from agentrl.errors import DataError
 from agentrl.messages import Message
@@ -15,7 +15,7 @@ from agentrl.protocol import DataProto
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
-from tests.fakes_requests import build_request, finished_requests, observed, said, weighted
+from tests.fakes.requests import build_request, finished_requests, observed, said, weighted
 
 PAD = 0
 batches = st.lists(finished_requests(), min_size=1, max_size=5)

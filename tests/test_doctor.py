@@ -11,17 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from agentrl.doctor import log_probs
+from agentrl.doctor.command import examine
+from agentrl.doctor.machine import find_broken_pins
+from agentrl.doctor.report import Checked, Checkup, Row, Verdict, make_table
 from agentrl.engines import ScriptedEngine, TransformersEngine
 from agentrl.engines.protocol import SyncFigures
 from agentrl.errors import ConfigError, EngineError
-from agentrl.trainer.doctor import log_probs
-from agentrl.trainer.doctor.checkup import Checkup, make_table
-from agentrl.trainer.doctor.command import examine
-from agentrl.trainer.doctor.machine import find_broken_pins
-from agentrl.trainer.doctor.records import Checked, Row, Verdict
-from agentrl.trainer.hand_over import HandOver
+from agentrl.trainer.engine_sync import HandOver
 from agentrl.workers.model import PolicyModel, full_tensor, load_causal_lm, load_policy
-from tests.fakes_runs import CALCULATOR, CALL, put, run_agentrl, scripted, tiny_run, write_yaml
+from tests.fakes.runs import CALCULATOR, CALL, put, run_agentrl, scripted, tiny_run, write_yaml
 
 Capture = pytest.CaptureFixture[str]
 
@@ -100,7 +99,7 @@ def healthy(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Health
         return policy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl.trainer.doctor.model.load_policy", loading)
+        patch.setattr("agentrl.doctor.model.load_policy", loading)
         looked = look(file)
     [(policy, before)] = loaded
     return Healthy(looked, folder, file, policy, before)
@@ -290,9 +289,7 @@ def coding(script: dict[str, Any], tmp_path: Path) -> Path:
 def no_walls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on this machine keeps code in."""
     monkeypatch.setattr("agentrl.sandbox.choice.why_not", lambda provider: "it is not installed")
-    monkeypatch.setattr(
-        "agentrl.trainer.doctor.sandbox.why_not", lambda provider: "it is not installed"
-    )
+    monkeypatch.setattr("agentrl.doctor.sandbox.why_not", lambda provider: "it is not installed")
 
 
 def test_who_keeps_code_in_has_a_row(coding: Path):
@@ -409,7 +406,7 @@ def give_engine(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         engine._own = own
         return engine
 
-    monkeypatch.setattr("agentrl.trainer.doctor.engine.build_engine", build)
+    monkeypatch.setattr("agentrl.doctor.engine.build_engine", build)
 
 
 def test_an_engine_of_other_weights_is_a_fault_with_its_usual_causes(
@@ -467,7 +464,7 @@ def share_accelerator(monkeypatch: pytest.MonkeyPatch, *, given: int) -> None:
         return HandOver(engine=engine, policy=policy, max_attempts=3, gives_memory=True)
 
     monkeypatch.setattr(HandOver, "of", of)
-    monkeypatch.setattr("agentrl.trainer.doctor.memory._free_bytes", lambda device: next(free))
+    monkeypatch.setattr("agentrl.doctor.engine_sync._free_bytes", lambda device: next(free))
 
 
 def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, told: list[str]):
@@ -512,7 +509,7 @@ def test_an_engine_that_does_not_start_is_a_fault_and_nothing_is_rolled_out(
     def build(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr("agentrl.trainer.doctor.engine.build_engine", build)
+    monkeypatch.setattr("agentrl.doctor.engine.build_engine", build)
     looked = look(run_file)
     assert looked.faults() == ["engine start"]
     assert looked.text("rollout") == "because of 'engine start'"
@@ -532,7 +529,7 @@ def test_an_interrupted_examination_closes_the_engine(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TransformersEngine, "close", closing)
-    monkeypatch.setattr("agentrl.trainer.doctor.command.check_rollout", interrupted)
+    monkeypatch.setattr("agentrl.doctor.command.check_rollout", interrupted)
     with pytest.raises(KeyboardInterrupt):
         look(run_file)
     assert closed

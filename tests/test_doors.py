@@ -23,7 +23,7 @@ LIGHT_DOORS = (
     "agentrl.rollout",
     "agentrl.rewards",
     "agentrl.sandbox",
-    "agentrl.chat_client",
+    "agentrl.clients.chat",
     "agentrl.engines",
     "agentrl.config",
     "agentrl.data",

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config.schema import OptimConfig, SftConfig
+from agentrl.config.schema.run import OptimConfig, SftConfig
 from agentrl.data.files import read_rows
 from agentrl.tools import initialize_tools_from_config
 from agentrl.workers.distributed import start_world, stop_world
 from agentrl.workers.sft import run_sft
-from tests.fakes_kill import SCORER, STATIONS, Life, Mark, Nursery
-from tests.fakes_runs import (
+from tests.fakes.kill import SCORER, STATIONS, Life, Mark, Nursery
+from tests.fakes.runs import (
     CALCULATOR,
     ROOT,
     read_lines,
@@ -27,7 +27,7 @@ from tests.fakes_runs import (
     write_jsonl,
     write_yaml,
 )
-from tests.fakes_same import differences
+from tests.fakes.same import differences
 
 STEPS_PER_EPOCH = 4
 NUM_STEPS = 3 * STEPS_PER_EPOCH

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from agentrl.config import RunConfig, load_config, parse_config
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema.run import ModelConfig
 from agentrl.data.files import read_rows
 from agentrl.errors import CheckpointError, ConfigError, PluginError
 from agentrl.plugins import load_object
 from agentrl.rewards import make_reward_manager
 from agentrl.tools import BaseTool, function_tool, initialize_tools_from_config
 from agentrl.tools.function_tool import FunctionTool
-from agentrl.trainer.plugin_set import Plugins
-from agentrl.trainer.preflight import find_trained_validation, find_undescribed
-from agentrl.trainer.resume import find_checkpoint
+from agentrl.trainer.setup.plugins import Plugins
+from agentrl.trainer.setup.preflight import find_trained_validation, find_undescribed
+from agentrl.trainer.state.resume import find_checkpoint
 from agentrl.workers.model import load_causal_lm
 from agentrl.workers.tokenizer import load_tokenizer
-from tests.fakes_runs import write_yaml
+from tests.fakes.runs import write_yaml
 
 RUN: dict[str, Any] = {"data": {"train_files": ["t.jsonl"]}, "model": {"path": "m"}}
 

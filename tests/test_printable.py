@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
+from agentrl.commands.rescore import Change, changes_table
 from agentrl.errors import printable
-from agentrl.trainer.rescore import Change, changes_table
 
 
 @pytest.mark.parametrize(

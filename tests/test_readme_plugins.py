@@ -13,7 +13,7 @@ from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools.registry import load_all_tools
-from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 

@@ -22,7 +22,7 @@ from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.workers.distributed import stop_world
 from agentrl.workers.snapshot import load_run
-from tests.fakes_gsm8k import (
+from tests.fakes.gsm8k import (
     VOCAB_SIZE,
     RecordingEngine,
     WatchedTrainer,

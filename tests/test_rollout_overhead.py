@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.fakes_templates import DATA
+from tests.fakes.templates import DATA
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import tiny_tokenizer
+from tests.fakes.plugins import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

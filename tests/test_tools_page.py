@@ -13,10 +13,10 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.settings import ToolSettings
-from agentrl.trainer.metrics import rollout_figures
-from agentrl.trainer.tool_figures import OUTCOMES
-from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
-from tests.fakes_tools import schema
+from agentrl.trainer.metrics.plugins import OUTCOMES
+from agentrl.trainer.metrics.step import rollout_figures
+from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.tools import schema
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/tools.md").read_text(encoding="utf-8")
 

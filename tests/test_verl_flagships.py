@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from agentrl.compat import SWITCH, install_verl
-from tests.fakes_runs import run_agentrl, write_yaml
+from tests.fakes.runs import run_agentrl, write_yaml
 
 Capture = pytest.CaptureFixture[str]
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

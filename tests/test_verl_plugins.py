@@ -26,7 +26,7 @@ from agentrl.tools import (
 )
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.verl_names import as_verl_shows
-from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/from_verl.md"
 

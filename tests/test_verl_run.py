@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from agentrl.config import load_config
-from tests.fakes_runs import read_lines, run_agentrl, write_yaml
+from tests.fakes.runs import read_lines, run_agentrl, write_yaml
 
 Capture = pytest.CaptureFixture[str]
 

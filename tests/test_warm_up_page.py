@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes_runs import ROOT, run_agentrl
+from tests.fakes.runs import ROOT, run_agentrl
 
 PAGE = (ROOT / "docs/warm_up.md").read_text(encoding="utf-8")
 

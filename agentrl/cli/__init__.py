@@ -3,9 +3,9 @@
     process.py    signals, ranks, the end of the process
     app.py        the application, and its groups of commands
     rewards.py    reward rescore
-    running.py    train, sft, rollout
-    seeing.py     doctor, config
-    serving.py    serve
+    train.py      train, sft, rollout
+    inspect.py    doctor, config
+    serve.py      serve
     prepare.py    prepare
 
 Nothing heavy is imported before a command runs, so that `--help` answers at once. A fault that a
@@ -20,9 +20,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from agentrl.cli import prepare, rewards, running, seeing, serving
-from agentrl.cli.app import app
-from agentrl.cli.arguments import refuse_hydra_options
+from agentrl.cli import inspect, prepare, rewards, serve, train
+from agentrl.cli.app import app, refuse_hydra_options
 from agentrl.cli.process import (
     exit_code,
     import_from_here,
@@ -33,9 +32,9 @@ from agentrl.cli.process import (
     stop_cleanly_on_sigterm,
 )
 from agentrl.errors import AgentRLError, is_out_of_memory
-from agentrl.trainer.leaving import end_without_waiting, report_silent_exit
+from agentrl.trainer.process_exit import end_without_waiting, report_silent_exit
 
-__all__ = ["app", "leave_rank", "main", "prepare", "rewards", "running", "seeing", "serving"]
+__all__ = ["app", "inspect", "leave_rank", "main", "prepare", "rewards", "serve", "train"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

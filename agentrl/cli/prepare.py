@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli.app import prepare_app
-from agentrl.cli.arguments import OutDir
+from agentrl.cli.app import OutDir, prepare_app
 
 
 @prepare_app.command("arithmetic")
@@ -19,8 +18,8 @@ def prepare_arithmetic(
     num_demos: Annotated[int, typer.Option(help="Conversations for a warm-up.", min=0)] = 16000,
 ) -> None:
     """Make word problems of one to three steps in the format of GSM8K, and demonstrations."""
-    from agentrl.config.schema import ArithmeticConfig
-    from agentrl.data.prepare import prepare_arithmetic as prepare
+    from agentrl.config.schema.run import ArithmeticConfig
+    from agentrl.quickstart.arithmetic import prepare_arithmetic as prepare
 
     files = prepare(
         ArithmeticConfig(
@@ -45,7 +44,7 @@ def prepare_gsm8k(
     ] = None,
 ) -> None:
     """Turn the real GSM8K into rows with tools and an interaction."""
-    from agentrl.config.schema import Gsm8kConfig
+    from agentrl.config.schema.run import Gsm8kConfig
     from agentrl.data.prepare import prepare_gsm8k as prepare
 
     files = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
@@ -69,7 +68,7 @@ def prepare_search_index(
     b: Annotated[float, typer.Option(help="How much a long document counts for less.")] = 0.75,
 ) -> None:
     """Index a corpus for SearchTool with `retriever: bm25` (extra `search`)."""
-    from agentrl.config.prepare_schema import SearchIndexConfig
+    from agentrl.config.schema.prepare import SearchIndexConfig
     from agentrl.data.prepare.search_index import prepare_search_index as prepare
     from agentrl.plugins.keys import read_keys
 

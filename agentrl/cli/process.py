@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from agentrl.trainer.leaving import end_process
+from agentrl.trainer.process_exit import end_process
 
 
 def is_one_of_many() -> bool:

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentrl.cli.app import reward_app
-from agentrl.cli.arguments import Overrides
-from agentrl.trainer.leaving import importing
+from agentrl.cli.app import Overrides, reward_app
+from agentrl.trainer.process_exit import importing
 
 
 @reward_app.command("rescore")
@@ -32,7 +31,7 @@ def reward_rescore(
     Exits with 1 where nothing could be scored.
     """
     with importing():
-        from agentrl.trainer.rescore import rescore_from_file
+        from agentrl.commands.rescore import rescore_from_file
 
     changes = rescore_from_file(file, config, overrides or [], Console(), out=out)
     raise typer.Exit(int(not any(change.new for change in changes.values())))

@@ -20,7 +20,7 @@ from agentrl.config.load import (
     telling_where,
 )
 from agentrl.config.problems import Problem
-from agentrl.config.schema import (
+from agentrl.config.schema.run import (
     ActorConfig,
     AlgorithmConfig,
     ArithmeticConfig,

@@ -12,7 +12,7 @@ from agentrl.config.method_keys import (
     is_gdpo,
 )
 from agentrl.config.problems import Problem, raise_problems
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 
 
 class Bias(KeyNote):

@@ -18,7 +18,7 @@ from agentrl.config.method_contradictions import (
 )
 from agentrl.config.problems import Problem
 from agentrl.config.reward_contradictions import find_reward_problems
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 
 Check = Callable[[RunConfig], Iterator[Problem]]
 

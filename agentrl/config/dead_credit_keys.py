@@ -2,7 +2,7 @@
 
 from agentrl.config.key_notes import DeadKeyRule
 from agentrl.config.method_keys import SUM_ESTIMATORS, is_gdpo
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 
 CALL_KEYS = ("reward.weights.tool_call", "reward.tool_call_bonus", "reward.max_bonus_calls")
 """Those that are nothing without tool calls."""

@@ -9,7 +9,7 @@ from agentrl.config.dead_credit_keys import CALL_KEYS, CREDIT_KEYS, CREDIT_RULES
 from agentrl.config.dead_method_keys import METHOD_RULES
 from agentrl.config.dead_scoring_keys import SCORING_RULES
 from agentrl.config.key_notes import DeadKey, DeadKeyRule, KeyNote, set_keys
-from agentrl.config.schema import ActorConfig, OptimConfig, RunConfig
+from agentrl.config.schema.run import ActorConfig, OptimConfig, RunConfig
 
 __all__ = [
     "DEAD_KEY_RULES",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from agentrl.config.correction_schema import RolloutCorrectionConfig
 from agentrl.config.key_notes import DeadKeyRule
 from agentrl.config.method_keys import (
     FIXED_AGGREGATION,
@@ -11,7 +10,8 @@ from agentrl.config.method_keys import (
     chosen_loss,
     is_gdpo,
 )
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.correction import RolloutCorrectionConfig
+from agentrl.config.schema.run import RunConfig
 
 _Correction = Callable[[RolloutCorrectionConfig], bool]
 

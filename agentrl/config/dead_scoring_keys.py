@@ -1,8 +1,8 @@
 """Keys of the scoring that change nothing in this configuration (law 12)."""
 
 from agentrl.config.key_notes import DeadKeyRule
-from agentrl.config.sandbox_schema import UNREAD_BY_FUSION
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.sandbox import UNREAD_BY_FUSION
 
 _BUNDLED_PATHS = "agentrl.rewards."
 

@@ -7,7 +7,7 @@ import yaml
 
 from agentrl.config.contradictions import longest_sequence
 from agentrl.config.dead_keys import num_mini_batches
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.config.secrets import REDACTED, without_secrets
 from agentrl.config.verl import VerlReport
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from agentrl.config.schema import RunConfig, Section
+from agentrl.config.schema.run import RunConfig, Section
 
 
 @dataclass(frozen=True)

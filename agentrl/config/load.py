@@ -26,10 +26,10 @@ from agentrl.config.problems import (
     problems_of,
     raise_problems,
 )
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl import VerlReport, is_verl_tree, naming_their_keys, read_verl_tree
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.refusals import malformed, unresolved
+from agentrl.validation_messages import malformed, unresolved
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from agentrl.config.correction_schema import (
+from agentrl.config.method_keys import GROUP_ESTIMATORS, INPUTS_NOT_MADE, READ_SQUARES
+from agentrl.config.problems import Problem
+from agentrl.config.schema.correction import (
     PRESETS,
     SECTION,
     TUNABLE,
@@ -11,9 +13,7 @@ from agentrl.config.correction_schema import (
     parse_is_threshold,
     parse_rejections,
 )
-from agentrl.config.method_keys import GROUP_ESTIMATORS, INPUTS_NOT_MADE, READ_SQUARES
-from agentrl.config.problems import Problem
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.errors import ConfigError
 
 _MOST_OF_A_STEP = 0.2

@@ -5,7 +5,7 @@ What a method of the user's own reads is not known: it stands in no table here.
 
 from collections.abc import Mapping
 
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 
 _CLIP = frozenset({"actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high"})
 _DUAL_CLIP = _CLIP | {"actor.clip_ratio_c"}

@@ -12,9 +12,9 @@ from typing import Never
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.refusals import section_types, what_was_expected
+from agentrl.validation_messages import section_types, what_was_expected
 
 _OTHER_NAMES = {
     "max_new_tokens": "rollout.multi_turn.max_tokens_per_turn",

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 from agentrl.config.dead_scoring_keys import may_use
 from agentrl.config.problems import Problem
-from agentrl.config.reward_schema import (
+from agentrl.config.schema.reward import (
     BUNDLED_SCORERS,
     TAKEN_NAMES,
     RewardConfig,
     RewardFunctionConfig,
 )
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.errors import did_you_mean
 
 _FUNCTIONS = "reward.functions"

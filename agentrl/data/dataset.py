@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from omegaconf import OmegaConf
 
-from agentrl.config.schema import CustomClassConfig, DataConfig
+from agentrl.config.schema.run import CustomClassConfig, DataConfig
 from agentrl.data.files import read_rows
 from agentrl.data.prompt import Prompt
 from agentrl.data.rows import RowReader

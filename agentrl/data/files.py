@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentrl.atomic_io import written_whole
 from agentrl.errors import DataError
-from agentrl.files import written_whole
 
 _TEXT = "utf-8-sig"
 """UTF-8; the mark that some editors put at the beginning is passed over."""

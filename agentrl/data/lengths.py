@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from agentrl.atomic_io import written_whole
 from agentrl.data.dataset import PromptDataset
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError
-from agentrl.files import written_whole
-from agentrl.machine import num_cores
+from agentrl.plugins.processes import num_cores
 
 log = logging.getLogger(__name__)
 

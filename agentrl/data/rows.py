@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from pydantic import ValidationError
 
-from agentrl.config.schema import DataConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.files import Row
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError

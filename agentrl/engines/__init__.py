@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
     from agentrl.engines.sglang.engine import SGLangEngine
     from agentrl.engines.sglang.server_engine import SGLangServerEngine
-    from agentrl.engines.transformers_engine import (
+    from agentrl.engines.transformers.engine import (
         TransformersEngine,
         TransformersEngineSettings,
     )
@@ -48,8 +48,8 @@ _HOMES = {
     "SamplingParams": "agentrl.engines.protocol",
     "ScriptedAnswer": "agentrl.engines.scripted",
     "ScriptedEngine": "agentrl.engines.scripted",
-    "TransformersEngine": "agentrl.engines.transformers_engine",
-    "TransformersEngineSettings": "agentrl.engines.transformers_engine",
+    "TransformersEngine": "agentrl.engines.transformers.engine",
+    "TransformersEngineSettings": "agentrl.engines.transformers.engine",
     "VersionSpan": "agentrl.engines.protocol",
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.answers import without_thought
-from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.section import Section
+from agentrl.config.schema.sandbox import SandboxConfig
+from agentrl.config.schema.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import last_answer
 from agentrl.interactions.linting import Finding, Linter

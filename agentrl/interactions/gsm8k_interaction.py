@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import last_answer
 from agentrl.plugins.keys import read_keys

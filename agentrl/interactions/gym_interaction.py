@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError, MissingExtraError, PluginError
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.conversation import last_answer

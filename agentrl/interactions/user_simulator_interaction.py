@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agentrl.answers import without_thought
-from agentrl.chat_client import ChatBudget, ChatBudgetError, ChatClient, ChatConfig
-from agentrl.config.section import Section
+from agentrl.clients.chat import ChatBudget, ChatBudgetError, ChatClient, ChatConfig
+from agentrl.config.schema.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.simulated_user import (
     Role,

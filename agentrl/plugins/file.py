@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.plugins.keys import read_keys, unknown_key
-from agentrl.refusals import malformed, unresolved
+from agentrl.validation_messages import malformed, unresolved
 
 _LIMIT = "max_yaml_expanded_nodes"
 _MORE_NODES: dict[str, Any] = (

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentrl.errors import ConfigError, did_you_mean
-from agentrl.refusals import section_types, what_was_expected
+from agentrl.validation_messages import section_types, what_was_expected
 
 Keys = TypeVar("Keys", bound=BaseModel)
 Loc = tuple[int | str, ...]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self, cast
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import RewardError
 from agentrl.plugins.call import contained
 from agentrl.rewards.calling import ScoreCaller

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiolimiter import AsyncLimiter
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.plugins.call import call_bounded, call_method, contained, with_event_loop
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentrl.answers import without_thought
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.grading import GradingLimits, grade, last_code_block, read_tests
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import islice
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.rewards.overlong import compute_overlong_reward, count_sampled_tokens
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -16,8 +16,8 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from agentrl.answers import without_thought
-from agentrl.chat_client import ChatClient, ChatConfig
-from agentrl.config.section import Section
+from agentrl.clients.chat import ChatClient, ChatConfig
+from agentrl.config.schema.section import Section
 from agentrl.errors import RewardError
 from agentrl.plugins.keys import read_keys
 

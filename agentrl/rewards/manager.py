@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar, runtime_checkable
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.plugins.registry import Registry
 from agentrl.rewards.loading import bundled_in, load_scorers
 from agentrl.rewards.scoring import ScoreFn

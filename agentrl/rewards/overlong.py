@@ -1,6 +1,6 @@
 """Soft punishment of answers that come near the limit of their length."""
 
-from agentrl.config.schema import OverlongBufferConfig
+from agentrl.config.schema.run import OverlongBufferConfig
 from agentrl.rollout.request import AsyncRolloutRequest
 
 

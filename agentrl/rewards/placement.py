@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentrl.config.reward_schema import Placement, RewardConfig
+from agentrl.config.schema.reward import Placement, RewardConfig
 from agentrl.rewards.combination import TRAJECTORY_ALONE, combine_rewards
 from agentrl.rewards.rounding import settle, split, split_evenly
 from agentrl.rollout.records import CallRecord, Turn

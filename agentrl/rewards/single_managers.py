@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import Fault, RewardError
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.functions import WeightedScorers

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.config.schema import MultiTurnConfig
+from agentrl.config.schema.run import MultiTurnConfig
 from agentrl.engines.protocol import Engine
 from agentrl.interactions.base import BaseInteraction
 from agentrl.rollout.observations import TextFitter

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
-from agentrl.config.schema import DataConfig, RolloutConfig, ValKwargsConfig
+from agentrl.config.schema.run import DataConfig, RolloutConfig, ValKwargsConfig
 from agentrl.data.prompt import Prompt
 from agentrl.engines.protocol import CompletionSource, SamplingParams
 from agentrl.errors import Fault, RolloutError

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError
 from agentrl.sandbox.base import Session
 from agentrl.sandbox.fusion_client import FusionClient

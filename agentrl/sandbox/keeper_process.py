@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from typing import IO, NamedTuple
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.settings import KEEPER, LocalProvider, keeper_settings
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.guest_link import Ask, GuestLink
 from agentrl.sandbox.keeper_process import KeeperProcess

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.syscall_filter import syscall_filter
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import AgentRLError
 from agentrl.sandbox.base import Sandbox
 

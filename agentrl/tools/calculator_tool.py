@@ -19,7 +19,7 @@ from decimal import (
 )
 from typing import Any
 
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins.keys import read_keys

@@ -4,7 +4,7 @@ import uuid
 from typing import Any
 
 from agentrl.answers import extract_gsm8k_answer, same_number
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult

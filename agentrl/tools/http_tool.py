@@ -15,13 +15,13 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from agentrl.config.section import Section
+from agentrl.clients.http import Answer, HttpClient
+from agentrl.config.schema.section import Section
 from agentrl.errors import ServiceError, ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.http_client import Answer, HttpClient
 from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
 
 MAX_ERROR_CHARACTERS = 2000

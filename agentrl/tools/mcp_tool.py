@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError, ServiceError, did_you_mean
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.extras import require_package

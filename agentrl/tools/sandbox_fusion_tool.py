@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution

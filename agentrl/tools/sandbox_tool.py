@@ -3,8 +3,8 @@
 import uuid
 from typing import Any, Generic, TypeVar
 
-from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.section import Section
+from agentrl.config.schema.sandbox import SandboxConfig
+from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys

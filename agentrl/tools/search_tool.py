@@ -11,7 +11,8 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from agentrl.config.section import Section, UserPath
+from agentrl.clients.http import HttpClient
+from agentrl.config.schema.section import Section, UserPath
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.extras import require_package
@@ -19,7 +20,6 @@ from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.from_verl import our_names
-from agentrl.tools.http_client import HttpClient
 from agentrl.tools.search.documents import Document, Retriever, show
 from agentrl.tools.search.index import IndexRetriever, read_parts
 from agentrl.tools.search.service import ServiceRetriever

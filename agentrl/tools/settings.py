@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.lanes import Isolation

@@ -16,12 +16,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
 
-from agentrl.trainer.leaving import EXIT_CODE, end_process
+from agentrl.trainer.process_exit import EXIT_CODE, end_process
 from agentrl.workers.distributed import World
 
 T = TypeVar("T")
@@ -150,3 +152,28 @@ def _tell(line: bytes) -> None:
     # In a signal handler: the streams of Python may be in the middle of a line.
     with suppress(OSError):
         os.write(2, line)
+
+
+class AnyRunner(asyncio.Runner):  # pyright: ignore[reportGeneralTypeIssues] # final in stubs only
+    """Runs coroutines on a loop of its own, whatever runs in the calling thread.
+
+    If the calling thread runs an event loop, the coroutine runs on another thread, and the caller
+    waits for it. Ctrl-C is heard by the waiting thread: a handler may cancel the coroutine.
+    """
+
+    def run(self, coro: Coroutine[Any, Any, T], *, context: Context | None = None) -> T:
+        """Run a coroutine to its end."""
+        return _aside(lambda: super(AnyRunner, self).run(coro, context=context))
+
+    def close(self) -> None:
+        """Shut the loop down."""
+        _aside(super().close)
+
+
+def _aside(work: Callable[[], T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-loop") as executor:
+        return executor.submit(work).result()

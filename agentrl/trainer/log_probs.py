@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from agentrl.protocol import DataProto
-from agentrl.trainer.build import Parts
-from agentrl.trainer.columns_asked import SUM_PI_SQUARED, estimator_names
+from agentrl.trainer.components import Parts
 from agentrl.trainer.credit import tensors_of
-from agentrl.trainer.metrics import Timer
+from agentrl.trainer.metrics.step import Timer
+from agentrl.trainer.sampling import SUM_PI_SQUARED, estimator_names
 
 
 def add_log_probs(batch: DataProto, parts: Parts, timer: Timer, *, temperature: float) -> None:

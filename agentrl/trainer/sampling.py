@@ -10,11 +10,19 @@
 The decisions are those of all ranks together, and the same on every one.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from agentrl.config.schema import RewardConfig, RunConfig
+import numpy as np
+import torch
+
+from agentrl.algorithms import get_adv_estimator_fn
+from agentrl.config.schema.run import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RunConfig
 from agentrl.data.prompt import Prompt
+from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
 from agentrl.rewards.combination import (
     SHAPING,
@@ -23,18 +31,11 @@ from agentrl.rewards.combination import (
     combine_rewards,
     record_shaping,
 )
+from agentrl.rewards.scoring import check_number
 from agentrl.rollout.manager import RolloutManager, SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.columns_asked import REWARD_BASELINES, estimator_names
-from agentrl.trainer.figures import Figures, Largest, Mean, spread
-from agentrl.trainer.greedy import (
-    add_reward_baselines,
-    is_greedy,
-    leave_out_without_baseline,
-    read_baselines,
-)
-from agentrl.trainer.group_filter import find_signal
-from agentrl.trainer.journal import Journal
+from agentrl.trainer.metrics.aggregators import Figures, Largest, Mean, spread
+from agentrl.trainer.metrics.run_logger import Journal
 from agentrl.workers.batches import deal_samples
 from agentrl.workers.distributed import World
 
@@ -256,3 +257,131 @@ def _greedy_figures(
     known = [baselines[place] for place in places if place in baselines]
     failed = Mean.of([place not in baselines for place in places])
     return {"rollout/greedy_failed_frac": failed} | spread("rollout/greedy_reward", known)
+
+
+COMBINED = frozenset({"score", "reward", "seq_reward", "seq_final_reward"})
+"""Metrics that are the combined reward: what the estimator compares."""
+
+
+class Measured(NamedTuple):
+    """One member of a group, as far as its signal goes; what ranks send each other."""
+
+    place: int
+    """Of its prompt, among those of the step."""
+    value: float
+
+
+def find_signal(
+    requests: Sequence[AsyncRolloutRequest],
+    config: FilterGroupsConfig,
+    reward: RewardConfig,
+    world: World,
+) -> list[int]:
+    """Find the groups whose members differ, over all ranks. A collective.
+
+    Members that are not in their group's baseline (the infrastructure failed) count for nothing:
+    a group is judged by the rest, and one of which fewer than two are left has no signal.
+
+    Args:
+        requests: This rank's, scored.
+        config: What must differ.
+        reward: How rewards of several sources become one.
+        world: The ranks.
+
+    Returns:
+        The places of those groups' prompts, in order.
+
+    Raises:
+        ConfigError: where the scorer's dict has no such key, or no number under it.
+    """
+    mine: list[Measured] = []
+    with world.agreeing():
+        counted = (request for request in requests if request.in_baseline)
+        mine += (Measured(r.batch_data_id, measure(r, config.metric, reward)) for r in counted)
+    return places_that_differ(world.gather_flat(mine))
+
+
+def places_that_differ(measured: Iterable[Measured]) -> list[int]:
+    """Find the groups whose largest value is not their smallest, in order."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for place, value in measured:
+        groups[place].append(value)
+    return sorted(place for place, values in groups.items() if max(values) != min(values))
+
+
+def measure(request: AsyncRolloutRequest, metric: str, reward: RewardConfig) -> float:
+    """Read what of a request is compared, as float32 holds it: what batches hold rewards in.
+
+    Raises:
+        ConfigError: where the scorer's dict has no such key, or no number under it.
+    """
+    if metric in COMBINED:
+        return float(np.float32(combine_rewards(request, reward).total))
+    found = request.reward_extra_info
+    if metric not in found:
+        raise ConfigError(
+            f"the scorer said nothing of {metric!r} for {request.request_id}",
+            key="algorithm.filter_groups.metric",
+            expected=f"one of {', '.join(sorted(COMBINED))} or of the keys of the scorer's dict: "
+            f"{', '.join(map(str, found)) or 'it has none'}",
+        )
+    return float(np.float32(check_number(found[metric], f"the scorer's {metric!r}")))
+
+
+IS_BASELINE = "the greedy rollout of its prompt: a baseline, not a sample"
+NO_BASELINE = "the greedy rollout of its prompt failed"
+
+
+def is_greedy(request: AsyncRolloutRequest) -> bool:
+    """Whether a request is no training sample: those are drawn at a temperature above 0."""
+    return request.sampling.temperature == 0
+
+
+def read_baselines(
+    greedy: Sequence[AsyncRolloutRequest], reward: RewardConfig, world: World
+) -> dict[int, float]:
+    """Read the combined reward of each prompt's greedy rollout, over all ranks. A collective.
+
+    The rollouts are marked, so that nothing takes them for samples.
+
+    Returns:
+        By the prompt's place; without those whose rollout failed.
+    """
+    counted = [request for request in greedy if request.in_baseline]
+    mine = [(one.batch_data_id, combine_rewards(one, reward).total) for one in counted]
+    for request in greedy:
+        request.dropped = request.dropped or IS_BASELINE
+    return dict(world.gather_flat(mine))
+
+
+def leave_out_without_baseline(
+    samples: Sequence[AsyncRolloutRequest], baselines: Mapping[int, float]
+) -> None:
+    """Take the samples out of the step whose prompt has no baseline: any other would be wrong."""
+    for request in samples:
+        if request.batch_data_id not in baselines:
+            request.dropped = request.dropped or NO_BASELINE
+
+
+def add_reward_baselines(batch: DataProto, baselines: Mapping[int, float]) -> None:
+    """Add `reward_baselines`, `[B]` float32, to a batch; 0 where a row has none: it is masked."""
+    if batch.batch is not None:
+        places = batch.batch["batch_data_id"].tolist()
+        found = [baselines.get(place, 0.0) for place in places]
+        batch.batch[REWARD_BASELINES] = torch.tensor(found, dtype=torch.float32)
+
+
+REWARD_BASELINES = "reward_baselines"
+"""`[B]`: the score of each prompt's greedy rollout."""
+SUM_PI_SQUARED = "sum_pi_squared"
+"""`[B, T]`: the squared probabilities of the vocabulary, summed."""
+
+
+def estimator_names(config: AlgorithmConfig, column: str) -> bool:
+    """Whether the chosen estimator has a parameter of this name, and so asks for the column.
+
+    One that takes whatever there is (`batch`, `**kwargs`) asks for nothing: it gets these columns
+    where it names them.
+    """
+    function = get_adv_estimator_fn(config.adv_estimator)
+    return column in inspect.signature(function).parameters

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from agentrl.collate import collate, widest
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.data.prompt import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import CheckpointError
@@ -33,30 +33,29 @@ from agentrl.rollout.census import Census
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.any_runner import AnyRunner
-from agentrl.trainer.build import Parts, start_parts
+from agentrl.trainer.components import Parts, start_parts
 from agentrl.trainer.credit import CREDIT
-from agentrl.trainer.data_record import RECORD
-from agentrl.trainer.figures import merge_figures, to_metrics
-from agentrl.trainer.given import EngineFactory, Given, Row, Tool, given_rows
-from agentrl.trainer.hand_over import HandOver
-from agentrl.trainer.interruption import Interrupted, Interruption
+from agentrl.trainer.engine_sync import HandOver
+from agentrl.trainer.interruption import AnyRunner, Interrupted, Interruption
 from agentrl.trainer.log_probs import add_log_probs
-from agentrl.trainer.marks import LastStep
-from agentrl.trainer.metrics import Timer, step_figures
-from agentrl.trainer.preflight import with_absolute_paths
-from agentrl.trainer.resume import (
+from agentrl.trainer.metrics.aggregators import merge_figures, to_metrics
+from agentrl.trainer.metrics.plugins import reward_figures
+from agentrl.trainer.metrics.step import Timer, step_figures
+from agentrl.trainer.sampling import StepSamples
+from agentrl.trainer.setup.plugins import EngineFactory, Given, Row, Tool, given_rows
+from agentrl.trainer.setup.preflight import with_absolute_paths
+from agentrl.trainer.state.archive import set_aside_superseded
+from agentrl.trainer.state.data_fingerprint import RECORD
+from agentrl.trainer.state.last_step import LastStep
+from agentrl.trainer.state.resume import (
     check_origin,
     checkpoint_folder,
     config_digest,
     find_checkpoint,
     policy_origin,
 )
-from agentrl.trainer.reward_figures import reward_figures
-from agentrl.trainer.run_record import STARTED_AS, changed_keys, write_start
-from agentrl.trainer.sampling import StepSamples
-from agentrl.trainer.summary import Summary
-from agentrl.trainer.superseded import set_aside_superseded
+from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
+from agentrl.trainer.state.summary import Summary
 from agentrl.trainer.validation import (
     Outcome,
     describe_success,

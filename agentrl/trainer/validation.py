@@ -16,10 +16,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.reward_figures import MAX_SCORER_KEYS, read_number, scorer_dict, scorer_numbers
+from agentrl.trainer.metrics.plugins import (
+    MAX_SCORER_KEYS,
+    read_number,
+    scorer_dict,
+    scorer_numbers,
+)
 
 
 class SuccessRule(StrEnum):

@@ -2,12 +2,15 @@
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.losses import TrainedTokens, needs_summary, with_summary
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.batches import (
     UpdateRows,
@@ -16,15 +19,46 @@ from agentrl.workers.batches import (
     split_micro_batches,
     split_mini_batches,
 )
+from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import TokenScores
 from agentrl.workers.memory import telling_out_of_memory, telling_out_of_memory_in_step
-from agentrl.workers.metrics import MetricSums, mean_by_name
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.policy_loss import MicroLoss, NotFinite, compute_micro_loss
 from agentrl.workers.rng import capture_random_state, restore_random_state
 from agentrl.workers.scoring import score_rows
+
+
+class MetricSums:
+    """Sums by flat metric name. A part is a share of a mean, so parts only ever add."""
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, list[Tensor | float]] = defaultdict(list)
+
+    def add(self, parts: Mapping[str, Tensor | float]) -> None:
+        """Add a micro-batch's parts. Tensors are read only when the sums are."""
+        for name, part in parts.items():
+            self._parts[name].append(part)
+
+    def totals(self, world: World) -> dict[str, float]:
+        """Sum over everything added on all ranks. A collective."""
+        mine = {name: math.fsum(map(float, parts)) for name, parts in self._parts.items()}
+        totals: defaultdict[str, float] = defaultdict(float)
+        for one in world.gather(mine):
+            for name, value in one.items():
+                totals[name] += value
+        return dict(totals)
+
+
+def mean_by_name(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Average each metric over the steps that have it."""
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for name, value in step.items():
+            by_name[name].append(value)
+    return {name: math.fsum(values) / len(values) for name, values in by_name.items()}
+
 
 logger = logging.getLogger(__name__)
 

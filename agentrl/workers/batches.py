@@ -23,8 +23,8 @@ from agentrl.workers.packing import (
     count_tokens,
     dummy_batch,
     pack_rows,
+    partition_balanced,
 )
-from agentrl.workers.partition import partition_balanced
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentrl.errors import CheckpointError
-from agentrl.workers.folders import (
+from agentrl.atomic_io import (
     flush,
     folder_written_whole,
     make_folder,
@@ -35,6 +34,7 @@ from agentrl.workers.folders import (
     remove_leftovers,
     set_aside,
 )
+from agentrl.errors import CheckpointError
 from agentrl.workers.rng import RandomState
 
 logger = logging.getLogger(__name__)

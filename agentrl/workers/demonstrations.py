@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.schema import SftConfig
+from agentrl.config.schema.run import SftConfig
 from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from agentrl.atomic_io import folder_written_whole, naming
 from agentrl.errors import CheckpointError
-from agentrl.files import naming
 from agentrl.workers.actor import Actor, ActorCounters
 from agentrl.workers.checkpoint import (
     ModelIdentity,
@@ -25,7 +25,6 @@ from agentrl.workers.checkpoint import (
     save_checkpoint,
 )
 from agentrl.workers.distributed import World
-from agentrl.workers.folders import folder_written_whole
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import capture_random_state, restore_random_state
 from agentrl.workers.weight_sync import iter_full_weights

@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema.run import ModelConfig
 from agentrl.errors import ConfigError
 
 _EXPECTED = "the tokenizer that the model was trained with"

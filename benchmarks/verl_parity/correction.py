@@ -21,7 +21,7 @@ from agentrl.algorithms.kl_control import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.config.correction_schema import PRESETS, RolloutCorrectionConfig
+from agentrl.config.schema.correction import PRESETS, RolloutCorrectionConfig
 from benchmarks.verl_parity.batches import make_batch
 from benchmarks.verl_parity.comparison import Comparison, compare
 

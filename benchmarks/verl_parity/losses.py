@@ -10,7 +10,7 @@ from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
 from agentrl.algorithms import LossScale, agg_loss, get_policy_loss_fn
 from agentrl.algorithms.losses import compute_value_loss
-from agentrl.config.schema import ActorConfig, LossAggMode
+from agentrl.config.schema.run import ActorConfig, LossAggMode
 from benchmarks.verl_parity.batches import make_batch
 from benchmarks.verl_parity.comparison import Comparison, compare
 

@@ -17,7 +17,7 @@ from agentrl.algorithms.correction import (
     compute_rollout_rejection_mask,
     weigh_rollout,
 )
-from agentrl.config.correction_schema import (
+from agentrl.config.schema.correction import (
     PRESETS,
     Preset,
     RolloutCorrectionConfig,
@@ -25,7 +25,7 @@ from agentrl.config.correction_schema import (
     parse_rejections,
 )
 from agentrl.errors import ConfigError
-from tests.fakes_tensors import masks
+from tests.fakes.tensors import masks
 
 LEVELS = ["token", "turn", "sequence"]
 TESTS = [

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import get_adv_estimator_fn
-from tests.fakes_turns import TurnRows, turn_rows
+from tests.fakes.turns import TurnRows, turn_rows
 
 decays = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 

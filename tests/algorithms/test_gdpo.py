@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import ConfigError
-from tests.fakes_groups import (
+from tests.fakes.groups import (
     advantages_of,
     assert_rows,
     hand_made,

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
-from agentrl.config.schema import AlgorithmConfig
-from tests.fakes_requests import build_request, observed, said
-from tests.fakes_turns import TurnRows, turn_rows
+from agentrl.config.schema.run import AlgorithmConfig
+from tests.fakes.requests import build_request, observed, said
+from tests.fakes.turns import TurnRows, turn_rows
 
 
 def relative(values: list[float], own: float, *, divide: bool) -> float:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from agentrl.errors import ConfigError
-from tests.fakes_groups import (
+from tests.fakes.groups import (
     SCORES,
     Member,
     advantages_of,
@@ -24,7 +24,7 @@ from tests.fakes_groups import (
     naive_whitened,
     std_of,
 )
-from tests.fakes_tensors import ragged_rows
+from tests.fakes.tensors import ragged_rows
 
 
 def rloo(member: Member, group: list[Member]) -> float:

@@ -13,11 +13,11 @@ from agentrl.algorithms import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
 from agentrl.rewards.placement import split_evenly
-from tests.fakes_tensors import Rows, ragged_rows
+from tests.fakes.tensors import Rows, ragged_rows
 
 
 def advantages_of(rows: Rows, **settings) -> torch.Tensor:

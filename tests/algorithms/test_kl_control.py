@@ -17,9 +17,9 @@ from agentrl.algorithms.kl_control import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.config.schema import KlCtrlConfig
+from agentrl.config.schema.run import KlCtrlConfig
 from agentrl.errors import ConfigError
-from tests.fakes_tensors import masks
+from tests.fakes.tensors import masks
 
 ESTIMATES = ["k1", "abs", "k2", "k3"]
 

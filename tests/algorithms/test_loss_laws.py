@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from agentrl.algorithms import LossScale, get_policy_loss_fn
 from agentrl.algorithms.aggregation import compute_row_weights
 from agentrl.algorithms.losses import TrainedTokens, with_summary
-from agentrl.config.schema import ActorConfig, LossAggMode
-from tests.fakes_tensors import masks
-from tests.naive_losses import BUDGET, Batch, config_of, lawful_losses, make_batch
+from agentrl.config.schema.run import ActorConfig, LossAggMode
+from tests.fakes.naive_losses import BUDGET, Batch, config_of, lawful_losses, make_batch
+from tests.fakes.tensors import masks
 
 MODES = list(get_args(LossAggMode))
 BY_SEQUENCE = {"gspo", "luspo", "geo_mean", "vespo", "bypass_mode"}

@@ -13,10 +13,10 @@ from agentrl.algorithms.losses import (
     with_summary,
 )
 from agentrl.config.method_keys import FIXED_AGGREGATION
-from agentrl.config.schema import ActorConfig, LossAggMode
+from agentrl.config.schema.run import ActorConfig, LossAggMode
 from agentrl.errors import ConfigError
-from tests.fakes_losses import call, column
-from tests.naive_losses import RAGGED, make_batch
+from tests.fakes.losses import call, column
+from tests.fakes.naive_losses import RAGGED, make_batch
 
 MODES = list(get_args(LossAggMode))
 

@@ -12,11 +12,10 @@ from agentrl.algorithms.losses import (
 from agentrl.algorithms.losses.covariance import cut_for_kl_cov
 from agentrl.algorithms.losses.ratio import clamped_log_ratio
 from agentrl.algorithms.losses.registry import TrainedTokens
-from agentrl.config.schema import ActorConfig, LossAggMode
-from agentrl.config.update_schema import PolicyLossConfig
-from tests.fakes_losses import call, column
-from tests.fakes_tensors import masks
-from tests.naive_losses import (
+from agentrl.config.schema.run import ActorConfig, LossAggMode
+from agentrl.config.schema.update import PolicyLossConfig
+from tests.fakes.losses import call, column
+from tests.fakes.naive_losses import (
     BUDGET,
     NAIVE,
     RAGGED,
@@ -26,6 +25,7 @@ from tests.naive_losses import (
     make_batch,
     naive_loss,
 )
+from tests.fakes.tensors import masks
 
 MODES = list(get_args(LossAggMode))
 all_losses = pytest.mark.parametrize("name", lawful_losses())

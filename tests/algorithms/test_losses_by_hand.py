@@ -9,9 +9,9 @@ from agentrl.algorithms.losses import (
 )
 from agentrl.algorithms.losses.covariance import cut_for_clip_cov
 from agentrl.algorithms.losses.registry import TrainedTokens
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
-from tests.fakes_losses import call, column, log
+from tests.fakes.losses import call, column, log
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.protocol import DataProto
 from tests.algorithms.test_gae import naive_whiten
-from tests.fakes_turns import TurnRows, turn_rows
+from tests.fakes.turns import TurnRows, turn_rows
 
 
 def naive_returns(rows: TurnRows, gamma: float) -> torch.Tensor:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from agentrl.algorithms import adv_estimator_names, compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
 from agentrl.config.method_keys import SUM_ESTIMATORS, TURN_ESTIMATORS
-from agentrl.config.reward_schema import Placement
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.reward import Placement
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.rollout.request import AsyncRolloutRequest
-from tests.fakes_requests import TurnPlan, build_request, observed, said, weighted
+from tests.fakes.requests import TurnPlan, build_request, observed, said, weighted
 
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 BUNDLED = [

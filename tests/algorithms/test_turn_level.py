@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from tests.algorithms.test_gae import naive_whiten
-from tests.fakes_requests import build_request, observed, said, weighted
-from tests.fakes_turns import TurnRows, turn_rows
+from tests.fakes.requests import build_request, observed, said, weighted
+from tests.fakes.turns import TurnRows, turn_rows
 
 decays = st.sampled_from([0.0, 0.5, 1.0])
 

@@ -5,8 +5,8 @@ import torch
 
 from agentrl.algorithms import LossScale
 from agentrl.algorithms.losses import compute_value_loss
-from agentrl.config.schema import LossAggMode
-from tests.naive_losses import BUDGET, naive_agg
+from agentrl.config.schema.run import LossAggMode
+from tests.fakes.naive_losses import BUDGET, naive_agg
 
 MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
 all_modes = pytest.mark.parametrize("mode", get_args(LossAggMode))

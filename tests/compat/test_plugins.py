@@ -11,7 +11,7 @@ import pytest
 
 import agentrl.compat
 from agentrl.compat import install_verl
-from agentrl.config.schema import DataConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.plugins import load_object
@@ -19,8 +19,8 @@ from agentrl.rewards.manager import get_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config
-from tests.fakes import calling, make_engine, make_house, make_manager, make_prompts
-from tests.fakes_fusion import fusion_service
+from tests.fakes.fusion import fusion_service
+from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
 
 FILES = {
     "their_tool.py": """

@@ -5,8 +5,8 @@ import json
 
 from agentrl.compat.verl.tools.utils.search_r1_like_utils import perform_single_search_batch
 from agentrl.compat.verl.utils.reward_score.sandbox_fusion.utils import _process_single_case
-from tests.fakes_fusion import fusion_service
-from tests.fakes_services import retriever, serving
+from tests.fakes.fusion import fusion_service
+from tests.fakes.services import retriever, serving
 
 
 async def test_a_search_is_worded_as_in_verl():

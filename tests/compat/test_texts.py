@@ -83,7 +83,7 @@ async def test_the_search_tool(tmp_path: Path):
 async def test_the_tools_of_mcp_servers(name: str, content: list[str], shown: str):
     from agentrl.plugins import load_class
     from agentrl.tools.mcp_tool import MCPTool
-    from tests.fakes_tools import schema
+    from tests.fakes.tools import schema
 
     tool = load_class(f"agentrl.compat.verl.tools.{name}", MCPTool)({}, schema("t"))
     parts = [SimpleNamespace(type="text", text=text) for text in content]

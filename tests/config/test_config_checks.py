@@ -21,7 +21,7 @@ from agentrl.config import (
 )
 from agentrl.config.dead_keys import DEAD_KEY_RULES, set_keys
 from agentrl.config.problems import known_keys
-from agentrl.config.schema import KlLossType
+from agentrl.config.schema.run import KlLossType
 from agentrl.errors import ConfigError
 
 TINY = {"out_dir": "o", "corpus": "c"}

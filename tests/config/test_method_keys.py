@@ -26,7 +26,7 @@ from agentrl.config.method_keys import (
     READ_SQUARES,
     SUM_ESTIMATORS,
 )
-from agentrl.config.schema import ActorConfig, AlgorithmConfig
+from agentrl.config.schema.run import ActorConfig, AlgorithmConfig
 
 
 def config_of(**sections: Any) -> Any:

@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from agentrl.config import parse_config
 from agentrl.config.contradictions import Purpose, find_contradictions
 from agentrl.config.dead_keys import find_dead_keys
-from agentrl.config.reward_schema import TAKEN_NAMES
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.reward import TAKEN_NAMES
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.verl.reading import read_verl_tree
 from agentrl.errors import ConfigError
 from agentrl.rewards.combination import Source

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.atomic_io import written_whole
 from agentrl.config import DataConfig
 from agentrl.data import load_conversations, load_prompts
 from agentrl.data.files import read_rows, write_jsonl, write_parquet
 from agentrl.errors import DataError
-from agentrl.files import written_whole
 
 ROW = {"prompt": [{"role": "user", "content": "2 + 3?"}], "data_source": "sums"}
 

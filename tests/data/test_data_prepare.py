@@ -13,10 +13,11 @@ from agentrl.answers import extract_gsm8k_answer
 from agentrl.config import ArithmeticConfig, DataConfig, Gsm8kConfig
 from agentrl.data import load_conversations, load_prompts
 from agentrl.data.files import read_rows, write_jsonl
-from agentrl.data.prepare import arithmetic, prepare_arithmetic, prepare_gsm8k
-from agentrl.data.prepare.arithmetic import demonstrate
-from agentrl.data.prepare.stories import SEEN, UNSEEN, draw_problem
+from agentrl.data.prepare import prepare_gsm8k
 from agentrl.errors import DataError
+from agentrl.quickstart import arithmetic
+from agentrl.quickstart.arithmetic import demonstrate, prepare_arithmetic
+from agentrl.quickstart.stories import SEEN, UNSEEN, draw_problem
 
 SHARED_GSM8K = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"
 NOTE = re.compile(r"<<(\d+)([-+*])(\d+)=(\d+)>>")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.prepare_schema import SearchIndexConfig
+from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare import search_index
 from agentrl.data.prepare.search_index import SearchIndexFiles, prepare_search_index
 from agentrl.errors import DataError, MissingExtraError

@@ -22,7 +22,7 @@ from agentrl.engines.protocol import (
     VersionSpan,
 )
 from agentrl.errors import EngineError
-from tests.fakes_engines import VOCAB_SIZE, plain_log_probs, plain_logits, random_ids
+from tests.fakes.engines import VOCAB_SIZE, plain_log_probs, plain_logits, random_ids
 
 TOLERANCE = 1e-5
 PROMPT = random_ids(20, seed=0)

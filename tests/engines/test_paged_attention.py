@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.engines import paged_attention
-from agentrl.engines.paged_attention import (
+from agentrl.engines.transformers import paged_attention
+from agentrl.engines.transformers.paged_attention import (
     LayerPages,
     PageGeometry,
     Span,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.engines.protocol import SamplingParams
-from agentrl.engines.sampling import Draw, SamplingRows, sample_tokens
+from agentrl.engines.transformers.sampling import Draw, SamplingRows, sample_tokens
 
 CPU = torch.device("cpu")
 VOCAB = 30

@@ -14,7 +14,7 @@ from agentrl.engines import (
 )
 from agentrl.errors import EngineError
 from tests.engines.conformance import EngineCase, ProtocolConformance, SeededConformance
-from tests.fakes_engines import LetterTokenizer
+from tests.fakes.engines import LetterTokenizer
 
 LETTERS = LetterTokenizer()
 SAMPLING = SamplingParams(max_new_tokens=50)

@@ -26,7 +26,7 @@ from agentrl.engines.sglang.launch import (
     share_devices,
 )
 from agentrl.errors import ConfigError, EngineError
-from tests.fakes_servers import until
+from tests.fakes.servers import until
 
 SERVER = """
 import http.server, sys

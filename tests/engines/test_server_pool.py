@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import agentrl.engines.sglang.pool
-from agentrl.config.engine_schema import SGLangServerConfig
+from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.protocol import (
     Completion,
     Engine,
@@ -20,7 +20,7 @@ from agentrl.engines.protocol import (
 from agentrl.engines.sglang.server_engine import SGLangServerEngine
 from agentrl.engines.sglang.weights import Roster
 from agentrl.errors import EngineError
-from tests.fakes_servers import FakeSGLang, expected_ids, running, until
+from tests.fakes.servers import FakeSGLang, expected_ids, running, until
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from agentrl.config.engine_schema import WeightSyncConfig
+from agentrl.config.schema.engine import WeightSyncConfig
 from agentrl.engines.sglang.connecting import (
     SyncSource,
     address_towards,
@@ -27,7 +27,7 @@ from agentrl.engines.sglang.transports import (
 )
 from agentrl.engines.sglang.weights import Roster
 from agentrl.errors import ConfigError, EngineError
-from tests.fakes_faults import files_at_most
+from tests.fakes.faults import files_at_most
 
 HERE, FAR = "http://127.0.0.1:30000", "http://192.0.2.1:30000"
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from agentrl.engines.shared_weights import SharedWeights
+from agentrl.engines.transformers.shared_weights import SharedWeights
 from agentrl.errors import EngineError
-from tests.fakes_engines import plain_logits, random_ids, tiny_model
+from tests.fakes.engines import plain_logits, random_ids, tiny_model
 
 PROMPT, TAIL = random_ids(12, seed=0), random_ids(6, seed=1)
 

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.engines.transformers_engine import TransformersEngine, TransformersEngineSettings
+from agentrl.engines.transformers.engine import TransformersEngine, TransformersEngineSettings
 from tests.engines.conformance import (
     ModelCase,
     ModelConformance,
     SeededModelConformance,
 )
-from tests.fakes_engines import LetterTokenizer, tiny_model
+from tests.fakes.engines import LetterTokenizer, tiny_model
 
 SETTINGS = {
     "paged": TransformersEngineSettings(page_size=16),

@@ -12,17 +12,17 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from agentrl.engines import FinishReason, SamplingParams
-from agentrl.engines.paged_attention import ATTENTION_NAME
 from agentrl.engines.protocol import Completion, EngineCall
-from agentrl.engines.tracked_requests import TrackedState
-from agentrl.engines.transformers_engine import (
+from agentrl.engines.transformers.engine import (
     TransformersEngine,
     TransformersEngineSettings,
     choose_attention,
     choose_limits,
 )
+from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
+from agentrl.engines.transformers.tracked_requests import TrackedState
 from agentrl.errors import EngineError
-from tests.fakes_engines import LetterTokenizer, plain_log_probs, random_ids, tiny_model
+from tests.fakes.engines import LetterTokenizer, plain_log_probs, random_ids, tiny_model
 
 PROMPT = random_ids(20, seed=0)
 ENDLESS = SamplingParams(max_new_tokens=5000)
@@ -294,7 +294,7 @@ def test_memory_that_cannot_hold_one_sequence_is_told_with_what_to_change(
     model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ):
     free: Callable[[torch.device], int] = lambda _: 100_000  # noqa: E731
-    monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", free)
+    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
     settings = TransformersEngineSettings(page_size=16, max_model_len=1000)
     with pytest.raises(EngineError, match=r"room for a cache of 7 pages.* needs 64") as caught:
         TransformersEngine.from_model(model, settings=settings)
@@ -437,7 +437,7 @@ def test_cache_that_may_not_be_cut_to_memory_is_an_error_that_names_its_key(
     assert choose_limits(settings, model, max_model_len=100).num_pages == 10 * 7 + 1
     # Room for 20 pages of two layers, keys and values, two heads of 8 numbers in 4 bytes.
     free: Callable[[torch.device], int] = lambda _: 20 * 16 * 2 * 2 * 2 * 8 * 4 * 10 // 3 + 8  # noqa: E731
-    monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", free)
+    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
     with pytest.raises(EngineError, match=r"71 pages.*room for 20") as caught:
         choose_limits(settings, model, max_model_len=100)
     assert caught.value.details["key"] == "rollout.engine.transformers.num_pages"
@@ -447,7 +447,7 @@ def test_cache_that_may_not_be_cut_to_memory_is_an_error_that_names_its_key(
 
 def test_cache_is_sized_within_memory(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch):
     free: Callable[[torch.device], int] = lambda _: 10_000_000  # noqa: E731
-    monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", free)
+    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
     settings = TransformersEngineSettings(page_size=16)
     limits = choose_limits(settings, model, max_model_len=10_000)
     page_bytes = 2 * 2 * 2 * 8 * 16 * 4

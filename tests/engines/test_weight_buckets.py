@@ -30,8 +30,8 @@ from agentrl.engines.sglang.transports import tensor as tensor_module
 from agentrl.engines.sglang.transports.tensor import SentMemory
 from agentrl.engines.sglang.weights import UNFIT_VERSION, Target, update_weights
 from agentrl.errors import EngineError
-from tests.fakes_engines import tiny_model
-from tests.fakes_weights import BUCKET, BucketTransport, RecordingBackend, weights_of
+from tests.fakes.engines import tiny_model
+from tests.fakes.weights import BUCKET, BucketTransport, RecordingBackend, weights_of
 
 CPU = torch.device("cpu")
 BEFORE = ["pause_generation", "update_weight_version", "begin_weight_update"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema import CustomRewardConfig, DataConfig, RewardConfig
+from agentrl.config.schema.run import CustomRewardConfig, DataConfig, RewardConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.plugins import load_module
@@ -19,9 +19,9 @@ from agentrl.rewards.manager import make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config
-from tests.fakes import calling, make_house, make_manager, make_scripted
-from tests.fakes_runs import write_jsonl, write_yaml
-from tests.fakes_tau_bench import TASKS, install
+from tests.fakes.plugins import calling, make_house, make_manager, make_scripted
+from tests.fakes.runs import write_jsonl, write_yaml
+from tests.fakes.tau_bench import TASKS, install
 
 ADAPTER = Path(__file__).resolve().parents[2] / "examples/tau_bench/tau_retail.py"
 MAX_LINES = 80

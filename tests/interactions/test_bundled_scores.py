@@ -14,8 +14,8 @@ from agentrl.rewards.scoring import make_extra_info
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
-from tests.fakes import FakeTool, calling, make_engine, make_house, make_request
-from tests.fakes_chat import in_turn, serving
+from tests.fakes.chat import in_turn, serving
+from tests.fakes.plugins import FakeTool, calling, make_engine, make_house, make_request
 
 NAME = {"name": "it"}
 
@@ -27,7 +27,7 @@ async def a_gsm8k_user() -> AsyncIterator[BaseInteraction]:
 
 @asynccontextmanager
 async def an_environment() -> AsyncIterator[BaseInteraction]:
-    yield GymInteraction({**NAME, "env": "tests.fakes_envs:Corridor"})
+    yield GymInteraction({**NAME, "env": "tests.fakes.envs:Corridor"})
 
 
 @asynccontextmanager

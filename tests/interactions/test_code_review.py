@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, DataError, MissingExtraError, SandboxError
 from agentrl.interactions import InteractionResult, initialize_interactions_from_config
 from agentrl.interactions.code_review_interaction import CodeReviewInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.linting import Linter
-from agentrl.machine import num_cores
 from agentrl.messages import Message
+from agentrl.plugins.processes import num_cores
 from agentrl.sandbox.grading import grading_room
 from agentrl.sandbox.shared import SharedSandbox
-from tests.fakes_sandbox import CrowdedSandbox
+from tests.fakes.sandbox import CrowdedSandbox
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/interaction_config/code_review.yaml"
 TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}

@@ -24,10 +24,10 @@ from agentrl.plugins.extras import install_command
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
-from tests.fakes import control_ids, decode, make_engine, make_house, make_request
-from tests.fakes_envs import OPEN
+from tests.fakes.envs import OPEN
+from tests.fakes.plugins import control_ids, decode, make_engine, make_house, make_request
 
-CORRIDOR = "tests.fakes_envs:Corridor"
+CORRIDOR = "tests.fakes.envs:Corridor"
 ASKED = {"name": "gym"}
 
 
@@ -88,7 +88,7 @@ async def test_what_is_truncated_ends_the_request_too():
 
 
 async def test_the_older_manner_of_environments_will_do():
-    request = await play(gym("tests.fakes_envs:OldCorridor"), "right", "right")
+    request = await play(gym("tests.fakes.envs:OldCorridor"), "right", "right")
     assert said(request) == ["Go.", "You are at 1."]
     assert scores(request) == [1.0, 1.0]
 
@@ -152,7 +152,7 @@ async def test_an_environment_that_raises_fails_its_request_and_is_closed(method
 
 
 async def test_a_space_that_text_cannot_fill_is_refused():
-    request = await play(gym("tests.fakes_envs:Boxed", env_kwargs={"mark": "box"}), "right")
+    request = await play(gym("tests.fakes.envs:Boxed", env_kwargs={"mark": "box"}), "right")
     assert request.error is not None
     assert "expected a Discrete or a Text space" in request.error.message
     assert OPEN["box"] == 0
@@ -260,8 +260,8 @@ def test_reading_takes_linear_time():
     [
         ("{}", ConfigError, "env", "env is missing"),
         ("{env: NoSuchLake-v1}", ConfigError, "env", "NoSuchLake"),
-        ("{env: tests.fakes_envs:Coridor}", PluginError, "env", "did you mean 'Corridor'"),
-        ("{env: tests.fakes_envs:OPEN}", PluginError, "env", "leads to Counter"),
+        ("{env: tests.fakes.envs:Coridor}", PluginError, "env", "did you mean 'Corridor'"),
+        ("{env: tests.fakes.envs:OPEN}", PluginError, "env", "leads to Counter"),
         ("{env: FrozenLake-v1, sede: 3}", ConfigError, "sede", "did you mean 'seed'"),
         (
             "{env: FrozenLake-v1, observation_template: '{info}'}",

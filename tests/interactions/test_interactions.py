@@ -21,8 +21,8 @@ from agentrl.interactions import (
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.messages import ContentPart, Message
-from tests.fakes_reading import UNTOLD, ExitsWhenRead, UntellableError
-from tests.fakes_tools import BEHAVIOURS, FlakyInteraction
+from tests.fakes.reading import UNTOLD, ExitsWhenRead, UntellableError
+from tests.fakes.tools import BEHAVIOURS, FlakyInteraction
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/interaction_config"
 

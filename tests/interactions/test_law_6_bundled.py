@@ -16,10 +16,10 @@ from agentrl.interactions.gym_interaction import GymInteraction
 from agentrl.interactions.own_thread import THREAD_NAME
 from agentrl.interactions.user_simulator_interaction import UserSimulatorInteraction
 from agentrl.rollout.runner import run_request
-from tests.fakes import make_engine, make_house, make_request
-from tests.fakes_chat import Answer, FakeChat, in_turn, serving
-from tests.fakes_envs import OPEN
-from tests.fakes_tools import behave
+from tests.fakes.chat import Answer, FakeChat, in_turn, serving
+from tests.fakes.envs import OPEN
+from tests.fakes.plugins import make_engine, make_house, make_request
+from tests.fakes.tools import behave
 
 TIMEOUT_S = 0.1
 
@@ -98,7 +98,7 @@ def test_law_6_an_environment_is_closed_and_its_thread_ends(
     breaks: dict[str, str], cancel_after: float | None, fails: str, block_s: float
 ):
     made = {"fails": fails, "block_s": block_s, "mark": "law 6"}
-    config = {"env": "tests.fakes_envs:Corridor", "env_kwargs": made}
+    config = {"env": "tests.fakes.envs:Corridor", "env_kwargs": made}
     interaction, counts = breaking(GymInteraction, config, breaks)
     OPEN.clear()
     asyncio.run(roll_out(interaction, cancel_after))
@@ -143,7 +143,7 @@ def test_law_6_a_simulated_user_is_finalised_and_its_calls_end(
 async def test_what_was_never_started_is_finalised_without_a_word(kind: type[BaseInteraction]):
     configs: dict[type[BaseInteraction], dict[str, Any]] = {
         Gsm8kInteraction: {},
-        GymInteraction: {"env": "tests.fakes_envs:Corridor"},
+        GymInteraction: {"env": "tests.fakes.envs:Corridor"},
         UserSimulatorInteraction: {"chat": {"base_url": "http://here/v1", "model": "m"}},
     }
     interaction = kind(configs[kind])

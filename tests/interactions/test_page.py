@@ -10,9 +10,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from agentrl.chat_client import ChatConfig
+from agentrl.clients.chat import ChatConfig
 from agentrl.config import DataConfig, MultiTurnConfig
-from agentrl.config.schema import RewardWeightsConfig
+from agentrl.config.schema.run import RewardWeightsConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.data.prompt import Prompt
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
@@ -24,7 +24,7 @@ from agentrl.interactions.user_simulator_interaction import UserSimulatorSetting
 from agentrl.rewards.scoring import make_extra_info
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from tests.fakes import make_engine, make_house, make_manager
+from tests.fakes.plugins import make_engine, make_house, make_manager
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/interactions.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
 from agentrl.rollout.runner import run_request, warn_of_cut_opening
 from agentrl.rollout.states import StopReason
-from tests.fakes import FakeUser, control_ids, decode, make_engine, make_house, make_request
+from tests.fakes.plugins import FakeUser, control_ids, decode, make_engine, make_house, make_request
 
 GSM8K = "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction"
 

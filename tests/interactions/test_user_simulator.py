@@ -13,8 +13,8 @@ from agentrl.interactions.user_simulator_interaction import UserSimulatorInterac
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
-from tests.fakes import FakeTool, calling, make_engine, make_house, make_request
-from tests.fakes_chat import KEY, FakeChat, in_turn, serving
+from tests.fakes.chat import KEY, FakeChat, in_turn, serving
+from tests.fakes.plugins import FakeTool, calling, make_engine, make_house, make_request
 
 ASKED = {"name": "user"}
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 import pytest
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
-from agentrl.config.section import Section
+from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError
 from agentrl.plugins.keys import read_keys
 

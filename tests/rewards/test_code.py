@@ -7,8 +7,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import DataError, PluginError, SandboxError
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.code import compute_score

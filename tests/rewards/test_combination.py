@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import OverlongBufferConfig, RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.run import OverlongBufferConfig, RewardConfig, RewardWeightsConfig
 from agentrl.rewards.combination import (
     RewardPart,
     Source,
@@ -17,7 +17,7 @@ from agentrl.rewards.combination import (
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from tests.fakes_requests import build_request, finished_requests, observed, said
+from tests.fakes.requests import build_request, finished_requests, observed, said
 
 BUDGETS = Budgets(max_response_tokens=20)
 

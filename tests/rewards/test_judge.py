@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.schema import RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.run import RewardConfig, RewardFunctionConfig
 from agentrl.errors import ConfigError, RewardError
 from agentrl.rewards import make_reward_manager
 from agentrl.rewards.judge import Judge, make_mark, read_verdict, render, shorten
-from tests.fakes_chat import serving
-from tests.fakes_requests import build_request, said
+from tests.fakes.chat import serving
+from tests.fakes.requests import build_request, said
 
 RUBRIC = "Is it polite?"
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.schema import CustomRewardConfig, RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.run import CustomRewardConfig, RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, Fault, PluginError
-from agentrl.machine import num_cores
+from agentrl.plugins.processes import num_cores
 from agentrl.rewards import (
     LaunchingManager,
     drive_and_score,
@@ -26,9 +26,9 @@ from agentrl.rewards.pool import ScorePool
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 from agentrl.sandbox.shared import SharedSandbox
-from tests import fakes_scorers
-from tests.fakes_sandbox import CrowdedSandbox
-from tests.fakes_scorers import DEATHS, DEEDS, Counter, answers, by_path, score
+from tests.fakes import scorers as fakes_scorers
+from tests.fakes.sandbox import CrowdedSandbox
+from tests.fakes.scorers import DEATHS, DEEDS, Counter, answers, by_path, score
 
 SCORERS = {
     "naive": "misbehave",
@@ -68,7 +68,7 @@ def test_law_5_a_scorer_in_a_process_that_fails_costs_its_request_alone():
     assert "no answer within 1 s" in failed["hangs"].message
     assert "TwoWordsError: no way" in failed["raises what no process can tell"].message
     assert failed["raises"].kind == "KeyError"
-    assert "fakes_scorers.py" in failed["raises"].traceback
+    assert "scorers.py" in failed["raises"].traceback
 
 
 @pytest.mark.parametrize("deed", OF_ITEMS)
@@ -206,7 +206,7 @@ def test_a_pool_begins_anew_behind_its_end():
 def test_no_scorer_outlives_a_trainer_that_was_killed():
     code = (
         "import asyncio\n"
-        "from tests.fakes_scorers import answers, by_path\n"
+        "from tests.fakes.scorers import answers, by_path\n"
         "async def main():\n"
         "    manager = by_path('misbehave', 'prime', num_workers=2, timeout_s=100.0)\n"
         "    await manager.score(answers('good'))\n"

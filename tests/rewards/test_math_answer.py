@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.errors import RewardError
 from agentrl.rewards.math_answer import compute_score, is_same_answer, last_boxed, normalize_answer
-from tests.fakes_requests import build_request, said
-from tests.fakes_scorers import score
+from tests.fakes.requests import build_request, said
+from tests.fakes.scorers import score
 
 RIGHT = [
     # Numbers.
@@ -131,7 +131,7 @@ def test_equal_texts_are_equal_without_being_parsed():
 
 @pytest.mark.slow
 def test_answers_that_compute_for_ever_are_wrong_and_cost_seconds():
-    from agentrl.config.schema import RewardConfig
+    from agentrl.config.schema.run import RewardConfig
     from agentrl.rewards import make_reward_manager
 
     def ask(answer):

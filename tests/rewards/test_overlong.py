@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import OverlongBufferConfig, RewardConfig
+from agentrl.config.schema.run import OverlongBufferConfig, RewardConfig
 from agentrl.rewards.combination import combine_rewards, record_shaping
 from agentrl.rewards.overlong import compute_overlong_reward
 from agentrl.rollout.records import Budgets
-from tests.fakes_requests import build_request, observed, said
+from tests.fakes.requests import build_request, observed, said
 
 PAPER = OverlongBufferConfig(enable=True, len=4096)
 BUFFER = RewardConfig(overlong_buffer=OverlongBufferConfig(enable=True, len=5))

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.rewards import get_reward_manager, make_reward_manager
 from agentrl.rewards.judge import JudgeConfig
 from agentrl.rewards.sources import BUNDLED, PATTERNS, SOURCES
-from tests.fakes_requests import build_request, said
-from tests.fakes_scorers import score
+from tests.fakes.requests import build_request, said
+from tests.fakes.scorers import score
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^<!-- (\S+) -->\n```\w+\n(.*?)^```", PAGE, re.M | re.S))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.reward_schema import Placement
-from agentrl.config.schema import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import Placement
+from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
 from agentrl.rewards.combination import combine_rewards
 from agentrl.rewards.placement import PlacedReward, RewardPlacement, place_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from tests.fakes_requests import build_request, finished_requests, observed, said, weighted
+from tests.fakes.requests import build_request, finished_requests, observed, said, weighted
 
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 every = pytest.mark.parametrize("placement", PLACEMENTS)

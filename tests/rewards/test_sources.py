@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from agentrl.config.reward_schema import BUNDLED_SCORERS
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.reward import BUNDLED_SCORERS
+from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import RewardError
 from agentrl.rewards import default_compute_score, make_reward_manager
 from agentrl.rewards.sources import BUNDLED, BY_SOURCE, PATTERNS, SOURCES, find_bundled
-from tests.fakes_requests import build_request, said
-from tests.fakes_scorers import score
+from tests.fakes.requests import build_request, said
+from tests.fakes.scorers import score
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from agentrl.answers import without_thought
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
 from agentrl.rewards import code, gsm8k, math_answer, multiple_choice, qa
-from tests.fakes_sandbox import CrowdedSandbox
+from tests.fakes.sandbox import CrowdedSandbox
 
 TESTS = {"inputs": ["1"], "outputs": ["4"]}
 SCORERS = {

@@ -8,7 +8,7 @@ from agentrl.rollout.call_counts import MIN_CALLS, CallCount, CallJudge, count_c
 from agentrl.rollout.census import Census
 from agentrl.rollout.records import CallRecord, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
-from tests.fakes_requests import build_request, observed, said
+from tests.fakes.requests import build_request, observed, said
 
 LOST = "RuntimeError: connection lost (at sql_tool.py:22)"
 

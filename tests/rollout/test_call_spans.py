@@ -14,7 +14,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.templates.pieces import TokenPieces
 from agentrl.rollout.tool_parsers import get_tool_parser
-from tests.fakes import (
+from tests.fakes.plugins import (
     FakeTool,
     calling,
     decode,
@@ -24,7 +24,7 @@ from tests.fakes import (
     make_request,
     tiny_template,
 )
-from tests.fakes_templates import load_template
+from tests.fakes.templates import load_template
 
 WORDS = st.sampled_from(["ab ", "é", "日本", "x", "<tool_call>", "🙂", "</tool_call>"])
 

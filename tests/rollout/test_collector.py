@@ -5,7 +5,14 @@ import gc
 import pytest
 
 from agentrl.rollout.collector import ALLOCATIONS, rare_collection
-from tests.fakes import FakeTool, calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import (
+    FakeTool,
+    calling,
+    make_engine,
+    make_house,
+    make_manager,
+    make_prompts,
+)
 
 USUAL = (700, 10, 10)
 

@@ -6,8 +6,8 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.formats import choose_parser, reads_example
 from agentrl.rollout.templates import TemplateReport, probe_template
 from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
-from tests.fakes import tiny_template
-from tests.fakes_templates import load_report, make_template
+from tests.fakes.plugins import tiny_template
+from tests.fakes.templates import load_report, make_template
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes_hostile import HostileTexts, hostile_texts
-from tests.fakes_hostile_plays import (
+from tests.fakes.hostile import HostileTexts, hostile_texts
+from tests.fakes.hostile_plays import (
     Stage,
     byte_fallback_stage,
     carrying_tools,

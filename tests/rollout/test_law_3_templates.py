@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate, Treatment
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     NAMES,
     assistant,
     call,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import FailureConfig, ValKwargsConfig
+from agentrl.config.schema.run import FailureConfig, ValKwargsConfig
 from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, RolloutError, TransitionError
@@ -18,7 +18,7 @@ from agentrl.rollout.house import House
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
-from tests.fakes import (
+from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
     assert_lawful,

@@ -10,7 +10,14 @@ from agentrl.collate import collate
 from agentrl.messages import ContentPart, Message, ToolResponse
 from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
-from tests.fakes import FakeTool, calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import (
+    FakeTool,
+    calling,
+    make_engine,
+    make_house,
+    make_manager,
+    make_prompts,
+)
 
 
 def roll_out(*replies: ToolResponse) -> AsyncRolloutRequest:

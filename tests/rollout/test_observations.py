@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.rollout.observations import TextFitter
-from tests.fakes import tiny_template
-from tests.fakes_conversations import HOSTILE
-from tests.fakes_templates import load_template
+from tests.fakes.conversations import HOSTILE
+from tests.fakes.plugins import tiny_template
+from tests.fakes.templates import load_template
 
 SIDES = st.sampled_from(["left", "middle", "right"])
 

@@ -12,7 +12,7 @@ from agentrl.tools.python_tool import _SCHEMA as PYTHON
 from agentrl.tools.sandbox_fusion_tool import _SCHEMA as FUSION
 from agentrl.tools.search_tool import _SCHEMA as SEARCH
 from agentrl.tools.verl_names import as_verl_shows
-from tests.fakes_tools import schema
+from tests.fakes.tools import schema
 
 OTHER = schema("other", a={"type": "string"}, b={"type": "string"})
 CODE, ASKED = "```python\nprint(1)\n```", "<search>Bern</search>"

@@ -8,7 +8,7 @@ from agentrl.rollout.records import Turn
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.templates.check import check_ledger
 from agentrl.rollout.tool_parsers import get_tool_parser
-from tests.fakes_templates import load_template, load_tokenizer, make_template, schema, user
+from tests.fakes.templates import load_template, load_tokenizer, make_template, schema, user
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

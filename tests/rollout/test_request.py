@@ -25,8 +25,8 @@ from agentrl.rollout.states import (
     StopReason,
     state_diagram,
 )
-from tests.fakes_request_mistakes import BROKEN, DAMAGES, WRONG_OBSERVATIONS, WRONG_SAMPLES
-from tests.fakes_request_model import FAILURES, snapshot
+from tests.fakes.request_mistakes import BROKEN, DAMAGES, WRONG_OBSERVATIONS, WRONG_SAMPLES
+from tests.fakes.request_model import FAILURES, snapshot
 
 IDS = st.lists(st.integers(0, 2**18), max_size=5)
 

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 )
 from pydantic import ValidationError
 
-from agentrl.config.reward_schema import Placement
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.reward import Placement
+from agentrl.config.schema.run import RewardConfig
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import LedgerError, TransitionError
 from agentrl.messages import Message
@@ -34,7 +34,7 @@ from agentrl.rollout.manager import next_attempt
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, TRANSITIONS, RequestState, StopReason
-from tests.fakes_request_mistakes import (
+from tests.fakes.request_mistakes import (
     BROKEN,
     COPIES,
     DAMAGES,
@@ -42,7 +42,7 @@ from tests.fakes_request_mistakes import (
     WRONG_OBSERVATIONS,
     WRONG_SAMPLES,
 )
-from tests.fakes_request_model import (
+from tests.fakes.request_model import (
     EDGES,
     FAILURES,
     UNKNOWN,
@@ -51,7 +51,7 @@ from tests.fakes_request_model import (
     assert_same,
     snapshot,
 )
-from tests.fakes_requests import weighted
+from tests.fakes.requests import weighted
 
 placements = st.sampled_from(get_args(Placement))
 SIZES = st.integers(0, 5)

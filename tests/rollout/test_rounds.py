@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import FailureConfig
+from agentrl.config.schema.run import FailureConfig
 from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
-from agentrl.engines.tracked_requests import TrackedState
-from agentrl.engines.transformers_engine import TransformersEngineSettings
+from agentrl.engines.transformers.engine import TransformersEngineSettings
+from agentrl.engines.transformers.tracked_requests import TrackedState
 from agentrl.errors import EngineError, Fault, RolloutError
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from tests.fakes import (
+from tests.fakes.plugins import (
     FakeTool,
     assert_lawful,
     calling,
@@ -29,7 +29,7 @@ from tests.fakes import (
     make_prompts,
     tiny_tokenizer,
 )
-from tests.fakes_rounds import (
+from tests.fakes.rounds import (
     Latency,
     Scene,
     SlowTool,

@@ -9,8 +9,15 @@ from pydantic import PrivateAttr
 from agentrl.errors import Fault
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, TRANSITIONS, RequestState, StopReason
-from tests.fakes import assert_lawful, check_life, control_ids, decode, encode, tiny_template
-from tests.fakes_conversations import Plan, Played, plans, play
+from tests.fakes.conversations import Plan, Played, plans, play
+from tests.fakes.plugins import (
+    assert_lawful,
+    check_life,
+    control_ids,
+    decode,
+    encode,
+    tiny_template,
+)
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -17,7 +17,7 @@ from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.tools import ToolResult
-from tests.fakes import (
+from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
     assert_lawful,

@@ -5,14 +5,14 @@ from typing import get_args
 
 import pytest
 
-from agentrl.config.reward_schema import Placement
+from agentrl.config.schema.reward import Placement
 from agentrl.engines.protocol import FinishReason
 from agentrl.errors import Fault
 from agentrl.rollout.states import RequestState, StopReason
-from tests.fakes import assert_lawful, check_life
-from tests.fakes_request_model import FAILURES, assert_rewards_land
-from tests.fakes_requests import weighted
-from tests.fakes_runner_walks import Walk, WatchedRequest, walk
+from tests.fakes.plugins import assert_lawful, check_life
+from tests.fakes.request_model import FAILURES, assert_rewards_land
+from tests.fakes.requests import weighted
+from tests.fakes.runner_walks import Walk, WatchedRequest, walk
 
 FAULTS = {
     Fault.ENGINE: {"EngineError", "RuntimeError", "TimeoutError", "LedgerError"},

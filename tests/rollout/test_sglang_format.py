@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engines.sglang_parsers import DetectedCall, Detection, OutOfTimeError, limited
+from agentrl.engines.sglang.parsers import DetectedCall, Detection, OutOfTimeError, limited
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.rollout.tool_parsers import DetectorParser, ParsedTurn, get_tool_parser
-from tests.fakes_tools import schema
+from tests.fakes.tools import schema
 
 TOOLS = [schema("add", a={"type": "integer"}), schema("say", text={"type": "string"})]
 
@@ -171,7 +171,7 @@ def test_without_tools_nothing_is_a_call():
 
 
 def test_without_sglang_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.engines.sglang_parsers.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.engines.sglang.parsers.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=re.escape("pip install 'sglang==")):
         get_tool_parser("sglang:deepseekv3")
 

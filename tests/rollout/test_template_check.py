@@ -8,7 +8,7 @@ from agentrl.messages import Message
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import ChatTemplate, CheckMode, check_ledger, check_request
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     assistant,
     call,
     load_template,

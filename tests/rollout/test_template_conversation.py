@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates import ChatTemplate
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     NAMES,
     assistant,
     call,

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     NAMES,
     assistant,
     call,

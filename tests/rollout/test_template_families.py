@@ -13,7 +13,7 @@ from agentrl.rollout.templates import (
     probe_template,
     require,
 )
-from tests.fakes_templates import assistant, call, make_template, schema, tool, user
+from tests.fakes.templates import assistant, call, make_template, schema, tool, user
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"

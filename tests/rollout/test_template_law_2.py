@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentrl.messages import Message
 from agentrl.rollout.records import Turn
 from agentrl.rollout.templates import ChatTemplate, check_ledger
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     assistant,
     load_template,
     load_tokenizer,

@@ -18,7 +18,7 @@ from agentrl.rollout.templates import (
     probe_template,
     require,
 )
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     NAMES,
     assistant,
     call,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from agentrl.errors import TemplateError
 from agentrl.rollout.templates import ChatTemplate, probe_template
 from agentrl.rollout.templates.text import TextEncoder
-from tests.fakes_templates import load_template, user
+from tests.fakes.templates import load_template, user
 
 SOURCE = (
     "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"

@@ -17,7 +17,7 @@ from agentrl.rollout.templates import (
     require,
 )
 from agentrl.rollout.templates.check import check_ledger
-from tests.fakes_templates import (
+from tests.fakes.templates import (
     assistant,
     call,
     control_tokens,

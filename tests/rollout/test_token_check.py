@@ -6,18 +6,25 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 
-from agentrl.config.schema import MultiTurnConfig
+from agentrl.config.schema.run import MultiTurnConfig
 from agentrl.messages import Message
 from agentrl.rollout.draws import draws_check
 from agentrl.rollout.records import TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import ChatTemplate, CheckMode, check_request
 from agentrl.rollout.templates.text import TextEncoder
-from agentrl.trainer.rollout_setup import make_token_check
-from tests import fakes
-from tests.fakes import FakeTool, calling, make_engine, make_house, make_request, tiny_template
-from tests.fakes_conversations import Plan, plans, play
-from tests.fakes_templates import assistant, call, load_template, schema, tool, user
+from agentrl.trainer.setup.rollout_setup import make_token_check
+from tests.fakes.conversations import Plan, plans, play
+from tests.fakes.plugins import (
+    FakeTool,
+    calling,
+    make_engine,
+    make_house,
+    make_request,
+    tiny_template,
+)
+from tests.fakes import plugins as fakes
+from tests.fakes.templates import assistant, call, load_template, schema, tool, user
 
 
 class Kept:

@@ -15,7 +15,7 @@ from agentrl.rollout.tool_calls import ToolCaller, check_calls, describe_malform
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, get_tool_parser
 from agentrl.tools import BaseTool, ToolResponse, ToolResult
 from agentrl.tools.life import ToolSession
-from tests.fakes_tools import FlakyTool, schema
+from tests.fakes.tools import FlakyTool, schema
 
 STRICT = OpenAIFunctionToolSchema.model_validate(
     {

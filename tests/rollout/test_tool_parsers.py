@@ -23,7 +23,7 @@ from agentrl.rollout.tool_parsers import (
 )
 from agentrl.rollout.tool_parsers.json_calls import decode_json
 from agentrl.rollout.tool_parsers.qwen3_coder import typed
-from tests.fakes_tools import schema
+from tests.fakes.tools import schema
 
 TOOLS = [
     schema("add", a={"type": "integer"}, b={"type": "integer"}),

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 import psutil
 import pytest
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.choice import why_not
 from agentrl.sandbox.settings import LocalProvider

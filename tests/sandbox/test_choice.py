@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
 from agentrl.sandbox import make_sandbox
 from agentrl.sandbox.choice import why_not

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox import ExecutionEnd
 from agentrl.sandbox.fusion import FusionSandbox
 from agentrl.sandbox.fusion_client import FusionClient
-from tests.fakes_fusion import fusion_service
+from tests.fakes.fusion import fusion_service
 
 
 def config(url: str | None, **keys: object) -> SandboxConfig:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import DataError
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.fusion import FusionSandbox
@@ -17,7 +17,7 @@ from agentrl.sandbox.grading import (
     grade,
     read_tests,
 )
-from tests.fakes_fusion import fusion_service
+from tests.fakes.fusion import fusion_service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox import Execution, Sandbox, make_sandbox
 from agentrl.sandbox.inside import folders
@@ -206,7 +206,7 @@ def command_of(pid: int) -> str:
 
 TRAINER = """
 import asyncio, sys
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import make_sandbox
 async def main():
     sandbox = make_sandbox(SandboxConfig(provider={provider!r}, num_warm=1))

@@ -17,8 +17,8 @@ import pytest
 from agentrl.sandbox.choice import why_not
 from agentrl.sandbox.inside import kernel
 from agentrl.sandbox.settings import LocalProvider, sandlock_folder
-from tests.fakes_modes import NO_ENTRY
-from tests.fakes_probes import PROBES, stopped
+from tests.fakes.modes import NO_ENTRY
+from tests.fakes.probes import PROBES, stopped
 
 ROOT = Path(__file__).resolve().parents[2]
 TRUST = (ROOT / "docs/trust.md").read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def test_page_on_trust_says_what_is_measured_in_other_modes(
     provider: LocalProvider, mode: str, column: str
 ):
     skip_without(provider)
-    imports = "import json\nfrom tests.fakes_probes import stopped\n"
+    imports = "import json\nfrom tests.fakes.probes import stopped\n"
     program = f"{imports}print(json.dumps(stopped({provider!r})))"
     expected = stopped_by(column)
     if mode == "root without namespaces":  # where each sandbox has a user who owns no other file
@@ -120,7 +120,7 @@ def test_root_without_namespaces_keeps_conversations_apart():
 
 TWO_SESSIONS = """
 import asyncio, json
-from agentrl.config.sandbox_schema import SandboxConfig
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import make_sandbox
 def shared_by_all():
     return sorted(row for kind in ("shm", "sem", "msg") for row in open(f"/proc/sysvipc/{kind}"))
@@ -138,7 +138,7 @@ asyncio.run(main())
 
 
 def run_in(mode: str, program: str) -> str:
-    """Run Python code in a mode of `tests.fakes_modes`, and return what it prints."""
+    """Run Python code in a mode of `tests.fakes.modes`, and return what it prints."""
     python = other_users_python()
     if os.geteuid() != 0 or python is None or platform.machine() != "x86_64":
         pytest.skip("this is no root, or no interpreter is open to others, or no filter is known")
@@ -148,7 +148,7 @@ def run_in(mode: str, program: str) -> str:
         for name in ("agentrl", "tests"):
             shutil.copytree(ROOT / name, f"{folder}/{name}")
         done = subprocess.run(
-            [python, "-m", "tests.fakes_modes", mode, program],
+            [python, "-m", "tests.fakes.modes", mode, program],
             cwd=folder,
             env={"PYTHONPATH": f"{folder}:{sandlock_folder()}", "PATH": "/usr/bin:/bin"},
             capture_output=True,

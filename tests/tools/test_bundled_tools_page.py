@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agentrl.config.sandbox_schema import SandboxConfig
-from agentrl.config.section import Section
+from agentrl.config.schema.sandbox import SandboxConfig
+from agentrl.config.schema.section import Section
 from agentrl.tools.http_tool import HttpToolConfig
 from agentrl.tools.mcp.servers import McpSection
 from agentrl.tools.python_tool import PythonTool, PythonToolConfig

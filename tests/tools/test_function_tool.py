@@ -12,7 +12,7 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.tools import BaseTool, ToolResponse, ToolResult, function_tool, load_function_tools
 from agentrl.tools.function_tool import FunctionTool
 from agentrl.tools.life import ToolSession
-from tests.fakes_tools import call
+from tests.fakes.tools import call
 
 
 class Place(BaseModel):

@@ -17,8 +17,8 @@ from agentrl.tools.guard.path import _ways
 from agentrl.tools.instance import Outcome, ToolOutcome
 from agentrl.tools.life import ToolSession
 from agentrl.tools.settings import ToolSettings
-from tests.fakes_reading import UntellableError
-from tests.fakes_tools import BlockingTool, call, schema
+from tests.fakes.reading import UntellableError
+from tests.fakes.tools import BlockingTool, call, schema
 
 QUICK_RETRY = {"max_attempts": 3, "wait_initial_s": 0.001, "wait_jitter_s": 0.0}
 

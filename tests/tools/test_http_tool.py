@@ -9,11 +9,11 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.clients.http import HttpClient, query_parameters
 from agentrl.errors import ConfigError, ServiceError, ToolError
-from agentrl.tools.http_client import HttpClient, query_parameters
 from agentrl.tools.http_tool import HTTPTool
-from tests.fakes_services import Answer, always, echo, endless, hang_up, serving
-from tests.fakes_tools import schema
+from tests.fakes.services import Answer, always, echo, endless, hang_up, serving
+from tests.fakes.tools import schema
 
 SECRET = "hunter2hunter2"
 

@@ -23,7 +23,7 @@ from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome, ToolSettings
 from agentrl.tools.life import ToolSession
 from agentrl.tools.process import _Worker
-from tests.fakes_tools import BlockingTool, CountingProcessTool, call, schema
+from tests.fakes.tools import BlockingTool, CountingProcessTool, call, schema
 
 
 def session_of(tool: BaseTool, **kwargs: Any) -> ToolSession:
@@ -130,7 +130,7 @@ async def test_the_watchdog_names_the_tool_that_blocks_the_loop(caplog: pytest.L
     ]
     assert len(warnings) == 1
     assert warnings[0].startswith("tool:blocking ")
-    assert "fakes_tools.py" in warnings[0]
+    assert "tools.py" in warnings[0]
 
 
 async def test_the_watchdog_blames_no_tool_for_what_is_not_its_doing():
@@ -356,7 +356,7 @@ def test_the_main_module_is_imported_once_for_all_processes(tmp_path: Path):
         "import asyncio, os\n"
         "from pathlib import Path\n"
         "from agentrl.tools.life import ToolSession\n"
-        "from tests.fakes_tools import CountingProcessTool, call\n"
+        "from tests.fakes.tools import CountingProcessTool, call\n"
         "async def live(folder, name):\n"
         "    tool = CountingProcessTool({'isolation': 'process', 'log': folder + '/log'})\n"
         "    session = ToolSession({'counting': tool}, instance_id=name)\n"
@@ -389,7 +389,7 @@ def test_no_tool_outlives_a_trainer_that_was_killed() -> None:
     code = (
         "import asyncio, os\n"
         "from agentrl.tools.life import ToolSession\n"
-        "from tests.fakes_tools import CountingProcessTool, call\n"
+        "from tests.fakes.tools import CountingProcessTool, call\n"
         "async def main():\n"
         "    tool = CountingProcessTool({'isolation': 'process', 'log': os.devnull})\n"
         "    session = ToolSession({tool.name: tool}, instance_id='r', timeout_s=100.0)\n"

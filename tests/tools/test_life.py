@@ -15,8 +15,8 @@ from agentrl.messages import ToolResponse
 from agentrl.tools import BaseTool, ToolResult
 from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
-from tests.fakes_reading import UNTOLD, ExitsWhenRead, UntellableError
-from tests.fakes_tools import BEHAVIOURS, FlakyTool, call, schema
+from tests.fakes.reading import UNTOLD, ExitsWhenRead, UntellableError
+from tests.fakes.tools import BEHAVIOURS, FlakyTool, call, schema
 
 
 def session_of(*tools: BaseTool, timeout_s: float = 5.0, **kwargs: Any) -> ToolSession:

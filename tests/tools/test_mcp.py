@@ -18,10 +18,10 @@ from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
 from agentrl.tools.mcp_tool import MCPTool
-from tests.fakes_mcp import fake, load, servers_alive, yaml_of
-from tests.fakes_mcp_server import WHOLE_SCHEMA
-from tests.fakes_services import always, serving
-from tests.fakes_tools import call
+from tests.fakes.mcp import fake, load, servers_alive, yaml_of
+from tests.fakes.mcp_server import WHOLE_SCHEMA
+from tests.fakes.services import always, serving
+from tests.fakes.tools import call
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import pytest
 
 from agentrl.errors import ServiceError, ToolError
 from agentrl.tools import BaseTool, initialize_tools_from_config
-from tests.fakes_mcp import load, servers_alive
+from tests.fakes.mcp import load, servers_alive
 
 PACKAGE = "@modelcontextprotocol/server-everything"
 VERSION = "2026.8.31"

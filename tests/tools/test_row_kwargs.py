@@ -9,8 +9,8 @@ from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools import BaseTool, function_tool, initialize_tools_from_config
 from agentrl.tools.function_tool import FunctionTool
 from agentrl.tools.row_kwargs import RowKwargs
-from tests.fakes_runs import write_yaml
-from tests.fakes_tools import schema
+from tests.fakes.runs import write_yaml
+from tests.fakes.tools import schema
 
 
 class Sql(BaseTool):

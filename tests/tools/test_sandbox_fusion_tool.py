@@ -9,8 +9,8 @@ from agentrl.errors import ConfigError
 from agentrl.tools import initialize_tools_from_config
 from agentrl.tools.instance import Outcome, ToolInstance, ToolKwargs
 from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool
-from tests.fakes_fusion import FakeFusion, fusion_service
-from tests.fakes_tools import call
+from tests.fakes.fusion import FakeFusion, fusion_service
+from tests.fakes.tools import call
 
 OF_VERL = """
 tools:

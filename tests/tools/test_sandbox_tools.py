@@ -16,7 +16,7 @@ from agentrl.tools.executions import describe_execution
 from agentrl.tools.instance import Outcome, ToolInstance, ToolKwargs
 from agentrl.tools.python_tool import PythonTool
 from agentrl.tools.sandbox_tool import SandboxTool
-from tests.fakes_tools import call
+from tests.fakes.tools import call
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/tool_config"
 

@@ -13,7 +13,7 @@ from agentrl.tools import BaseTool, initialize_tools_from_config
 from agentrl.tools.instance import ToolInstance, ToolKwargs
 from agentrl.tools.life import ToolSession
 from agentrl.tools.settings import ToolSettings
-from tests.fakes_tools import schema
+from tests.fakes.tools import schema
 
 SCHEMA = "{type: function, function: {name: probe, parameters: {type: object, properties: {}}}}"
 

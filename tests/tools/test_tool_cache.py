@@ -9,7 +9,7 @@ from agentrl.errors import ToolError
 from agentrl.tools import ToolResponse, ToolResult
 from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
-from tests.fakes_tools import CountingProcessTool, call
+from tests.fakes.tools import CountingProcessTool, call
 from tests.tools.test_guard import PlayedTool, ask, ask_all, cancel_when, kinds
 
 

@@ -14,7 +14,7 @@ from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.gsm8k_tool import Gsm8kTool
 from agentrl.tools.registry import classes_of_verl, select_tools
 from agentrl.tools.search_tool import SearchTool
-from tests.fakes_tools import FlakyTool
+from tests.fakes.tools import FlakyTool
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/tool_config"
 
@@ -226,7 +226,7 @@ def test_the_config_reaches_the_class_whole_and_interpolated(
 ):
     monkeypatch.setenv("SEARCH_URL", "http://here")
     config = "    config: {type: native, url: '${oc.env:SEARCH_URL}', k: 1e-3}\n"
-    blocking = "  - class_name: tests.fakes_tools.BlockingTool\n"
+    blocking = "  - class_name: tests.fakes.tools.BlockingTool\n"
     [tool] = initialize_tools_from_config(written(tmp_path, f"tools:\n{blocking}{config}"))
     assert tool.config == {"type": "native", "url": "http://here", "k": 1e-3}
 
@@ -314,7 +314,7 @@ def test_malformed_yaml_names_line_and_column(tmp_path: Path):
         ),
         (f"tools:\n{CALCULATOR}{CALCULATOR}", "tools[1]", "two tools have the name 'calculator'"),
         (
-            "tools: [{class_name: tests.fakes_tools.BlockingTool, config: {a: '${b}'}}]\n",
+            "tools: [{class_name: tests.fakes.tools.BlockingTool, config: {a: '${b}'}}]\n",
             "tools[0].config.a",
             "Interpolation key 'b' not found",
         ),

@@ -11,14 +11,13 @@ from safetensors.torch import load_file
 
 from agentrl.algorithms import columns_read, get_adv_estimator_fn, register_adv_est
 from agentrl.algorithms.advantages import adv_estimator_names
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
-from agentrl.trainer.credit import Credit
+from agentrl.trainer.credit import Credit, gather_batch
 from agentrl.workers.distributed import World, start_world, stop_world
-from agentrl.workers.whole_batch import gather_batch
-from tests.fakes_credit import credit_of_two, credit_rows, run
-from tests.fakes_torchrun import ranks_of
+from tests.fakes.credit import credit_of_two, credit_rows, run
+from tests.fakes.torchrun import ranks_of
 
 BUNDLED = [
     name
@@ -112,7 +111,7 @@ def test_law_10_two_ranks_give_the_credit_of_one(world: World, tmp_path: Path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     for folder in (alone, together):
         folder.mkdir()
-    with ranks_of("tests.fakes_credit", str(together)) as ranks:
+    with ranks_of("tests.fakes.credit", str(together)) as ranks:
         run(world, alone)
         told = [rank.wait() for rank in ranks]
     assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.trainer.credit import Credit
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes_credit import credited, scored_batch
+from tests.fakes.credit import credited, scored_batch
 
 
 @pytest.fixture

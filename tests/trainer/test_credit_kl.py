@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes_credit import ADAPTIVE, credited, scored_batch
+from tests.fakes.credit import ADAPTIVE, credited, scored_batch
 
 BY_TURN = ["turn_rloo", "step_reinforce", "gigpo"]
 

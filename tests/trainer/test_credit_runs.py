@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer
 from agentrl.config import parse_config
-from agentrl.trainer.build import choose_actor_config
+from agentrl.trainer.components import choose_actor_config
 from agentrl.workers.checkpoint import verify_checkpoint
-from tests.fakes_kill import SCORER
-from tests.fakes_mortal import Killed, Mortal
-from tests.fakes_runs import read_lines, tiny_run
-from tests.fakes_same import differences
+from tests.fakes.kill import SCORER
+from tests.fakes.mortal import Killed, Mortal
+from tests.fakes.runs import read_lines, tiny_run
+from tests.fakes.same import differences
 
 ADAPTIVE = {
     "use_kl_in_reward": True,

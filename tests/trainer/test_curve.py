@@ -5,7 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from agentrl.errors import DataError
-from agentrl.trainer.curve import (
+from agentrl.trainer.metrics.curve import (
     Series,
     draw_curves,
     mean_series,
@@ -13,7 +13,7 @@ from agentrl.trainer.curve import (
     read_curves,
     running_mean,
 )
-from agentrl.trainer.tracking import JsonlSink
+from agentrl.trainer.metrics.sinks import JsonlSink
 
 
 def write_run(path, *, steps=20, gain=0.03, sets=("arithmetic", "unseen")):
@@ -91,7 +91,7 @@ def test_seeds_without_a_common_step_are_drawn_without_a_mean():
 
 
 def read_as(series):
-    from agentrl.trainer.curve import Curves
+    from agentrl.trainer.metrics.curve import Curves
 
     return Curves(reward=series, success={"a": series})
 
@@ -113,7 +113,7 @@ def test_running_mean_keeps_constants_and_smooths():
 
 def test_drawing_leaves_pyplot_alone():
     code = (
-        "import sys; from agentrl.trainer.curve import draw_curves, Curves, Series;"
+        "import sys; from agentrl.trainer.metrics.curve import draw_curves, Curves, Series;"
         "draw_curves([Curves(Series((1,), (1.0,)), {})]).canvas.draw();"
         "assert 'matplotlib.pyplot' not in sys.modules; assert 'torch' not in sys.modules"
     )

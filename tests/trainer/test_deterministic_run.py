@@ -10,10 +10,10 @@ import torch
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.errors import EngineError
-from agentrl.trainer.build import start_parts
+from agentrl.trainer.components import start_parts
 from agentrl.workers.distributed import stop_world
 from agentrl.workers.rng import choose_exact_kernels
-from tests.fakes_runs import tiny_run
+from tests.fakes.runs import tiny_run
 
 DETERMINISTIC = {"rollout__deterministic": True}
 
@@ -56,7 +56,7 @@ def test_exact_kernels_add_up_the_gradient_of_an_indexed_tensor_in_one_order():
 def test_a_cache_that_memory_would_cut_is_refused_in_a_deterministic_run(
     tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("agentrl.engines.transformers_engine._free_bytes", lambda _: 40_000_000)
+    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", lambda _: 40_000_000)
     start(tiny_home, tmp_path)
     with pytest.raises(EngineError, match=r"rollout.deterministic") as caught:
         start(tiny_home, tmp_path, **DETERMINISTIC)

@@ -9,8 +9,8 @@ from agentrl.config import RunConfig, parse_config
 from agentrl.config.checks import check_config
 from agentrl.engines.sglang import arguments
 from agentrl.errors import ConfigError
-from agentrl.trainer import engine_choice
-from agentrl.trainer.engine_choice import announce_start, check_engine, choose_engine
+from agentrl.trainer.setup import engine_factory as engine_choice
+from agentrl.trainer.setup.engine_factory import announce_start, check_engine, choose_engine
 
 
 def config_of(**sections: Any) -> RunConfig:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes_faults import TOOL, Train
-from tests.fakes_runs import read_lines
+from tests.fakes.faults import TOOL, Train
+from tests.fakes.runs import read_lines
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from agentrl.algorithms import get_policy_loss_fn, register_policy_loss
-from agentrl.config.schema import FsdpConfig
-from agentrl.engines.continuous_batching import Batcher
+from agentrl.config.schema.run import FsdpConfig
+from agentrl.engines.transformers.continuous_batching import Batcher
 from agentrl.errors import OutOfMemoryError
-from agentrl.trainer.rollout_log import read_trajectories
+from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.workers.batches import read_padded_rows, split_micro_batches
 from agentrl.workers.distributed import start_world
 from agentrl.workers.model import PolicyModel
-from agentrl.workers.plausibility import find_implausible
-from tests.fakes_engines import tiny_model
-from tests.fakes_faults import (
+from agentrl.workers.scoring import find_implausible
+from tests.fakes.engines import tiny_model
+from tests.fakes.faults import (
     Train,
     assert_refused,
     assert_same_course,
@@ -30,12 +30,12 @@ from tests.fakes_faults import (
     make_row,
     saved_steps,
 )
-from tests.fakes_runs import (
+from tests.fakes.runs import (
     read_lines,
     scripted,
     write_jsonl,
 )
-from tests.fakes_training import Layout, Row, make_actor, make_batch, make_policy
+from tests.fakes.training import Layout, Row, make_actor, make_batch, make_policy
 
 pytestmark = pytest.mark.usefixtures("alone")
 

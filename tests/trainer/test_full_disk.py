@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from agentrl.atomic_io import naming
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
-from agentrl.files import naming
-from agentrl.trainer.preflight import check_room
-from tests.fakes_faults import (
+from agentrl.trainer.setup.preflight import check_room
+from tests.fakes.faults import (
     Train,
     assert_refused,
     assert_same_course,
@@ -24,7 +24,7 @@ from tests.fakes_faults import (
     make_run,
     saved_steps,
 )
-from tests.fakes_runs import (
+from tests.fakes.runs import (
     run_agentrl,
     tiny_run,
     write_yaml,

@@ -15,14 +15,13 @@ from safetensors.torch import save_file
 from agentrl import Trainer
 from agentrl.config import RunConfig, parse_config
 from agentrl.errors import CheckpointError
-from agentrl.trainer.resume import check_origin, policy_origin
-from agentrl.trainer.start import START_FILE, start_date
+from agentrl.trainer.state.resume import START_FILE, check_origin, policy_origin, start_date
 from agentrl.workers import checkpoint
 from agentrl.workers.checkpoint import ModelIdentity, RunState, Snapshot, save_checkpoint
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes_kill import SCORER
-from tests.fakes_runs import read_lines, tiny_run
-from tests.fakes_same import differences
+from tests.fakes.kill import SCORER
+from tests.fakes.runs import read_lines, tiny_run
+from tests.fakes.same import differences
 
 
 @pytest.fixture

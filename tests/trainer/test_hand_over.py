@@ -12,10 +12,10 @@ from agentrl.config import parse_config
 from agentrl.engines import ScriptedEngine
 from agentrl.engines.protocol import ALL_MEMORY
 from agentrl.errors import EngineError
-from agentrl.trainer.build import start_parts
-from agentrl.trainer.hand_over import HandOver
-from agentrl.trainer.rollout_setup import make_manager
-from tests.fakes_runs import CALL, read_lines, tiny_run
+from agentrl.trainer.components import start_parts
+from agentrl.trainer.engine_sync import HandOver
+from agentrl.trainer.setup.rollout_setup import make_manager
+from tests.fakes.runs import CALL, read_lines, tiny_run
 
 pytestmark = pytest.mark.usefixtures("alone")
 

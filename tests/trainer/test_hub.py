@@ -10,9 +10,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import logging as hub_logging
 
-from agentrl.trainer import hub
-from agentrl.trainer.hub import is_hub_name, is_within_reach
-from agentrl.trainer.quiet import quiet_libraries
+from agentrl.trainer.setup import huggingface as hub
+from agentrl.trainer.setup.huggingface import is_hub_name, is_within_reach, quiet_libraries
 
 
 @pytest.mark.parametrize("name", ["policy", "Qwen/Qwen3-0.6B"])

@@ -7,8 +7,8 @@ import pytest
 from agentrl.data.dataset import PromptDataset
 from agentrl.errors import DataError
 from agentrl.interactions import BaseInteraction
-from agentrl.trainer.datasets import check_interactions, is_answered
-from tests.fakes import make_prompts
+from agentrl.trainer.setup.datasets import check_interactions, is_answered
+from tests.fakes.plugins import make_prompts
 
 
 def users(*names: str) -> dict[str, BaseInteraction]:

@@ -11,7 +11,7 @@ def spawn(*lines: str) -> "subprocess.CompletedProcess[str]":
     """Run a command of the library in a process in which a plug-in has done something."""
     source = "\n".join(
         [
-            "import sys, threading, time, os, agentrl.trainer.leaving as leaving",
+            "import sys, threading, time, os, agentrl.trainer.process_exit as leaving",
             "from agentrl.cli import main",
             "from agentrl.cli.app import app",
             "leaving.MAX_WAIT_S = 0.1",

@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.tools import function_tool
 from agentrl.workers.distributed import stop_world
-from tests.fakes_runs import ROOT
+from tests.fakes.runs import ROOT
 
 ROWS = [
     {"data_source": "mine", "prompt": f"What is {n}?", "reward_model": {"ground_truth": str(n)}}

@@ -12,7 +12,7 @@ from agentrl.protocol import DataProto
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.figures import (
+from agentrl.trainer.metrics.aggregators import (
     Deviation,
     Figure,
     Largest,
@@ -22,15 +22,15 @@ from agentrl.trainer.figures import (
     merge_figures,
     to_metrics,
 )
-from agentrl.trainer.metrics import (
+from agentrl.trainer.metrics.plugins import OUTCOMES
+from agentrl.trainer.metrics.step import (
     Timer,
     batch_figures,
     perf_figures,
     rollout_figures,
     time_figures,
 )
-from agentrl.trainer.tool_figures import OUTCOMES
-from tests.fakes_seeing import finish, finished_requests, sample, started, tool_story
+from tests.fakes.seeing import finish, finished_requests, sample, started, tool_story
 
 
 def rollout_metrics(requests: list[AsyncRolloutRequest]) -> Metrics:

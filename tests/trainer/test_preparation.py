@@ -15,9 +15,9 @@ from agentrl.errors import DataError
 from agentrl.tools import BaseTool, function_tool, load_function_tools
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.function_tool import FunctionTool
-from agentrl.trainer.journal import Journal
-from agentrl.trainer.preparation import compare_tools, prepare_run
-from agentrl.trainer.resume import policy_origin
+from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.setup.prepare import compare_tools, prepare_run
+from agentrl.trainer.state.resume import policy_origin
 from agentrl.workers.distributed import World, start_world
 
 SIZES = {"vocab_size": 300, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1}

@@ -4,14 +4,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentrl.config.schema import CustomRewardConfig, RewardConfig
+from agentrl.commands.rescore import read_reward_config, rescore, rescore_from_file
+from agentrl.config.schema.run import CustomRewardConfig, RewardConfig
 from agentrl.errors import ConfigError, DataError, Fault, PluginError
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState, StopReason
-from agentrl.trainer.rescore import read_reward_config, rescore, rescore_from_file
-from agentrl.trainer.rollout_log import read_trajectories, save_rollouts
-from tests.fakes_requests import build_request, said
-from tests.fakes_runs import run_agentrl, write_yaml
+from agentrl.trainer.rollouts.files import read_trajectories, save_rollouts
+from tests.fakes.requests import build_request, said
+from tests.fakes.runs import run_agentrl, write_yaml
 
 
 def answered(text, reward, **fields):
@@ -154,7 +154,7 @@ def test_a_table_that_is_piped_cuts_no_name(saved: Path):
 
 def test_the_command_fails_where_nothing_could_be_scored(saved: Path, capsys: Any):
     assert run_agentrl(capsys, "reward", "rescore", saved).code == 0
-    broken = "reward.custom_reward_function.path=tests.fakes_scorers"
+    broken = "reward.custom_reward_function.path=tests.fakes.scorers"
     name = "reward.custom_reward_function.name=Counter"
     assert run_agentrl(capsys, "reward", "rescore", saved, broken, name).code == 0
     named = "reward.custom_reward_function.name=no_number"

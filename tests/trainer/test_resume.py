@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema import DataConfig, ModelConfig, RunConfig, SftConfig
+from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig, SftConfig
 from agentrl.errors import CheckpointError
-from agentrl.trainer import preparation
-from agentrl.trainer.journal import Journal
-from agentrl.trainer.resume import (
+from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.setup import prepare as preparation
+from agentrl.trainer.state.resume import (
     config_digest,
     find_checkpoint,
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema import (
+from agentrl.config.schema.run import (
     DataConfig,
     ModelConfig,
     RewardConfig,
@@ -20,9 +20,9 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import DataError
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.journal import Journal
-from agentrl.trainer.rollout_files import RolloutFiles
-from agentrl.trainer.rollout_log import (
+from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.rollouts.files import (
+    RolloutFiles,
     TrajectorySummary,
     read_rollouts,
     read_trajectories,
@@ -30,7 +30,7 @@ from agentrl.trainer.rollout_log import (
     save_rollouts,
 )
 from agentrl.workers.actor import BrokenRow, SkippedStep
-from tests.fakes_seeing import finished_requests, tool_story
+from tests.fakes.seeing import finished_requests, tool_story
 
 
 class TwoRanks:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.algorithms import adv_estimator_names
-from agentrl.trainer.doctor.inputs import check_run_file
-from tests.fakes_runs import ROOT, run_agentrl, tiny_run, write_yaml
+from agentrl.doctor.inputs import check_run_file
+from tests.fakes.runs import ROOT, run_agentrl, tiny_run, write_yaml
 
 OWN = """
 from agentrl.algorithms import register_adv_est
@@ -98,7 +98,7 @@ def test_plugins_are_imported_by_the_commands_that_look(
 
 
 def test_rescoring_imports_plugins(tmp_path: Path):
-    from agentrl.trainer.rescore import read_reward_config
+    from agentrl.commands.rescore import read_reward_config
 
     name = f"manager_of_{tmp_path.name}"
     (tmp_path / "own.py").write_text(

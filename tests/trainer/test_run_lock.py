@@ -17,15 +17,15 @@ import pytest
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
-from agentrl.trainer import run_lock
-from agentrl.trainer.run_lock import LOCK_FILE, Owner, RunLock
-from tests.fakes_runs import tiny_run
+from agentrl.trainer.state import run_folder as run_lock
+from agentrl.trainer.state.run_folder import LOCK_FILE, Owner, RunLock
+from tests.fakes.runs import tiny_run
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from agentrl.trainer import run_lock
-from agentrl.trainer.run_lock import RunLock
+from agentrl.trainer.state.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1])).take()
 print("taken", flush=True)
 time.sleep(600)

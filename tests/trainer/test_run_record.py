@@ -11,8 +11,8 @@ import yaml
 
 from agentrl import Trainer, load_config
 from agentrl.config import RunConfig, parse_config
-from agentrl.trainer.run_record import changed_keys, write_start
-from tests.fakes_runs import tiny_run
+from agentrl.trainer.state.run_folder import changed_keys, write_start
+from tests.fakes.runs import tiny_run
 
 
 @pytest.fixture

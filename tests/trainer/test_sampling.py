@@ -9,15 +9,21 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import register_adv_est
 from agentrl.collate import collate
-from agentrl.config.schema import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.greedy import IS_BASELINE, NO_BASELINE
-from agentrl.trainer.group_filter import Measured, places_that_differ
-from agentrl.trainer.sampling import NO_SIGNAL, SURPLUS, source_figures
+from agentrl.trainer.sampling import (
+    IS_BASELINE,
+    NO_BASELINE,
+    NO_SIGNAL,
+    SURPLUS,
+    Measured,
+    places_that_differ,
+    source_figures,
+)
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes_requests import build_request, said
-from tests.fakes_sampling import GREEDY, Came, FakeLoop
+from tests.fakes.requests import build_request, said
+from tests.fakes.sampling import GREEDY, Came, FakeLoop
 
 FAILED = Came(stop_reason=StopReason.FAILED)
 

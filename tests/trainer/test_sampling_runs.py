@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer
 from agentrl.config import parse_config
-from agentrl.trainer.rollout_log import read_trajectories
+from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.workers.checkpoint import verify_checkpoint
-from tests.fakes_mortal import Killed, Mortal
-from tests.fakes_runs import read_lines, tiny_run
-from tests.fakes_same import differences
+from tests.fakes.mortal import Killed, Mortal
+from tests.fakes.runs import read_lines, tiny_run
+from tests.fakes.same import differences
 
 SCORER = """
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes_runs import run_agentrl, tiny_run, write_yaml
+from tests.fakes.runs import run_agentrl, tiny_run, write_yaml
 
 Capture = pytest.CaptureFixture[str]
 

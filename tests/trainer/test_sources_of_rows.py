@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema import RewardConfig
+from agentrl.config.schema.run import RewardConfig
 from agentrl.data.dataset import PromptDataset
 from agentrl.errors import DataError, SandboxError
 from agentrl.rewards import make_reward_manager
-from agentrl.trainer.datasets import check_sources, note_unscored
-from tests.fakes import make_prompts
-from tests.fakes_scorers import answers, score
+from agentrl.trainer.setup.datasets import check_sources, note_unscored
+from tests.fakes.plugins import make_prompts
+from tests.fakes.scorers import answers, score
 
-OWN = {"name": "mine", "path": "tests.fakes_scorers", "function": "misbehave"}
+OWN = {"name": "mine", "path": "tests.fakes.scorers", "function": "misbehave"}
 JUDGE = {"name": "judge", "reward_kwargs": {"model": "m", "base_url": "http://x", "rubric": "r"}}
 
 
@@ -36,7 +36,7 @@ def test_sources_that_fit_a_pattern_are_taken(source: str):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"custom_reward_function": {"path": "tests.fakes_scorers"}},
+        {"custom_reward_function": {"path": "tests.fakes.scorers"}},
         {"functions": [OWN]},
         {"functions": [JUDGE, {"name": "math"}]},
         {"weights": {"trajectory": 0, "interaction": 1}},

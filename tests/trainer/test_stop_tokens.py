@@ -11,9 +11,9 @@ from agentrl.engines.sglang.calls import sampling_fields
 from agentrl.engines.stopping import StopCheck
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.trainer.plugin_set import load_plugins
-from agentrl.trainer.rollout_setup import probe_model
-from tests.fakes import (
+from agentrl.trainer.setup.plugins import load_plugins
+from agentrl.trainer.setup.rollout_setup import probe_model
+from tests.fakes.plugins import (
     decode,
     encode,
     make_engine,

@@ -14,8 +14,8 @@ import pytest
 import agentrl.workers.checkpoint
 from agentrl import Trainer
 from agentrl.workers.optim import PolicyOptimizer
-from tests.fakes_faults import SCORER, Train, assert_same_course, make_run, saved_steps
-from tests.fakes_runs import (
+from tests.fakes.faults import SCORER, Train, assert_same_course, make_run, saved_steps
+from tests.fakes.runs import (
     read_lines,
     run_agentrl,
     spawn_agentrl,
@@ -129,7 +129,7 @@ def test_preparation_that_is_stopped_is_made_anew(
         os.kill(os.getpid(), number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl.data.prepare.arithmetic.write_jsonl", stopped)
+        patch.setattr("agentrl.quickstart.arithmetic.write_jsonl", stopped)
         told = run_agentrl(capsys, "train", file)
     assert told.code == 130, told
     assert told.out.endswith("interrupted\n")

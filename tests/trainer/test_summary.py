@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from agentrl.trainer.summary import Summary
+from agentrl.trainer.state.summary import Summary
 
 
 def told(summary: Summary) -> list[str]:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.schema import DataConfig, ModelConfig, RunConfig
-from agentrl.trainer.resume import checkpoint_folder
-from agentrl.trainer.superseded import set_aside_superseded
+from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig
+from agentrl.trainer.state.archive import set_aside_superseded
+from agentrl.trainer.state.resume import checkpoint_folder
 
 
 def make_config(folder: Path, **settings: Any) -> RunConfig:

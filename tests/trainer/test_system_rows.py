@@ -7,8 +7,8 @@ from agentrl.data.prompt import Prompt
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates import ChatTemplate, TemplateNeeds, probe_template
-from agentrl.trainer.datasets import check_system_messages
-from tests.fakes import tiny_tokenizer
+from agentrl.trainer.setup.datasets import check_system_messages
+from tests.fakes.plugins import tiny_tokenizer
 
 MOVES_SYSTEM = (
     "{% for m in messages %}{% if m.role != 'system' %}"

@@ -4,9 +4,9 @@ from typing import Any
 
 from agentrl.data.dataset import PromptDataset
 from agentrl.tools import BaseTool
-from agentrl.trainer.datasets import note_tools
-from tests.fakes import make_prompts
-from tests.fakes_tools import FlakyTool
+from agentrl.trainer.setup.datasets import note_tools
+from tests.fakes.plugins import make_prompts
+from tests.fakes.tools import FlakyTool
 
 
 def rows(*prompts: dict[str, Any]) -> PromptDataset:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.config.schema import TrainerConfig
+from agentrl.atomic_io import written_whole
+from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
-from agentrl.files import written_whole
-from agentrl.trainer.tracking import (
+from agentrl.trainer.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
     RunProgress,

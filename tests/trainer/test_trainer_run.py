@@ -15,10 +15,10 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.engines import ScriptedEngine
 from agentrl.errors import CheckpointError, DataError, RolloutError
-from agentrl.trainer.build import start_parts
-from agentrl.trainer.rollout_log import read_trajectories
-from agentrl.trainer.rollout_setup import make_manager
-from tests.fakes_runs import CALL, read_lines, scripted, tiny_run
+from agentrl.trainer.components import start_parts
+from agentrl.trainer.rollouts.files import read_trajectories
+from agentrl.trainer.setup.rollout_setup import make_manager
+from tests.fakes.runs import CALL, read_lines, scripted, tiny_run
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -308,7 +308,7 @@ def test_run_does_not_go_on_from_another_policys_checkpoint(
     fit: Fit, monkeypatch: pytest.MonkeyPatch
 ):
     fit(trainer__total_training_steps=1)
-    monkeypatch.setattr("agentrl.trainer.resume.policy_origin", lambda _: "made anew")
+    monkeypatch.setattr("agentrl.trainer.state.resume.policy_origin", lambda _: "made anew")
     with pytest.raises(CheckpointError, match="began from another policy"):
         fit(trainer__total_training_steps=2)
 

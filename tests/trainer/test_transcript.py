@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.config.reward_schema import Placement
-from agentrl.config.schema import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import Placement
+from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
 from agentrl.errors import Fault, ToolLifeError
 from agentrl.rewards import combine_rewards
 from agentrl.rewards.combination import record_shaping
@@ -19,19 +19,19 @@ from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer import transcript_end
-from agentrl.trainer.rollout_log import read_rollouts, save_rollouts
-from agentrl.trainer.transcript import (
+from agentrl.trainer.rollouts import transcript as transcript_end
+from agentrl.trainer.rollouts.files import read_rollouts, save_rollouts
+from agentrl.trainer.rollouts.transcript import (
     Mark,
     decode_pieces,
+    find_place,
     plain_transcript,
     print_transcript,
     read_transcript,
     render_transcript,
     token_table,
 )
-from agentrl.trainer.transcript_end import find_place
-from tests.fakes_seeing import byte_decode, finish, finished_requests, sample, started, tool_story
+from tests.fakes.seeing import byte_decode, finish, finished_requests, sample, started, tool_story
 
 TOKENIZERS = Path(__file__).resolve().parents[2].parent / "shared/data/tokenizers"
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer, load_config
 from agentrl.workers.distributed import stop_world
-from tests.fakes_runs import read_lines, spawn_agentrl, tiny_run, write_yaml
-from tests.fakes_torchrun import ROOT, Told, free_port, ranks_of
+from tests.fakes.runs import read_lines, spawn_agentrl, tiny_run, write_yaml
+from tests.fakes.torchrun import ROOT, Told, free_port, ranks_of
 
 SCORES = """
 import os, pathlib, time

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config.schema import RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.run import RewardConfig, RewardFunctionConfig
 from agentrl.rewards.scoring import read_score
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.figures import to_metrics
-from agentrl.trainer.reward_figures import reward_figures
+from agentrl.trainer.metrics.aggregators import to_metrics
+from agentrl.trainer.metrics.plugins import reward_figures
 from agentrl.trainer.validation import (
     SuccessRule,
     describe_success,
@@ -19,7 +19,7 @@ from agentrl.trainer.validation import (
     read_outcome,
     validation_metrics,
 )
-from tests.fakes_requests import build_request, observed, said, weighted
+from tests.fakes.requests import build_request, observed, said, weighted
 
 PLAIN = RewardConfig()
 

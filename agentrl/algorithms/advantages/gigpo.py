@@ -10,7 +10,7 @@ from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, Groups, G
 from agentrl.algorithms.advantages.grpo import centre, normalise
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.turns import Turns, score_turns
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 
 
 @register_adv_est("gigpo")

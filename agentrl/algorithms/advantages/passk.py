@@ -7,7 +7,7 @@ import torch
 
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, GroupScores
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 
 
 @register_adv_est("grpo_passk")

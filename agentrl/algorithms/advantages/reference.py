@@ -24,7 +24,7 @@ from agentrl.algorithms.advantages.opo import length_weighted_mean
 from agentrl.algorithms.advantages.passk import lead_over_second
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.rloo import leave_one_out
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 
 Index = np.ndarray | torch.Tensor
 

@@ -6,7 +6,7 @@ from agentrl.algorithms.advantages.discounting import compute_discounted_sums
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.trained_tokens import TrainedTokens
 from agentrl.algorithms.masked import masked_whiten
-from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.schema.run import AlgorithmConfig
 
 
 @register_adv_est("reinforce_plus_plus")

@@ -5,7 +5,7 @@ from torch import Tensor
 from agentrl.algorithms.correction.metrics import Metrics, compute_is_metrics, compute_rs_metrics
 from agentrl.algorithms.correction.rejection import reject_rollout
 from agentrl.algorithms.correction.weights import weigh_rollout
-from agentrl.config.correction_schema import Level, RolloutCorrectionConfig
+from agentrl.config.schema.correction import Level, RolloutCorrectionConfig
 
 
 def compute_rollout_correction_weights(

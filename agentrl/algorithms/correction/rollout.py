@@ -12,7 +12,7 @@ from agentrl.algorithms.correction.metrics import (
 )
 from agentrl.algorithms.correction.rejection import reject_rollout
 from agentrl.algorithms.correction.weights import weigh_rollout
-from agentrl.config.correction_schema import RolloutCorrectionConfig
+from agentrl.config.schema.correction import RolloutCorrectionConfig
 
 PREFIX = "rollout_corr/"
 

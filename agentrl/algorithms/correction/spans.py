@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.config.correction_schema import Level, Statistic
+from agentrl.config.schema.correction import Level, Statistic
 from agentrl.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.algorithms.correction.spans import Spans
 from agentrl.algorithms.kl import MAX_LOG_RATIO
-from agentrl.config.correction_schema import (
+from agentrl.config.schema.correction import (
     Bounds,
     RolloutCorrectionConfig,
     parse_is_threshold,

@@ -9,8 +9,8 @@ from agentrl.algorithms.losses.likelihood import compute_policy_loss_gpg
 from agentrl.algorithms.losses.ratio import where_trained
 from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.algorithms.losses.vanilla import compute_policy_loss_vanilla
-from agentrl.config.correction_schema import RolloutCorrectionConfig
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.correction import RolloutCorrectionConfig
+from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 
 

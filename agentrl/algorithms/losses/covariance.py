@@ -31,7 +31,7 @@ from agentrl.algorithms.losses.registry import (
     register_policy_loss,
 )
 from agentrl.algorithms.losses.vanilla import clip_surrogate
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 
 _TIE = 1e-12

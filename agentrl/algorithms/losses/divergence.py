@@ -11,7 +11,7 @@ from agentrl.algorithms.losses.ratio import (
     where_trained,
 )
 from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 
 _TINY = 1e-8
 

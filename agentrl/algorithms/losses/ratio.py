@@ -8,7 +8,7 @@ import torch
 
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.kl import MAX_LOG_RATIO
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """The mean log-ratio of a sequence is clamped to this from above before it is exponentiated."""

@@ -27,7 +27,7 @@ from agentrl.algorithms.losses.sequence_ratio import geo_mean_metrics, geometric
 from agentrl.algorithms.losses.soft import compute_policy_loss_sapo
 from agentrl.algorithms.losses.vanilla import clip_surrogate
 from agentrl.algorithms.masked import masked_mean
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 
 
 @register_policy_loss("sapo_verl", loss_agg_mode="seq-mean-token-mean")

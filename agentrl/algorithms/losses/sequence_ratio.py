@@ -17,7 +17,7 @@ from agentrl.algorithms.losses.ratio import (
 )
 from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.algorithms.losses.vanilla import clip_surrogate
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 
 
 @register_policy_loss("gspo")

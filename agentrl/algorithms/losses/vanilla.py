@@ -10,7 +10,7 @@ from agentrl.algorithms.losses.ratio import (
     where_trained,
 )
 from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
-from agentrl.config.schema import ActorConfig
+from agentrl.config.schema.run import ActorConfig
 
 
 @register_policy_loss("vanilla")

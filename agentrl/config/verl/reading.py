@@ -24,14 +24,14 @@ from agentrl.config.problems import (
     raise_problems,
     told_where,
 )
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl.keys import UNSET, Dead, Left, Refused, Taken, Unused, VerlKey
 from agentrl.config.verl.other_trainers import find_other_trainers
 from agentrl.config.verl.report import LeftKey, TakenKey, VerlReport, shown
 from agentrl.config.verl.table import TABLE, find_key, is_section, single_keys
 from agentrl.config.verl.tree import GivenTree
 from agentrl.errors import ConfigError
-from agentrl.refusals import section_types
+from agentrl.validation_messages import section_types
 
 Item = TakenKey | LeftKey
 

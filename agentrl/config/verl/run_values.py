@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from agentrl.config.schema import TrainerConfig
+from agentrl.config.schema.run import TrainerConfig
 from agentrl.config.verl.keys import Reader, Reading, Tree, Unused
 from agentrl.config.verl.policy_values import prompts_per_step
 from agentrl.config.verl.readers import as_list, integer

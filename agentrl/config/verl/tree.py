@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from agentrl.config.verl.keys import UNSET
 from agentrl.config.verl.table import TABLE, find_key, is_section
 from agentrl.errors import ConfigError
-from agentrl.refusals import unresolved
+from agentrl.validation_messages import unresolved
 
 _SURE = ("actor_rollout_ref", "hydra", "defaults")
 """Sections that no run file of ours has."""

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from agentrl.atomic_io import remove_drafts, written_whole
 from agentrl.errors import DataError
-from agentrl.files import remove_drafts, written_whole
 
 Arguments = dict[str, Any]
 _NAME = "manifest.json"

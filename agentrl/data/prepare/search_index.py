@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from agentrl.config.prepare_schema import SearchIndexConfig
+from agentrl.atomic_io import naming, written_whole
+from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError
-from agentrl.files import naming, written_whole
 from agentrl.plugins.extras import require_package
 
 _MAKER = "search-index/1"

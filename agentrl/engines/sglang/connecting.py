@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from agentrl.config.engine_schema import SGLangServerConfig, WeightSyncConfig
+from agentrl.config.schema.engine import SGLangServerConfig, WeightSyncConfig
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.devices import sees_device
 from agentrl.engines.sglang.names import ModelWeights

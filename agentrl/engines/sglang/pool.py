@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import aiohttp
 
-from agentrl.config.engine_schema import SGLangServerConfig
+from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.fitness import unfitness
 from agentrl.engines.sglang.homes import Homes

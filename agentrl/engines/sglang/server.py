@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from agentrl.config.engine_schema import SGLangServerConfig
+from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.weights import UNFIT_VERSION
 from agentrl.errors import EngineError

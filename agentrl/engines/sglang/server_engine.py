@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.config.engine_schema import SGLangServerConfig
+from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.protocol import (
     ALL_MEMORY,
     Completion,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from agentrl.engines.sglang_parsers import (
+from agentrl.engines.sglang.parsers import (
     DetectedCall,
     Detection,
     Detector,

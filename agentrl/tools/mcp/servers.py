@@ -18,7 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ConfigDict, Field
 
-from agentrl.config.section import Section, UserPath
+from agentrl.config.schema.section import Section, UserPath
 from agentrl.errors import ConfigError
 from agentrl.plugins.keys import read_keys
 

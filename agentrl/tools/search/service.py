@@ -9,8 +9,8 @@ first line is its title. Documents by themselves, without scores, and documents 
 from collections.abc import Sequence
 from typing import Any, cast
 
+from agentrl.clients.http import HttpClient
 from agentrl.errors import ServiceError
-from agentrl.tools.http_client import HttpClient
 from agentrl.tools.search.documents import Document
 
 _FORM = '{"result": [[{"document": {"contents": text}, "score": number}, ...], ...]}'

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from agentrl.clients.http import HttpClient
 from agentrl.errors import ServiceError
-from agentrl.tools.http_client import HttpClient
 from agentrl.tools.search.documents import Document
 from agentrl.tools.search.service import ServiceRetriever
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from agentrl.algorithms import correction
 from agentrl.algorithms.correction.rollout import PREFIX
-from agentrl.config.correction_schema import RolloutCorrectionConfig
+from agentrl.config.schema.correction import RolloutCorrectionConfig
 from agentrl.protocol import DataProto
 
 _TESTS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

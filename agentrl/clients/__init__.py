@@ -1,0 +1,1 @@
+"""HTTP clients: web services of tools, and chat models that judge or simulate users."""

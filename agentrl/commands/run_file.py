@@ -1,0 +1,49 @@
+"""Read a run file and check all that is known without torch, so that mistakes are found at once."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config import Purpose, RunConfig, read_config, telling_where
+from agentrl.config.verl import VerlReport
+from agentrl.trainer.setup.plugins import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A run file, read and checked, with its plug-ins built."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    purpose: Purpose
+    config: RunConfig
+    report: VerlReport | None
+    """What became of each key, if the file is in verl's key tree."""
+    plugins: Plugins
+    notes: tuple[str, ...]
+    """What its user should know."""
+
+
+def read_run_file(path: Path, overrides: Sequence[str], purpose: Purpose) -> RunFile:
+    """Read a run file, and refuse what cannot succeed.
+
+    Raises:
+        AgentRLError: with what, where and what was expected; see `check_run`.
+    """
+    config, report = read_config(path, overrides)
+    # A slip in a key is reported before the plug-ins' packages are imported.
+    from agentrl.trainer.setup.preflight import check_run
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    with telling_where(overrides, report):
+        checked = check_run(config, world_size=world_size, file=path, purpose=purpose)
+    return RunFile(
+        path=path,
+        overrides=tuple(overrides),
+        purpose=purpose,
+        config=config,
+        report=report,
+        plugins=checked.plugins,
+        notes=checked.notes,
+    )

@@ -1,0 +1,59 @@
+"""`agentrl serve`: SGLang servers for the model of a run file."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from agentrl.config import RunConfig, read_config, telling_where
+from agentrl.config.problems import naming_file
+from agentrl.engines.sglang.arguments import check_given
+from agentrl.engines.sglang.launch import Say, ServeOptions, plan_servers, serve
+from agentrl.errors import ConfigError
+from agentrl.trainer.setup.engine_factory import sglang_needs
+from agentrl.trainer.setup.huggingface import quiet_libraries
+from agentrl.trainer.setup.plugins import import_plugins
+from agentrl.trainer.setup.preflight import check_model_folders, is_made_later
+from agentrl.workers.model import resolve_dtype
+
+
+def serve_from_file(
+    run_file: Path, overrides: Sequence[str], options: ServeOptions, *, say: Say
+) -> None:
+    """Start servers, say where they are, and keep them running until Ctrl-C.
+
+    Of the file only the model, the lengths and `rollout.engine.sglang` are looked at.
+
+    Raises:
+        ConfigError: for a model that is not there yet, a server argument that SGLang does not know,
+            too few devices, a port that is taken.
+        MissingExtraError: where SGLang is not installed.
+        EngineError: where a server does not start, or died too often.
+    """
+    quiet_libraries()
+    config, report = read_config(run_file, overrides)
+    with telling_where(overrides, report), naming_file(run_file):
+        import_plugins(config.plugins)
+        refuse_unmade_model(config, run_file)
+        check_given(config.rollout.engine.sglang.server_arguments)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    plans = plan_servers(sglang_needs(config, resolve_dtype(config.model, device)), options)
+    asyncio.run(serve(plans, say=say, max_restarts=options.max_restarts))
+
+
+def refuse_unmade_model(config: RunConfig, run_file: Path) -> None:
+    """Refuse a model that is not there.
+
+    Raises:
+        ConfigError: saying what makes it, where the run file does.
+    """
+    if is_made_later(config, Path(config.model.path)):
+        maker = "sft" if config.prepare.sft is not None else "rollout"
+        raise ConfigError(
+            f"{config.model.path} is not made yet",
+            file=run_file,
+            key="model.path",
+            expected=f"that this ran before: agentrl {maker} {run_file}",
+        )
+    check_model_folders(config)

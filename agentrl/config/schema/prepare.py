@@ -1,0 +1,121 @@
+"""Keys of what `agentrl train` makes first: data, a small policy, a supervised warm-up; and of what
+`agentrl prepare` makes beside it.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from agentrl.config.schema.section import FolderOrHubName, Section, Seed, UserPath
+from agentrl.config.schema.update import OptimConfig
+
+
+class ArithmeticConfig(Section):
+    """Word problems of one to three steps in the format of GSM8K, made from a seed."""
+
+    out_dir: UserPath
+    """Folder of the files."""
+    seed: Seed = 0
+    """Seed of the problems."""
+    num_train: int = Field(default=2048, ge=1)
+    """Training problems."""
+    num_val: int = Field(default=256, ge=1)
+    """Problems of each validation set."""
+    num_demos: int = Field(default=16000, ge=0)
+    """Demonstrations for the supervised warm-up, rough on purpose."""
+
+
+class Gsm8kConfig(Section):
+    """The real GSM8K, from the hub or from local files."""
+
+    out_dir: UserPath
+    """Folder of the files."""
+    source_dir: UserPath | None = None
+    """Folder with `train.jsonl` and `test.jsonl`; null: the hub."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Use only so many problems of each split; null: all."""
+
+
+Stopwords = Literal[
+    "none", "en", "da", "de", "es", "fr", "it", "ko", "nl", "no", "pt", "ru", "sv", "tr", "zh"
+]
+
+
+class SearchIndexConfig(Section):
+    """A BM25 index of a corpus, for `SearchTool` with `retriever: bm25`."""
+
+    out_dir: UserPath
+    corpus: UserPath
+    """JSON lines of `{"id", "contents"}`, where the first line of the contents is a title, or of
+    `{"id", "title", "text"}`; `id` and `title` may be missing."""
+    stopwords: Stopwords = "en"
+    """The language whose commonest words are neither indexed nor searched for."""
+    k1: float = Field(default=1.5, ge=0)
+    """How much a word's further occurrences count."""
+    b: float = Field(default=0.75, ge=0, le=1)
+    """How much a long document counts for less."""
+
+
+class TinyPolicyConfig(Section):
+    """A small Qwen2-architecture model of random weights with a tokenizer of its own."""
+
+    out_dir: UserPath
+    """Folder of the model."""
+    corpus: UserPath
+    """Conversations (JSONL or parquet with `messages`) that the tokenizer is trained on."""
+    vocab_size: int = Field(default=600, ge=300)
+    """Tokens of the vocabulary."""
+    hidden_size: int = 64
+    """Width of the model."""
+    num_layers: int = 2
+    """Transformer blocks."""
+    num_heads: int = 4
+    """Attention heads."""
+    num_kv_heads: int = 2
+    """Heads of keys and values."""
+    intermediate_size: int = 192
+    """Width of the MLP."""
+    max_position_embeddings: int = 2048
+    """Most tokens of a sequence."""
+    seed: Seed = 0
+    """Seed of the weights."""
+
+
+class SftConfig(Section):
+    """A short supervised training on conversations, with the masks of the rollout."""
+
+    model_path: FolderOrHubName
+    """The policy to train."""
+    train_file: UserPath
+    """Rows with `messages`, and with `tools` if they were shown other tools than the run's."""
+    out_dir: UserPath
+    """Folder of the trained policy."""
+    steps: int = Field(default=1000, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(default=16, ge=1)
+    """Conversations of one optimizer step."""
+    max_length: int = Field(default=1024, ge=2)
+    """Tokens; longer conversations are dropped and counted."""
+    observed_loss_weight: float = Field(default=0.0, ge=0)
+    """Loss weight of user and tool tokens beside 1 on the assistant's (0 on the system prompt)."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
+    optim: OptimConfig = OptimConfig(lr=1e-5, lr_scheduler="cosine")
+    tool_config_path: UserPath | None = None
+    """YAML of the tools that rows without `tools` are shown; with `function_tool_path` null: the
+    run's tools."""
+    function_tool_path: str | None = None
+    """Python file or module with `@function_tool` functions, shown likewise."""
+    num_held_out: int = Field(default=32, ge=0)
+    """Conversations that are not trained on, at most a tenth of all; their loss is reported."""
+    seed: Seed = 0
+    """Seed of the order of the conversations."""
+
+
+class PrepareConfig(Section):
+    """What `agentrl train` makes first, where it is missing, in this order."""
+
+    arithmetic: ArithmeticConfig | None = None
+    gsm8k: Gsm8kConfig | None = None
+    tiny_policy: TinyPolicyConfig | None = None
+    sft: SftConfig | None = None

@@ -1,0 +1,1 @@
+"""The embedded engine: it generates with the trainer's own module and weights."""

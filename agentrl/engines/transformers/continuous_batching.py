@@ -1,0 +1,309 @@
+"""What the engine takes from transformers' continuous batching, and what it replaces.
+
+The library's scheduler decides which sequences run, its cache holds their keys and values page by
+page, shares prefixes and makes room when it is full. This file puts three things of its own in
+their places:
+
+- `TrackedState`: a request whose end the engine decides (stop strings, budgets);
+- `RowSampler`: temperature, top-k and top-p for each row, and log-probabilities over the whole
+  vocabulary, which the library's own sampling does not return;
+- `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`).
+
+Where another attention than ours was asked for, the library's own inputs are kept. This file,
+`tracked_requests.py` and `cache_access.py` are all that know the inside of the library.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import FutureRequestState
+
+from agentrl.engines.transformers.calls import Call
+from agentrl.engines.transformers.paged_attention import (
+    ATTENTION_NAME,
+    CacheAccess,
+    Span,
+    plan_batch,
+)
+from agentrl.engines.transformers.sampling import Sampled, SamplingRows, sample_tokens
+from agentrl.engines.transformers.tracked_requests import CallRouter, CallSink, TrackedState
+
+NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), torch.empty(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How much the engine takes on at once."""
+
+    page_size: int
+    """Tokens of one cache page."""
+    num_pages: int
+    """Pages of the cache, each for all layers."""
+    max_batch_tokens: int
+    """Tokens of one forward pass."""
+    max_batch_size: int
+    """Sequences of one forward pass."""
+
+
+class RowSampler:
+    """Stands where the library keeps its logits processors: sees each batch before it runs."""
+
+    tensors_required = 0
+    do_processing = False
+
+    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_rows = 0
+        self._rows = SamplingRows.of([], vocab_size=vocab_size, device=device)
+
+    def fill_defaults(self, _: torch.Tensor) -> None:
+        """Nothing is kept in the library's static tensors."""
+
+    def check_kwargs(self, _: dict[str, Any]) -> None:
+        """Requests carry their parameters in their call."""
+
+    def prepare_tensor_args(
+        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        """Lay out the parameters of the rows that get a token in the coming step."""
+        draws = []
+        for future in requests_in_batch:
+            call = _call_of(future)
+            if call.cached_tokens is None:
+                call.cached_tokens = future.state.position_offset - future.query_length
+            if future.has_new_token:
+                draws.append(call.draw())
+        self._num_rows = len(draws)
+        self._rows = SamplingRows.of(draws, vocab_size=self._vocab_size, device=self._device)
+        return arg_storage
+
+    def sample(self, logits: torch.Tensor) -> Sampled:
+        """Sample for the rows that were laid out last.
+
+        Args:
+            logits: [at least R, V]; the library pads behind the rows that get a token.
+        """
+        if not self._num_rows:
+            return NOTHING_SAMPLED
+        return sample_tokens(logits[: self._num_rows], self._rows)
+
+
+class SamplingRunner(ModelRunner):
+    """The library's forward pass, with our sampling behind it."""
+
+    logit_processor: Any
+    """The `RowSampler`."""
+
+    def _forward_process_and_sample(
+        self,
+        model: nn.Module,
+        batch_data: dict[str, Any],
+        carry_over_ids: torch.Tensor,
+        prev_output_ids: torch.Tensor,
+        output_ids: torch.Tensor,
+    ) -> None:
+        logits = model(**batch_data).logits[0]
+        if "logits_to_keep" not in batch_data:
+            logits = logits[batch_data["logits_indices"]]
+        sampled = self.logit_processor.sample(logits)
+        count = sampled.token_ids.shape[0]
+        output_ids[0, :count].copy_(sampled.token_ids)
+        output_ids[1, :count].copy_(sampled.log_probs.view(torch.int32))
+
+
+class PagedInputs:
+    """Inputs and runner of a step in one: packs a batch, runs it, keeps what was sampled."""
+
+    compute_stream = None
+    use_block_table = False
+    pad_inputs = False
+
+    def __init__(self, cache: CacheAccess, sampler: RowSampler, device: torch.device) -> None:
+        self._cache = cache
+        self._sampler = sampler
+        self._device = device
+        self._requests: list[FutureRequestState] = []
+        self._model_kwargs: dict[str, Any] = {}
+        self._sampled = NOTHING_SAMPLED
+
+    def maybe_pad_inputs(
+        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+    ) -> tuple[int, int]:
+        """Nothing is padded to a static shape."""
+        return num_q_tokens, max_kv_read
+
+    def prepare_batch_tensors(
+        self,
+        requests_in_batch: list[FutureRequestState],
+        logits_processors: RowSampler,
+        use_decode_fast_path: bool,
+        num_q_tokens: int,
+        max_kv_read: int,
+        use_padding: bool,
+    ) -> None:
+        """Pack the scheduled sequences one behind the other."""
+        tables = self._cache.page_tables
+        spans: list[Span] = []
+        input_ids: list[int] = []
+        last_rows: list[int] = []
+        for future in requests_in_batch:
+            state = future.state
+            count = future.query_length
+            spans.append(Span(state.position_offset, count, tables[state.request_id]))
+            state.position_offset += count
+            input_ids += state.tokens_to_process
+            if future.has_new_token:
+                last_rows.append(len(input_ids) - 1)
+        batch = plan_batch(spans, self._cache.geometry, device=self._device)
+        self._requests = requests_in_batch
+        self._model_kwargs = {
+            "input_ids": torch.tensor([input_ids], device=self._device),
+            "position_ids": batch.positions.unsqueeze(0),
+            "paged_batch": batch,
+            "use_cache": False,
+            "logits_to_keep": torch.tensor(last_rows, dtype=torch.int64, device=self._device),
+        }
+        logits_processors.prepare_tensor_args(requests_in_batch, torch.empty(0))
+
+    def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
+        """The forward pass's arguments."""
+        return self._model_kwargs
+
+    def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
+        """Run the model and sample."""
+        self._sampled = self._sampler.sample(model(**batch_data).logits[0])
+
+    def retrieve_device_outputs(self) -> None:
+        """The results are read where they are used."""
+
+    def prepare_batch_update(
+        self,
+    ) -> tuple[list[FutureRequestState], list[int], list[float]]:
+        """The batch, with a token and a log-probability for each row that has one."""
+        return self._requests, self._sampled.token_ids.tolist(), self._sampled.log_probs.tolist()
+
+    def reset(self) -> None:
+        """Forget the last batch."""
+        self._requests, self._model_kwargs, self._sampled = [], {}, NOTHING_SAMPLED
+
+
+class _Manager(ContinuousBatchingManager):
+    """The library's manager, used to build a batch processor; its thread is never started."""
+
+    def switch_to_cb_friendly_attn(self, model: Any, *settings: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Keep our attention, which the library's check does not know."""
+        if model.config._attn_implementation != ATTENTION_NAME:
+            super().switch_to_cb_friendly_attn(model, *settings)
+
+    def build(self, sampler: RowSampler, sink: CallSink) -> ContinuousBatchProcessor:
+        """A processor that samples by `sampler` and hands its results to `sink`."""
+        self.logit_processor: Any = sampler
+        self.output_router = CallRouter(sink)
+        # The library would seed torch for the whole process here, the trainer's draws included.
+        helper: Any = self.distributed_helper
+        helper.set_tp_seed = lambda *_: None
+        return self._create_batch_processor()
+
+
+@dataclass(frozen=True, slots=True)
+class Batcher:
+    """Runs calls together, step by step, in the thread that calls it."""
+
+    model: Any
+    """The engine's `PreTrainedModel`."""
+    processor: Any
+    """`ContinuousBatchProcessor`, parts of which were replaced."""
+    cache: CacheAccess
+
+    @classmethod
+    def build(cls, model: Any, limits: BatchLimits, sink: CallSink) -> "Batcher":
+        """Allocate the cache and what goes with it."""
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+        vocab_size = model.config.get_text_config().vocab_size
+        sampler = RowSampler(vocab_size=vocab_size, device=model.device)
+        is_ours = model.config._attn_implementation == ATTENTION_NAME
+        config = _library_config(limits, has_masks=not is_ours)
+        manager = _Manager(model, GenerationConfig(do_sample=True), config)
+        processor: Any = manager.build(sampler, sink)
+        cache = CacheAccess(processor.cache, limits.page_size)
+        if not cache.is_born_zero:
+            cache.erase()
+        if is_ours:
+            inputs = PagedInputs(cache, sampler, model.device)
+            processor.inputs_and_outputs = processor.model_runner = inputs
+        else:
+            processor.model_runner = SamplingRunner(
+                logit_processor=manager.logit_processor,
+                cb_config=processor.cb_config,
+                cache=processor.cache,
+                inputs_and_outputs=processor.inputs_and_outputs,
+                do_sample=True,
+                return_logprobs=True,
+            )
+        return cls(model, processor, cache)
+
+    def add(self, call: Call) -> None:
+        """Queue a call."""
+        self.processor.scheduler.add_waiting_request(TrackedState.of(call))
+
+    def drop(self, call: Call) -> None:
+        """Take a call out and free its pages; its tokens so far stay in it."""
+        self.processor.scheduler.set_request_cancellation(call.key)
+        self.processor.scheduler.clear_cancelled_requests()
+        # A full cache keeps new calls waiting until one ends: this one has, and may be the last.
+        self.processor.scheduler.block_new_requests = False
+
+    def step(self) -> bool:
+        """Sample the next token of every sequence that runs; False where there is nothing to do."""
+        if not self.processor.prepare_next_batch():
+            return False
+        self.processor._generation_step(self.model)
+        self.processor.update_batch()
+        return True
+
+    def forget_prefixes(self, running: Sequence[Call]) -> None:
+        """Drop the whole cache. Calls that run are queued again with what they have sampled.
+
+        Their keys and values were computed by weights that may have changed; they are computed
+        anew, so that what follows is what the weights of then would say.
+        """
+        for call in running:
+            self.drop(call)
+        self.cache.clear()
+        for call in running:
+            self.add(call)
+
+
+def _call_of(future: FutureRequestState) -> Call:
+    state: Any = future.state
+    return state.call
+
+
+def _library_config(limits: BatchLimits, *, has_masks: bool) -> ContinuousBatchingConfig:
+    settings: dict[str, Any] = {
+        "num_blocks": limits.num_pages,
+        "max_batch_tokens": limits.max_batch_tokens,
+        "max_requests_per_batch": limits.max_batch_size,
+        # The library checks its memory with masks that our attention does not have.
+        "max_memory_percent": None if has_masks else 1e6,
+        "return_logprobs": True,
+        # Tokens must be read, and weights changed, between any two steps.
+        "use_async_batching": False,
+        # Sampling looks at the batch to skip what no row asks for.
+        "use_cuda_graph": False,
+    }
+    known = ContinuousBatchingConfig.__dataclass_fields__
+    settings["page_size" if "page_size" in known else "block_size"] = limits.page_size
+    return ContinuousBatchingConfig(**settings)

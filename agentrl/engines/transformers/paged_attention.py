@@ -1,0 +1,318 @@
+"""How transformers' paged cache numbers its memory: the differences between its releases."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "agentrl_paged"
+
+
+MAX_MASK_ELEMENTS = 2 * 2**20
+"""Most elements of one chunk's mask: bounds its memory."""
+
+
+MAX_PADDING = 1.5
+"""How much longer the longest sequence of a chunk may be than its first."""
+
+
+class LayerPages(NamedTuple):
+    """One layer's share of the cache, as four views of the same memory."""
+
+    key_slots: torch.Tensor
+    """[slots, H * D]: a key for each token slot. Two dimensions: indexing rows is fast then."""
+    value_slots: torch.Tensor
+    """[slots, H * D]."""
+    key_pages: torch.Tensor
+    """[page rows, page_size * H * D]."""
+    value_pages: torch.Tensor
+    """[page rows, page_size * H * D]."""
+
+
+class Span(NamedTuple):
+    """One sequence's part in a packed batch."""
+
+    past: int
+    """Its tokens that are already in the cache."""
+    num_queries: int
+    """Its tokens that this batch computes."""
+    pages: Sequence[int]
+    """Ids of its pages, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Sequences that attend in one call, padded to the longest of them."""
+
+    rows: torch.Tensor
+    """[B, Q] int64: the packed row of each query; the sequence's first one where padded."""
+    real: torch.Tensor | None
+    """[n] int64: which of the B * Q queries are not padding; None: all."""
+    targets: torch.Tensor
+    """[n] int64: the packed rows of the queries that are not padding."""
+    pages: torch.Tensor
+    """[B * P] int64: page rows to read; any row where padded."""
+    mask: torch.Tensor
+    """[B, 1, Q, K] bool: True where a query may look at a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """What the attention of every layer needs to know of a packed batch. Built once a step."""
+
+    positions: torch.Tensor
+    """[T] int64: each token's place in its sequence."""
+    slots: torch.Tensor
+    """[T] int64: where each token's key and value are written."""
+    chunks: tuple[Chunk, ...]
+    layer_pages: Callable[[int], LayerPages]
+    """From a layer's index to its share of the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGeometry:
+    """How the cache numbers its memory."""
+
+    page_size: int
+    """Tokens of a page."""
+    rows_per_page_id: int
+    """Distance in page rows between page id n and n + 1."""
+    layer_pages: Callable[[int], LayerPages]
+
+
+def plan_batch(
+    spans: Sequence[Span], geometry: PageGeometry, *, device: torch.device
+) -> PagedBatch:
+    """Lay out a batch of sequences, packed in the order of `spans`."""
+    past = np.fromiter((span.past for span in spans), np.int64, len(spans))
+    counts = np.fromiter((span.num_queries for span in spans), np.int64, len(spans))
+    starts = np.cumsum(counts) - counts
+    table = _page_table([span.pages for span in spans]) * geometry.rows_per_page_id
+    owner = np.repeat(np.arange(len(spans)), counts)
+    positions = np.arange(len(owner)) - np.repeat(starts - past, counts)
+    page, offset = np.divmod(positions, geometry.page_size)
+    slots = table[owner, page] * geometry.page_size + offset
+
+    def chunk(members: NDArray[np.int64]) -> Chunk:
+        return _plan_chunk(
+            starts[members], past[members], counts[members], table[members], geometry, device
+        )
+
+    return PagedBatch(
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        chunks=tuple(chunk(members) for members in _split(past, counts)),
+        layer_pages=geometry.layer_pages,
+    )
+
+
+def _page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """[S, P] page ids, padded with 0."""
+    lengths = np.fromiter(map(len, pages), np.int64, len(pages))
+    table = np.zeros((len(pages), lengths.max()), np.int64)
+    filled = np.arange(table.shape[1]) < lengths[:, None]
+    table[filled] = np.fromiter(chain.from_iterable(pages), np.int64, lengths.sum())
+    return table
+
+
+def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Group sequences of like shape, so that little is padded and no mask grows too large."""
+    totals = past + counts
+    order = np.lexsort((totals, counts))
+    shapes = zip(counts[order].tolist(), totals[order].tolist(), strict=True)
+    begin, least, longest = 0, (0, 0), 0
+    for end, (count, total) in enumerate(shapes):
+        longest = max(longest, total)
+        is_alike = count <= MAX_PADDING * least[0] and total <= MAX_PADDING * least[1]
+        if is_alike and (end + 1 - begin) * count * longest <= MAX_MASK_ELEMENTS:
+            continue
+        if end > begin:
+            yield order[begin:end]
+        begin, least, longest = end, (count, total), total
+    yield order[begin:]
+
+
+def _plan_chunk(
+    starts: NDArray[np.int64],
+    past: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    table: NDArray[np.int64],
+    geometry: PageGeometry,
+    device: torch.device,
+) -> Chunk:
+    num_pages = -(-int((past + counts).max()) // geometry.page_size)
+    steps = np.arange(counts.max())
+    is_real = steps < counts[:, None]
+    # A padded query repeats its sequence's first one: it sees a key, so its softmax has a value.
+    offsets = np.where(is_real, steps, 0)
+    rows = starts[:, None] + offsets
+    seen = past[:, None] + offsets
+    mask = np.arange(num_pages * geometry.page_size) <= seen[:, None, :, None]
+
+    def move(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Chunk(
+        rows=move(rows),
+        real=None if is_real.all() else move(np.flatnonzero(is_real)),
+        targets=move(rows[is_real]),
+        pages=move(np.ascontiguousarray(table[:, :num_pages]).reshape(-1)),
+        mask=move(mask),
+    )
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_batch: PagedBatch,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Write the batch's keys and values to the cache and attend, each sequence to its own pages.
+
+    The signature is that of `transformers.AttentionInterface`.
+
+    Args:
+        module: The attention layer; its `layer_idx` finds its pages.
+        query: [1, heads, T, D].
+        key: [1, H, T, D].
+        value: [1, H, T, D].
+        attention_mask: Not used: `paged_batch` knows who sees what.
+        paged_batch: The batch's layout.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        softcap: Refused: not supported.
+        s_aux: Refused: not supported.
+
+    Returns:
+        [1, T, heads, D], and None for the weights.
+
+    Raises:
+        NotImplementedError: For attention with soft-capped scores or sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError(
+            "paged attention has no soft-capping and no attention sinks; choose attention='eager'"
+        )
+    layer = paged_batch.layer_pages(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    layer.key_slots.index_copy_(0, paged_batch.slots, key[0].transpose(0, 1).flatten(1))
+    layer.value_slots.index_copy_(0, paged_batch.slots, value[0].transpose(0, 1).flatten(1))
+    packed = query[0].transpose(0, 1)
+    output = torch.empty(packed.shape, dtype=query.dtype, device=query.device)
+    for chunk in paged_batch.chunks:
+        attended = _attend(packed, layer, chunk, key.shape[1], scaling).flatten(0, 1)
+        real = attended if chunk.real is None else attended[chunk.real]
+        output.index_copy_(0, chunk.targets, real)
+    return output.unsqueeze(0), None
+
+
+def _attend(
+    packed: torch.Tensor, layer: LayerPages, chunk: Chunk, key_heads: int, scaling: float | None
+) -> torch.Tensor:
+    """[T, heads, D] -> [B, Q, heads, D] for the chunk's queries."""
+    num_sequences = chunk.rows.shape[0]
+
+    def read(pages: torch.Tensor) -> torch.Tensor:
+        rows = pages.index_select(0, chunk.pages)
+        return rows.view(num_sequences, -1, key_heads, packed.shape[2]).transpose(1, 2)
+
+    attended = scaled_dot_product_attention(
+        packed[chunk.rows].transpose(1, 2),
+        read(layer.key_pages),
+        read(layer.value_pages),
+        attn_mask=chunk.mask,
+        scale=scaling,
+        enable_gqa=packed.shape[1] != key_heads,
+    )
+    return attended.transpose(1, 2)
+
+
+def register_paged_attention() -> str:
+    """Make the function known to transformers; returns the name to build a model with."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    return ATTENTION_NAME
+
+
+class CacheAccess:
+    """Reads the library's cache: page tables, page numbering, memory; clears it.
+
+    From 5.18 on all layers share one tensor in which a page id is a block of pages; before, each
+    layer has its own tensor and a page id is a page.
+    """
+
+    def __init__(self, cache: Any, page_size: int) -> None:
+        self._cache = cache
+        self._page_size = page_size
+        self._layers: dict[int, LayerPages] = {}
+        self._has_allocators = hasattr(cache, "cache_allocators")
+
+    @property
+    def is_born_zero(self) -> bool:
+        """Whether the library allocates zeros; `erase` would make the system back all of them."""
+        return self._has_allocators
+
+    @property
+    def _allocator(self) -> Any:
+        if self._has_allocators:
+            return next(iter(self._cache.cache_allocators.values()))
+        return self._cache.group_cache_managers[0]
+
+    @property
+    def page_tables(self) -> dict[str, list[int]]:
+        """Page ids of each sequence in the cache."""
+        return self._allocator.block_table
+
+    @property
+    def geometry(self) -> PageGeometry:
+        """How page ids are laid out in memory."""
+        return PageGeometry(self._page_size, self._rows_per_page_id, self._layer_pages)
+
+    @property
+    def _rows_per_page_id(self) -> int:
+        if self._has_allocators:
+            return self._allocator.block_physical_stride // self._page_size
+        return 1
+
+    def _layer_pages(self, layer: int) -> LayerPages:
+        if layer not in self._layers:
+            self._layers[layer] = self._view_layer(layer)
+        return self._layers[layer]
+
+    def _view_layer(self, layer: int) -> LayerPages:
+        if self._has_allocators:
+            slots = self._allocator._kv_token_views[layer]
+        else:
+            _, place = self._cache.layer_index_to_group_indices[layer]
+            slots = (self._cache.key_cache[place], self._cache.value_cache[place])
+        keys, values = (view.flatten(1) for view in slots)
+        pages = (view.view(-1, self._page_size * view.shape[1]) for view in (keys, values))
+        return LayerPages(keys, values, *pages)
+
+    def clear(self) -> None:
+        """Forget every cached prefix; no sequence may hold pages."""
+        if self._has_allocators:
+            self._cache.reset()
+        else:
+            manager = self._cache._block_manager
+            self._cache._block_manager = type(manager)(
+                manager.num_blocks, manager.block_size, tp_on=manager.tp_on
+            )
+
+    def erase(self) -> None:
+        """Set the memory to zero: what is masked is still multiplied by zero, and NaN survives."""
+        if self._has_allocators:
+            self._cache.cache_tensor.zero_()
+        else:
+            for tensor in (*self._cache.key_cache, *self._cache.value_cache):
+                tensor.zero_()

@@ -1,0 +1,1 @@
+"""What the quick start makes on the spot: arithmetic problems, demonstrations, a small policy."""

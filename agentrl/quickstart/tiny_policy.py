@@ -1,0 +1,170 @@
+"""Make a policy small enough to learn on two cores: a tokenizer and a model of random weights.
+
+The tokenizer is a byte-level BPE trained on conversations as the template writes them (a corpus
+without the role words leaves `assistant` in six tokens). Digits stand alone, so that a policy can
+copy numbers and compare them place by place.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from agentrl.atomic_io import naming
+from agentrl.config.schema.run import TinyPolicyConfig
+from agentrl.data.conversations import Conversation, load_conversations
+from agentrl.data.prepare.manifest import content_of, make_once
+from agentrl.messages import OpenAIFunctionToolSchema
+
+START_OF_TURN, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+TOOL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+MAX_CORPUS_CONVERSATIONS = 2000
+"""So many conversations are enough for a vocabulary of hundreds."""
+
+CHAT_TEMPLATE = """\
+{%- macro turn(role, text) -%}
+{{- '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' -}}
+{%- endmacro -%}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if tools -%}
+{%- set ns = namespace(text=system + '\\nTools:') -%}
+{%- for tool in tools -%}
+{%- set ns.text = ns.text + '\\n' + (tool.function | tojson) -%}
+{%- endfor -%}
+{%- set system = ns.text + '\\nCall: <tool_call>{"name": ..., "arguments": ...}</tool_call>' -%}
+{%- endif -%}
+{%- if system -%}{{- turn('system', system) -}}{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- elif message.role == 'assistant' -%}
+{{- '<|im_start|>assistant\\n' + (message.content or '') -}}
+{%- for call in message.tool_calls or [] -%}
+{%- if not loop.first or message.content -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif message.role != 'system' or not loop.first -%}
+{{- turn(message.role, message.content) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""ChatML with tool calls in the Hermes manner, in few words."""
+
+
+def make_tiny_policy(
+    config: TinyPolicyConfig, *, tools: Sequence[OpenAIFunctionToolSchema] = ()
+) -> bool:
+    """Write a Hugging Face folder with a small model and its tokenizer, unless it is there.
+
+    The same configuration, corpus and tools make the same files.
+
+    Args:
+        config: Sizes, seed, corpus.
+        tools: What the policy will be shown; their schemas are part of the tokenizer's corpus.
+
+    Returns:
+        Whether anything was made.
+
+    Raises:
+        DataError: for a corpus that cannot be read, or a folder that holds another's files.
+    """
+    folder = config.out_dir
+    arguments = config.model_dump(mode="json", exclude={"out_dir", "corpus"})
+    arguments["of"] = content_of(config.corpus)
+    arguments["tools"] = [tool.to_template() for tool in tools]
+    files = [folder / "model.safetensors", folder / "config.json", folder / "tokenizer.json"]
+    return make_once(folder, "tiny_policy/1", arguments, files, lambda: _write(config, tools))
+
+
+def train_tokenizer(
+    conversations: Sequence[Conversation],
+    vocab_size: int,
+    tools: Sequence[OpenAIFunctionToolSchema] = (),
+) -> Qwen2Tokenizer:
+    """Train a byte-level BPE on conversations as the template writes them.
+
+    Args:
+        conversations: The corpus.
+        vocab_size: Tokens in all, control tokens and tool tags included.
+        tools: Shown in conversations that name none.
+    """
+    # Qwen2's own pre-tokenizer: the one that AutoTokenizer puts in when the folder is loaded again.
+    untrained = Qwen2Tokenizer(
+        vocab={},
+        merges=[],
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[START_OF_TURN],
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer = untrained.train_new_from_iterator(
+        _corpus(untrained, conversations, tools),
+        vocab_size - len(TOOL_TAGS),
+        show_progress=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens(list(TOOL_TAGS))
+    return tokenizer
+
+
+def build_tiny_model(config: TinyPolicyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    """Build a Qwen2-architecture model with random weights from the configuration's seed."""
+    vocabulary = tokenizer.get_vocab()
+    end_of_turn, end_of_text = vocabulary[END_OF_TURN], vocabulary[END_OF_TEXT]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=len(tokenizer),
+                hidden_size=config.hidden_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                intermediate_size=config.intermediate_size,
+                max_position_embeddings=config.max_position_embeddings,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=end_of_turn,
+                pad_token_id=end_of_text,
+            )
+        )
+    model.generation_config = GenerationConfig(
+        eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
+    )
+    return model
+
+
+def _write(config: TinyPolicyConfig, tools: Sequence[OpenAIFunctionToolSchema]) -> None:
+    conversations = load_conversations(config.corpus)
+    tokenizer = train_tokenizer(conversations, config.vocab_size, tools)
+    folder = config.out_dir
+    with naming(folder):
+        build_tiny_model(config, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _corpus(
+    renderer: Qwen2Tokenizer,
+    conversations: Sequence[Conversation],
+    tools: Sequence[OpenAIFunctionToolSchema],
+) -> Iterator[str]:
+    """Texts between control tokens, as the template writes them."""
+    control = (START_OF_TURN, END_OF_TURN, END_OF_TEXT, *TOOL_TAGS)
+    marks = re.compile("|".join(map(re.escape, control)))
+    for conversation in islice(conversations, MAX_CORPUS_CONVERSATIONS):
+        schemas: list[Any] = [tool.to_template() for tool in conversation.tools or tools]
+        rendered = renderer.apply_chat_template(
+            [message.to_template() for message in conversation.messages],
+            tools=schemas or None,
+            tokenize=False,
+        )
+        yield from (text for text in marks.split(str(rendered)) if text)

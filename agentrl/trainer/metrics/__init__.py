@@ -1,0 +1,1 @@
+"""Metrics of a step: aggregated, logged, drawn."""

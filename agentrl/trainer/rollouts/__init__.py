@@ -1,0 +1,1 @@
+"""Finished requests on disk and as transcripts."""

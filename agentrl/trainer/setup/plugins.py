@@ -1,0 +1,216 @@
+"""The plug-ins of a run: its tools, its interactions, its scorer. Nothing here imports torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl.config.schema.run import CustomRewardConfig, RunConfig
+from agentrl.data.prompt import Prompt
+from agentrl.engines.protocol import Engine
+from agentrl.errors import ConfigError, PluginError
+from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
+from agentrl.interactions import registry as interaction_registry
+from agentrl.interactions.registry import default_name
+from agentrl.plugins import load_module
+from agentrl.plugins.shutdown import shut_down
+from agentrl.rewards import RewardManager, make_reward_manager
+from agentrl.rewards.arguments import check_arguments
+from agentrl.rewards.scoring import ScoreFn
+from agentrl.tools import BaseTool
+from agentrl.tools import registry as tool_registry
+from agentrl.tools.function_tool import FunctionTool
+from agentrl.tools.registry import load_all_tools, refuse_duplicates, refuse_undeclared
+from agentrl.tools.verl_names import as_verl_shows
+
+GIVEN = "(given in Python)"
+"""The value of a path in a configuration, if the object itself was passed to the `Trainer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugins:
+    """What a run file names by path, built once for a run."""
+
+    tools: list[BaseTool]
+    interactions: dict[str, BaseInteraction]
+    rewards: RewardManager
+
+    async def shutdown(self) -> None:
+        """Let every plug-in give back what the whole run shares; none of them can prevent that."""
+        await shut_down([*self.tools, *self.interactions.values()])
+        await self.rewards.close()
+
+
+def import_plugins(modules: Sequence[str]) -> None:
+    """Import the modules that the key `plugins` names: what they register is known from then on.
+
+    Raises:
+        PluginError: for a module that cannot be imported.
+    """
+    for place, module in enumerate(modules):
+        try:
+            load_module(module)
+        except PluginError as error:
+            error.details.setdefault("key", f"plugins[{place}]")
+            error.details.setdefault("expected", "package.module or path/to/file.py")
+            raise
+
+
+def load_plugins(config: RunConfig) -> Plugins:
+    """Build tools, interactions and the scorer; no model is touched.
+
+    Raises:
+        ConfigError: with file, key and what was expected.
+        PluginError: for a class path that leads nowhere.
+    """
+    tools, interactions = load_tools(config), load_interactions(config)
+    return Plugins(tools, interactions, make_reward_manager(config.reward))
+
+
+def load_tools(config: RunConfig) -> list[BaseTool]:
+    """Build the tools that a configuration names.
+
+    Raises:
+        ConfigError: see `load_plugins`.
+        PluginError: see `load_plugins`.
+    """
+    turns = config.rollout.multi_turn
+    functions = None if turns.function_tool_path == GIVEN else turns.function_tool_path
+    tools = load_all_tools(turns.tool_config_path, functions)
+    if turns.tool_schema_style != "full":
+        for tool in tools:
+            tool.tool_schema = as_verl_shows(tool.tool_schema, turns.tool_schema_style)
+    return tools
+
+
+def load_interactions(config: RunConfig) -> dict[str, BaseInteraction]:
+    """Build the interactions that a configuration names.
+
+    Raises:
+        ConfigError: see `load_plugins`.
+        PluginError: see `load_plugins`.
+    """
+    path = config.rollout.multi_turn.interaction_config_path
+    if path is None or path == Path(GIVEN):
+        return {}
+    return initialize_interactions_from_config(path)
+
+
+def find_classes_of_verl(config: RunConfig) -> list[str]:
+    """Name verl's classes among the plug-ins of a run, each with the class that replaces it."""
+    turns = config.rollout.multi_turn
+    tools, users = turns.tool_config_path, turns.interaction_config_path
+    is_named = users is not None and users != Path(GIVEN)
+    return [
+        *(tool_registry.classes_of_verl(tools) if tools is not None else []),
+        *(interaction_registry.classes_of_verl(users) if users and is_named else []),
+    ]
+
+
+Row = Mapping[str, Any] | Prompt
+Tool = BaseTool | Callable[..., Any]
+"""A tool, or a function that `@function_tool` marks."""
+EngineFactory = Callable[[Any, Any], Engine]
+"""(model, tokenizer) -> engine, for engines that share the policy's weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What was passed to a `Trainer` as Python objects; None: what the configuration names."""
+
+    tools: Sequence[Tool] | None = None
+    interactions: Sequence[BaseInteraction] | None = None
+    reward: ScoreFn | None = None
+    rows: Sequence[Row] | None = None
+    val_rows: Mapping[str, Sequence[Row]] = field(default_factory=dict[str, Sequence[Row]])
+    engine: Engine | EngineFactory | None = None
+
+    def mark(self, config: RunConfig) -> RunConfig:
+        """Note in a configuration what is given instead of being named.
+
+        Raises:
+            ConfigError: for a scorer or rows that the configuration names as well.
+        """
+        data, reward, turns = config.data, config.reward, config.rollout.multi_turn
+        if self.rows is not None:
+            _refuse_both("rows", "data.train_files", data.train_files)
+            data = data.model_copy(update={"train_files": [Path(GIVEN)]})
+        if self.val_rows:
+            _refuse_both("val_rows", "data.val_files", data.val_files)
+            data = data.model_copy(update={"val_files": dict.fromkeys(self.val_rows, Path(GIVEN))})
+        if self.reward is not None:
+            named = reward.custom_reward_function or reward.functions
+            _refuse_both("reward", "reward.custom_reward_function", named)
+            scorer = CustomRewardConfig(path=GIVEN, name=_name(self.reward))
+            reward = reward.model_copy(update={"custom_reward_function": scorer})
+        if self.tools is not None and turns.function_tool_path is None:
+            turns = turns.model_copy(update={"function_tool_path": GIVEN})
+        if self.interactions is not None and turns.interaction_config_path is None:
+            turns = turns.model_copy(update={"interaction_config_path": Path(GIVEN)})
+        rollout = config.rollout.model_copy(update={"multi_turn": turns})
+        return config.model_copy(update={"data": data, "reward": reward, "rollout": rollout})
+
+    def build_plugins(self, config: RunConfig) -> Plugins:
+        """Build what a marked configuration names, and add what is given.
+
+        Raises:
+            ConfigError: see `load_plugins`; for two tools or interactions of one name, too.
+            PluginError: see `load_plugins`.
+        """
+        given = [_as_tool(tool) for tool in self.tools or ()]
+        refuse_undeclared(given)
+        tools = [*load_tools(config), *given]
+        refuse_duplicates(tools)
+        interactions = load_interactions(config)
+        for interaction in self.interactions or ():
+            name = interaction.config.get("name") or default_name(type(interaction))
+            if name in interactions:
+                raise ConfigError(
+                    f"two interactions have the name {name!r}",
+                    expected="a name for each: config={'name': ...}",
+                )
+            interaction.name = name
+            interactions[name] = interaction
+        if self.reward is not None:
+            check_arguments(self.reward, {})
+        rewards = make_reward_manager(config.reward, self.reward)
+        return Plugins(tools, interactions, rewards)
+
+    def rows_of(self, name: str) -> Sequence[Row] | None:
+        """Return the rows that are given for a set, `train` or a validation set; None: none are."""
+        return self.rows if name == "train" else self.val_rows.get(name)
+
+
+NOTHING = Given()
+
+
+def given_rows(rows: Sequence[Row] | Mapping[str, Sequence[Row]] | None) -> Mapping[str, Any]:
+    """Name validation rows that come as a plain list: the set `val`."""
+    if rows is None or isinstance(rows, Mapping):
+        return cast("Mapping[str, Any]", rows or {})
+    return {"val": rows}
+
+
+def _as_tool(tool: Tool) -> BaseTool:
+    if isinstance(tool, BaseTool):
+        return tool
+    try:
+        return FunctionTool(tool)
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"{tool!r} is no tool",
+            expected="an object of a BaseTool subclass, or a function with @function_tool",
+        ) from None
+
+
+def _name(scorer: Any) -> str:
+    return str(getattr(scorer, "__qualname__", type(scorer).__qualname__))
+
+
+def _refuse_both(argument: str, key: str, named: object) -> None:
+    if named:
+        raise ConfigError(
+            f"{argument} is given, and the configuration names {key}",
+            key=key,
+            expected="one of both",
+        )

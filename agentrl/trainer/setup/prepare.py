@@ -1,0 +1,186 @@
+"""Make what a run file's `prepare` names and is not there yet: data, policy, warm-up."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from agentrl.atomic_io import put_back_replaced
+from agentrl.config.schema.run import PrepareConfig, RunConfig, SftConfig
+from agentrl.data.prepare import prepare_gsm8k
+from agentrl.data.prepare.manifest import content_of, is_unfinished, make_once, must_make
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.quickstart.arithmetic import prepare_arithmetic
+from agentrl.quickstart.tiny_policy import make_tiny_policy
+from agentrl.tools import BaseTool, load_all_tools
+from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.workers.distributed import World
+from agentrl.workers.sft import SftStep, run_sft
+from agentrl.workers.snapshot import on_main
+
+_SFT = "sft/2"
+"""Name and version of the warm-up in the manifest of its folder."""
+
+
+def prepare_run(
+    config: RunConfig, world: World, journal: Journal, tools: list[BaseTool], *, now: datetime
+) -> float:
+    """Make what is missing, in the order of the file; what is there already is left alone.
+
+    Args:
+        config: The run, whose model settings and template the warm-up shares.
+        world: The ranks; files are made by the main one.
+        journal: Told what was made.
+        tools: The run's tools: a small policy's tokenizer knows their schemas.
+        now: The run's date, for templates that write one.
+
+    Returns:
+        The seconds that it took.
+    """
+    started = time.monotonic()
+    world.board.note("the making of data and policy")
+    with world.agreeing():
+        if world.is_main:
+            _prepare_files(config.prepare, journal, tools)
+    if config.prepare.sft is not None:
+        world.board.note("the warm-up")
+        warm_up(config, config.prepare.sft, world, journal, tools, now=now)
+    return time.monotonic() - started
+
+
+def _prepare_files(config: PrepareConfig, journal: Journal, tools: list[BaseTool]) -> None:
+    if (problems := config.arithmetic) is not None:
+        _make(journal, "problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
+    if (gsm8k := config.gsm8k) is not None:
+        _make(journal, "GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
+    if (policy := config.tiny_policy) is not None:
+        schemas = [tool.tool_schema for tool in tools]
+        _make(journal, "policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
+
+
+def _make(journal: Journal, what: str, folder: Path, make: Callable[[], bool]) -> None:
+    """Make what is missing in a folder, and tell whether anything was."""
+    why = _why_anew(folder)
+    if not make():
+        journal.say(f"{what}: {folder}, made before")
+    else:
+        journal.say(f"{what}: {folder}{why}")
+
+
+def _why_anew(folder: Path) -> str:
+    """Say why the content of a folder is made again; empty if nothing was begun there."""
+    return ", made anew: it was not finished" if is_unfinished(folder) else ""
+
+
+def warm_up(
+    run: RunConfig,
+    config: SftConfig,
+    world: World,
+    journal: Journal,
+    tools: Sequence[BaseTool],
+    *,
+    now: datetime,
+) -> None:
+    """Run the supervised warm-up on all ranks, unless its result is there.
+
+    Args:
+        run: The run, whose model settings and template the warm-up shares.
+        config: Of the warm-up.
+        world: The ranks; the main one decides whether the result is missing.
+        journal: Gets a line on what was made.
+        tools: The run's.
+        now: The run's date, for templates that write one.
+    """
+    shown = [tool.tool_schema for tool in _tools_shown(config, tools)]
+    files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
+
+    def find_arguments() -> dict[str, Any] | None:
+        put_back_replaced(config.out_dir)
+        arguments = _arguments(run, config, shown)
+        return arguments if must_make(config.out_dir, _SFT, arguments, files) else None
+
+    journal.say(*(f"note: {note}" for note in compare_tools(shown, tools)))
+    arguments = on_main(world, find_arguments)
+    if arguments is None:
+        return journal.say(f"warmed-up policy: {config.out_dir}, made before")
+
+    def train() -> None:
+        _train(run, config, world, journal, shown, now=now)
+
+    if not world.is_main:
+        return train()
+    if why := _why_anew(config.out_dir):
+        journal.say(f"warmed-up policy: {config.out_dir}{why}")
+    make_once(config.out_dir, _SFT, arguments, files, train)
+    return None
+
+
+def _tools_shown(config: SftConfig, of_run: Sequence[BaseTool]) -> Sequence[BaseTool]:
+    """Load the tools that demonstrations without `tools` of their own are shown."""
+    if config.tool_config_path is None and config.function_tool_path is None:
+        return of_run
+    return load_all_tools(config.tool_config_path, config.function_tool_path)
+
+
+def compare_tools(
+    shown: Sequence[OpenAIFunctionToolSchema], of_run: Sequence[BaseTool]
+) -> Iterator[str]:
+    """Report in which tools a warm-up and its run differ: a policy knows those that it has seen."""
+    schemas = {schema.name: schema.to_template() for schema in shown}
+    expected = {tool.name: tool.tool_schema.to_template() for tool in of_run}
+    for name in expected.keys() - schemas.keys():
+        yield f"prepare.sft: the warm-up is not shown the tool {name!r}, which the run has"
+    for name in schemas.keys() - expected.keys():
+        yield f"prepare.sft: the warm-up is shown the tool {name!r}, which the run does not have"
+    for name in schemas.keys() & expected.keys():
+        if schemas[name] != expected[name]:
+            yield f"prepare.sft: warm-up and run have different schemas of the tool {name!r}"
+
+
+def _arguments(
+    run: RunConfig, config: SftConfig, shown: Sequence[OpenAIFunctionToolSchema]
+) -> dict[str, Any]:
+    """Return what decides the result: settings, tools, and inputs by their content."""
+    named = {"out_dir", "model_path", "train_file", "tool_config_path", "function_tool_path"}
+    arguments = config.model_dump(mode="json", exclude=named)
+    # The warm-up shares the run's model settings and template: with others it is another one.
+    arguments["model"] = run.model.model_dump(mode="json", exclude={"path"})
+    arguments["template_kwargs"] = run.data.apply_chat_template_kwargs
+    arguments["tools"] = [schema.to_template() for schema in shown]
+    arguments["of"] = [content_of(path) for path in (config.train_file, config.model_path)]
+    return arguments
+
+
+def _train(
+    run: RunConfig,
+    config: SftConfig,
+    world: World,
+    journal: Journal,
+    shown: Sequence[OpenAIFunctionToolSchema],
+    *,
+    now: datetime,
+) -> None:
+    started = time.monotonic()
+    with journal.bar("warm-up", config.steps) as advance:
+
+        def on_step(step: SftStep) -> None:
+            advance(1)
+            if step.step % max(1, config.steps // 4) == 0:
+                journal.say(f"  warm-up step {step.step}: loss {step.loss:.3f}")
+
+        result = run_sft(
+            config,
+            world,
+            tools=shown,
+            model=run.model,
+            template_kwargs=run.data.apply_chat_template_kwargs,
+            now=now,
+            on_step=on_step,
+        )
+    held_out = result.held_out_loss
+    loss = "" if held_out is None else f"loss on held-out conversations {held_out:.3f}, "
+    journal.say(
+        f"warmed-up policy: {config.out_dir}, {result.num_conversations} conversations, "
+        f"{loss}{time.monotonic() - started:.0f} s"
+    )

@@ -1,0 +1,339 @@
+"""The lock of a run's folder: one run at a time writes there.
+
+The lock is `flock` on `run.lock`, which the kernel gives back when the process ends, however it
+ends. The file's text names the owner, for the message that a second run shows. The text is removed
+when the run ends; text without a lock is what a killed run left.
+
+Some network file systems lock for each host apart. So the owner touches the file every few seconds,
+and a run on another host takes over only if the file is not touched for a while.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import IO, Any, Self, cast
+
+import psutil
+import torch
+import yaml
+
+import agentrl
+from agentrl.atomic_io import naming, written_whole
+from agentrl.config.schema.run import RunConfig
+from agentrl.config.secrets import REDACTED, is_secret_name, without_secrets
+from agentrl.errors import ConfigError
+from agentrl.plugins.processes import num_cores
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+TOUCH_S = 5.0
+"""Seconds between two touches of the file by its owner."""
+SILENCE_S = 60.0
+"""Seconds without a touch after which the owner on another host has ended. Network file systems
+may show a touch many seconds later."""
+_HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
+_UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The process that holds a lock, as it wrote itself into the file."""
+
+    host: str
+    process: int
+    started: str
+    """Local time, to the second."""
+    process_started: float
+    """When the system started the process: another process may get the same number later."""
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """Describe this process."""
+        return cls(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            started=datetime.now().isoformat(sep=" ", timespec="seconds"),
+            process_started=psutil.Process().create_time(),
+        )
+
+    @classmethod
+    def read(cls, file: IO[str]) -> Self | None:
+        """Read the owner; None if the file is empty or is not readable as one."""
+        file.seek(0)
+        try:
+            return cls(**json.load(file))
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the owner is on this host."""
+        return self.host == socket.gethostname()
+
+    def has_ended(self) -> bool:
+        """Whether the owner, a process of this host, no longer runs."""
+        try:
+            return abs(psutil.Process(self.process).create_time() - self.process_started) > 1
+        except psutil.Error:
+            return True
+
+
+class RunLock:
+    """A lock on a run's folder. The operating system releases it when the process ends.
+
+    Example:
+        >>> with RunLock(Path("runs/x")):
+        ...     train()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._file: IO[str] | None = None
+        self._ended = threading.Event()
+
+    def take(self) -> Self:
+        """Take the lock.
+
+        Raises:
+            ConfigError: if another run uses the folder, with its host, process and start time.
+            OSError: if the folder cannot be written.
+        """
+        with naming(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("a+", encoding="utf-8")
+        try:
+            is_exclusive = _lock(file)
+            owner = Owner.read(file)
+            if not is_exclusive or (owner is not None and not _is_left_over(owner, self._path)):
+                raise _refusal(owner, self._path)
+            file.truncate(0)
+            file.write(json.dumps(asdict(Owner.this_process())) + "\n")
+            file.flush()
+        except BaseException:
+            file.close()
+            raise
+        self._file, self._ended = file, threading.Event()
+        touching = (self._path, self._ended)  # not `self`: the thread must not keep it alive
+        threading.Thread(target=_touch, args=touching, name="agentrl-lock", daemon=True).start()
+        return self
+
+    def release(self) -> None:
+        """Give the lock back; may be called twice."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            self._ended.set()
+            with file:
+                file.truncate(0)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def __enter__(self) -> Self:
+        return self.take()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock the file without waiting; False if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_BY_ANOTHER:
+            return False
+        if error.errno not in _UNSUPPORTED:
+            raise
+    return True
+
+
+def _touch(path: Path, ended: threading.Event) -> None:
+    """Touch the file until the owner has ended."""
+    while not ended.wait(TOUCH_S):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _is_left_over(owner: Owner, path: Path) -> bool:
+    """Whether the file's text is of a run that was killed.
+
+    The lock proves that no process of this host is alive behind the text. It does not prove it for
+    another host, so that one is waited for.
+    """
+    if owner.is_here:
+        return owner.has_ended() or owner.process == os.getpid()
+    logger.warning(
+        "%s is of process %d on host %s: waiting %.0f s for a sign of it",
+        *(path, owner.process, owner.host, SILENCE_S),
+    )
+    touched, end = path.stat().st_mtime_ns, time.monotonic() + SILENCE_S
+    while time.monotonic() < end:
+        time.sleep(min(1.0, SILENCE_S / 10))
+        if path.stat().st_mtime_ns != touched:
+            return False
+    return True
+
+
+def _refusal(owner: Owner | None, path: Path) -> ConfigError:
+    what, expected = "another run uses", "another folder, or to wait until that run has ended"
+    if owner is not None and owner.is_here:
+        if owner.process == os.getpid():
+            what, expected = "a Trainer of this process uses", "close() of that Trainer"
+        elif owner.has_ended():
+            what = "a run that was killed left a child process that still holds"
+            expected = f"to end the processes that `fuser {path}` lists"
+    told = {"host": owner.host, "process": owner.process, "started": owner.started} if owner else {}
+    return ConfigError(
+        f"{what} {path.parent}", **told, key="trainer.default_local_dir", expected=expected
+    )
+
+
+STARTED_AS = "started_as"
+"""Under which name a checkpoint keeps the folder of its start."""
+_STARTS = "starts"
+_RESOLVED = "resolved.yaml"
+_GIT_TIMEOUT_S = 5
+
+
+def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
+    """Write what this start of a run is; the main rank alone calls it.
+
+    Args:
+        folder: Of the run.
+        config: Of the run.
+        num_ranks: Processes that train.
+
+    Returns:
+        The folder of the record, in the run's: `starts/0001`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    names = [path.name for path in (folder / _STARTS).glob("[0-9]*")]
+    number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
+    name = f"{_STARTS}/{number:04}"
+    given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
+    files = {
+        "config.yaml": yaml.safe_dump(given, sort_keys=False),
+        _RESOLVED: yaml.safe_dump(_resolved(config), sort_keys=False),
+        "run.json": json.dumps(_describe(num_ranks), indent=2) + "\n",
+    }
+    for file, text in files.items():
+        with written_whole(folder / name / file) as draft:
+            draft.write_text(text, encoding="utf-8")
+    return name
+
+
+def changed_keys(start: Path, config: RunConfig) -> list[str]:
+    """Name the keys whose values differ from those of an earlier start, with both values.
+
+    Args:
+        start: The folder of the earlier start.
+        config: Of this one.
+
+    Returns:
+        A line for each key; none if there is no record to compare with.
+    """
+    try:
+        before = yaml.safe_load((start / _RESOLVED).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    old, new = dict(_leaves(before)), dict(_leaves(_resolved(config)))
+    return [
+        f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+        for key in sorted(old.keys() | new.keys())
+        if (key in old, old.get(key)) != (key in new, new.get(key))
+    ]
+
+
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    return without_secrets(config.model_dump(mode="json"))
+
+
+def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, Mapping) or not tree:
+        yield key, tree
+        return
+    for name, value in cast("Mapping[str, Any]", tree).items():
+        yield from _leaves(value, f"{key}.{name}" if key else str(name))
+
+
+def _shown(leaves: Mapping[str, Any], key: str) -> str:
+    return json.dumps(leaves[key]) if key in leaves else "not set"
+
+
+def _describe(num_ranks: int) -> dict[str, Any]:
+    return {
+        "started": datetime.now().isoformat(timespec="seconds"),
+        "command": without_secrets([_redacted(argument) for argument in sys.argv]),
+        "directory": os.getcwd(),
+        "num_ranks": num_ranks,
+        "git": {
+            "directory": _git_revision(Path.cwd()),
+            "agentrl": _git_revision(Path(agentrl.__file__).parent),
+        },
+        "hardware": {
+            "host": socket.gethostname(),
+            "system": platform.platform(),
+            "cores": num_cores(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "accelerators": _accelerators(),
+        },
+        "python": platform.python_version(),
+        "packages": dict(sorted({d.name: d.version for d in distributions()}.items())),
+    }
+
+
+def _redacted(argument: str) -> str:
+    """Redact the secrets of an override, `section.api_key=value` or `section={api_key: value}`."""
+    key, equals, value = argument.partition("=")
+    if equals and is_secret_name(key.rpartition(".")[2].lstrip("-+")):
+        return f"{key}={REDACTED}"
+    if value[:1] not in ("{", "["):
+        return argument
+    try:
+        given = yaml.safe_load(value)
+        redacted = without_secrets(given)
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+        return f"{key}={REDACTED}"
+    return argument if redacted == given else f"{key}={json.dumps(redacted, default=str)}"
+
+
+def _accelerators() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+
+
+def _git_revision(folder: Path) -> str | None:
+    """Name the commit of a folder, with `+changes` if files differ; None outside of git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return f"{commit}+changes" if _git(folder, "status", "--porcelain", "-uno") else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

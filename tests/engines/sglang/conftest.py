@@ -1,0 +1,36 @@
+"""The real SGLang: one start for each process of tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.engines.sglang.arguments import SGLangNeeds
+from agentrl.engines.sglang.engine import SGLangEngine
+from tests.fakes.engines import tiny_model
+from tests.fakes.sglang import letter_tokenizer, save_policy
+
+MAX_MODEL_LEN = 1024
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """SGLang closes not all that it opens in this process, and that is not under test."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+            )
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """The one engine of this process."""
+    folder = save_policy(tiny_model(), tmp_path_factory.mktemp("policy"))
+    needs = SGLangNeeds(
+        model_path=str(folder), max_model_len=MAX_MODEL_LEN, max_requests=64, dtype="float32"
+    )
+    engine = SGLangEngine.start(needs, letter_tokenizer(), bucket_bytes=20_000)
+    yield engine
+    engine._host.close()

@@ -1,0 +1,1 @@
+"""Fakes that several tests share."""

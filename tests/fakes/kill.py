@@ -1,0 +1,209 @@
+"""Runs that are killed: a process that has imported everything and forks one child for each run.
+
+`python -m tests.fakes.kill` reads one order (a line of JSON) for each run and says on its standard
+output what becomes of the child, line by line: `started PID`, `enter STATION STEP` and
+`leave STATION STEP` as the child itself writes them, and `ended STATUS`.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIONS = ("roll_out", "update_actor", "save_checkpoint")
+"""Where a run is killed."""
+SCORER = """
+import random
+
+import numpy
+import torch
+
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    noise = random.random() + numpy.random.random() + float(torch.rand(()))
+    return sum(map(ord, solution_str)) % 7 / 7 + noise / 10
+"""
+"""Rewards that differ within groups, and draw from every random stream of the process: as a
+coroutine that never waits, in the order of the requests."""
+_PRELOADED = (
+    "datasets",
+    "agentrl.trainer.trainer",
+    "agentrl.engines.transformers.engine",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+)
+
+
+class Mark(NamedTuple):
+    """What a run told of itself."""
+
+    event: str
+    """`enter` or `leave`."""
+    station: str
+    step: int
+
+
+# The side of the tests.
+
+
+@dataclass
+class Life:
+    """One run, as it is seen from outside."""
+
+    pid: int
+    lines: Iterator[str]
+    marks: list[Mark] = field(default_factory=list[Mark])
+    times: list[float] = field(default_factory=list[float])
+    """When each mark was read, in seconds."""
+    status: int | None = None
+    """Exit status, or minus the signal's number; None: it runs."""
+
+    def wait_for(self, mark: Mark) -> bool:
+        """Read until the mark comes, or the end; whether it came."""
+        while self._read():
+            if self.marks and self.marks[-1] == mark:
+                return True
+        return False
+
+    def wait(self) -> int:
+        """Read until the end."""
+        while self._read():
+            pass
+        assert self.status is not None
+        return self.status
+
+    def kill_after(self, delay_s: float, number: int = signal.SIGKILL) -> None:
+        """`kill -9`, some time from now; or another signal."""
+        time.sleep(delay_s)
+        os.kill(self.pid, number)
+
+    def is_inside(self, mark: Mark) -> bool:
+        """Whether the last that it told was that it entered a station."""
+        return bool(self.marks) and self.marks[-1] == mark
+
+    def _read(self) -> bool:
+        event, *rest = next(self.lines).split()
+        if event == "ended":
+            self.status = int(rest[0])
+            return False
+        self.marks.append(Mark(event, rest[0], int(rest[1])))
+        self.times.append(time.perf_counter())
+        return True
+
+
+class Nursery:
+    """The process that forks runs, one after the other."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.kill"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=60)
+
+    def start(self, run: dict[str, Any], log: Path) -> Life:
+        """Start a run; what it prints goes to `log`."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps({"run": run, "log": str(log)}) + "\n")
+        self._process.stdin.flush()
+        event, pid = self._process.stdout.readline().split()
+        assert event == "started"
+        return Life(int(pid), iter(self._process.stdout))
+
+
+# The side of the runs.
+
+
+def main() -> None:
+    """Fork a child for each order."""
+    import torch
+
+    torch.set_num_threads(1)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            live(order["run"], Path(order["log"]))
+        _say("started", pid)
+        _, status = os.waitpid(pid, 0)
+        _say("ended", os.waitstatus_to_exitcode(status))
+
+
+def live(run: dict[str, Any], log: Path) -> None:
+    """Be the run; never returns."""
+    code = 1
+    try:
+        marks = os.dup(1)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        train(run, marks)
+        code = 0
+    except BaseException:  # noqa: BLE001 - this process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def train(run: dict[str, Any], marks: int) -> None:
+    """Train, and write to the file descriptor `marks` where the run stands."""
+    from agentrl.config import parse_config
+    from agentrl.trainer.trainer import Trainer
+
+    class Marked(Trainer):
+        """Says when it enters and leaves the stations where it may be killed."""
+
+        @contextlib.contextmanager
+        def _inside(self, station: str) -> Iterator[None]:
+            os.write(marks, f"enter {station} {self.step}\n".encode())
+            yield
+            os.write(marks, f"leave {station} {self.step}\n".encode())
+
+        def roll_out(self, prompts: Sequence[Any], plan: Any) -> Any:
+            with self._inside("roll_out" if plan.name == "train" else "validate"):
+                return super().roll_out(prompts, plan)
+
+        def update_actor(self, batch: Any) -> Any:
+            with self._inside("update_actor"):
+                return super().update_actor(batch)
+
+        def save_checkpoint(self) -> None:
+            with self._inside("save_checkpoint"):
+                super().save_checkpoint()
+
+    Marked(parse_config(run)).fit()
+
+
+def _say(event: str, value: int) -> None:
+    os.write(1, f"{event} {value}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

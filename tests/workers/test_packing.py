@@ -1,0 +1,101 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import DataError
+from agentrl.workers.batches import read_padded_rows
+from agentrl.workers.packing import (
+    PaddedRows,
+    count_micro_batches,
+    count_tokens,
+    dummy_batch,
+    pack_rows,
+    partition_balanced,
+)
+from tests.fakes.training import Row, make_batch, rows_and_layouts
+
+CPU = torch.device("cpu")
+
+
+def test_example_of_the_docstring():
+    rows = PaddedRows(
+        input_ids=torch.tensor([[0, 7, 8, 9, 4, 5, 6, 0]]),
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]]),
+        response_mask=torch.tensor([[1, 0, 1, 0, 0]]),
+    )
+    packed = pack_rows(rows, [0], CPU)
+    assert packed.input_ids.tolist() == [[7, 8, 9, 4]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3]]
+    assert packed.head_positions.tolist() == [1, 3]
+    assert packed.targets.tolist() == [9, 5]
+    assert packed.rows.tolist() == [0, 0]
+    assert packed.columns.tolist() == [0, 2]
+    assert count_tokens(rows) == [4]
+
+
+@given(rows_and_layouts())
+def test_law_10_every_trained_token_is_scored_once_behind_its_own_prefix(drawn):
+    rows, layout = drawn
+    padded = read_padded_rows(make_batch(rows, layout))
+    ordered = [rows[place] for place in layout.order]
+    index = [place for place, count in enumerate(count_tokens(padded)) if count]
+    assert index == [place for place, row in enumerate(ordered) if any(row.mask)]
+    if not index:
+        return
+    packed = pack_rows(padded, index, CPU)
+    starts = [end - length for end, length in zip(packed.plan.ends, packed.plan.lengths)]  # noqa: B905
+    seen = []
+    for position, target, place, column in zip(
+        packed.head_positions.tolist(), packed.targets.tolist(),
+        packed.rows.tolist(), packed.columns.tolist(), strict=True,
+    ):  # fmt: skip
+        row = ordered[packed.row_index[place]]
+        prefix = packed.input_ids[0, starts[place] : position + 1].tolist()
+        assert prefix == row.prompt + row.response[:column]
+        assert target == row.response[column]
+        seen.append((packed.row_index[place], column))
+    expected = {(r, c) for r in index for c, bit in enumerate(ordered[r].mask) if bit}
+    assert len(seen) == len(expected)
+    assert set(seen) == expected
+
+
+def test_tokens_behind_the_last_trained_one_are_not_computed():
+    rows = read_padded_rows(make_batch([Row([1, 2], [3, 4, 5, 6, 7], [0, 1, 0, 0, 0])]))
+    assert pack_rows(rows, [0], CPU).input_ids.tolist() == [[1, 2, 3]]
+
+
+def test_trained_token_without_a_token_before_it_is_refused():
+    rows = PaddedRows(
+        input_ids=torch.tensor([[5, 6]]),
+        attention_mask=torch.tensor([[1, 1]]),
+        response_mask=torch.tensor([[1, 1]]),
+    )
+    with pytest.raises(DataError, match="no token before it"):
+        pack_rows(rows, [0], CPU)
+
+
+def test_unpack_puts_values_where_they_belong():
+    rows = read_padded_rows(make_batch([Row([1], [2, 3, 4], [1, 0, 1])]))
+    packed = pack_rows(rows, [0], CPU)
+    assert packed.unpack(torch.tensor([0.5, 0.25])).tolist() == [[0.5, 0.0, 0.25]]
+    assert dummy_batch(3, CPU).unpack(torch.zeros(0)).shape == (0, 3)
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
+    count = count_micro_batches(lengths, budget)
+    parts = partition_balanced(lengths, count)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        assert len(part) == 1 or sum(lengths[row] for row in part) <= budget
+    assert count <= max(1, len(lengths))
+
+
+def test_row_longer_than_the_budget_is_alone():
+    parts = partition_balanced([5, 40, 5], count_micro_batches([5, 40, 5], 10))
+    assert [1] in parts
+
+
+def test_more_micro_batches_than_rows_leave_some_empty():
+    assert sorted(map(len, partition_balanced([3, 4], 4))) == [0, 0, 1, 1]
