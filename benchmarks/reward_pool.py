@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from agentrl.config.schema.run import RewardConfig
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.math_answer import compute_score
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from agentrl.config.verl.keys import UNSET, Dead, Left, Refused, Taken, VerlKey
+from agentrl.config.verl.mapping import UNSET, Dead, Left, Refused, Taken, VerlKey
 from agentrl.config.verl.report import shown
 from agentrl.config.verl.table import TABLE
 

@@ -25,7 +25,7 @@ from agentrl.clients.chat import (
     ChatReply,
 )
 from agentrl.errors import ConfigError, MissingExtraError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from tests.fakes.chat import KEY, FakeChat, in_turn, serving, serving_of
 
 HELLO = [{"role": "user", "content": "Hello?"}]

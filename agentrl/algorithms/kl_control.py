@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.kl import kl_penalty
-from agentrl.config.schema.algorithm import KlCtrlConfig
+from agentrl.config.schema.training import KlCtrlConfig
 
 _MAX_ERROR = 0.2
 

@@ -50,7 +50,7 @@ def config_from_verl(
     ] = None,
 ) -> None:
     """Write a file in verl's key tree anew, with our keys, and what became of each as a comment."""
-    from agentrl.config.convert import convert_from_verl
+    from agentrl.config.explain import convert_from_verl
 
     text = convert_from_verl(run_file, overrides or [])
     if out is None:

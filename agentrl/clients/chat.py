@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, SecretStr, field_validator, model_valida
 from agentrl.clients.response_limits import bounding_hooks
 from agentrl.config.schema.section import Section
 from agentrl.errors import AgentRLError, ConfigError, MissingExtraError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 
 _CHARACTERS_PER_TOKEN = 4
 """An estimate, for servers that do not count."""

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config import parse_config
+from agentrl.config.conflicts import find_reward_problems
 from agentrl.config.load import read_config
 from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import raise_problems
-from agentrl.config.reward_contradictions import find_reward_problems
 from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import ConfigError, Fault, printable
 from agentrl.rewards import LaunchingManager, RewardManager, make_reward_manager

@@ -9,7 +9,7 @@ from agentrl.config.checks import (
     find_idle_ranks,
     find_idle_tools,
 )
-from agentrl.config.contradictions import Purpose, find_contradictions
+from agentrl.config.conflicts import Purpose, find_contradictions
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys
 from agentrl.config.explain import comment, describe, to_short_yaml, to_yaml
 from agentrl.config.load import (

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from agentrl.config.contradictions import Purpose, find_contradictions, longest_sequence
+from agentrl.config.conflicts import Purpose, find_contradictions, longest_sequence
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys, set_keys, why_no_call
 from agentrl.config.method_keys import (
     KEYS_OF_ESTIMATOR,

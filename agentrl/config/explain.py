@@ -3,13 +3,18 @@
 What is printed is a run file again: all but the keys stands in comments.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import yaml
 
-from agentrl.config.contradictions import longest_sequence
+from agentrl.config.conflicts import longest_sequence
 from agentrl.config.dead_keys import num_mini_batches
+from agentrl.config.load import read_config
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.secrets import REDACTED, without_secrets
 from agentrl.config.verl import VerlReport
+from agentrl.errors import ConfigError
 
 
 def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = None) -> str:
@@ -104,3 +109,23 @@ def _length(config: RunConfig, num_rows: int | None) -> list[str]:
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def convert_from_verl(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Write the run of a file in verl's key tree in our keys, with the report above them.
+
+    Args:
+        path: The file; it may be empty where `overrides` say everything.
+        overrides: As on verl's command line.
+
+    Raises:
+        ConfigError: see `load_config`, and for a file that is in our keys.
+    """
+    config, report = read_config(path, overrides)
+    if report is None:
+        raise ConfigError(
+            "the file has our keys already",
+            file=path,
+            expected="verl's, such as actor_rollout_ref.model.path",
+        )
+    return comment(report) + to_short_yaml(config)

@@ -19,7 +19,7 @@ from agentrl.atomic_io import written_whole
 from agentrl.data.dataset import PromptDataset
 from agentrl.data.prompt import Prompt
 from agentrl.errors import DataError
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.report import Checked
 from agentrl.engines.sglang.arguments import TESTED_VERSION
 from agentrl.errors import ConfigError
-from agentrl.plugins.extras import DISTRIBUTION
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import DISTRIBUTION, num_cores
 from agentrl.workers.distributed import World, start_world
 
 _SHOWN = (DISTRIBUTION, "torch", "transformers", "sglang")

@@ -19,7 +19,7 @@ from agentrl.interactions.gym_actions import ActionReader, InvalidActionError
 from agentrl.interactions.gym_episode import Episode, Step
 from agentrl.interactions.own_thread import OwnThread
 from agentrl.plugins import load_object
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from agentrl.plugins.keys import read_keys
 
 _FIELDS = ("observation", "rendered", "reward", "step")

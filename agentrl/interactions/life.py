@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
 from agentrl.messages import Message
-from agentrl.plugins.call import call_bounded, call_method
-from agentrl.plugins.tracebacks import words_and_place_of
+from agentrl.plugins.call import call_bounded, call_method, words_and_place_of
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import MissingExtraError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 
 TIMEOUT_S = 20.0
 

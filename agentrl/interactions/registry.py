@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
-from agentrl.plugins.file import add_place, read_entries
 from agentrl.plugins.from_verl import name_translated, translate
+from agentrl.plugins.keys import add_place, read_entries
 
 STAND_INS = (
     "verl.interactions.base.BaseInteraction",

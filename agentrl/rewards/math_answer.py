@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from agentrl.answers import Method, without_thought
 from agentrl.errors import MissingExtraError, RewardError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from agentrl.rewards.truths import read_text
 
 TIMEOUT_S = 3

@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from agentrl.errors import PluginError, RewardError, words_of
 from agentrl.plugins.call import CallTimeoutError, contained, in_thread, with_event_loop
-from agentrl.plugins.processes import end_with_parent, num_cores
+from agentrl.plugins.environment import end_with_parent, num_cores
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools.process_server import PRELOADED, context, ensure_server
 

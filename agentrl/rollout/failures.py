@@ -10,7 +10,7 @@ from agentrl.errors import (
     ToolLifeError,
     text_of,
 )
-from agentrl.plugins.tracebacks import at_place_of
+from agentrl.plugins.call import at_place_of
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 

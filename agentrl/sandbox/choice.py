@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.keeper_process import KeeperProcess, Sockets
 from agentrl.sandbox.local import LocalSandbox

@@ -21,9 +21,8 @@ from agentrl.errors import (
     words_of,
 )
 from agentrl.messages import ToolCall, ToolResponse
-from agentrl.plugins.call import CallTimeoutError, call_bounded
+from agentrl.plugins.call import CallTimeoutError, call_bounded, traceback_of, words_and_place_of
 from agentrl.plugins.keys import read_keys
-from agentrl.plugins.tracebacks import traceback_of, words_and_place_of
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
 from agentrl.tools.guard import UnavailableError, Visit, way_of
 from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane

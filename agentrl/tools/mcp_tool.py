@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError, ServiceError, did_you_mean
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
-from agentrl.plugins.extras import require_package
+from agentrl.plugins.environment import require_package
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult

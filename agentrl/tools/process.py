@@ -21,10 +21,9 @@ from typing import Any
 
 from agentrl.errors import ToolError, ToolLifeError, text_of, words_of
 from agentrl.plugins import load_module
-from agentrl.plugins.call import in_thread
+from agentrl.plugins.call import in_thread, place_of, traceback_of
+from agentrl.plugins.environment import end_with_parent
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
-from agentrl.plugins.processes import end_with_parent
-from agentrl.plugins.tracebacks import place_of, traceback_of
 from agentrl.tools.base import BaseTool
 from agentrl.tools.lanes import MethodCall
 from agentrl.tools.process_server import context, ensure_server, wait_for_server

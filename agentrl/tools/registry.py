@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
-from agentrl.plugins.file import add_place, read_entries
 from agentrl.plugins.from_verl import name_translated, translate
+from agentrl.plugins.keys import add_place, read_entries
 from agentrl.tools.base import BaseTool
 from agentrl.tools.from_verl import STAND_INS, our_names
 from agentrl.tools.function_tool import MARK, FunctionTool

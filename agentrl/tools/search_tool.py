@@ -15,7 +15,7 @@ from agentrl.clients.http import HttpClient
 from agentrl.config.schema.section import Section, UserPath
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
-from agentrl.plugins.extras import require_package
+from agentrl.plugins.environment import require_package
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult

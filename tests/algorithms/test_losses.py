@@ -13,7 +13,7 @@ from agentrl.algorithms.losses.covariance import cut_for_kl_cov
 from agentrl.algorithms.losses.ratio import clamped_log_ratio
 from agentrl.algorithms.losses.registry import TrainedTokens
 from agentrl.config.schema.run import ActorConfig, LossAggMode
-from agentrl.config.schema.update import PolicyLossConfig
+from agentrl.config.schema.training import PolicyLossConfig
 from tests.fakes.losses import call, column
 from tests.fakes.naive_losses import (
     BUDGET,

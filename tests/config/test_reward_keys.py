@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from agentrl.config import parse_config
-from agentrl.config.contradictions import Purpose, find_contradictions
+from agentrl.config.conflicts import Purpose, find_contradictions
 from agentrl.config.dead_keys import find_dead_keys
 from agentrl.config.schema.reward import TAKEN_NAMES
 from agentrl.config.schema.sandbox import SandboxConfig

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agentrl.config import RunConfig, find_dead_keys, load_config, parse_config, read_config
-from agentrl.config.convert import convert_from_verl
+from agentrl.config.explain import convert_from_verl
 from agentrl.config.problems import known_keys
 from agentrl.config.verl import VerlReport, read_verl_tree
-from agentrl.config.verl.keys import UNSET, Dead, Left, Refused, Taken
+from agentrl.config.verl.mapping import UNSET, Dead, Left, Refused, Taken
 from agentrl.config.verl.table import TABLE, find_key, single_keys
 from agentrl.errors import ConfigError
 

@@ -145,6 +145,6 @@ async def test_an_index_whose_making_was_cut_short_is_absent_and_made_again(
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.plugins.environment.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="bm25s"):
         made(tmp_path, *ROWS)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 from agentrl.sandbox import Execution, ExecutionEnd, Session
 
 

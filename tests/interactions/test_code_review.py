@@ -15,7 +15,7 @@ from agentrl.interactions.code_review_interaction import CodeReviewInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.linting import Linter
 from agentrl.messages import Message
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 from agentrl.sandbox.grading import grading_room
 from agentrl.sandbox.shared import SharedSandbox
 from tests.fakes.sandbox import CrowdedSandbox

@@ -20,7 +20,7 @@ from agentrl.interactions.gym_actions import ActionReader, InvalidActionError
 from agentrl.interactions.gym_interaction import GymInteraction
 from agentrl.interactions.life import InteractionSession
 from agentrl.messages import Message
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason

@@ -3,8 +3,8 @@
 import pytest
 
 from agentrl.errors import MissingExtraError
-from agentrl.plugins import extras
-from agentrl.plugins.extras import install_command, require_package
+from agentrl.plugins import environment as extras
+from agentrl.plugins.environment import install_command, require_package
 
 
 def test_command_names_the_packages_and_never_a_distribution_that_is_another_projects():

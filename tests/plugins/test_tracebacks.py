@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.plugins.tracebacks import LONGEST_TRACEBACK, place_of, traceback_of
+from agentrl.plugins.call import LONGEST_TRACEBACK, place_of, traceback_of
 
 
 def raised(work: Callable[[], object]) -> BaseException:

@@ -12,7 +12,7 @@ import pytest
 from agentrl.config.schema.run import CustomRewardConfig, RewardConfig, RewardFunctionConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, Fault, PluginError
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 from agentrl.rewards import (
     LaunchingManager,
     drive_and_score,

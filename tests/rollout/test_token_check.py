@@ -14,6 +14,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import ChatTemplate, CheckMode, check_request
 from agentrl.rollout.templates.text import TextEncoder
 from agentrl.trainer.setup.rollout_setup import make_token_check
+from tests.fakes import plugins as fakes
 from tests.fakes.conversations import Plan, plans, play
 from tests.fakes.plugins import (
     FakeTool,
@@ -23,7 +24,6 @@ from tests.fakes.plugins import (
     make_request,
     tiny_template,
 )
-from tests.fakes import plugins as fakes
 from tests.fakes.templates import assistant, call, load_template, schema, tool, user
 
 

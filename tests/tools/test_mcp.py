@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from agentrl.tools import BaseTool
 from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
@@ -179,7 +179,7 @@ def load_again(path: Path) -> None:
 
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.plugins.environment.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as error:
         load(tmp_path, one())
     assert error.value.details["install"] == install_command("mcp")

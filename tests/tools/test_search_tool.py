@@ -11,7 +11,7 @@ from aiohttp import web
 from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare import prepare_search_index
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 from agentrl.tools import initialize_tools_from_config
 from agentrl.tools.search_tool import SearchTool
 from tests.fakes.services import Answer, always, retriever, serving
@@ -229,7 +229,7 @@ def test_a_mistake_in_the_config_is_named(config: dict[str, Any], key: str, what
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = index(tmp_path)
-    monkeypatch.setattr("agentrl.plugins.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.plugins.environment.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as error:
         SearchTool({"retriever": "bm25", "index_dir": str(folder)})
     assert error.value.details["install"] == install_command("search")

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.config.schema.section import FolderOrHubName, Section, Seed, UserPath
-from agentrl.config.schema.update import OptimConfig
+from agentrl.config.schema.training import OptimConfig
 
 
 class ArithmeticConfig(Section):

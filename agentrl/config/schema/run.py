@@ -1,8 +1,8 @@
 """Every key of a run file: its type, its default, and what it means.
 
 Leaf names are the field's. Models refuse unknown keys and are frozen: what was checked stays true.
-`actor`, `ref` and `critic` stand in `agentrl.config.schema.update`, `algorithm` in
-`agentrl.config.schema.algorithm`, `reward` in `agentrl.config.schema.reward`, `prepare` in
+`actor`, `ref` and `critic` stand in `agentrl.config.schema.training`, `algorithm` in
+`agentrl.config.schema.training`, `reward` in `agentrl.config.schema.reward`, `prepare` in
 `agentrl.config.schema.prepare`. Checks across keys live in `agentrl.config.checks`; reading files
 in `agentrl.config.load`.
 """
@@ -12,12 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from agentrl.config.schema.algorithm import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KlCtrlConfig,
-    RolloutCorrectionConfig,
-)
 from agentrl.config.schema.engine import (
     EngineConfig,
     EngineName,
@@ -43,15 +37,19 @@ from agentrl.config.schema.reward import (
 )
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section, Seed, UserPath
-from agentrl.config.schema.update import (
+from agentrl.config.schema.training import (
     ActorConfig,
+    AlgorithmConfig,
     CriticConfig,
+    FilterGroupsConfig,
     FsdpConfig,
+    KlCtrlConfig,
     KlLossType,
     LossAggMode,
     OptimConfig,
     PolicyLossConfig,
     RefConfig,
+    RolloutCorrectionConfig,
 )
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The table's rows of the model, the update, the reference and the critic."""
 
-from agentrl.config.verl import policy_values as values
-from agentrl.config.verl import readers
-from agentrl.config.verl.keys import UNSET, dead, left, part, refused, same, taken, under
+from agentrl.config.verl import mapping as readers
+from agentrl.config.verl import policy_readers as values
+from agentrl.config.verl.mapping import UNSET, dead, left, part, refused, same, taken, under
 
 _FSDP_WHERE = "the weights are sharded by FSDP2 over all ranks, in blocks of one layer"
 _OFFLOAD = "actor.fsdp_config.offload_policy keeps shards in host memory"

@@ -25,7 +25,7 @@ from agentrl.config.problems import (
     told_where,
 )
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.verl.keys import UNSET, Dead, Left, Refused, Taken, Unused, VerlKey
+from agentrl.config.verl.mapping import UNSET, Dead, Left, Refused, Taken, Unused, VerlKey
 from agentrl.config.verl.other_trainers import find_other_trainers
 from agentrl.config.verl.report import LeftKey, TakenKey, VerlReport, shown
 from agentrl.config.verl.table import TABLE, find_key, is_section, single_keys

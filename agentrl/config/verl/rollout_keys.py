@@ -1,8 +1,8 @@
 """The table's rows of generation: the engine, the conversation, validation."""
 
-from agentrl.config.verl import readers
-from agentrl.config.verl import rollout_values as values
-from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, refused, same, taken, under
+from agentrl.config.verl import mapping as readers
+from agentrl.config.verl import rollout_readers as values
+from agentrl.config.verl.mapping import UNSET, VerlKey, dead, left, refused, same, taken, under
 
 _ENGINE = "a setting of the engine that verl runs; ours are rollout.engine.*"
 _SAME_BATCHES = "log-probabilities are computed in the packed micro-batches of the update"

@@ -2,10 +2,20 @@
 
 from typing import Any
 
-from agentrl.config.verl import correction_values as correction
-from agentrl.config.verl import readers
-from agentrl.config.verl import run_values as values
-from agentrl.config.verl.keys import UNSET, VerlKey, dead, left, part, refused, same, taken, under
+from agentrl.config.verl import mapping as readers
+from agentrl.config.verl import run_readers as correction
+from agentrl.config.verl import run_readers as values
+from agentrl.config.verl.mapping import (
+    UNSET,
+    VerlKey,
+    dead,
+    left,
+    part,
+    refused,
+    same,
+    taken,
+    under,
+)
 
 _ROWS = "rows are read, and prompts rendered, by agentrl's own loader"
 _MEDIA = "agentrl trains on text alone: a row with images or videos is refused"

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from agentrl.config.verl.keys import VerlKey
+from agentrl.config.verl.mapping import VerlKey
 from agentrl.config.verl.policy_keys import ACTOR, CRITIC, MODEL, REFERENCE
 from agentrl.config.verl.rollout_keys import ROLLOUT
 from agentrl.config.verl.run_keys import RUN

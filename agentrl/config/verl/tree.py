@@ -7,7 +7,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agentrl.config.verl.keys import UNSET
+from agentrl.config.verl.mapping import UNSET
 from agentrl.config.verl.table import TABLE, find_key, is_section
 from agentrl.errors import ConfigError
 from agentrl.validation_messages import unresolved

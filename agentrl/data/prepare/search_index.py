@@ -18,7 +18,7 @@ from agentrl.atomic_io import naming, written_whole
 from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError
-from agentrl.plugins.extras import require_package
+from agentrl.plugins.environment import require_package
 
 _MAKER = "search-index/1"
 _FORMAT = "agentrl search index 1"

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from agentrl.errors import ConfigError, EngineError, MissingExtraError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 
 TESTED_VERSION = "0.5.23"
 SPARE_TOKENS = 8

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 
 Tools = Sequence[OpenAIFunctionToolSchema]
 

@@ -3,7 +3,7 @@
 import asyncio
 from weakref import WeakKeyDictionary
 
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 
 _ROOMS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 

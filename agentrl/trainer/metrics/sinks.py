@@ -27,7 +27,7 @@ from rich.text import Text
 from agentrl.atomic_io import naming, written_whole
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl.config.contradictions import longest_sequence
+from agentrl.config.conflicts import longest_sequence
 from agentrl.config.schema.run import EngineName, RunConfig
 from agentrl.engines import (
     Engine,
@@ -24,7 +24,7 @@ from agentrl.engines.sglang.arguments import (
 from agentrl.engines.sglang.connecting import SyncSource, connect
 from agentrl.engines.sglang.engine import SGLangEngine
 from agentrl.errors import MissingExtraError
-from agentrl.plugins.extras import install_command
+from agentrl.plugins.environment import install_command
 
 
 def choose_engine(config: RunConfig) -> EngineName:

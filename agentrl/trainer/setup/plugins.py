@@ -13,7 +13,7 @@ from agentrl.interactions import BaseInteraction, initialize_interactions_from_c
 from agentrl.interactions import registry as interaction_registry
 from agentrl.interactions.registry import default_name
 from agentrl.plugins import load_module
-from agentrl.plugins.shutdown import shut_down
+from agentrl.plugins.call import shut_down
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.arguments import check_arguments
 from agentrl.rewards.scoring import ScoreFn

@@ -36,7 +36,7 @@ from agentrl.atomic_io import naming, written_whole
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.secrets import REDACTED, is_secret_name, without_secrets
 from agentrl.errors import ConfigError
-from agentrl.plugins.processes import num_cores
+from agentrl.plugins.environment import num_cores
 
 logger = logging.getLogger(__name__)
 

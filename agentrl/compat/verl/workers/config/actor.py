@@ -2,7 +2,7 @@
 
 from pydantic import ConfigDict
 
-from agentrl.config.schema.update import ActorConfig as OwnActorConfig
+from agentrl.config.schema.training import ActorConfig as OwnActorConfig
 
 
 class ActorConfig(OwnActorConfig):

@@ -6,8 +6,7 @@ verl 0.6.1 has two rollouts. `rollout.mode: sync` is the request state machine t
 
 from typing import Any
 
-from agentrl.config.verl.keys import Left, Reader, Reading, Tree, Unused
-from agentrl.config.verl.readers import count, integer
+from agentrl.config.verl.mapping import Left, Reader, Reading, Tree, Unused, count, integer
 from agentrl.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -2,8 +2,7 @@
 
 from typing import Any, cast
 
-from agentrl.config.verl.keys import Reader, Reading, Tree, Unused
-from agentrl.config.verl.readers import count, integer
+from agentrl.config.verl.mapping import Reader, Reading, Tree, Unused, count, integer
 from agentrl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"

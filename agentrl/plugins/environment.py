@@ -1,5 +1,9 @@
 """Packages that only some plug-ins need, and how to install them."""
 
+import multiprocessing
+import os
+import signal
+import threading
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 
@@ -51,3 +55,27 @@ def require_package(package: str, *, extra: str, what: str) -> None:
             f"{what} needs the package {package!r}, which is not installed",
             install=install_command(extra),
         )
+
+
+def end_with_parent() -> None:
+    """See that this process ends, with its group where it leads one, when its parent is gone.
+
+    Call it in a process that `multiprocessing` started. A thread waits for the parent's end, so
+    that Python code that never returns is ended too.
+    """
+    threading.Thread(target=_await_parent, name="agentrl-parent", daemon=True).start()
+
+
+def _await_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent.join()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
