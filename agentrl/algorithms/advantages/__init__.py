@@ -14,6 +14,7 @@ from agentrl.algorithms.advantages.registry import (
     adv_estimator_names,
     columns_read,
     compute_advantage,
+    estimator_facts,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "compute_step_reinforce_advantage",
     "compute_turn_gae_advantage",
     "compute_turn_rloo_advantage",
+    "estimator_facts",
     "get_adv_estimator_fn",
     "register_adv_est",
 ]

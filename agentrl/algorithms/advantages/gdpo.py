@@ -16,7 +16,7 @@ _KEYS = "algorithm.gdpo_reward_keys"
 _WEIGHTS = "algorithm.gdpo_reward_weights"
 
 
-@register_adv_est("gdpo")
+@register_adv_est("gdpo", reads=("gdpo_reward_keys", "gdpo_reward_weights"), reward_unit="named")
 def compute_gdpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

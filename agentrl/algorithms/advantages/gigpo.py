@@ -13,7 +13,9 @@ from agentrl.algorithms.advantages.turns import Turns, score_turns
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("gigpo")
+@register_adv_est(
+    "gigpo", reads=("gamma", "step_advantage_w", "norm_adv_by_std_in_grpo"), reward_unit="turn"
+)
 def compute_gigpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

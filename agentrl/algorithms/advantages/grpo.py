@@ -8,7 +8,7 @@ from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("grpo")
+@register_adv_est("grpo", reads=(), reward_unit="row")
 def compute_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -46,7 +46,7 @@ def compute_grpo_outcome_advantage(
 
 
 # One function under two names: a second one, vectorised, is what other systems need.
-register_adv_est("grpo_vectorized")(compute_grpo_outcome_advantage)
+register_adv_est("grpo_vectorized", reads=(), reward_unit="row")(compute_grpo_outcome_advantage)
 
 
 def centre(scored: GroupScores) -> torch.Tensor:

@@ -9,7 +9,7 @@ from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import ConfigError
 
 
-@register_adv_est("maxrl")
+@register_adv_est("maxrl", reads=(), reward_unit="row")
 def compute_maxrl_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

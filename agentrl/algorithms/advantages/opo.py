@@ -8,7 +8,7 @@ from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("opo")
+@register_adv_est("opo", reads=(), reward_unit="row")
 def compute_opo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

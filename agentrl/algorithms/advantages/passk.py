@@ -10,7 +10,7 @@ from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("grpo_passk")
+@register_adv_est("grpo_passk", reads=(), reward_unit="row")
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

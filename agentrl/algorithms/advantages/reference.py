@@ -63,7 +63,7 @@ class ReferenceScores(GroupScores):
         return ~self.groups.counted
 
 
-@register_adv_est("grpo_verl")
+@register_adv_est("grpo_verl", reward_unit="row")
 def compute_grpo_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -77,10 +77,10 @@ def compute_grpo_verl_advantage(
     return scored.spread(normalise(scored, epsilon) if norm_adv_by_std_in_grpo else centre(scored))
 
 
-register_adv_est("grpo_vectorized_verl")(compute_grpo_verl_advantage)
+register_adv_est("grpo_vectorized_verl", reward_unit="row")(compute_grpo_verl_advantage)
 
 
-@register_adv_est("grpo_passk_verl")
+@register_adv_est("grpo_passk_verl", reward_unit="row")
 def compute_grpo_passk_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -101,7 +101,9 @@ def compute_grpo_passk_verl_advantage(
     return scored.spread(leads / (scored.std() + epsilon) if norm_adv_by_std_in_grpo else leads)
 
 
-@register_adv_est("gdpo_verl")
+@register_adv_est(
+    "gdpo_verl", reads=("gdpo_reward_keys", "gdpo_reward_weights"), reward_unit="named"
+)
 def compute_gdpo_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -120,7 +122,7 @@ def compute_gdpo_verl_advantage(
     )
 
 
-@register_adv_est("reinforce_plus_plus_baseline_verl")
+@register_adv_est("reinforce_plus_plus_baseline_verl", reward_unit="row")
 def compute_reinforce_plus_plus_baseline_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -132,7 +134,7 @@ def compute_reinforce_plus_plus_baseline_verl_advantage(
     return scored.spread(scored.silence(scored.whiten(centre(scored))))
 
 
-@register_adv_est("rloo_verl")
+@register_adv_est("rloo_verl", reward_unit="row")
 def compute_rloo_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -145,7 +147,7 @@ def compute_rloo_verl_advantage(
     return scored.spread(torch.where(is_alone, scored.scores, leave_one_out(scored)))
 
 
-@register_adv_est("rloo_vectorized_verl")
+@register_adv_est("rloo_vectorized_verl", reward_unit="row")
 def compute_rloo_vectorized_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -158,7 +160,7 @@ def compute_rloo_vectorized_verl_advantage(
     return scored.spread(torch.where(is_alone, 0.0, leave_one_out(scored)))
 
 
-@register_adv_est("opo_verl")
+@register_adv_est("opo_verl", reward_unit="row")
 def compute_opo_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -172,7 +174,7 @@ def compute_opo_verl_advantage(
     return scored.spread(scored.silence(scored.scores - baseline))
 
 
-@register_adv_est("gpg_verl")
+@register_adv_est("gpg_verl", reward_unit="row")
 def compute_gpg_verl_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -13,9 +13,9 @@ those settings), `batch` and `non_tensor_batch`. One of your own, in ten lines::
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -27,18 +27,74 @@ from agentrl.protocol import DataProto
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 F = TypeVar("F", bound=AdvantageFn)
 
+RewardUnit = Literal["row", "turn", "token", "named"]
+"""What an estimator sums rewards over; `named`: it reads single rewards of the scorer instead."""
+
+
+class EstimatorFacts(NamedTuple):
+    """What the checks of a run file need to know about an estimator."""
+
+    parameters: frozenset[str]
+    """Names of its arguments: columns of the batch, and settings of `algorithm`."""
+    reads: frozenset[str] | None
+    """Keys of the run file that it reads; None: unknown."""
+    reward_unit: RewardUnit
+
+
 _ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", key="algorithm.adv_estimator")
+_FACTS: dict[str, EstimatorFacts] = {}
 
 
-def register_adv_est(name_or_enum: str | Enum) -> Callable[[F], F]:
+def register_adv_est(
+    name_or_enum: str | Enum,
+    *,
+    reads: Iterable[str] | None = None,
+    reward_unit: RewardUnit = "token",
+) -> Callable[[F], F]:
     """Decorate an estimator, so that `algorithm.adv_estimator` finds it under this name.
 
-    It returns advantages and returns, both `[B, T]`, 0 on masked positions.
+    The estimator returns advantages and returns, both `[B, T]`, 0 on masked positions.
+
+    Args:
+        name_or_enum: The name in the run file.
+        reads: Settings of `algorithm` that it reads from its argument `config`, by their names.
+            Settings that are arguments themselves need no declaration. None: if it takes `config`,
+            what it reads is unknown, and no setting is reported as unused.
+        reward_unit: What it sums rewards over.
 
     Raises:
-        ConfigError: where the name is taken.
+        ConfigError: if another estimator has the name.
     """
-    return _ESTIMATORS.register(name_or_enum)
+
+    def put(function: F) -> F:
+        registered = _ESTIMATORS.register(name_or_enum)(function)
+        name = str(name_or_enum.value) if isinstance(name_or_enum, Enum) else name_or_enum
+        _FACTS[name] = _read_facts(function, reads, reward_unit)
+        return registered
+
+    return put
+
+
+def _read_facts(
+    function: AdvantageFn, reads: Iterable[str] | None, reward_unit: RewardUnit
+) -> EstimatorFacts:
+    parameters = inspect.signature(function).parameters
+    settings = {*AlgorithmConfig.model_fields} & {*parameters, *(reads or ())}
+    is_open = "config" in parameters or _takes_everything(parameters.values())
+    keys = None if reads is None and is_open else {f"algorithm.{name}" for name in settings}
+    return EstimatorFacts(
+        frozenset(parameters), None if keys is None else frozenset(keys), reward_unit
+    )
+
+
+def estimator_facts(name: str) -> EstimatorFacts:
+    """Return what the checks of a run file need to know about an estimator.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    get_adv_estimator_fn(name)
+    return _FACTS[name]
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
@@ -74,8 +130,8 @@ def columns_read(data: DataProto, config: AlgorithmConfig) -> ColumnNames:
     """
     tensors = [] if data.batch is None else list(data.batch.keys())
     parameters = inspect.signature(get_adv_estimator_fn(config.adv_estimator)).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds or parameters.keys() & {"batch", "non_tensor_batch"}:
+    whole = parameters.keys() & {"batch", "non_tensor_batch"}
+    if whole or _takes_everything(parameters.values()):
         return ColumnNames(tensors, list(data.non_tensor_batch))
     wanted = {*parameters, "token_level_scores", "response_mask"}
     if "token_level_rewards" in tensors:
@@ -123,7 +179,7 @@ def _choose_arguments(
     function: AdvantageFn, available: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if _takes_everything(parameters):
         return dict(available)
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in available:
@@ -133,3 +189,7 @@ def _choose_arguments(
                 expected=f"parameters among {', '.join(sorted(available))}",
             )
     return {p.name: available[p.name] for p in parameters if p.name in available}
+
+
+def _takes_everything(parameters: Iterable[inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -9,7 +9,7 @@ from agentrl.algorithms.masked import masked_whiten
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("reinforce_plus_plus")
+@register_adv_est("reinforce_plus_plus", reads=("gamma",))
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -9,7 +9,7 @@ from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("reinforce_plus_plus_baseline")
+@register_adv_est("reinforce_plus_plus_baseline", reads=(), reward_unit="row")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

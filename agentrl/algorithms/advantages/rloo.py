@@ -8,7 +8,7 @@ from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
 
 
-@register_adv_est("rloo")
+@register_adv_est("rloo", reads=(), reward_unit="row")
 def compute_rloo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -29,7 +29,7 @@ def compute_rloo_outcome_advantage(
     return scored.spread(leave_one_out(scored))
 
 
-register_adv_est("rloo_vectorized")(compute_rloo_outcome_advantage)
+register_adv_est("rloo_vectorized", reads=(), reward_unit="row")(compute_rloo_outcome_advantage)
 
 
 def leave_one_out(scored: GroupScores) -> torch.Tensor:

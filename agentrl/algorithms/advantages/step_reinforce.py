@@ -9,7 +9,7 @@ from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.turns import Turns, score_turns
 
 
-@register_adv_est("step_reinforce")
+@register_adv_est("step_reinforce", reward_unit="turn")
 def compute_step_reinforce_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -16,7 +16,7 @@ from agentrl.algorithms.advantages.turns import Turns, score_turns
 from agentrl.algorithms.masked import masked_whiten
 
 
-@register_adv_est("turn_gae")
+@register_adv_est("turn_gae", reward_unit="turn")
 def compute_turn_gae_advantage(
     token_level_rewards: torch.Tensor,
     values: torch.Tensor,
@@ -57,7 +57,7 @@ def compute_turn_gae_advantage(
     return turns.tokens.place(whitened), returns
 
 
-@register_adv_est("turn_rloo")
+@register_adv_est("turn_rloo", reward_unit="turn")
 def compute_turn_rloo_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -7,14 +7,19 @@ from agentrl.algorithms.correction.rejection import reject_rollout
 from agentrl.algorithms.correction.weights import weigh_rollout
 from agentrl.algorithms.losses.likelihood import compute_policy_loss_gpg
 from agentrl.algorithms.losses.ratio import where_trained
-from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.registry import (
+    DEFAULTS,
+    DUAL_CLIP,
+    LossAndMetrics,
+    register_policy_loss,
+)
 from agentrl.algorithms.losses.vanilla import compute_policy_loss_vanilla
 from agentrl.config.schema.correction import RolloutCorrectionConfig
 from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 
 
-@register_policy_loss("bypass_mode")
+@register_policy_loss("bypass_mode", reads=DUAL_CLIP)
 def compute_policy_loss_bypass_mode(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -25,6 +25,7 @@ from agentrl.algorithms.losses.ratio import (
     where_trained,
 )
 from agentrl.algorithms.losses.registry import (
+    CLIP,
     DEFAULTS,
     LossAndMetrics,
     TrainedTokens,
@@ -34,6 +35,8 @@ from agentrl.algorithms.losses.vanilla import clip_surrogate
 from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 
+CLIP_COV = (*CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")))
+KL_COV = ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
 _TIE = 1e-12
 """Covariances this close, by the size of their factors, tie: the order in which a mean is summed
 moves them less."""
@@ -87,7 +90,7 @@ def num_kl_cov(num_tokens: int, config: ActorConfig) -> int:
     return max(1, int(config.policy_loss.kl_cov_ratio * num_tokens))
 
 
-@register_policy_loss("clip_cov", summarise=cut_for_clip_cov)
+@register_policy_loss("clip_cov", summarise=cut_for_clip_cov, reads=CLIP_COV)
 def compute_policy_loss_clip_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -123,7 +126,7 @@ def compute_policy_loss_clip_cov(
     return loss, clip_metrics(scale, mask, log_ratio, chosen, clipped)
 
 
-@register_policy_loss("kl_cov", summarise=cut_for_kl_cov)
+@register_policy_loss("kl_cov", summarise=cut_for_kl_cov, reads=KL_COV)
 def compute_policy_loss_kl_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -10,13 +10,18 @@ from agentrl.algorithms.losses.ratio import (
     clip_range,
     where_trained,
 )
-from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.registry import (
+    DEFAULTS,
+    DUAL_CLIP,
+    LossAndMetrics,
+    register_policy_loss,
+)
 from agentrl.config.schema.run import ActorConfig
 
 _TINY = 1e-8
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss("dppo_tv", reads=DUAL_CLIP)
 def compute_policy_loss_dppo_tv(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -53,7 +58,7 @@ def compute_policy_loss_dppo_tv(
     return loss, clip_metrics(scale, mask, log_ratio, ~kept, cut)
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss("dppo_kl", reads=DUAL_CLIP)
 def compute_policy_loss_dppo_kl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

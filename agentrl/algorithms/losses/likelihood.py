@@ -9,12 +9,12 @@ from agentrl.algorithms.losses.ratio import (
     clip_range,
     where_trained,
 )
-from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.registry import CLIP, DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 
 
-@register_policy_loss("gpg")
+@register_policy_loss("gpg", reads=())
 def compute_policy_loss_gpg(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -44,7 +44,7 @@ def compute_policy_loss_gpg(
     return loss, {"actor/ppo_kl": scale.mean(-log_ratio, mask)}
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", reads=CLIP)
 def compute_policy_loss_cispo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -78,7 +78,7 @@ def compute_policy_loss_cispo(
     return loss, clip_metrics(scale, mask, log_ratio, ratio != weight)
 
 
-@register_policy_loss("dro")
+@register_policy_loss("dro", reads=("policy_loss.dro_beta",))
 def compute_policy_loss_dro(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

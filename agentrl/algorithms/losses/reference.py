@@ -8,6 +8,8 @@ import torch
 
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.losses.covariance import (
+    CLIP_COV,
+    KL_COV,
     kl_cov_metrics,
     num_kl_cov,
     penalised_losses,
@@ -18,11 +20,7 @@ from agentrl.algorithms.losses.ratio import (
     row_means,
     where_trained,
 )
-from agentrl.algorithms.losses.registry import (
-    DEFAULTS,
-    LossAndMetrics,
-    register_policy_loss,
-)
+from agentrl.algorithms.losses.registry import CLIP, DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.algorithms.losses.sequence_ratio import geo_mean_metrics, geometric_ratio
 from agentrl.algorithms.losses.soft import compute_policy_loss_sapo
 from agentrl.algorithms.losses.vanilla import clip_surrogate
@@ -30,7 +28,9 @@ from agentrl.algorithms.masked import masked_mean
 from agentrl.config.schema.run import ActorConfig
 
 
-@register_policy_loss("sapo_verl", loss_agg_mode="seq-mean-token-mean")
+@register_policy_loss(
+    "sapo_verl", loss_agg_mode="seq-mean-token-mean", reads=("tau_pos", "tau_neg")
+)
 def compute_policy_loss_sapo_verl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -49,7 +49,7 @@ def compute_policy_loss_sapo_verl(
     )  # fmt: skip
 
 
-@register_policy_loss("geo_mean_verl")
+@register_policy_loss("geo_mean_verl", reads=CLIP)
 def compute_policy_loss_geo_mean_verl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -76,7 +76,7 @@ def compute_policy_loss_geo_mean_verl(
     return losses.mean(), geo_mean_metrics(scale, mask, log_ratio, advantages, config)
 
 
-@register_policy_loss("clip_cov_verl")
+@register_policy_loss("clip_cov_verl", reads=CLIP_COV)
 def compute_policy_loss_clip_cov_verl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -105,7 +105,7 @@ def compute_policy_loss_clip_cov_verl(
     return loss, clip_metrics(scale, mask, log_ratio, chosen, clipped)
 
 
-@register_policy_loss("kl_cov_verl")
+@register_policy_loss("kl_cov_verl", reads=KL_COV)
 def compute_policy_loss_kl_cov_verl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

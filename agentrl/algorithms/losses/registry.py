@@ -71,19 +71,31 @@ SummaryFn = Callable[[TrainedTokens, ActorConfig], object]
 """What a loss wants to know of the whole mini-batch, over its micro-batches and over all ranks."""
 
 
-class _Traits(NamedTuple):
+class LossFacts(NamedTuple):
+    """What the checks of a run file, and the update, need to know about a policy loss."""
+
     loss_agg_mode: LossAggMode | None
+    """The aggregation that is a part of the method; None: `actor.loss_agg_mode`."""
     summarise: SummaryFn | None
+    reads: frozenset[str] | None
+    """Keys of the run file that it reads; None: unknown."""
 
 
+CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+"""The settings that `clip_range` reads."""
+DUAL_CLIP = (*CLIP, "clip_ratio_c")
 _POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor.policy_loss")
-_TRAITS: dict[str, _Traits] = {}
+_FACTS: dict[str, LossFacts] = {}
 DEFAULTS = ActorConfig()
 """What a loss that is called by hand reads its settings from."""
 
 
 def register_policy_loss(
-    name: str, *, loss_agg_mode: LossAggMode | None = None, summarise: SummaryFn | None = None
+    name: str,
+    *,
+    loss_agg_mode: LossAggMode | None = None,
+    summarise: SummaryFn | None = None,
+    reads: Iterable[str] | None = None,
 ) -> Callable[[F], F]:
     """Decorate a policy loss, so that `actor.policy_loss` finds it under `name`.
 
@@ -92,9 +104,11 @@ def register_policy_loss(
         loss_agg_mode: The aggregation that is a part of the method; None: `actor.loss_agg_mode`.
         summarise: What the loss must know of the whole mini-batch; it reads the result from
             `scale.summary`.
+        reads: Settings of `actor` that it reads (`clip_ratio`, `policy_loss.dro_beta`, ...). None:
+            unknown, and no setting is reported as unused.
 
     Raises:
-        ConfigError: where the name is taken, or the function does not take `scale` (without which
+        ConfigError: if the name is taken, or the function does not take `scale` (without which
             a mini-batch would be weighted by how it was cut into micro-batches).
     """
 
@@ -105,7 +119,8 @@ def register_policy_loss(
                 expected="a keyword `scale: LossScale | None = None`, for `scale.aggregate(...)`",
             )
         registered = _POLICY_LOSSES.register(name)(function)
-        _TRAITS[name] = _Traits(loss_agg_mode, summarise)
+        keys = None if reads is None else frozenset(f"actor.{key}" for key in reads)
+        _FACTS[name] = LossFacts(loss_agg_mode, summarise, keys)
         return registered
 
     return put
@@ -125,16 +140,24 @@ def policy_loss_names() -> list[str]:
     return _POLICY_LOSSES.names
 
 
+def policy_loss_facts(name: str) -> LossFacts:
+    """Return what the checks of a run file, and the update, need to know about a policy loss.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    get_policy_loss_fn(name)
+    return _FACTS[name]
+
+
 def effective_loss_agg_mode(config: ActorConfig) -> LossAggMode:
     """Find how a run aggregates: as its loss prescribes, else as `actor.loss_agg_mode` says."""
-    get_policy_loss_fn(config.policy_loss.loss_mode)
-    return _TRAITS[config.policy_loss.loss_mode].loss_agg_mode or config.loss_agg_mode
+    return policy_loss_facts(config.policy_loss.loss_mode).loss_agg_mode or config.loss_agg_mode
 
 
 def needs_summary(config: ActorConfig) -> bool:
     """Tell whether the run's loss reads something from the whole mini-batch."""
-    get_policy_loss_fn(config.policy_loss.loss_mode)
-    return _TRAITS[config.policy_loss.loss_mode].summarise is not None
+    return policy_loss_facts(config.policy_loss.loss_mode).summarise is not None
 
 
 def with_summary(
@@ -150,8 +173,7 @@ def with_summary(
     Returns:
         The scale with a `summary`; the same one where the loss needs none.
     """
-    get_policy_loss_fn(config.policy_loss.loss_mode)
-    summarise = _TRAITS[config.policy_loss.loss_mode].summarise
+    summarise = policy_loss_facts(config.policy_loss.loss_mode).summarise
     if summarise is None:
         return scale
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]

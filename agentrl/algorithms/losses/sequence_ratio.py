@@ -15,12 +15,12 @@ from agentrl.algorithms.losses.ratio import (
     row_means,
     where_trained,
 )
-from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.registry import CLIP, DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.algorithms.losses.vanilla import clip_surrogate
 from agentrl.config.schema.run import ActorConfig
 
 
-@register_policy_loss("gspo")
+@register_policy_loss("gspo", reads=CLIP)
 def compute_policy_loss_gspo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -57,7 +57,7 @@ def compute_policy_loss_gspo(
     return loss, clip_metrics(scale, mask, log_ratio, clipped)
 
 
-@register_policy_loss("luspo", loss_agg_mode="seq-mean-token-sum")
+@register_policy_loss("luspo", loss_agg_mode="seq-mean-token-sum", reads=CLIP)
 def compute_policy_loss_luspo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -83,7 +83,7 @@ def compute_policy_loss_luspo(
     )  # fmt: skip
 
 
-@register_policy_loss("geo_mean")
+@register_policy_loss("geo_mean", reads=CLIP)
 def compute_policy_loss_geo_mean(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

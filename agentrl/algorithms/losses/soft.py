@@ -13,8 +13,12 @@ from agentrl.algorithms.losses.ratio import (
 from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.config.schema.run import ActorConfig, PolicyLossConfig
 
+_VESPO = tuple(
+    f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+)
 
-@register_policy_loss("sapo")
+
+@register_policy_loss("sapo", reads=("tau_pos", "tau_neg"))
 def compute_policy_loss_sapo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -44,7 +48,7 @@ def compute_policy_loss_sapo(
     return loss, clip_metrics(scale, mask, log_ratio, torch.zeros_like(mask))
 
 
-@register_policy_loss("vespo")
+@register_policy_loss("vespo", reads=_VESPO)
 def compute_policy_loss_vespo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -9,11 +9,17 @@ from agentrl.algorithms.losses.ratio import (
     clip_range,
     where_trained,
 )
-from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.registry import (
+    CLIP,
+    DEFAULTS,
+    DUAL_CLIP,
+    LossAndMetrics,
+    register_policy_loss,
+)
 from agentrl.config.schema.run import ActorConfig
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", reads=DUAL_CLIP)
 def compute_policy_loss_vanilla(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -49,7 +55,7 @@ def compute_policy_loss_vanilla(
     return loss, clip_metrics(scale, mask, log_ratio, clipped, lower)
 
 
-@register_policy_loss("dr_grpo", loss_agg_mode="seq-mean-token-sum-norm")
+@register_policy_loss("dr_grpo", loss_agg_mode="seq-mean-token-sum-norm", reads=CLIP)
 def compute_policy_loss_dr_grpo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
@@ -77,7 +83,7 @@ def compute_policy_loss_dr_grpo(
     return loss, clip_metrics(scale, mask, log_ratio, clipped)
 
 
-@register_policy_loss("bnpo", loss_agg_mode="token-mean")
+@register_policy_loss("bnpo", loss_agg_mode="token-mean", reads=CLIP)
 def compute_policy_loss_bnpo(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
