@@ -6,6 +6,7 @@ JSON Schema keyword of a tool go through whole.
 
 import json
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, Literal, Self, cast
 
 import jsonschema
@@ -53,6 +54,24 @@ class ToolCall(BaseModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
+
+
+class CallOutcome(StrEnum):
+    """How one tool call ended."""
+
+    OK = "ok"
+    TOOL_ERROR = "tool_error"
+    """The tool raised `ToolError`. The model sees its text."""
+    MALFORMED = "malformed"
+    """The call could not be parsed, or its tool or arguments are not valid. It was not executed."""
+    TIMEOUT = "timeout"
+    """The tool did not answer in time. The call was abandoned."""
+    CRASHED = "crashed"
+    """The tool raised another error, or returned a value that is not a result."""
+    UNAVAILABLE = "unavailable"
+    """The circuit breaker is open: the tool failed too often, so it was not called."""
+    SKIPPED = "skipped"
+    """The request ended before the call. It was not executed."""
 
 
 class Message(BaseModel):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from agentrl.messages import CallOutcome
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.settings import ToolSettings
-from agentrl.trainer.metrics.plugins import OUTCOMES
 from agentrl.trainer.metrics.step import rollout_figures
 from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
 from tests.fakes.tools import schema
@@ -123,7 +123,7 @@ def test_every_key_stands_in_the_table_with_its_default():
 
 
 def test_every_outcome_stands_in_the_table():
-    assert sorted(row[0] for row in cells("What the model sees")) == sorted(OUTCOMES)
+    assert sorted(row[0] for row in cells("What the model sees")) == sorted(CallOutcome)
 
 
 def test_every_metric_of_the_table_is_logged(finished: AsyncRolloutRequest):

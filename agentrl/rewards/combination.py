@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import islice
 
 from agentrl.config.schema.run import RewardConfig
+from agentrl.messages import CallOutcome
 from agentrl.rewards.overlong import compute_overlong_reward, count_sampled_tokens
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -164,7 +165,7 @@ def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[
 
 
 def _is_answered(call: CallRecord) -> bool:
-    return call.outcome == "ok"
+    return call.outcome == CallOutcome.OK
 
 
 def _is_out_of_budget(heard: Turn | None) -> bool:

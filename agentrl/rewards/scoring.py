@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 from agentrl.errors import RewardError
+from agentrl.messages import CallOutcome
 from agentrl.rollout.request import AsyncRolloutRequest
 
 ScoreFn = Callable[..., Any]
@@ -64,7 +65,9 @@ def make_extra_info(request: AsyncRolloutRequest) -> dict[str, Any]:
     calls = [call for turn in request.turns for call in turn.calls]
     return copy.deepcopy(request.extra_info) | {
         "num_turns": 1 + sum(1 for _ in groupby(turn.role for turn in request.turns)),
-        "num_tool_calls": dict(Counter(call.name for call in calls if call.outcome == "ok")),
+        "num_tool_calls": dict(
+            Counter(call.name for call in calls if call.outcome == CallOutcome.OK)
+        ),
         "turn_scores": [turn.reward for turn in request.turns if turn.reward is not None],
         "tool_rewards": [call.reward for call in calls if call.reward is not None],
         "rollout_reward_scores": request.reward_scores,

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from agentrl.errors import RolloutError
+from agentrl.messages import CallOutcome
 from agentrl.rollout.argument_schemas import objection_to
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.request import AsyncRolloutRequest
 
-NEVER_RAN = frozenset({"malformed", "skipped"})
+NEVER_RAN = frozenset({CallOutcome.MALFORMED, CallOutcome.SKIPPED})
 """Outcomes of calls that did not reach a tool."""
-FAILED = frozenset({"timeout", "crashed", "unavailable"})
+FAILED = frozenset({CallOutcome.TIMEOUT, CallOutcome.CRASHED, CallOutcome.UNAVAILABLE})
 """Outcomes of calls in which the tool failed."""
 MIN_CALLS = 16
 """Calls of one tool before its share of failures is judged."""
@@ -114,7 +115,7 @@ class CallJudge:
 
 def _is_judged(call: CallRecord, request: AsyncRolloutRequest) -> bool:
     """Whether a call reached a tool, and does not owe its crash to the policy's arguments."""
-    if call.outcome != "crashed":
+    if call.outcome != CallOutcome.CRASHED:
         return call.outcome not in NEVER_RAN
     schemas = (tool.function.parameters for tool in request.tool_schemas if tool.name == call.name)
     return not any(objection_to(call.arguments, schema) for schema in schemas)

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import Fault
+from agentrl.messages import CallOutcome
 
 
 def to_plain(value: Any) -> Any:
@@ -64,11 +65,7 @@ class CallRecord(Record):
     call_id: str = ""
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
-    outcome: Literal[
-        "ok", "tool_error", "malformed", "timeout", "crashed", "unavailable", "skipped"
-    ] = "ok"
-    """`tool_error`: the tool raised `ToolError`; `crashed`: it raised something else;
-    `unavailable`: it was not asked, for it has failed too often lately."""
+    outcome: CallOutcome = CallOutcome.OK
     message: str = ""
     """What went wrong, in words; empty where nothing did."""
     traceback: str = ""

@@ -25,7 +25,7 @@ from agentrl.errors import (
 )
 from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
-from agentrl.messages import Message
+from agentrl.messages import CallOutcome, Message
 from agentrl.rollout.cancellation import finish_despite_cancellation, is_cancelled
 from agentrl.rollout.draws import draws_interaction, turn_seed
 from agentrl.rollout.failures import describe_failure, find_fault
@@ -376,7 +376,9 @@ class _Run:
     def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
         """The model made calls that its template cannot answer, such as two tools in one turn."""
         for call in turn.calls:
-            what = "not executed" if call.outcome == "skipped" else "not shown to the model"
+            what = (
+                "not executed" if call.outcome == CallOutcome.SKIPPED else "not shown to the model"
+            )
             call.message = call.message or f"{what}: {error.args[0]}"
         return StopReason.MALFORMED_CALL
 

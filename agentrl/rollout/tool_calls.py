@@ -7,10 +7,11 @@ of the calls.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.errors import ToolCallError
 from agentrl.messages import (
+    CallOutcome,
     ContentPart,
     Message,
     OpenAIFunctionToolSchema,
@@ -125,7 +126,7 @@ class ToolCaller:
             call_id=call.id,
             name=call.function.name,
             arguments=call.function.arguments,
-            outcome=outcome.outcome.value,
+            outcome=outcome.outcome,
             message=outcome.message,
             traceback=outcome.traceback,
             seconds=outcome.seconds,
@@ -146,7 +147,7 @@ class ToolCaller:
 
     def _complain(self, call: MalformedCall) -> Observation:
         response = ToolResponse(text=describe_malformed(call))
-        record = _record_of(call, "malformed")
+        record = _record_of(call, CallOutcome.MALFORMED)
         shown = self.show(response, tool=record.name or None, call_id=record.call_id)
         record.num_cut_tokens = shown.num_cut
         return Observation(shown.message, response, record)
@@ -184,8 +185,8 @@ def check_calls(
 
 def skip_calls(checked: CheckedCalls) -> list[CallRecord]:
     """Record the calls of a turn behind which the request ends: none is executed."""
-    by_index = {call.index: _record_of(call, "skipped") for call in checked.calls}
-    by_index |= {call.index: _record_of(call, "malformed") for call in checked.malformed}
+    by_index = {call.index: _record_of(call, CallOutcome.SKIPPED) for call in checked.calls}
+    by_index |= {call.index: _record_of(call, CallOutcome.MALFORMED) for call in checked.malformed}
     return [by_index[index] for index in sorted(by_index)]
 
 
@@ -223,9 +224,7 @@ def _refused(call: ParsedCall, reason: str) -> MalformedCall:
     )
 
 
-def _record_of(
-    call: ParsedCall | MalformedCall, outcome: Literal["skipped", "malformed"]
-) -> CallRecord:
+def _record_of(call: ParsedCall | MalformedCall, outcome: CallOutcome) -> CallRecord:
     return CallRecord(
         call_id=call.id,
         name=call.name,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -20,7 +19,7 @@ from agentrl.errors import (
     text_of,
     words_of,
 )
-from agentrl.messages import ToolCall, ToolResponse
+from agentrl.messages import CallOutcome, ToolCall, ToolResponse
 from agentrl.plugins.call import CallTimeoutError, call_bounded, traceback_of, words_and_place_of
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
@@ -66,26 +65,12 @@ class ToolKwargs(BaseModel):
             raise DataError(str(error.args[0]), **error.details) from None
 
 
-class Outcome(StrEnum):
-    """How one call of a tool ended."""
-
-    OK = "ok"
-    TOOL_ERROR = "tool_error"
-    """The tool raised `ToolError`: its text is what the model sees."""
-    TIMEOUT = "timeout"
-    """No answer in time; the call was abandoned."""
-    CRASHED = "crashed"
-    """It raised something else, or gave back what is no result: a failure of the tool."""
-    UNAVAILABLE = "unavailable"
-    """It was not asked, for it has failed too often lately (`circuit_breaker`)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
     """What came of one call: what the model is shown, and what is recorded."""
 
     call: ToolCall
-    outcome: Outcome
+    outcome: CallOutcome
     response: ToolResponse
     """The tool's answer, or the text that stands in for it."""
     reward: float | None = None
@@ -107,7 +92,7 @@ class ToolOutcome:
     @property
     def is_infrastructure_failure(self) -> bool:
         """Whether the tool, not the model, is to blame."""
-        return self.outcome in (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.UNAVAILABLE)
+        return self.outcome in (CallOutcome.TIMEOUT, CallOutcome.CRASHED, CallOutcome.UNAVAILABLE)
 
 
 class ToolInstance:
@@ -156,12 +141,12 @@ class ToolInstance:
         arrived = time.monotonic() if arrived is None else arrived
         visit = Visit(call, self._kwargs.execute_kwargs, self._lane.gate, self._attempt)
         way = self._attempt if self._goes_straight else way_of(self.tool, self._settings)
-        outcome, message, traceback = Outcome.OK, "", ""
+        outcome, message, traceback = CallOutcome.OK, "", ""
         try:
             result = await way(visit)
         except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
             outcome, text, message = self._excuse(call, error)
-            traceback = traceback_of(error) if outcome is Outcome.CRASHED else ""
+            traceback = traceback_of(error) if outcome is CallOutcome.CRASHED else ""
             result = ToolResult(ToolResponse(text=text))
         return ToolOutcome(
             call=call,
@@ -263,28 +248,31 @@ class ToolInstance:
 
         return await call_bounded(work, timeout_s=self._timeout_s, name=f"tool:{self.tool.name}")
 
-    def _excuse(self, call: ToolCall, error: Exception) -> tuple[Outcome, str, str]:
+    def _excuse(self, call: ToolCall, error: Exception) -> tuple[CallOutcome, str, str]:
         """Say what a failed call looks like: to the model neutral, on the record in full."""
         outcome, text = self._describe(error)
-        if outcome is Outcome.TOOL_ERROR:
+        if outcome is CallOutcome.TOOL_ERROR:
             return outcome, text, words_of(error)
         message = words_and_place_of(error)
         self._log(f"call {call.id}: {message}")
         return outcome, text, message
 
-    def _describe(self, error: Exception) -> tuple[Outcome, str]:
+    def _describe(self, error: Exception) -> tuple[CallOutcome, str]:
         """Sort what went wrong, and put it into words for the model."""
         name = self.tool.name
         match error:
             case ToolError():
-                return Outcome.TOOL_ERROR, text_of(error) or f"Error: tool {name!r} failed"
+                return CallOutcome.TOOL_ERROR, text_of(error) or f"Error: tool {name!r} failed"
             case CallTimeoutError():
                 text = f"Error: tool {name!r} timed out after {self._timeout_s:g} seconds"
-                return Outcome.TIMEOUT, text
+                return CallOutcome.TIMEOUT, text
             case UnavailableError():
-                return Outcome.UNAVAILABLE, f"Error: tool {name!r} is not available at the moment"
+                return (
+                    CallOutcome.UNAVAILABLE,
+                    f"Error: tool {name!r} is not available at the moment",
+                )
             case _:
-                return Outcome.CRASHED, f"Error executing tool {name!r}: internal error"
+                return CallOutcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
         words = words_and_place_of(error)

@@ -17,6 +17,7 @@ from enum import StrEnum
 from statistics import fmean
 
 from agentrl.config.schema.run import RewardConfig
+from agentrl.messages import CallOutcome
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.plugins import (
@@ -66,7 +67,9 @@ def read_outcome(request: AsyncRolloutRequest, config: RewardConfig) -> Outcome:
         reward=request.reward or 0.0,
         combined_reward=combine_rewards(request, config).total,
         num_turns=request.num_turns,
-        used_tool=any(call.outcome == "ok" for turn in request.turns for call in turn.calls),
+        used_tool=any(
+            call.outcome == CallOutcome.OK for turn in request.turns for call in turn.calls
+        ),
         failed=request.error is not None,
         num_response_tokens=request.num_response_tokens,
         scorer=scorer_numbers(request, config),

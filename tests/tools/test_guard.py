@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, ToolError
+from agentrl.messages import CallOutcome
 from agentrl.tools import BaseTool, ToolResult
 from agentrl.tools.guard.path import _ways
-from agentrl.tools.instance import Outcome, ToolOutcome
+from agentrl.tools.instance import ToolOutcome
 from agentrl.tools.life import ToolSession
 from agentrl.tools.settings import ToolSettings
 from tests.fakes.reading import UntellableError
@@ -92,7 +93,7 @@ def kinds(outcomes: list[ToolOutcome]) -> list[str]:
 async def test_a_crash_is_repeated_and_the_answer_is_as_if_there_had_been_none():
     tool = PlayedTool(ValueError("a"), None, retry=QUICK_RETRY)
     outcome = await ask(tool)
-    assert (outcome.outcome, outcome.num_attempts) == (Outcome.OK, 2)
+    assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.OK, 2)
     assert outcome.response.text == "answer 2"
     assert outcome.message == ""
 
@@ -100,14 +101,14 @@ async def test_a_crash_is_repeated_and_the_answer_is_as_if_there_had_been_none()
 async def test_each_attempt_has_the_whole_timeout_and_seconds_are_those_of_all():
     tool = PlayedTool("hang", "hang", 0.03, retry=QUICK_RETRY)
     outcome = await ask(tool, timeout_s=0.06)
-    assert (outcome.outcome, outcome.num_attempts) == (Outcome.OK, 3)
+    assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.OK, 3)
     assert 0.15 <= outcome.seconds < 0.3
 
 
 async def test_attempts_end_and_the_last_failure_is_told():
     tool = PlayedTool(ValueError("first"), ValueError("last"), retry=QUICK_RETRY)
     outcome = await ask(tool)
-    assert (outcome.outcome, outcome.num_attempts) == (Outcome.CRASHED, 3)
+    assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.CRASHED, 3)
     assert outcome.message.startswith("ValueError: last (at test_guard.py:")
 
 
@@ -121,7 +122,7 @@ async def test_garbage_is_repeated_as_a_crash_is():
 
 async def test_law_5_a_failure_that_cannot_be_told_is_repeated_as_any_other():
     outcome = await ask(PlayedTool(UntellableError(), None, retry=QUICK_RETRY))
-    assert (outcome.outcome, outcome.num_attempts) == (Outcome.OK, 2)
+    assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.OK, 2)
 
 
 async def test_a_failure_that_is_repeated_is_told_once_and_not_as_a_warning(
@@ -153,7 +154,7 @@ async def test_law_5_an_answer_that_exits_when_it_is_copied_is_not_kept():
 async def test_a_tool_error_is_never_repeated():
     tool = PlayedTool(ToolError("no such row"), retry=QUICK_RETRY)
     outcome = await ask(tool)
-    assert (outcome.outcome, outcome.num_attempts) == (Outcome.TOOL_ERROR, 1)
+    assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.TOOL_ERROR, 1)
 
 
 async def test_nothing_is_repeated_unless_the_yaml_says_so():
@@ -248,10 +249,10 @@ async def test_a_call_cancelled_in_a_queue_takes_nothing_with_it(limit: dict[str
     await asyncio.sleep(0.005)
     for task in waiting[:3]:
         task.cancel()
-    assert (await first).outcome is Outcome.OK
+    assert (await first).outcome is CallOutcome.OK
     async with asyncio.timeout(1):
-        assert (await waiting[3]).outcome is Outcome.OK
-        assert (await ask(tool)).outcome is Outcome.OK
+        assert (await waiting[3]).outcome is CallOutcome.OK
+        assert (await ask(tool)).outcome is CallOutcome.OK
     assert len(tool.begun) == 3
 
 
@@ -259,7 +260,7 @@ async def test_a_call_cancelled_at_work_gives_its_place_back():
     tool = PlayedTool("hang", None, max_concurrency=1)
     await cancel_when(ask(tool), lambda: bool(tool.begun))
     async with asyncio.timeout(1):
-        assert (await ask(tool)).outcome is Outcome.OK
+        assert (await ask(tool)).outcome is CallOutcome.OK
 
 
 def test_a_tool_serves_one_event_loop_after_another():
@@ -339,14 +340,16 @@ async def test_what_began_before_the_breaker_opened_does_not_close_or_open_it():
     early = [asyncio.create_task(ask(tool, i)) for i in range(2)]
     await asyncio.sleep(0.005)
     await ask(tool, 2)
-    assert (await early[0]).outcome is Outcome.OK
-    assert (await ask(tool, 3)).outcome is Outcome.UNAVAILABLE, "the early answer does not close it"
+    assert (await early[0]).outcome is CallOutcome.OK
+    assert (await ask(tool, 3)).outcome is CallOutcome.UNAVAILABLE, (
+        "the early answer does not close it"
+    )
     await asyncio.sleep(0.1)
     trying = asyncio.create_task(ask(tool, 4))
-    assert (await early[1]).outcome is Outcome.CRASHED
-    assert (await ask(tool, 5)).outcome is Outcome.UNAVAILABLE, "the try is still under way"
-    assert (await trying).outcome is Outcome.OK
-    assert (await ask(tool, 6)).outcome is Outcome.OK, "the late failure does not open it again"
+    assert (await early[1]).outcome is CallOutcome.CRASHED
+    assert (await ask(tool, 5)).outcome is CallOutcome.UNAVAILABLE, "the try is still under way"
+    assert (await trying).outcome is CallOutcome.OK
+    assert (await ask(tool, 6)).outcome is CallOutcome.OK, "the late failure does not open it again"
 
 
 async def test_who_queued_before_the_breaker_opened_is_refused_when_it_is_its_turn():
@@ -359,7 +362,7 @@ async def test_who_queued_before_the_breaker_opened_is_refused_when_it_is_its_tu
 async def test_attempts_that_open_the_breaker_are_told_and_not_the_refusal_behind_them():
     tool = PlayedTool(ValueError("down"), retry=QUICK_RETRY, circuit_breaker={"max_failures": 2})
     outcome = await ask(tool)
-    assert (outcome.outcome, outcome.num_attempts) == (Outcome.CRASHED, 2)
+    assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.CRASHED, 2)
     assert outcome.message.startswith("ValueError: down (at test_guard.py:")
 
 

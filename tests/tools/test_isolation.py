@@ -17,10 +17,11 @@ import psutil
 import pytest
 
 from agentrl.errors import ConfigError
+from agentrl.messages import CallOutcome
 from agentrl.plugins import load_class
 from agentrl.plugins.watchdog import LoopWatchdog
 from agentrl.tools import BaseTool
-from agentrl.tools.instance import Outcome, ToolSettings
+from agentrl.tools.instance import ToolSettings
 from agentrl.tools.life import ToolSession
 from agentrl.tools.process import _Worker
 from tests.fakes.tools import BlockingTool, CountingProcessTool, call, schema
@@ -48,7 +49,7 @@ async def test_blocking_code_on_a_thread_holds_up_nobody_and_times_out():
     )
     silence = await longest_silence(running)
     outcomes = running.result()
-    assert [o.outcome for o in outcomes] == [Outcome.TIMEOUT] * 2
+    assert [o.outcome for o in outcomes] == [CallOutcome.TIMEOUT] * 2
     assert max(o.seconds for o in outcomes) < 0.45
     assert silence < 0.4, "less than the half second that the tool blocks"
 
@@ -78,7 +79,7 @@ async def test_a_crash_is_told_with_its_request_and_the_users_line(
     await session.create()
     [outcome] = await session.execute([call("broken")])
     await session.release()
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     [told] = [r.getMessage() for r in caplog.records if r.name == "agentrl.tools.instance"]
     assert told.startswith("request r, tool 'broken', call call_0: ")
     assert "JSONDecodeError" in told
@@ -101,7 +102,7 @@ async def test_a_thread_that_awaits_for_ever_is_ended():
 
     tool = Waiting({"isolation": "thread"}, schema("waiting"))
     [outcome] = await session_of(tool, timeout_s=0.1).execute([call("waiting")])
-    assert outcome.outcome is Outcome.TIMEOUT
+    assert outcome.outcome is CallOutcome.TIMEOUT
     assert Waiting.ended.wait(2)
 
 
@@ -114,7 +115,7 @@ async def test_a_plain_def_runs_off_the_loop_and_its_abandoned_thread_frees_its_
     tool = Plain({}, schema("plain"))
     session = session_of(tool, timeout_s=0.15, max_parallel_calls=1)
     outcomes = await session.execute([call("plain", 0, seconds=0.6), call("plain", 1, seconds=0.0)])
-    assert [o.outcome for o in outcomes] == [Outcome.TIMEOUT, Outcome.OK]
+    assert [o.outcome for o in outcomes] == [CallOutcome.TIMEOUT, CallOutcome.OK]
     assert outcomes[1].response.text == "True"
 
 
@@ -160,7 +161,7 @@ async def test_the_watchdog_blames_no_tool_for_a_thread_that_starts_late(
         monkeypatch.setattr(threading, "_start_new_thread", late)
         [done] = await session_of(Plain({}, schema("plain"))).execute([call("plain")])
         monkeypatch.undo()
-    assert done.outcome is Outcome.OK
+    assert done.outcome is CallOutcome.OK
     assert watchdog.blocked_s == {}
 
 
@@ -203,9 +204,9 @@ async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: P
     await session.create()
     [spun] = await session.execute([call("counting", do="spin")])
     [after] = await session.execute([call("counting")])
-    assert spun.outcome is Outcome.TIMEOUT
+    assert spun.outcome is CallOutcome.TIMEOUT
     assert 2 <= spun.seconds < 2.2
-    assert (after.outcome, after.response.text) == (Outcome.OK, "1")
+    assert (after.outcome, after.response.text) == (CallOutcome.OK, "1")
     assert await session.release() == []
     assert life_of(log).count("create") == life_of(log).count("release") == 2
     assert not _children_named("tool:counting")
@@ -214,17 +215,17 @@ async def test_a_process_that_never_returns_is_killed_and_made_again(tmp_path: P
 @pytest.mark.parametrize(
     ("do", "outcome", "text"),
     [
-        ("tool_error", Outcome.TOOL_ERROR, "not so"),
-        ("own_tool_error", Outcome.TOOL_ERROR, "no key 3 in stars"),
-        ("raise", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
-        ("unpicklable", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
-        ("die", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
-        ("be_killed", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
-        ("take_all_memory", Outcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("tool_error", CallOutcome.TOOL_ERROR, "not so"),
+        ("own_tool_error", CallOutcome.TOOL_ERROR, "no key 3 in stars"),
+        ("raise", CallOutcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("unpicklable", CallOutcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("die", CallOutcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("be_killed", CallOutcome.CRASHED, "Error executing tool 'counting': internal error"),
+        ("take_all_memory", CallOutcome.CRASHED, "Error executing tool 'counting': internal error"),
     ],
 )
 async def test_what_happens_in_a_process_comes_out_of_it(
-    tmp_path: Path, do: str, outcome: Outcome, text: str
+    tmp_path: Path, do: str, outcome: CallOutcome, text: str
 ):
     tool = CountingProcessTool({"isolation": "process", "log": str(tmp_path / "log")})
     session = session_of(tool)
@@ -278,7 +279,7 @@ async def test_a_tool_from_a_file_finds_its_way_into_a_process(tmp_path: Path):
     await session.create()
     [outcome] = await session.execute([call("mine")])
     await session.release()
-    assert outcome.outcome is Outcome.OK
+    assert outcome.outcome is CallOutcome.OK
     assert outcome.response.text != str(os.getpid())
 
 

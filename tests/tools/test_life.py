@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError, ToolError, ToolLifeError
-from agentrl.messages import ToolResponse
+from agentrl.messages import CallOutcome, ToolResponse
 from agentrl.tools import BaseTool, ToolResult
-from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
 from tests.fakes.reading import UNTOLD, ExitsWhenRead, UntellableError
 from tests.fakes.tools import BEHAVIOURS, FlakyTool, call, schema
@@ -57,7 +56,7 @@ async def executed(tool: BaseTool, **kwargs: Any) -> Any:
 )
 async def test_whatever_users_return_is_accepted(value: Any):
     outcome = await executed(AnyTool(value))
-    assert outcome.outcome is Outcome.OK
+    assert outcome.outcome is CallOutcome.OK
     assert outcome.response.text == "hi"
     assert outcome.metrics == {}
 
@@ -89,7 +88,7 @@ async def test_a_megabyte_passes_whole():
 )
 async def test_garbage_is_a_crash_of_the_tool_that_the_model_sees_neutrally(value: Any):
     outcome = await executed(AnyTool(value))
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert outcome.is_infrastructure_failure
     assert outcome.response.text == "Error executing tool 'any': internal error"
     assert outcome.message.startswith(("TypeError", "ValueError"))
@@ -106,7 +105,7 @@ async def test_garbage_is_a_crash_of_the_tool_that_the_model_sees_neutrally(valu
 )
 async def test_law_5_an_answer_that_exits_when_it_is_read_is_a_crash_of_the_tool(value: Any):
     outcome = await executed(AnyTool(value))
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert outcome.message.startswith("RuntimeError: raised ")
 
 
@@ -160,7 +159,7 @@ async def test_law_5_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same(
             raise MissingError("stars")
 
     outcome = await executed(Looks({}, schema("looks")))
-    assert outcome.outcome is Outcome.TOOL_ERROR
+    assert outcome.outcome is CallOutcome.TOOL_ERROR
     assert outcome.response.text == "(saying what it is raises AttributeError)"
 
 
@@ -170,7 +169,7 @@ async def test_none_names_the_tool_on_the_record():
 
 async def test_tool_error_is_shown_to_the_model_and_no_infrastructure_failure():
     outcome = await executed(FlakyTool(execute="tool_error"))
-    assert outcome.outcome is Outcome.TOOL_ERROR
+    assert outcome.outcome is CallOutcome.TOOL_ERROR
     assert outcome.response.text == "try a smaller number"
     assert not outcome.is_infrastructure_failure
 
@@ -178,7 +177,7 @@ async def test_tool_error_is_shown_to_the_model_and_no_infrastructure_failure():
 @pytest.mark.parametrize("behaviour", ["raise", "exit", "cancel_self"])
 async def test_other_exceptions_are_not_shown_to_the_model(behaviour: str):
     outcome = await executed(FlakyTool(execute=behaviour))
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert "secret" not in outcome.response.text
     assert behaviour != "raise" or "secret detail" in outcome.message
 
@@ -186,7 +185,7 @@ async def test_other_exceptions_are_not_shown_to_the_model(behaviour: str):
 @pytest.mark.parametrize("behaviour", ["hang", "ignore_cancel"])
 async def test_a_tool_that_hangs_is_abandoned_within_a_tenth_of_its_time(behaviour: str):
     outcome = await executed(FlakyTool(execute=behaviour), timeout_s=0.2)
-    assert outcome.outcome is Outcome.TIMEOUT
+    assert outcome.outcome is CallOutcome.TIMEOUT
     assert outcome.response.text == "Error: tool 'flaky' timed out after 0.2 seconds"
     # 5 % grace, the rest for a busy machine.
     assert 0.2 <= outcome.seconds < 0.3
@@ -204,7 +203,7 @@ async def test_a_hanging_tool_does_not_hold_up_the_others():
     session = session_of(slow, quick, timeout_s=0.1)
     await session.create()
     outcomes = await session.execute([call("slow", 0), call("quick", 1)])
-    assert [o.outcome for o in outcomes] == [Outcome.TIMEOUT, Outcome.OK]
+    assert [o.outcome for o in outcomes] == [CallOutcome.TIMEOUT, CallOutcome.OK]
     assert outcomes[1].seconds < 0.1
 
 
@@ -249,7 +248,7 @@ def test_all_calls_run_at_most_so_many_at_once_and_answer_in_order(delays: list[
 async def test_time_in_the_queue_does_not_count():
     session = session_of(ParallelTool(), timeout_s=0.15, max_parallel_calls=1)
     calls = [call("parallel", i, number=i, seconds=0.06) for i in range(4)]
-    assert all(o.outcome is Outcome.OK for o in await session.execute(calls))
+    assert all(o.outcome is CallOutcome.OK for o in await session.execute(calls))
 
 
 async def test_kwargs_reach_the_method_they_are_named_after():
@@ -334,7 +333,7 @@ async def test_unknown_kwargs_are_the_users_error_and_isolated():
     await session.create()
     [outcome] = await session.execute([call("flaky")])
     await session.release()
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert "unexpected keyword argument 'x'" in outcome.message
 
 

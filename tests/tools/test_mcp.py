@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
+from agentrl.messages import CallOutcome
 from agentrl.plugins.environment import install_command
 from agentrl.tools import BaseTool
-from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
 from agentrl.tools.mcp_tool import MCPTool
 from tests.fakes.mcp import fake, load, servers_alive, yaml_of
@@ -390,7 +390,7 @@ async def test_a_call_that_is_late_is_a_timeout_and_its_session_goes_on(tmp_path
     pid = (await said(tools["count"]))["pid"]
     request = session(tools, timeout_s=0.3)
     [outcome] = await request.execute([call("wait", s=30)])
-    assert outcome.outcome is Outcome.TIMEOUT
+    assert outcome.outcome is CallOutcome.TIMEOUT
     assert (await said(tools["count"]))["pid"] == pid
     await shut_down(tools)
 
@@ -398,7 +398,7 @@ async def test_a_call_that_is_late_is_a_timeout_and_its_session_goes_on(tmp_path
 async def test_a_dead_server_is_a_crash_whose_cause_the_model_does_not_see(tmp_path: Path):
     tools = load(tmp_path, one())
     [outcome] = await session(tools).execute([call("break")])
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert outcome.response.text == "Error executing tool 'break': internal error"
     assert "a secret of the server" in outcome.message
     await shut_down(tools)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError
+from agentrl.messages import CallOutcome
 from agentrl.tools import initialize_tools_from_config
-from agentrl.tools.instance import Outcome, ToolInstance, ToolKwargs
+from agentrl.tools.instance import ToolInstance, ToolKwargs
 from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool
 from tests.fakes.fusion import FakeFusion, fusion_service
 from tests.fakes.tools import call
@@ -55,7 +56,7 @@ async def test_a_program_is_run_and_its_end_is_told():
         late = await said(service, {"default_timeout": 0.3}, code="while 1: pass", timeout=99)
     assert (fine.response.text, fine.metrics["end"]) == ("42", "ok")
     assert "ZeroDivisionError" in wrong.response.text
-    assert (wrong.outcome, wrong.metrics["end"]) == (Outcome.OK, "error")
+    assert (wrong.outcome, wrong.metrics["end"]) == (CallOutcome.OK, "error")
     assert "time was up" in late.response.text
     assert [asked["run_timeout"] for asked in service.asked] == [30.0, 30.0, 0.3]
     assert service.asked[0]["memory_limit_MB"] == 1024
@@ -66,7 +67,7 @@ async def test_a_program_is_run_and_its_end_is_told():
 async def test_a_service_that_fails_is_a_crash_of_the_tool(mode: str):
     async with fusion_service(mode) as service:
         outcome = await said(service, code="print(1)")
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert service.url in outcome.message
     assert service.url not in outcome.response.text
 

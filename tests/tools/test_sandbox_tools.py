@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError, SandboxError
+from agentrl.messages import CallOutcome
 from agentrl.sandbox import Execution, ExecutionEnd
 from agentrl.tools import BaseTool, ToolResult, initialize_tools_from_config
 from agentrl.tools.bash_tool import BashTool
 from agentrl.tools.executions import describe_execution
-from agentrl.tools.instance import Outcome, ToolInstance, ToolKwargs
+from agentrl.tools.instance import ToolInstance, ToolKwargs
 from agentrl.tools.python_tool import PythonTool
 from agentrl.tools.sandbox_tool import SandboxTool
 from tests.fakes.tools import call
@@ -164,7 +165,7 @@ async def test_a_sandbox_that_fails_is_a_crash_and_not_the_models(tool: PythonTo
     vars(tool)["_sessions"]["r"] = Broken()
     outcome = await one.execute(call("python", code="1"))
     await one.release()
-    assert outcome.outcome is Outcome.CRASHED
+    assert outcome.outcome is CallOutcome.CRASHED
     assert "gone" in outcome.message
     assert "gone" not in (outcome.response.text or "")
 

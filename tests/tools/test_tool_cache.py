@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ToolError
+from agentrl.messages import CallOutcome
 from agentrl.tools import ToolResponse, ToolResult
-from agentrl.tools.instance import Outcome
 from agentrl.tools.life import ToolSession
 from tests.fakes.tools import CountingProcessTool, call
 from tests.tools.test_guard import PlayedTool, ask, ask_all, cancel_when, kinds
@@ -74,9 +74,9 @@ async def test_a_failure_is_told_to_all_who_wait_and_not_kept(failure: Exception
     tool = Slow(failure, None, cache={})
     outcomes = await ask_all(tool, 3)
     assert len(set(kinds(outcomes))) == 1
-    assert not any(outcome.outcome is Outcome.OK for outcome in outcomes)
+    assert not any(outcome.outcome is CallOutcome.OK for outcome in outcomes)
     assert len(tool.begun) == 1
-    assert (await ask(tool)).outcome is Outcome.OK
+    assert (await ask(tool)).outcome is CallOutcome.OK
 
 
 async def test_equal_calls_that_are_under_way_are_made_once():
@@ -105,7 +105,7 @@ async def test_who_waits_for_an_equal_call_may_be_cancelled_alone():
     tool = PlayedTool(0.03, cache={})
     first = asyncio.create_task(ask(tool, 0))
     await cancel_when(ask(tool, 1), lambda: bool(tool.begun))
-    assert (await first).outcome is Outcome.OK
+    assert (await first).outcome is CallOutcome.OK
 
 
 async def test_what_cannot_be_copied_is_each_askers_own():
@@ -159,4 +159,4 @@ async def test_guards_stand_round_tools_in_processes(tmp_path: Any):
     finally:
         await session.release()
     assert (first.response.text, second.response.text, second.is_cached) == ("1", "1", True)
-    assert (died.outcome, died.num_attempts) == (Outcome.CRASHED, 2)
+    assert (died.outcome, died.num_attempts) == (CallOutcome.CRASHED, 2)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import Fault
-from agentrl.messages import Message
+from agentrl.messages import CallOutcome, Message
 from agentrl.protocol import DataProto
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -22,7 +22,6 @@ from agentrl.trainer.metrics.aggregators import (
     merge_figures,
     to_metrics,
 )
-from agentrl.trainer.metrics.plugins import OUTCOMES
 from agentrl.trainer.metrics.step import (
     Timer,
     batch_figures,
@@ -191,7 +190,7 @@ def test_figures_are_finite_and_shares_add_up(requests):
     assert all(map(math.isfinite, metrics.values()))
     reasons = [v for k, v in metrics.items() if k.startswith("rollout/stop_reason/")]
     assert sum(reasons) == pytest.approx(1)
-    outcomes = sum(metrics[f"rollout/tool_calls/{outcome}"] for outcome in OUTCOMES)
+    outcomes = sum(metrics[f"rollout/tool_calls/{outcome}"] for outcome in CallOutcome)
     assert outcomes == pytest.approx(metrics["rollout/tool_calls/mean"])
 
 

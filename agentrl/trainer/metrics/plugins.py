@@ -15,24 +15,22 @@ rollout/tool/<name>/unavailable_frac   share that found the tool down
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsFloat, get_args
+from typing import Any, SupportsFloat
 
 from agentrl.config.schema.run import RewardConfig
+from agentrl.messages import CallOutcome
 from agentrl.rewards import Source
 from agentrl.rollout.call_counts import FAILED, NEVER_RAN
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.aggregators import Figures, Mean, Total, spread, tail
 
-OUTCOMES: tuple[str, ...] = get_args(CallRecord.model_fields["outcome"].annotation)
-"""Every way in which a tool call can come out."""
-
 
 def call_figures(requests: Sequence[AsyncRolloutRequest]) -> Figures:
     """Describe the calls of some requests, in all and by tool."""
     outcomes = Counter(call.outcome for call in calls_of(requests))
     figures = spread("rollout/tool_calls", [request.num_tool_calls for request in requests])
-    for outcome in OUTCOMES:
+    for outcome in CallOutcome:
         figures[f"rollout/tool_calls/{outcome}"] = Mean(outcomes[outcome], len(requests))
     if executed := sum(outcomes.values()) - sum(outcomes[name] for name in NEVER_RAN):
         failed = sum(outcomes[name] for name in FAILED)
@@ -67,7 +65,9 @@ def _figures_of_tool(name: str, calls: Sequence[CallRecord]) -> Figures:
         f"{name}/retries": Total(float(sum(max(0, call.num_attempts - 1) for call in calls))),
         f"{name}/cache_hit_frac": Mean.of([call.is_cached for call in calls]),
         f"{name}/failed_frac": Mean.of([call.outcome in FAILED for call in calls]),
-        f"{name}/unavailable_frac": Mean.of([call.outcome == "unavailable" for call in calls]),
+        f"{name}/unavailable_frac": Mean.of(
+            [call.outcome == CallOutcome.UNAVAILABLE for call in calls]
+        ),
     }
 
 
