@@ -47,7 +47,7 @@ from agentrl.config.schema.run import RewardConfig
 from agentrl.data.conversations import Conversation
 from agentrl.data.prompt import Prompt
 from agentrl.engines.sglang.arguments import SGLangNeeds
-from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.quickstart.tiny_policy import build_tiny_model, train_tokenizer
 from agentrl.rewards import make_reward_manager

@@ -22,7 +22,7 @@ from agentrl.collate import collate
 from agentrl.config.schema.run import AlgorithmConfig, RewardConfig
 from agentrl.engines import TransformersEngine
 from agentrl.engines.protocol import Completion, EngineCall
-from agentrl.engines.transformers.calls import Call
+from agentrl.engines.transformers.requests import Call
 from agentrl.errors import Fault
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse

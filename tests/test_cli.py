@@ -317,7 +317,7 @@ def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"agentrl.{module}.find_spec", lambda _: find_spec("json"))
     known = "agentrl.engines.sglang.arguments.known_arguments"
     monkeypatch.setattr(known, lambda: {"tp_size", "page_size"})
-    monkeypatch.setattr("agentrl.engines.sglang.engine.SGLangEngine.start", start)
+    monkeypatch.setattr("agentrl.engines.sglang.inprocess.engine.SGLangEngine.start", start)
 
 
 @pytest.mark.usefixtures("with_sglang")

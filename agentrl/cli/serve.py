@@ -40,7 +40,7 @@ def serve(
     """Start SGLang servers."""
     with importing():
         from agentrl.commands.serve import serve_from_file
-        from agentrl.engines.sglang.launch import ServeOptions
+        from agentrl.engines.sglang.servers.launch import ServeOptions
 
     options = ServeOptions(num=num, host=host, port=port, max_restarts=max_restarts)
     serve_from_file(run_file, overrides or [], options, say=_say)

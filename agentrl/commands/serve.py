@@ -9,7 +9,7 @@ import torch
 from agentrl.config import RunConfig, read_config, telling_where
 from agentrl.config.problems import naming_file
 from agentrl.engines.sglang.arguments import check_given
-from agentrl.engines.sglang.launch import Say, ServeOptions, plan_servers, serve
+from agentrl.engines.sglang.servers.launch import Say, ServeOptions, plan_servers, serve
 from agentrl.errors import ConfigError
 from agentrl.trainer.setup.engine_factory import sglang_needs
 from agentrl.trainer.setup.huggingface import quiet_libraries

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         VersionSpan,
     )
     from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
-    from agentrl.engines.sglang.engine import SGLangEngine
-    from agentrl.engines.sglang.server_engine import SGLangServerEngine
+    from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+    from agentrl.engines.sglang.servers.engine import SGLangServerEngine
     from agentrl.engines.transformers.engine import (
         TransformersEngine,
         TransformersEngineSettings,
@@ -43,8 +43,8 @@ _HOMES = {
     "Engine": "agentrl.engines.protocol",
     "EngineCall": "agentrl.engines.protocol",
     "FinishReason": "agentrl.engines.protocol",
-    "SGLangEngine": "agentrl.engines.sglang.engine",
-    "SGLangServerEngine": "agentrl.engines.sglang.server_engine",
+    "SGLangEngine": "agentrl.engines.sglang.inprocess.engine",
+    "SGLangServerEngine": "agentrl.engines.sglang.servers.engine",
     "SamplingParams": "agentrl.engines.protocol",
     "ScriptedAnswer": "agentrl.engines.scripted",
     "ScriptedEngine": "agentrl.engines.scripted",

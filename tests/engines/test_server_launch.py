@@ -15,8 +15,8 @@ import aiohttp
 import psutil
 import pytest
 
-from agentrl.engines.sglang import launch
-from agentrl.engines.sglang.launch import (
+from agentrl.engines.sglang.servers import launch
+from agentrl.engines.sglang.servers.launch import (
     LocalServers,
     ServeOptions,
     ServerPlan,
@@ -170,7 +170,7 @@ async def test_a_server_that_does_not_answer_at_first_is_asked_again(
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path):
     child = f"""
         import os, sys, time
-        from agentrl.engines.sglang.serving import end_with
+        from agentrl.engines.sglang.servers.server_process import end_with
         end_with(int(sys.argv[1]))
         open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()) + "\\n")
         time.sleep(60)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import agentrl.engines.sglang.pool
+import agentrl.engines.sglang.servers.pool
 from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.protocol import (
     Completion,
@@ -17,8 +17,8 @@ from agentrl.engines.protocol import (
     SamplingParams,
     SyncFigures,
 )
-from agentrl.engines.sglang.server_engine import SGLangServerEngine
-from agentrl.engines.sglang.weights import Roster
+from agentrl.engines.sglang.servers.engine import SGLangServerEngine
+from agentrl.engines.sglang.weights.sync import Roster
 from agentrl.errors import EngineError
 from tests.fakes.servers import FakeSGLang, expected_ids, running, until
 
@@ -487,7 +487,7 @@ async def test_a_server_started_anew_comes_back_with_the_next_update(
 async def test_another_rank_sees_who_missed_an_update(
     pair: tuple[FakeSGLang, FakeSGLang], connect: Opened, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(agentrl.engines.sglang.pool, "IDLE_S", 0.0)
+    monkeypatch.setattr(agentrl.engines.sglang.servers.pool, "IDLE_S", 0.0)
     one, _ = pair
     main, other = connect(*pair), connect(*pair)
     assert not {c.weight_version for c in await asyncio.gather(*start(other, "a", "b"))} - {0}

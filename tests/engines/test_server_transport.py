@@ -14,18 +14,16 @@ import pytest
 import torch
 
 from agentrl.config.schema.engine import WeightSyncConfig
-from agentrl.engines.sglang.connecting import (
+from agentrl.engines.sglang.servers.factory import (
     SyncSource,
     address_towards,
     choose_transport,
     is_here,
 )
-from agentrl.engines.sglang.transports import (
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-)
-from agentrl.engines.sglang.weights import Roster
+from agentrl.engines.sglang.weights.disk import DiskTransport
+from agentrl.engines.sglang.weights.distributed import DistributedTransport
+from agentrl.engines.sglang.weights.sync import Roster
+from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.errors import ConfigError, EngineError
 from tests.fakes.faults import files_at_most
 

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.engines.sglang import host as host_module
-from agentrl.engines.sglang import own_calls
-from agentrl.engines.sglang.gate import Turns
-from agentrl.engines.sglang.host import SGLangHost
-from agentrl.engines.sglang.own_calls import OwnCall
+from agentrl.engines.sglang.inprocess import calls as own_calls
+from agentrl.engines.sglang.inprocess import host as host_module
+from agentrl.engines.sglang.inprocess.barrier import Turns
+from agentrl.engines.sglang.inprocess.calls import OwnCall
+from agentrl.engines.sglang.inprocess.host import SGLangHost
 from agentrl.errors import EngineError
 
 

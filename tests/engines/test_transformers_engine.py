@@ -20,7 +20,7 @@ from agentrl.engines.transformers.engine import (
     choose_limits,
 )
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
-from agentrl.engines.transformers.tracked_requests import TrackedState
+from agentrl.engines.transformers.requests import TrackedState
 from agentrl.errors import EngineError
 from tests.fakes.engines import LetterTokenizer, plain_log_probs, random_ids, tiny_model
 

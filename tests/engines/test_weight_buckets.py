@@ -15,20 +15,22 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.engines.protocol import MemoryTag
-from agentrl.engines.sglang import buckets
-from agentrl.engines.sglang.buckets import Bucket, NamedTensor, PlainMemory, fill_buckets
-from agentrl.engines.sglang.gate import CallGate
-from agentrl.engines.sglang.names import ModelWeights
-from agentrl.engines.sglang.sleeping import SleepingBackend
-from agentrl.engines.sglang.transports import (
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
+from agentrl.engines.sglang.backend import SleepingBackend
+from agentrl.engines.sglang.inprocess.barrier import CallGate
+from agentrl.engines.sglang.weights import buckets
+from agentrl.engines.sglang.weights import distributed as distributed_module
+from agentrl.engines.sglang.weights import tensor as tensor_module
+from agentrl.engines.sglang.weights.buckets import (
+    Bucket,
+    ModelWeights,
+    NamedTensor,
+    PlainMemory,
+    fill_buckets,
 )
-from agentrl.engines.sglang.transports import distributed as distributed_module
-from agentrl.engines.sglang.transports import tensor as tensor_module
-from agentrl.engines.sglang.transports.tensor import SentMemory
-from agentrl.engines.sglang.weights import UNFIT_VERSION, Target, update_weights
+from agentrl.engines.sglang.weights.disk import DiskTransport
+from agentrl.engines.sglang.weights.distributed import DistributedTransport
+from agentrl.engines.sglang.weights.sync import UNFIT_VERSION, Target, update_weights
+from agentrl.engines.sglang.weights.tensor import SentMemory, TensorTransport
 from agentrl.errors import EngineError
 from tests.fakes.engines import tiny_model
 from tests.fakes.weights import BUCKET, BucketTransport, RecordingBackend, weights_of

@@ -13,8 +13,8 @@ import psutil
 import torch
 
 from agentrl.config.schema.engine import SGLangServerConfig
-from agentrl.engines.sglang.server_engine import SGLangServerEngine
-from agentrl.engines.sglang.transports import TensorTransport
+from agentrl.engines.sglang.servers.engine import SGLangServerEngine
+from agentrl.engines.sglang.weights.tensor import TensorTransport
 from tests.fakes.runs import ROOT, write_yaml
 
 MAX_MODEL_LEN = 1024

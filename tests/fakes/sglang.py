@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from agentrl.engines.sglang.host import SGLangHost
+from agentrl.engines.sglang.inprocess.host import SGLangHost
 from agentrl.errors import EngineError
 from tests.fakes.engines import VOCAB_SIZE
 

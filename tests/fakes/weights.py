@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from agentrl.engines.protocol import SyncFigures
-from agentrl.engines.sglang.buckets import NamedTensor, PlainMemory, fill_buckets
-from agentrl.engines.sglang.weights import Roster
+from agentrl.engines.sglang.weights.buckets import NamedTensor, PlainMemory, fill_buckets
+from agentrl.engines.sglang.weights.sync import Roster
 from agentrl.errors import EngineError
 
 BUCKET = "take_bucket"

@@ -14,7 +14,7 @@ from agentrl.config.schema.run import FailureConfig
 from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.engines.transformers.engine import TransformersEngineSettings
-from agentrl.engines.transformers.tracked_requests import TrackedState
+from agentrl.engines.transformers.requests import TrackedState
 from agentrl.errors import EngineError, Fault, RolloutError
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest

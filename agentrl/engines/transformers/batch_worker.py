@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.engines.protocol import Completion, FinishReason
-from agentrl.engines.transformers.calls import Call
 from agentrl.engines.transformers.continuous_batching import Batcher, BatchLimits
+from agentrl.engines.transformers.requests import Call
 from agentrl.errors import EngineError, is_out_of_memory
 
 Result = Completion | EngineError

@@ -29,15 +29,14 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from agentrl.engines.transformers.calls import Call
 from agentrl.engines.transformers.paged_attention import (
     ATTENTION_NAME,
     CacheAccess,
     Span,
     plan_batch,
 )
+from agentrl.engines.transformers.requests import Call, CallRouter, CallSink, TrackedState
 from agentrl.engines.transformers.sampling import Sampled, SamplingRows, sample_tokens
-from agentrl.engines.transformers.tracked_requests import CallRouter, CallSink, TrackedState
 
 NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), torch.empty(0))
 

@@ -23,9 +23,9 @@ from agentrl.engines.protocol import (
 )
 from agentrl.engines.stopping import Decode, StopCheck, decoder_of
 from agentrl.engines.transformers.batch_worker import BatchWorker
-from agentrl.engines.transformers.calls import Call
 from agentrl.engines.transformers.continuous_batching import BatchLimits
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME, register_paged_attention
+from agentrl.engines.transformers.requests import Call
 from agentrl.engines.transformers.shared_weights import SharedWeights
 from agentrl.errors import EngineError
 

@@ -21,8 +21,8 @@ from agentrl.engines.sglang.arguments import (
     describe_platform,
     has_accelerator,
 )
-from agentrl.engines.sglang.connecting import SyncSource, connect
-from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+from agentrl.engines.sglang.servers.factory import SyncSource, connect
 from agentrl.errors import MissingExtraError
 from agentrl.plugins.environment import install_command
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.engines.sglang.arguments import SGLangNeeds
-from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from tests.fakes.engines import tiny_model
 from tests.fakes.sglang import letter_tokenizer, save_policy
 

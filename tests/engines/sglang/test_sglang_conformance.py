@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from tests.engines.conformance import ModelCase, ModelConformance
 from tests.fakes.engines import tiny_model
 from tests.fakes.sglang import LentHost

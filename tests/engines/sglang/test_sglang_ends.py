@@ -19,7 +19,7 @@ import asyncio, os, signal, subprocess, sys
 import psutil
 from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.sglang.arguments import SGLangNeeds
-from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.errors import EngineError
 from tests.fakes.sglang import letter_tokenizer
 

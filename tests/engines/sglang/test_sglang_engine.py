@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.engines.protocol import FinishReason, SamplingParams
 from agentrl.engines.sglang.arguments import UNSYNCED, SGLangNeeds, server_arguments
-from agentrl.engines.sglang.engine import SGLangEngine
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.errors import ConfigError
 from tests.engines.conformance import PROMPT, greedy
 from tests.fakes.engines import plain_log_probs, tiny_model

@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
-from agentrl.engines.sglang.server_engine import SGLangServerEngine
+from agentrl.engines.sglang.servers.engine import SGLangServerEngine
 from agentrl.errors import EngineError, Fault
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentrl.engines.protocol import SamplingParams
-from agentrl.engines.sglang.server_engine import SGLangServerEngine
+from agentrl.engines.sglang.servers.engine import SGLangServerEngine
 from agentrl.errors import EngineError
 from tests.engines.conformance import PROMPT, TOLERANCE
 from tests.fakes.engines import plain_log_probs, tiny_model

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from agentrl.engines.protocol import SamplingParams
-from agentrl.engines.sglang.server_engine import SGLangServerEngine
-from agentrl.engines.sglang.transports import (
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-)
-from agentrl.engines.sglang.weights import Target, Transport, update_weights
+from agentrl.engines.sglang.servers.engine import SGLangServerEngine
+from agentrl.engines.sglang.weights.disk import DiskTransport
+from agentrl.engines.sglang.weights.distributed import DistributedTransport
+from agentrl.engines.sglang.weights.sync import Target, Transport, update_weights
+from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.errors import EngineError
 from agentrl.workers.distributed import start_world, stop_world
 from tests.engines.conformance import PROMPT, TOLERANCE

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from agentrl.engines.protocol import Completion, MemoryTag, SamplingParams
-from agentrl.engines.sglang.engine import SGLangEngine
-from agentrl.engines.sglang.names import ModelWeights
+from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+from agentrl.engines.sglang.weights.buckets import ModelWeights
 from agentrl.errors import EngineError
 from tests.engines.conformance import PROMPT, TOLERANCE, greedy
 from tests.fakes.engines import plain_log_probs, tiny_model

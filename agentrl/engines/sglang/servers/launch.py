@@ -79,7 +79,12 @@ class ServerPlan:
     @property
     def command(self) -> list[str]:
         """What is run; its arguments come by its standard input, for every user sees these."""
-        return [sys.executable, "-m", "agentrl.engines.sglang.serving", str(os.getpid())]
+        return [
+            sys.executable,
+            "-m",
+            "agentrl.engines.sglang.servers.server_process",
+            str(os.getpid()),
+        ]
 
     @property
     def server_arguments(self) -> bytes:

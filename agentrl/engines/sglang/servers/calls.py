@@ -5,11 +5,10 @@ from typing import Any
 
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.calls import NOTHING_SAMPLED
-from agentrl.engines.sglang.fitness import HALF_UPDATED
-from agentrl.engines.sglang.member import Member
-from agentrl.engines.sglang.pool import FIRST_BACKOFF_S, ServerPool
-from agentrl.engines.sglang.server import ServerFailedError
-from agentrl.engines.sglang.weights import UNFIT_VERSION
+from agentrl.engines.sglang.servers.client import ServerFailedError
+from agentrl.engines.sglang.servers.handle import HALF_UPDATED, Member
+from agentrl.engines.sglang.servers.pool import FIRST_BACKOFF_S, ServerPool
+from agentrl.engines.sglang.weights.sync import UNFIT_VERSION
 from agentrl.errors import EngineError
 
 ABORT_AGAIN_S = 0.5

@@ -18,8 +18,14 @@ from torch.multiprocessing import reductions
 
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.arguments import has_accelerator, require_sglang
-from agentrl.engines.sglang.buckets import Bucket, Memory, NamedTensor, PlainMemory, fill_buckets
-from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Roster, Target
+from agentrl.engines.sglang.weights.buckets import (
+    Bucket,
+    Memory,
+    NamedTensor,
+    PlainMemory,
+    fill_buckets,
+)
+from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Roster, Target
 from agentrl.errors import EngineError
 
 SHARED_BYTES = 64 * 1024**2

@@ -1,7 +1,8 @@
-"""The process of one local server: `python -m agentrl.engines.sglang.serving PARENT`.
+"""Run one local SGLang server: `python -m agentrl.engines.sglang.servers.server_process PARENT`.
 
-PARENT is the process that started it, with which it ends, however that one ends. Its standard input
-holds the arguments of SGLang's `ServerArgs`, as JSON: every user of the machine sees a command.
+PARENT is the id of the process that starts the server; the server ends when that process ends. The
+standard input holds the arguments of SGLang's `ServerArgs` as JSON, because every user of the
+machine can read a command line.
 """
 # pyright: reportMissingImports=false
 

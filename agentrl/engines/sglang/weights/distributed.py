@@ -18,8 +18,8 @@ from torch import Tensor
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.arguments import require_sglang
 from agentrl.engines.sglang.backend import JsonFields
-from agentrl.engines.sglang.buckets import Bucket, NamedTensor, PlainMemory, fill_buckets
-from agentrl.engines.sglang.weights import (
+from agentrl.engines.sglang.weights.buckets import Bucket, NamedTensor, PlainMemory, fill_buckets
+from agentrl.engines.sglang.weights.sync import (
     DEFAULT_BUCKET_BYTES,
     RELEASE_TIMEOUT_S,
     Roster,

@@ -19,15 +19,13 @@ import aiohttp
 
 from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
-from agentrl.engines.sglang.fitness import unfitness
-from agentrl.engines.sglang.homes import Homes
-from agentrl.engines.sglang.member import NOT_LOOKED_AT, Member
-from agentrl.engines.sglang.server import (
+from agentrl.engines.sglang.servers.client import (
     ServerLateError,
     ServerLostError,
     ServerState,
     SGLangServer,
 )
+from agentrl.engines.sglang.servers.handle import NOT_LOOKED_AT, Homes, Member, unfitness
 from agentrl.errors import EngineError
 
 FIRST_BACKOFF_S = 0.25

@@ -4,12 +4,16 @@ So that much memory is all that an update needs beside the weights, however many
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from agentrl.errors import EngineError
 
 NamedTensor = tuple[str, Tensor]
 FIRST_BYTES = 64 * 1024**2
@@ -123,3 +127,45 @@ def _put(memory: Memory, name: str, tensor: Tensor, start: int) -> Entry:
     end = start + tensor.nbytes
     memory.flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return Entry(name, tensor.shape, tensor.dtype, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """What SGLang was started with, as a module without memory."""
+
+    module: PreTrainedModel
+
+    @classmethod
+    def of(
+        cls, path: str, *, trust_remote_code: bool, overrides: Mapping[str, Any]
+    ) -> "ModelWeights":
+        """Read a model's configuration; its weights are not read."""
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return cls(module)
+
+    def for_files(self, named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Check each weight against the model and give it as the model's files have it.
+
+        SGLang itself would break down over a wrong shape, and pass over a weight that is missing.
+
+        Raises:
+            EngineError: at a weight of another name or shape, or at the end for those that are
+                missing.
+        """
+        expected = {name: weight.shape for name, weight in self.module.named_parameters()}
+        for name, tensor in named_tensors:
+            shape = expected.pop(name, None)
+            if shape != tensor.shape:
+                raise EngineError(
+                    f"weight {name!r} of shape {tuple(tensor.shape)} is not one of the model that "
+                    "SGLang was started with",
+                    expected=f"shape {tuple(shape)}" if shape else "each of its names once",
+                )
+            yield from self._split(name, tensor)
+        if expected:
+            raise EngineError(f"weights of the model are missing: {', '.join(list(expected)[:5])}")
+
+    def _split(self, name: str, tensor: Tensor) -> Iterator[NamedTensor]:
+        yield from revert_weight_conversion(self.module, {name: tensor}).items()

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.engines.protocol import SyncFigures
-from agentrl.engines.sglang.buckets import NamedTensor
-from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Roster
+from agentrl.engines.sglang.weights.buckets import NamedTensor
+from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Roster
 from agentrl.errors import EngineError
 
 

@@ -21,14 +21,14 @@ from agentrl.engines.sglang.arguments import (
     has_accelerator,
     server_arguments,
 )
+from agentrl.engines.sglang.backend import SleepingBackend, flush
 from agentrl.engines.sglang.calls import complete
-from agentrl.engines.sglang.gate import CallGate, Turns
-from agentrl.engines.sglang.host import SGLangHost
-from agentrl.engines.sglang.names import ModelWeights
-from agentrl.engines.sglang.own_calls import OwnCall
-from agentrl.engines.sglang.sleeping import SleepingBackend, flush
-from agentrl.engines.sglang.transports import TensorTransport
-from agentrl.engines.sglang.weights import DEFAULT_BUCKET_BYTES, Target, update_weights
+from agentrl.engines.sglang.inprocess.barrier import CallGate, Turns
+from agentrl.engines.sglang.inprocess.calls import OwnCall
+from agentrl.engines.sglang.inprocess.host import SGLangHost
+from agentrl.engines.sglang.weights.buckets import ModelWeights
+from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Target, update_weights
+from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.engines.stopping import Decode, decoder_of
 from agentrl.errors import EngineError
 

@@ -21,7 +21,7 @@ on, so that nothing inside it waits for ever. Where none is left, where the weig
 (their iterator raises), or where the call is cancelled, this happens to every target, and the error
 is raised. Nothing is repeated here: whoever has the weights calls again, with a new iterator.
 
-The transports (`agentrl.engines.sglang.transports`), each made once and closed at the end:
+The transports (`agentrl.engines.sglang.weights`), each made once and closed at the end:
 
     TensorTransport       in memory, to processes of this machine: `to_children`, `to_servers`
     DistributedTransport  broadcast in a process group of this rank and all targets
@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.backend import Backend, JsonFields
-from agentrl.engines.sglang.buckets import NamedTensor
+from agentrl.engines.sglang.weights.buckets import NamedTensor
 from agentrl.errors import EngineError
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2

@@ -1,7 +1,8 @@
 """A configuration -> an engine on its servers, and the way that new weights take to them."""
 
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,20 +14,18 @@ import torch.distributed as dist
 
 from agentrl.config.schema.engine import SGLangServerConfig, WeightSyncConfig
 from agentrl.engines.sglang.arguments import SGLangNeeds
-from agentrl.engines.sglang.devices import sees_device
-from agentrl.engines.sglang.names import ModelWeights
-from agentrl.engines.sglang.server_engine import SGLangServerEngine
-from agentrl.engines.sglang.transports import (
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-)
-from agentrl.engines.sglang.weights import Transport
+from agentrl.engines.sglang.servers.engine import SGLangServerEngine
+from agentrl.engines.sglang.weights.buckets import ModelWeights
+from agentrl.engines.sglang.weights.disk import DiskTransport
+from agentrl.engines.sglang.weights.distributed import DistributedTransport
+from agentrl.engines.sglang.weights.sync import Transport
+from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.engines.stopping import decoder_of
 from agentrl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
@@ -158,3 +157,59 @@ def address_towards(address: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise EngineError(f"{address} leads nowhere: {error}") from error
+
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def sees_device(address: str, device: torch.device) -> bool | None:
+    """Whether a server of this machine sees a GPU of this process: then it can open its memory.
+
+    The server's process says so by the variables that it was started with.
+
+    Args:
+        address: The server's.
+        device: As this process counts it.
+
+    Returns:
+        None where it cannot be told: the process is another user's or is none of SGLang's, or the
+        two name GPUs in different ways.
+    """
+    theirs = _environment_at(urlsplit(address).port)
+    if theirs is None or device.type != "cuda":
+        return None
+    seen = theirs.get(_DEVICES)
+    own = _own_name(device)
+    if seen is None or own is None:
+        return True if seen is None else None
+    names = [name.strip() for name in seen.split(",") if name.strip()]
+    if own in names:
+        return True
+    is_same_kind = all(name.isdecimal() == own.isdecimal() for name in names)
+    return False if is_same_kind else None
+
+
+def _own_name(device: torch.device) -> str | None:
+    """What the driver calls a GPU of this process."""
+    place = device.index or 0
+    given = os.environ.get(_DEVICES)
+    if given is None:
+        return f"{place}"
+    names = [name.strip() for name in given.split(",")]
+    return names[place] if place < len(names) else None
+
+
+def _environment_at(port: int | None) -> Mapping[str, str] | None:
+    """The variables of the SGLang that listens at a port of this machine; None: not to be had."""
+    try:
+        for bound in psutil.net_connections(kind="tcp"):
+            is_there = bound.status == psutil.CONN_LISTEN and bound.laddr[1:] == (port,)
+            if not is_there or bound.pid is None:
+                continue
+            process = psutil.Process(bound.pid)
+            # What only forwards to a server, as into a container, sees other devices than that.
+            if any("sglang" in part for part in process.cmdline()):
+                return process.environ()
+    except (psutil.Error, OSError):
+        pass
+    return None

@@ -1,12 +1,14 @@
 """One server of a pool: whether it gets calls, what runs on it, what it told last."""
 
 import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentrl.engines.protocol import ALL_MEMORY
+from agentrl.engines.sglang.backend import SleepingBackend
 from agentrl.engines.sglang.calls import FIRST_VERSION
-from agentrl.engines.sglang.server import ServerState, SGLangServer
-from agentrl.engines.sglang.sleeping import SleepingBackend
+from agentrl.engines.sglang.servers.client import ServerState, SGLangServer
 
 NOT_LOOKED_AT = "it was not looked at yet"
 
@@ -89,3 +91,81 @@ class Member:
         for patience in self.calls.values():
             if not patience.expired():
                 patience.reschedule(0)
+
+
+HALF_UPDATED = "an update of its weights has not gone through whole: the next one mends it"
+
+
+def unfitness(
+    state: ServerState,
+    member: Member,
+    members: Sequence[Member],
+    *,
+    max_model_len: int,
+    run: int | None,
+) -> str | None:
+    """Say why a server that answers is to get no calls; None: it may.
+
+    Args:
+        state: What it said.
+        member: The server.
+        members: All of the pool, whose weights are to be the same.
+        max_model_len: Most tokens of a sequence of the run.
+        run: Version of the weights that the run sent last; None: it has sent none.
+    """
+    if state.max_input_tokens < max_model_len - 1:
+        return (
+            f"it takes inputs of at most {state.max_input_tokens} tokens, the run needs "
+            f"{max_model_len - 1} (its --context-length and --max-total-tokens)"
+        )
+    if member.broken_weights is not None:
+        return member.broken_weights
+    if state.is_half_updated:
+        return HALF_UPDATED
+    if run is None:
+        newest = max((m.version for m in members if m.version is not None), default=None)
+        if member.version == newest:
+            return None
+        return f"it has weights of version {state.weight_version}, another has {newest}"
+    if (member.synced_birth, f"{run}") != (state.birth, state.weight_version):
+        return (
+            f"it has weights of its own (version {state.weight_version}), the others those of "
+            f"the run (version {run}): the next update mends it"
+        )
+    return None
+
+
+MAX_HOMES = 1 << 16
+"""Conversations whose server is remembered; those not heard of for longest are forgotten."""
+
+
+class Homes:
+    """The servers of conversations."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, Member] = OrderedDict()
+
+    def choose(
+        self, request_id: str, members: Sequence[Member], *, avoid: Sequence[Member] = ()
+    ) -> Member | None:
+        """Choose the server that knows the conversation, else the least loaded.
+
+        Args:
+            request_id: The conversation's.
+            members: Of which those that are in are asked.
+            avoid: Taken only where nobody else is in.
+
+        Returns:
+            None where nobody is in.
+        """
+        home = self._found.pop(request_id, None)
+        if home is None or not home.is_in or home in avoid:
+            able = [member for member in members if member.is_in]
+            if not able:
+                return None
+            home = min(able, key=lambda m: (m in avoid, len(m.calls), m.num_homes))
+            home.num_homes += 1
+        self._found[request_id] = home
+        if len(self._found) > MAX_HOMES:
+            self._found.popitem(last=False)
+        return home

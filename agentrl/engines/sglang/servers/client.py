@@ -12,7 +12,7 @@ import aiohttp
 
 from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
-from agentrl.engines.sglang.weights import UNFIT_VERSION
+from agentrl.engines.sglang.weights.sync import UNFIT_VERSION
 from agentrl.errors import EngineError
 
 _SAID_CHARS = 300

@@ -17,18 +17,18 @@ from agentrl.engines.protocol import (
     SyncFigures,
     generate_each,
 )
+from agentrl.engines.sglang.backend import flush
 from agentrl.engines.sglang.calls import complete
-from agentrl.engines.sglang.pool import ServerPool
-from agentrl.engines.sglang.server_calls import PooledCall
-from agentrl.engines.sglang.sleeping import flush
-from agentrl.engines.sglang.weights import Target, Transport, update_weights
+from agentrl.engines.sglang.servers.calls import PooledCall
+from agentrl.engines.sglang.servers.pool import ServerPool
+from agentrl.engines.sglang.weights.sync import Target, Transport, update_weights
 from agentrl.engines.stopping import Decode
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.engines.sglang.names import ModelWeights
+    from agentrl.engines.sglang.weights.buckets import ModelWeights
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""SGLang inside this process."""

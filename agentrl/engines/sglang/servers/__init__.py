@@ -1,0 +1,1 @@
+"""SGLang servers: local or remote, reached over HTTP."""
