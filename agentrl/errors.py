@@ -79,11 +79,11 @@ class TemplateError(AgentRLError, ValueError):
 
 
 class LedgerError(AgentRLError, ValueError):
-    """Tokens, mask and log-probabilities that would no longer agree (law 1)."""
+    """Tokens, mask and log-probabilities that would no longer agree (ledger consistency)."""
 
 
 class TransitionError(AgentRLError, RuntimeError):
-    """A request was asked to take an edge that the table of states does not have (law 4)."""
+    """A request was asked to take an edge that is not in the state table."""
 
 
 class CheckpointError(AgentRLError, RuntimeError):

@@ -444,14 +444,14 @@ def test_logits_that_are_not_finite_fail_their_own_request_alone(
     assert "not finite" in story.victim.error.message  # pyright: ignore[reportOptionalMemberAccess]
 
 
-# The scorer, and what law 5 says of the group.
+# The scorer, and what "a failed request is data" says of the group.
 
 
 @everyday_and_slow(
     often=[fails, exits, cancels_itself, hangs, returns_none, returns_nan],
     rarely=[interrupts, fails_when_cancelled, ignores_cancellation],
 )
-def test_law_5_a_scorer_that_breaks_leaves_the_baseline_to_the_rest_of_the_group(
+def test_failures_are_data_a_scorer_that_breaks_leaves_the_baseline_to_the_rest_of_the_group(
     act: Act, num_prompts: int
 ):
     requests = [request.model_copy(deep=True) for request in healthy(num_prompts)]

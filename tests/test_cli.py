@@ -313,7 +313,7 @@ def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise EngineError("it does not start")
 
-    for module in ("trainer.engine_choice", "engines.sglang.arguments"):
+    for module in ("trainer.setup.engine_factory", "engines.sglang.arguments"):
         monkeypatch.setattr(f"agentrl.{module}.find_spec", lambda _: find_spec("json"))
     known = "agentrl.engines.sglang.arguments.known_arguments"
     monkeypatch.setattr(known, lambda: {"tp_size", "page_size"})

@@ -90,7 +90,7 @@ def test_rewards_are_combined_and_placed_as_configured():
 
 @settings(deadline=None, max_examples=60)
 @given(batches, st.sampled_from(get_args(Placement)))
-def test_law_7_scores_stand_on_trained_tokens_only(requests, placement):
+def test_rewards_on_trained_tokens_scores_stand_on_trained_tokens_only(requests, placement):
     config = weighted(1.0, tool=1.0, placement=placement)
     batch = collate(requests, pad_token_id=PAD, reward=config).batch
     assert not batch["token_level_scores"][batch["response_mask"] == 0].any()
@@ -98,7 +98,7 @@ def test_law_7_scores_stand_on_trained_tokens_only(requests, placement):
 
 @settings(deadline=None, max_examples=60)
 @given(batches)
-def test_law_5_failed_requests_keep_their_row_and_train_on_nothing(requests):
+def test_failures_are_data_failed_requests_keep_their_row_and_train_on_nothing(requests):
     data = collate(requests, pad_token_id=PAD)
     assert len(data) == len(requests)
     for row, request in enumerate(requests):
@@ -112,7 +112,9 @@ def test_law_5_failed_requests_keep_their_row_and_train_on_nothing(requests):
 
 @settings(deadline=None, max_examples=60)
 @given(batches, st.integers(0, 4), st.integers(0, 4))
-def test_law_10_rows_are_the_requests_at_any_width(requests, more_prompt, more_response):
+def test_layout_is_invisible_rows_are_the_requests_at_any_width(
+    requests, more_prompt, more_response
+):
     width = max(max(r.num_prompt_tokens for r in requests), 1) + more_prompt
     length = max(max(r.num_response_tokens for r in requests), 1) + more_response
     data = collate(requests, pad_token_id=PAD, prompt_width=width, response_width=length)

@@ -209,18 +209,18 @@ def forgetful(script: dict[str, Any], tiny_home: Path, tmp_path: Path) -> Path:
     return write_yaml(tmp_path / "run.yaml", script)
 
 
-def test_law_2_a_template_that_drops_thoughts_is_a_fault(forgetful: Path):
+def test_sampled_tokens_a_template_that_drops_thoughts_is_a_fault(forgetful: Path):
     looked = look(forgetful)
-    assert looked.faults() == ["template: law 2, what was sampled stays"]
-    assert "on_rewritten_history" in looked.text("template: law 2")
+    assert looked.faults() == ["template: sampled tokens are kept"]
+    assert "on_rewritten_history" in looked.text("template: sampled tokens are kept")
     assert looked.verdict("engine start") == "ok"
     assert looked.verdict("rollout") == "skipped"
 
 
-def test_law_2_a_template_that_may_rewrite_is_told_of(forgetful: Path):
+def test_sampled_tokens_a_template_that_may_rewrite_is_told_of(forgetful: Path):
     looked = look(forgetful, "model.on_rewritten_history=keep")
     assert looked.faults() == []
-    assert looked.verdict("template: law 2") == "warn"
+    assert looked.verdict("template: sampled tokens are kept") == "warn"
 
 
 BROKEN = """

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKS = {
     "ruff check": ["ruff", "check", "."],
     "ruff format": ["ruff", "format", "--check", "."],
-    "floors": ["lint-imports"],
+    "layers": ["lint-imports"],
     "types": ["pyright", "--pythonpath", sys.executable],
 }
 

@@ -161,7 +161,7 @@ def usual_seconds(life: Life, station: str) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("station", STATIONS)
-def test_law_11_run_killed_ten_times_is_the_run_that_was_never_killed(
+def test_resume_is_exact_run_killed_ten_times_is_the_run_that_was_never_killed(
     warm_home: Home, nursery: Nursery, tmp_path: Path, station: str
 ):
     def course(name: str) -> Course:
@@ -198,7 +198,7 @@ def test_law_11_run_killed_ten_times_is_the_run_that_was_never_killed(
 
 
 @pytest.mark.slow
-def test_law_11_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(
+def test_resume_is_exact_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(
     warm_home: Home, nursery: Nursery, tmp_path: Path
 ):
     def course(name: str) -> Course:
@@ -273,7 +273,7 @@ def finish_command(run_file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_law_11_command_killed_while_it_prepares_and_while_it_trains_leaves_what_one_run_leaves(
+def test_killed_command_that_is_resumed_leaves_what_one_run_leaves(
     tmp_path: Path,
 ):
     # At the same place, one after the other: a configuration's digest knows its paths.

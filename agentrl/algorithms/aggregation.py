@@ -3,8 +3,8 @@
 Shapes: B sequences, T response positions.
 
 The denominators of a loss are those of the whole mini-batch, over its micro-batches and over all
-ranks. Then the losses of the micro-batches *add up* to the mini-batch's (law 10), and their
-gradients do so too. Sequences in which nothing is trained count nowhere.
+ranks. Then the losses of the micro-batches *add up* to the mini-batch's (layout is invisible), and
+their gradients do so too. Sequences in which nothing is trained count nowhere.
 
 ============================ ==========================================================
 mode                         the loss of a mini-batch of S sequences, N trained tokens

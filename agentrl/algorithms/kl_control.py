@@ -133,7 +133,8 @@ def penalize_rewards(
         kl: `[B, T]`, 0 where masked.
         kl_coef: The weight.
         exempt: `[B]` bool, sequences of which nothing is taken: those of groups that say nothing
-            (law 9), whose equal scores the KL would make differ. None: no one.
+            (equal rewards train nothing), whose equal scores the KL would make differ. None: no
+            one.
     """
     penalty = kl_coef * kl
     if exempt is not None:

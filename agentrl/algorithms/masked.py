@@ -25,7 +25,7 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Shift and scale to mean 0 and variance 1 over unmasked positions; 0 elsewhere.
 
-    Computed in float64. Values that are all equal become exactly 0 (law 9).
+    Computed in float64. Values that are all equal become exactly 0 (equal rewards train nothing).
 
     Args:
         values: Any shape.

@@ -1,4 +1,5 @@
-"""Keys that change nothing in this configuration (law 12), found by a table of rules.
+"""Keys that change nothing in this configuration (no key is ignored silently), found by a table of
+rules.
 
 Only keys that the user set are reported: a default that has no effect misleads nobody.
 """

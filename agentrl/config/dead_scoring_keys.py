@@ -1,4 +1,4 @@
-"""Keys of the scoring that change nothing in this configuration (law 12)."""
+"""Keys of the scoring that change nothing in this configuration (no key is ignored silently)."""
 
 from agentrl.config.key_notes import DeadKeyRule
 from agentrl.config.schema.run import RunConfig

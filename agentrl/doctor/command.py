@@ -28,10 +28,10 @@ from agentrl.doctor.machine import (
     check_versions,
 )
 from agentrl.doctor.model import (
-    check_law_2,
-    check_law_3,
+    check_control_tokens,
     check_plausibility,
     check_policy,
+    check_sampled_tokens,
     check_tokenizer_files,
 )
 from agentrl.doctor.report import Checkup, Result, Row
@@ -99,12 +99,12 @@ def look_at_parts(checkup: Checkup, config: Result[RunConfig], stack: ExitStack)
     made = look("prepare", lambda: check_preparation(config.need(), world.need(), plugins))
     tokenizer = look("tokenizer", lambda: check_tokenizer_files(with_model(config.need(), made)))
     probed = look(
-        "template: law 3, text stays text",
-        lambda: check_law_3(after(tokenizer, config.need()), plugins.need()),
+        "template: outside text is never a control token",
+        lambda: check_control_tokens(after(tokenizer, config.need()), plugins.need()),
     )
     setup = look(
-        "template: law 2, what was sampled stays",
-        lambda: check_law_2(config.need(), plugins.need(), probed.need()),
+        "template: sampled tokens are kept",
+        lambda: check_sampled_tokens(config.need(), plugins.need(), probed.need()),
     )
     data = look("data", lambda: check_data(here.need(), setup.need()))
     look("sandbox", lambda: check_sandboxes(config.need(), plugins.need(), data))

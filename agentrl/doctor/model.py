@@ -1,4 +1,4 @@
-"""The policy and its tokenizer: do they belong together, and does the template keep the laws."""
+"""Check that policy and tokenizer fit, and that the template keeps the invariants."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -39,7 +39,7 @@ def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]
     return Checked(tokenizer, told, tuple(find_disagreements(tokenizer, found, config.model.path)))
 
 
-def check_law_3(config: RunConfig, plugins: Plugins) -> Checked[ProbedModel]:
+def check_control_tokens(config: RunConfig, plugins: Plugins) -> Checked[ProbedModel]:
     """See that text from outside stays text in the run's own template and tokenizer.
 
     Raises:
@@ -63,7 +63,9 @@ def find_forged(template: ChatTemplate) -> list[str]:
     ]
 
 
-def check_law_2(config: RunConfig, plugins: Plugins, probed: ProbedModel) -> Checked[RolloutSetup]:
+def check_sampled_tokens(
+    config: RunConfig, plugins: Plugins, probed: ProbedModel
+) -> Checked[RolloutSetup]:
     """See that the template carries what the run needs and rewrites nothing that was sampled.
 
     Raises:

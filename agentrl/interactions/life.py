@@ -1,4 +1,4 @@
-"""The interaction of one request, from its first turn to its end (law 6)."""
+"""The interaction of one request, from its first turn to its end (plug-in life cycle)."""
 
 import asyncio
 import copy

@@ -64,7 +64,7 @@ class BatchRewardManager:
         begun = time.monotonic()
         try:
             returned = await self._call(requests)
-        except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
+        except Exception as error:  # noqa: BLE001 - the boundary round scorers (a failed request is data)
             for request in requests:
                 fail_scoring(request, error, self._compute_score)
         else:
@@ -77,7 +77,7 @@ class BatchRewardManager:
     def _settle(self, request: AsyncRolloutRequest, item: object) -> None:
         try:
             score = contained(partial(read_score, item))
-        except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
+        except Exception as error:  # noqa: BLE001 - the boundary round scorers (a failed request is data)
             fail_scoring(request, error, self._compute_score)
         else:
             settle_score(request, score)

@@ -1,4 +1,5 @@
-"""From all that a request earned to one reward: the one declared rule (law 7).
+"""From all that a request earned to one reward: the one declared rule (rewards are on trained
+tokens).
 
     combined = weights.trajectory  * (scorer's number + overlong punishment)
              + weights.interaction * sum of the interaction's scores of turns

@@ -33,6 +33,6 @@ def count_sampled_tokens(request: AsyncRolloutRequest) -> int:
     """Count the tokens of a request that the policy sampled, those of excluded turns among them.
 
     What it was shown does not count: a tool's long result is not the policy's doing, and no
-    observed token may change a return (law 8).
+    observed token may change a return (observations are invisible).
     """
     return sum(turn.num_tokens for turn in request.turns if turn.role == "assistant")

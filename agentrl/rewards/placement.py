@@ -1,4 +1,4 @@
-"""From the reward of a request to rewards of its tokens (law 7).
+"""From the reward of a request to rewards of its tokens (rewards are on trained tokens).
 
 Each part of the reward belongs to the trajectory, to a turn, or to a call of a turn, and lands on
 trained tokens of it. `reward.placement` says on which:

@@ -2,7 +2,7 @@
 
 Batches hold rewards of tokens in float32, and a group-relative estimator compares their sums. Were
 the parts just rounded, equal rewards of responses of different length would differ in their last
-digits, and the estimator would train on the difference (law 9).
+digits, and the estimator would train on the difference (equal rewards train nothing).
 """
 
 import math

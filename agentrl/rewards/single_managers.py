@@ -95,7 +95,7 @@ class NaiveRewardManager:
     async def _score_one(self, request: AsyncRolloutRequest) -> None:
         try:
             score = await self._caller.score(request)
-        except Exception as error:  # noqa: BLE001 - the boundary round scorers (law 5)
+        except Exception as error:  # noqa: BLE001 - the boundary round scorers (a failed request is data)
             fail_scoring(request, error, self._compute_score)
         else:
             settle_score(request, score)

@@ -1,4 +1,4 @@
-"""What a bundled scorer may take for a right answer: it raises where it cannot tell (law 5)."""
+"""Parse ground truths of bundled scorers; raise if a ground truth cannot be read."""
 
 from decimal import Decimal, InvalidOperation
 from numbers import Number

@@ -19,7 +19,7 @@ _ROUNDING = 1e-4
 
 
 class Ledger:
-    """Four lists that agree at every moment (law 1).
+    """Four lists that agree at every moment (ledger consistency).
 
     Attributes:
         prompt_ids: Tokens before the first sampled one, generation prompt included.
@@ -92,7 +92,8 @@ def make_turn(**fields: Any) -> Turn:
 
 
 def check_ledger(ledger: Ledger, turns: Sequence[Turn]) -> None:
-    """Hold a ledger that comes from outside, such as a saved one, against its turns (law 1).
+    """Hold a ledger that comes from outside, such as a saved one, against its turns (ledger
+    consistency).
 
     Raises:
         LedgerError: where the lists do not agree, or the turns do not account for each token.

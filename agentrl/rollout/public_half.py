@@ -1,7 +1,7 @@
 """What of a request anybody may read and write: who it is, what it was made from, what came of it.
 
-No law binds these fields to one another. Those that laws bind (tokens, turns, state) are the
-request's own, behind its doors: `agentrl.rollout.request`.
+No invariant binds these fields to one another. Those that invariants bind (tokens, turns, state)
+are the request's own, behind its doors: `agentrl.rollout.request`.
 """
 
 import uuid

@@ -32,7 +32,8 @@ def read_turn(
     check_arguments: bool = True,
     num_calls_before: int = 0,
 ) -> ReadTurn:
-    """Read a completion. Its tokens stay what they are, whatever is read in them (law 2).
+    """Read a completion. Its tokens stay what they are, whatever is read in them (train what was
+    sampled).
 
     Args:
         ids: What was sampled.

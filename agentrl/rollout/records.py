@@ -37,7 +37,7 @@ class Record(BaseModel):
 
 
 class Budgets(Record):
-    """What one request may use (law 13). Each has its own key, and each cut is recorded."""
+    """Budgets of one request. Each has its own key, and each cut is recorded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

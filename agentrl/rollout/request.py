@@ -118,7 +118,7 @@ class AsyncRolloutRequest(PublicHalf):
         return self.end is not None and self.end.in_baseline and self.dropped is None
 
     def take_edge(self, target: RequestState) -> None:
-        """Follow an edge between living states (law 4); ends are taken by `finish`.
+        """Follow an edge between living states (one state machine); ends are taken by `finish`.
 
         Raises:
             TransitionError: where the table has no such edge.
@@ -139,7 +139,8 @@ class AsyncRolloutRequest(PublicHalf):
         self._end(reason, error)
 
     def fail_scoring(self, error: Failure, reason: StopReason = StopReason.FAILED) -> None:
-        """Turn a completed request whose scorer broke, or was cancelled, into a failed one (law 5).
+        """Turn a completed request whose scorer broke, or was cancelled, into a failed one (a
+        failed request is data).
 
         The conversation stands; only its account changes: it leaves baseline and loss.
 
@@ -183,7 +184,7 @@ class AsyncRolloutRequest(PublicHalf):
 
     @property
     def input_ids(self) -> list[int]:
-        """Prompt and response: what the engine is sent, exactly (law 2)."""
+        """Prompt and response: what the engine is sent, exactly (train what was sampled)."""
         ledger = self._ledger
         return ledger.prompt_ids + ledger.response_ids
 

@@ -1,9 +1,9 @@
 """Drive one request from PENDING to its end.
 
-`run_request` is the one boundary at which a failure of a plug-in or an engine becomes data (law 5):
-whatever happens inside, it returns a request that has ended. Cancellation alone passes through,
-behind the clean-up. Each living state has one handler, which says where the request goes next: to
-another state, or to its end.
+`run_request` is the one boundary at which a failure of a plug-in or an engine becomes data (a
+failed request is data): whatever happens inside, it returns a request that has ended. Cancellation
+alone passes through, behind the clean-up. Each living state has one handler, which says where the
+request goes next: to another state, or to its end.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ async def run_request(
             raise
     except EngineAbortError as error:
         run.fail(StopReason.ABORTED, error)
-    except Exception as error:  # noqa: BLE001 - the boundary: a failure becomes data (law 5)
+    except Exception as error:  # noqa: BLE001 - the boundary: a failure becomes data (a failed request is data)
         run.fail(StopReason.FAILED, error)
     finally:
         await run.release()

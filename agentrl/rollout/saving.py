@@ -1,7 +1,7 @@
 """The saved form of a request: what of it travels beside its public fields, checked on the way in.
 
 The doors of a request keep its ledger and its state right while it lives. What comes back from a
-file has passed no door, so it is held against the same laws once, when it is read.
+file has passed no door, so it is held against the same invariants once, when it is read.
 """
 
 from typing import Any, Self

@@ -132,7 +132,8 @@ def check_end(reason: StopReason, *, is_explained: bool) -> RequestState:
         is_explained: Whether an error says what broke.
 
     Raises:
-        TransitionError: for a failure without an error, or an error without a failure (law 5).
+        TransitionError: for a failure without an error, or an error without a failure (a failed
+        request is data).
     """
     state = ENDS[reason].state
     if is_explained is not (state is RequestState.FAILED):

@@ -69,7 +69,7 @@ def check_sandbox(config: SandboxConfig, *, key: str) -> None:
 
 
 def tell_unread(config: SandboxConfig, *, key: str) -> None:
-    """Warn of keys of a plug-in's sandbox that were set and change nothing (law 12)."""
+    """Warn of keys of a plug-in's sandbox that are set and have no effect."""
     for name, reason in config.find_unread().items():
         logger.warning("%s.%s has no effect: %s", key, name, reason)
 

@@ -96,7 +96,8 @@ class ToolOutcome:
 
 
 class ToolInstance:
-    """One tool of one request (law 6). Nothing that its code does leaves these methods unexpected.
+    """One tool of one request (plug-in life cycle). Nothing that its code does leaves these methods
+    unexpected.
 
     Args:
         tool: The run's tool.
@@ -144,7 +145,7 @@ class ToolInstance:
         outcome, message, traceback = CallOutcome.OK, "", ""
         try:
             result = await way(visit)
-        except Exception as error:  # noqa: BLE001 - law 5: a failed call is data
+        except Exception as error:  # noqa: BLE001 - a failed call is data
             outcome, text, message = self._excuse(call, error)
             traceback = traceback_of(error) if outcome is CallOutcome.CRASHED else ""
             result = ToolResult(ToolResponse(text=text))
@@ -185,7 +186,7 @@ class ToolInstance:
         try:
             if self._must_release:
                 await self._release()
-        except Exception as error:  # noqa: BLE001 - law 6: a release disturbs nobody
+        except Exception as error:  # noqa: BLE001 - a failed release ends nothing else
             return self._failure("release", error)
         finally:
             await self._lane.close()

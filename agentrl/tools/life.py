@@ -1,4 +1,4 @@
-"""The tools of one request, from its first turn to its end (law 6)."""
+"""The tools of one request, from its first turn to its end (plug-in life cycle)."""
 
 import asyncio
 import time

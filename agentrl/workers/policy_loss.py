@@ -89,7 +89,7 @@ def _pick(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
     mask = take(rows.response_mask).ne(0)
 
     def take_trained(tensor: Tensor) -> Tensor:
-        # Here once, so that law 8 holds in losses that never think of it.
+        # Here once, so that "observations are invisible" holds in losses that never think of it.
         return torch.where(mask, take(tensor), 0.0)
 
     ref, weights = rows.ref_log_prob, rows.rollout_is_weights

@@ -17,13 +17,13 @@ ESTIMATORS = (
 )  # fmt: skip
 HAVE_STD = ("grpo", "grpo_vectorized", "grpo_passk")
 RIGHT_THERE = {("rloo_vectorized", "a group of one"), ("opo", "a masked row")}
-"""Where one estimator of the reference keeps a law that the others break."""
+"""Where one estimator of the reference keeps an invariant that the others break."""
 KEYS, WEIGHTS = ("format", "accuracy"), (0.3, 1.0)
 
-OBSERVED = "rewards on masked positions are not seen (laws 7, 8)"
-MASKED_ROW = "a row in which nothing is trained is not in its group (law 8)"
-ALONE = "a group of one trains on nothing (law 9)"
-EQUAL = "equal scores give exactly 0 (law 9)"
+OBSERVED = "rewards on masked positions are not seen"
+MASKED_ROW = "a row in which nothing is trained is not in its group"
+ALONE = "a group of one trains on nothing"
+EQUAL = "equal scores give exactly 0"
 
 
 def check() -> list[Comparison]:
@@ -62,7 +62,7 @@ def _run(function: Any, batch: Batch, settings: dict[str, Any]) -> torch.Tensor:
 
 
 def _faults(name: str, by_name: str) -> list[Comparison]:
-    """Batches on which the reference breaks a law: ours differs, and by name it does not."""
+    """Batches on which the reference breaks an invariant: ours differs, and by name it does not."""
     lines: list[Comparison] = []
     faults = {
         "rewards on observations": (_with_rewards_everywhere(make_batch(3)), OBSERVED),

@@ -34,7 +34,7 @@ TESTS = {
     "token_k1,seq_mean_k3": "0.8_1.3,0.02",
 }  # fmt: skip
 WEIGHTS = ((2.0, False), (1.1, True), ("0.8_1.2", False), ("0.8_1.2", True))
-EMPTY_ROW = "a row in which nothing is trained is in no mean (law 8)"
+EMPTY_ROW = "a row in which nothing is trained is in no mean"
 METRICS_OF_ROWS = (
     "training_ppl", "rollout_ppl", "log_ppl_diff", "chi2_seq", "ppl_ratio", "log_ppl_abs_diff",
 )  # fmt: skip

@@ -34,12 +34,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Settings of the actor and of its policy loss, under which every branch is met."""
 
 DEAF = "the reference is deaf to loss_agg_mode"
-WHOLE = "covariances are those of old_log_probs, known for the whole mini-batch (law 10)"
+WHOLE = "covariances are those of old_log_probs, known for the whole mini-batch"
 ROWS = "the reference counts rows that train on nothing"
 GEOMETRIC = (
     "importance weights multiply each token's loss; the reference takes their geometric mean"
 )
-NAN = "an all-masked batch has loss 0 (law 8); the reference divides by zero"
+NAN = "an all-masked batch has loss 0; the reference divides by zero"
 EMPTY = "nothing is trained"
 
 

@@ -19,11 +19,11 @@ from benchmarks.verl_parity.comparison import Comparison, compare
 GAMMA, LAM = 0.97, 0.9
 BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
-ON_TOOLS = "0 on masked tokens (law 8)"
-BY_POSITION = "trained tokens are compared by their number, not by their place (law 8)"
-ALONE = "a group of one trains on nothing (law 9)"
-EQUAL = "equal scores give exactly 0, in the longest row's tail too (law 9)"
-UNSEEN = "NaN on masked tokens is not seen (law 8)"
+ON_TOOLS = "0 on masked tokens"
+BY_POSITION = "trained tokens are compared by their number, not by their place"
+ALONE = "a group of one trains on nothing"
+EQUAL = "equal scores give exactly 0, in the longest row's tail too"
+UNSEEN = "NaN on masked tokens is not seen"
 
 Results = tuple[torch.Tensor, torch.Tensor]
 """Advantages and returns."""

@@ -62,7 +62,9 @@ def test_a_batch_in_which_nothing_is_trained_has_loss_and_gradient_zero(mode):
 @all_modes
 @settings(deadline=None, max_examples=40)
 @given(mask=masks(), data=st.data())
-def test_law_8_masked_tokens_and_rows_change_no_loss_and_no_gradient(mode, mask, data):
+def test_observations_are_invisible_masked_tokens_and_rows_change_no_loss_and_no_gradient(
+    mode, mask, data
+):
     loss = noise(*mask.shape).requires_grad_()
     rows, width = mask.shape
     places = torch.stack(

@@ -1,4 +1,4 @@
-"""Rollout correction: weights, rejection and metrics against naive loops; laws 8 and 10."""
+"""Rollout correction: weights, rejection and metrics against naive loops; two invariants."""
 
 import math
 from collections.abc import Callable
@@ -221,7 +221,7 @@ def test_metrics_by_hand():
         assert found.metrics[f"rollout_corr/{name}"] == pytest.approx(value, abs=1e-6), name
 
 
-# Laws.
+# Invariants.
 
 
 def configs() -> st.SearchStrategy[RolloutCorrectionConfig]:
@@ -259,7 +259,7 @@ def assert_same(one: RolloutCorrection, two: RolloutCorrection) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), config=configs(), data=st.data())
-def test_law_8_masked_tokens_change_nothing_wherever_they_stand(
+def test_observations_are_invisible_masked_tokens_change_nothing_wherever_they_stand(
     batch: Batch, config: RolloutCorrectionConfig, data: st.DataObject
 ):
     width = batch.mask.shape[1]
@@ -286,7 +286,7 @@ def test_law_8_masked_tokens_change_nothing_wherever_they_stand(
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), config=configs(), data=st.data())
-def test_law_10_neither_the_order_of_rows_nor_empty_ones_change_anything(
+def test_layout_is_invisible_neither_the_order_of_rows_nor_empty_ones_change_anything(
     batch: Batch, config: RolloutCorrectionConfig, data: st.DataObject
 ):
     order = torch.tensor(data.draw(st.permutations(range(len(batch.mask)))))

@@ -1,4 +1,4 @@
-"""Several rewards, each normalised apart. Its laws: `test_estimator_laws.py`."""
+"""Several rewards, each normalised apart. Its invariants: `test_estimator_invariants.py`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Each group estimator beside a loop over rows, and by hand. Its laws: `test_estimator_laws.py`."""
+"""Each group estimator against a loop over rows, and by hand."""
 
 import itertools
 import math
@@ -131,7 +131,7 @@ def test_reinforce_plus_plus_baseline_weighs_rows_by_their_tokens():
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "gdpo"])
-def test_law_9_whitening_gives_a_group_of_equal_scores_no_advantage_again(name):
+def test_equal_rewards_whitening_gives_a_group_of_equal_scores_no_advantage_again(name):
     scores, groups, lengths = [0, 1, 2, 2, 5], ["a", "a", "b", "b", "alone"], [1, 3, 2, 2, 1]
     found = advantages_of(name, hand_made(scores, groups, lengths))
     assert found[:2].any(dim=-1).all()

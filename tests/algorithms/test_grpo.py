@@ -69,7 +69,7 @@ def test_grpo_by_hand():
     st.booleans(),
     st.booleans(),
 )
-def test_law_9_equal_rewards_give_exactly_zero(reward, lengths, spread, divide):
+def test_equal_rewards_equal_rewards_give_exactly_zero(reward, lengths, spread, divide):
     width = max(lengths)
     rewards, mask = torch.zeros(len(lengths), width), torch.zeros(len(lengths), width)
     for row, length in enumerate(lengths):
@@ -83,26 +83,26 @@ def test_law_9_equal_rewards_give_exactly_zero(reward, lengths, spread, divide):
     assert not advantages.any()
 
 
-def test_law_9_seventeen_equal_rewards_of_7_7():
+def test_equal_rewards_seventeen_equal_rewards_of_7_7():
     rewards, index = torch.full((17, 1), 7.7), np.array(["g"] * 17, dtype=object)
     assert rewards.sub(rewards.mean()).any()  # what float64 protects from
     assert not compute_grpo_outcome_advantage(rewards, torch.ones(17, 1), index)[0].any()
 
 
-def test_law_9_equal_rewards_in_float64_whose_mean_is_not_exact():
+def test_equal_rewards_equal_rewards_in_float64_whose_mean_is_not_exact():
     rewards = torch.full((3, 1), 0.1, dtype=torch.float64)
     assert (rewards - rewards.sum() / 3).any()  # what the comparison protects from
     index = np.array(["g"] * 3, dtype=object)
     assert not compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), index)[0].any()
 
 
-def test_law_9_rewards_that_are_equal_but_for_how_they_were_split():
+def test_equal_rewards_rewards_that_are_equal_but_for_how_they_were_split():
     rewards, mask = torch.tensor([[0.1, 0.2], [0.0, 0.3]]), torch.ones(2, 2)
     assert len(set(rewards.double().sum(-1).tolist())) == 2  # what the rounding protects from
     assert not compute_grpo_outcome_advantage(rewards, mask, np.array(["g"] * 2, object))[0].any()
 
 
-def test_law_9_a_group_of_one_trains_on_nothing_and_by_name_on_its_reward():
+def test_equal_rewards_a_group_of_one_trains_on_nothing_and_by_name_on_its_reward():
     rewards, mask, index = torch.tensor([[0.0, 3.0]]), torch.ones(1, 2), np.array(["g"], object)
     assert not compute_grpo_outcome_advantage(rewards, mask, index)[0].any()
     raw, _ = get_adv_estimator_fn("grpo_verl")(rewards, mask, index)

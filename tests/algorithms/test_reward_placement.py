@@ -57,7 +57,7 @@ def advantages(name: str, data: DataProto) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(samples(), min_size=2, max_size=4))
-def test_law_9_estimators_of_an_outcome_see_no_placement_to_the_last_bit(requests):
+def test_equal_rewards_estimators_of_an_outcome_see_no_placement_to_the_last_bit(requests):
     batches = [batch_of(requests, placement) for placement in PLACEMENTS]
     for name in (name for name in SUM_ESTIMATORS if not name.endswith("_verl")):
         first, *others = (advantages(name, data) for data in batches)
@@ -66,7 +66,7 @@ def test_law_9_estimators_of_an_outcome_see_no_placement_to_the_last_bit(request
 
 @settings(deadline=None, max_examples=25)
 @given(scores, st.lists(st.integers(1, 4), min_size=2, max_size=4))
-def test_law_9_equal_rewards_of_unequal_lengths_are_exactly_zero(score, lengths):
+def test_equal_rewards_equal_rewards_of_unequal_lengths_are_exactly_zero(score, lengths):
     requests = [
         build_request(*(said(3) for _ in range(length)), said(2), uid="g", reward=score)
         for length in lengths

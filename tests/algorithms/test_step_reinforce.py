@@ -55,7 +55,7 @@ def test_with_a_discount_equal_outcomes_differ_by_how_far_off_they_were():
     torch.testing.assert_close(advantages, torch.tensor([[0.1, 0.0], [-0.2, 0.1]]))
 
 
-def test_law_9_equal_outcomes_give_exactly_zero_however_many_turns_they_took():
+def test_equal_rewards_equal_outcomes_give_exactly_zero_however_many_turns_they_took():
     rewards = torch.tensor([[0.0, 0.0, 0.3], [0.3, 0.0, 0.0], [0.0, 0.1, 0.2]])
     mask, turn_ids = torch.ones(3, 3), torch.tensor([[0, 1, 2], [0, 0, 0], [0, 1, 1]])
     advantages, _ = get_adv_estimator_fn("step_reinforce")(

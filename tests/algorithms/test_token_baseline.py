@@ -96,7 +96,7 @@ def test_the_tail_of_the_longest_row_has_its_return_or_nothing(handle_zero_tail,
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_law_9_equal_scores_give_exactly_zero_also_in_the_tail(name):
+def test_equal_rewards_equal_scores_give_exactly_zero_also_in_the_tail(name):
     batch = batch_of([[0.0, 0.0, 0.1], [0.1, 0.0, 0.0]], [[1, 1, 1], [1, 0, 0]])
     assert not get_adv_estimator_fn(name)(**batch)[0].any()
     reference = get_adv_estimator_fn(f"{name}_verl")(**batch)[0]
@@ -104,7 +104,7 @@ def test_law_9_equal_scores_give_exactly_zero_also_in_the_tail(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_law_9_a_group_of_one_trains_on_nothing_and_by_name_on_its_returns(name):
+def test_equal_rewards_a_group_of_one_trains_on_nothing_and_by_name_on_its_returns(name):
     batch = batch_of([[0.0, 7.0, 3.0]], [[1, 0, 1]])
     assert not get_adv_estimator_fn(name)(**batch)[0].any()
     advantages, returns = get_adv_estimator_fn(f"{name}_verl")(**batch)

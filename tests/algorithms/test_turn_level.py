@@ -70,7 +70,7 @@ def test_turn_rloo_of_an_outcome_alone_is_rloo(rows):
     torch.testing.assert_close(turn_rloo(outcome, 1.0)[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_law_9_equal_outcomes_give_exactly_zero_whoever_stopped_first():
+def test_equal_rewards_equal_outcomes_give_exactly_zero_whoever_stopped_first():
     rewards = torch.full((17, 3), 0.0)
     turn_ids = torch.tensor([[0, 1, 2]] * 9 + [[0, -1, -1]] * 8)
     mask = (turn_ids >= 0).long()
@@ -81,7 +81,7 @@ def test_law_9_equal_outcomes_give_exactly_zero_whoever_stopped_first():
     assert not advantages.any()
 
 
-def test_with_a_discount_law_9_is_about_returns_to_go_and_not_about_scores():
+def test_with_a_discount_equal_returns_to_go_train_nothing():
     """Two samples score 1, in one turn and in two: at gamma 0.9 the first turn is worth less."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     turn_ids = torch.tensor([[0, -1], [0, 1], [0, 1]])

@@ -57,7 +57,7 @@ def test_gradient_of_the_value_loss_equals_central_differences(mode):
 
 
 @all_modes
-def test_law_10_micro_batches_change_neither_value_loss_nor_clipfrac(mode):
+def test_layout_is_invisible_micro_batches_change_neither_value_loss_nor_clipfrac(mode):
     vpreds, returns, old = values(0), values(1), values(2)
     scale = LossScale.of(MASK, loss_scale_factor=BUDGET)
     whole = compute_value_loss(vpreds, returns, old, MASK, 0.3, mode, scale=scale)
@@ -71,7 +71,7 @@ def test_law_10_micro_batches_change_neither_value_loss_nor_clipfrac(mode):
         torch.testing.assert_close(parts[0][place] + parts[1][place], whole[place])
 
 
-def test_law_8_not_even_nan_on_masked_values_reaches_the_gradient():
+def test_observations_are_invisible_not_even_nan_on_masked_values_reaches_the_gradient():
     vpreds = torch.tensor([[1.0, torch.nan]], requires_grad=True)
     spoiled = torch.tensor([[0.0, torch.inf]])
     loss, clipfrac = compute_value_loss(vpreds, spoiled, spoiled, torch.tensor([[1, 0]]), 2.0)

@@ -269,7 +269,7 @@ DEAD = [
 
 
 @pytest.mark.parametrize(("key", "sections"), DEAD)
-def test_law_12_a_key_without_effect_is_reported(key, sections):
+def test_unused_keys_a_key_without_effect_is_reported(key, sections):
     assert key in dead(**sections)
 
 
@@ -331,7 +331,7 @@ def test_a_reward_that_lies_before_tokens_that_earned_it_is_told_as_a_bias():
     assert biased("uniform", "reinforce_plus_plus", **of_turns) == {"reward.placement"}
 
 
-def test_law_12_where_nothing_is_trained_the_keys_of_training_are_dead():
+def test_unused_keys_where_nothing_is_trained_the_keys_of_training_are_dead():
     validating = {"val_only": True, "total_training_steps": 3, "save_freq": 5, "total_epochs": 2}
     found = dead(
         data={"val_files": "val.parquet", "train_batch_size": 8, "val_batch_size": 4},
@@ -386,7 +386,7 @@ def test_what_ends_determinism_is_told_where_it_was_asked_for(key, section):
     assert check_config(config_of(rollout={"deterministic": True})) == []
 
 
-def test_law_12_a_default_is_never_reported():
+def test_unused_keys_a_default_is_never_reported():
     assert find_dead_keys(config_of()) == []
 
 
@@ -397,7 +397,7 @@ def test_every_rule_is_about_keys_that_exist():
 
 
 @given(st.data())
-def test_law_12_what_is_reported_was_set_and_each_key_once(data):
+def test_unused_keys_what_is_reported_was_set_and_each_key_once(data):
     chosen = data.draw(st.lists(st.sampled_from(DEAD), max_size=6))
     merged: dict = {}
     for _, sections in chosen:

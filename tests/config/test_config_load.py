@@ -225,7 +225,7 @@ CLOSED = [key for key in LEAVES if not key.startswith("rollout.engine.sglang.")]
 
 
 @given(st.sampled_from(CLOSED), st.data())
-def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key, data):
+def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key, data):
     leaf = key.rpartition(".")[2]
     place = data.draw(st.integers(0, len(leaf)))
     letter = data.draw(st.sampled_from("qzx"))

@@ -95,12 +95,12 @@ def keys_read_by_loss(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_law_12_the_table_of_a_loss_is_what_it_reads(name: str):
+def test_unused_keys_the_table_of_a_loss_is_what_it_reads(name: str):
     assert keys_read_by_loss(name) == KEYS_OF_LOSS[name]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_law_12_the_table_knows_which_losses_fix_their_aggregation(name: str):
+def test_unused_keys_the_table_knows_which_losses_fix_their_aggregation(name: str):
     given = {"loss_mode": name, "dro_beta": 0.5}
     for mode in ("token-sum", "token-mean"):
         config = ActorConfig.model_validate({"policy_loss": given, "loss_agg_mode": mode})
@@ -138,7 +138,7 @@ def keys_read_by_estimator(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_law_12_the_table_of_an_estimator_is_what_it_reads(name: str):
+def test_unused_keys_the_table_of_an_estimator_is_what_it_reads(name: str):
     assert keys_read_by_estimator(name) == KEYS_OF_ESTIMATOR[name]
 
 
@@ -224,7 +224,7 @@ DEAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "sections"), DEAD)
-def test_law_12_a_method_s_key_without_effect_is_reported(key: str, sections: dict[str, Any]):
+def test_unused_keys_a_method_s_key_without_effect_is_reported(key: str, sections: dict[str, Any]):
     assert dead(**sections) == {key}
 
 

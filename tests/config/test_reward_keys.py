@@ -95,7 +95,7 @@ def test_what_can_be_meant_is_not(reward):
          ["reward.sandbox.trusted", "reward.sandbox.site_packages", "reward.sandbox.num_warm"]),
     ],
 )  # fmt: skip
-def test_law_12_keys_of_the_scoring_that_change_nothing_are_told(reward, dead):
+def test_unused_keys_keys_of_the_scoring_that_change_nothing_are_told(reward, dead):
     assert [key.key for key in find_dead_keys(run(**reward))] == dead
 
 
@@ -111,7 +111,7 @@ def test_a_sandbox_is_where_its_address_says(keys):
         run(sandbox=keys)
 
 
-def test_law_12_a_sandbox_names_the_keys_that_it_does_not_read():
+def test_unused_keys_a_sandbox_names_the_keys_that_it_does_not_read():
     every = {name: field.default for name, field in SandboxConfig.model_fields.items()}
     given = SandboxConfig.model_validate(every | SERVICE)
     read = {"provider", "url", "timeout_s", "memory_bytes", "max_output_bytes"}

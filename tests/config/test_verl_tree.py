@@ -330,7 +330,7 @@ LEAVES = sorted(single_keys())
 
 @given(st.sampled_from(LEAVES), st.data())
 @settings(max_examples=20)
-def test_law_12_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, data):
+def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, data):
     section, _, leaf = key.rpartition(".")
     place = data.draw(st.integers(0, len(leaf)))
     wrong = f"{section}.{leaf[:place]}q{leaf[place:]}".removeprefix(".")

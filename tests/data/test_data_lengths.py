@@ -155,7 +155,7 @@ def test_an_overlong_prompt_is_an_error_where_nothing_may_be_cut():
 
 
 @given(st.lists(st.integers()), st.integers(1, 20), st.sampled_from(SIDES))
-def test_law_13_a_fitted_prompt_uses_its_budget_and_no_more(ids, budget, side):
+def test_budgets_a_fitted_prompt_uses_its_budget_and_no_more(ids, budget, side):
     fitted = fit_prompt(ids, budget, side)
     assert len(fitted) == min(len(ids), budget)
     remaining = iter(ids)

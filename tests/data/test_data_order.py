@@ -51,7 +51,7 @@ def test_every_batch_is_full_and_no_row_comes_twice_in_an_epoch(rows, seed, data
     st.lists(st.integers(1, 4), max_size=20),
     st.lists(st.integers(1, 4), min_size=1, max_size=20),
 )
-def test_law_11_a_restored_order_goes_on_as_if_it_had_never_stopped(
+def test_resume_is_exact_a_restored_order_goes_on_as_if_it_had_never_stopped(
     rows, seed, shuffle, before, after
 ):
     order = DataOrder(rows, seed=seed, shuffle=shuffle, fingerprint="data")

@@ -156,7 +156,7 @@ class WatchedTrainer(Trainer):
 def assert_trained_is_what_was_sampled(
     engine: RecordingEngine, requests: list[AsyncRolloutRequest], batch: DataProto
 ) -> None:
-    """Laws 1 and 2, from the engine's own words to the tensors of the update."""
+    """The ledger is consistent and trains what was sampled, up to the tensors of the update."""
     for row, request in enumerate(requests):
         said = engine.said[request.request_id]
         for input_ids, done in said:

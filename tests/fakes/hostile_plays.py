@@ -245,18 +245,18 @@ class Stage:
                 runs[-1].append(id)
         return runs
 
-    # The laws.
+    # The invariants.
 
     def check(self, play: Play) -> None:
         """No forged control token, an exact round trip, a ledger that says the same."""
         request = play.request
         control, between = self._split(request.input_ids)
-        assert control == play.control  # law 3: as many, the same, in the same order
-        assert between == play.between  # law 3: and in the same places
+        assert control == play.control  # control tokens: as many, the same, in the same order
+        assert between == play.between  # control tokens: and in the same places
         names = [self.template.decode([id]) for id in play.control]
         pairs = zip(play.between, [*names, ""], strict=True)
         assert self.template.decode(request.input_ids) == "".join(map("".join, pairs))
-        assert request.input_ids == request.prompt_ids + request.response_ids  # law 2
+        assert request.input_ids == request.prompt_ids + request.response_ids  # sampled tokens
         for turn in request.turns:
             mask = int(turn.role == "assistant")
             assert set(request.loss_mask[turn.start : turn.end]) <= {mask}

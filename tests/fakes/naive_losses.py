@@ -30,7 +30,7 @@ def config_of(name: str) -> ActorConfig:
 
 
 def lawful_losses() -> list[str]:
-    """The bundled losses, without the reference's that break a law by name."""
+    """The bundled losses, without the reference's that break an invariant by name."""
     return [
         name
         for name in policy_loss_names()

@@ -185,7 +185,7 @@ class FakeUser(BaseInteraction):
 
 
 def check_life(lives: Mapping[str, list[str]], first: str, last: str) -> None:
-    """Law 6: what was begun was ended, once."""
+    """Plug-in life cycle: what was begun was ended, once."""
     for life in lives.values():
         assert life[0] == first
         assert life[-1] == last
@@ -194,7 +194,7 @@ def check_life(lives: Mapping[str, list[str]], first: str, last: str) -> None:
 
 
 def assert_lawful(request: AsyncRolloutRequest, engine: ScriptedEngine) -> None:
-    """What is true of every request that has ended, however it went (laws 1, 2, 4, 5, 13)."""
+    """Check what is true of every ended request."""
     length = request.num_response_tokens
     assert len(request.response_ids) == len(request.loss_mask) == length
     assert len(request.rollout_log_probs) == length

@@ -1,7 +1,7 @@
 """A plain model of a request: lists, and the tables written out once more.
 
-Nothing in it looks at the ledger, the tables or the checks of the library, so that a law that
-breaks there does not break here too.
+Nothing in it looks at the ledger, the tables or the checks of the library, so that an invariant
+that breaks there does not break here too.
 """
 
 import pickle
@@ -117,7 +117,7 @@ class RequestModel:
 
 
 def assert_same(request: AsyncRolloutRequest, model: RequestModel) -> None:
-    """Hold a request against its model: every law that speaks of a request."""
+    """Hold a request against its model: every invariant that speaks of a request."""
     _assert_same_ledger(request, model)
     _assert_same_turns(request.turns, model)
     _assert_same_life(request, model)
@@ -125,15 +125,15 @@ def assert_same(request: AsyncRolloutRequest, model: RequestModel) -> None:
 
 def _assert_same_ledger(request: AsyncRolloutRequest, model: RequestModel) -> None:
     ids, mask, log_probs = request.response_ids, request.loss_mask, request.rollout_log_probs
-    assert len(ids) == len(mask) == len(log_probs) == request.num_response_tokens  # law 1
+    assert len(ids) == len(mask) == len(log_probs) == request.num_response_tokens  # ledger
     assert (ids, mask, log_probs) == (model.ids, model.mask, model.log_probs)
     whole = [*model.prompt, *model.ids]
     assert request.prompt_ids == model.prompt
-    assert request.input_ids == whole  # law 2: all that the engine is sent
+    assert request.input_ids == whole  # sampled tokens: all that the engine is sent
     assert request.attention_mask == [1] * len(whole)
     assert request.position_ids == list(range(len(whole)))
     assert request.num_prompt_tokens == len(model.prompt)
-    assert request.num_tokens_left == model.left  # law 13
+    assert request.num_tokens_left == model.left  # budgets
     of_response = model.max_response - len(ids)
     assert (request.nearest_limit == "response_budget") == (of_response == model.left)
 
@@ -153,7 +153,7 @@ def _assert_same_turns(turns: tuple[Turn, ...], model: RequestModel) -> None:
 def _assert_same_life(request: AsyncRolloutRequest, model: RequestModel) -> None:
     assert (request.state, request.stop_reason) == (model.state, model.reason)
     assert request.is_finished == (model.reason is not None)
-    assert (request.error is not None) == (model.state == "failed")  # law 5
+    assert (request.error is not None) == (model.state == "failed")  # failures
     is_counted = model.counts and request.dropped is None
     assert request.is_trained == request.in_baseline == is_counted
     roles = [turn.role for turn in model.turns]
@@ -168,7 +168,7 @@ def assert_rewards_land(
     model: RequestModel,
     config: RewardConfig,
 ) -> None:
-    """Law 7: rewards lie on trained tokens alone, and sum to what the weights combine."""
+    """Rewards are on trained tokens and sum to what the weights combine."""
     placed, weights = place_rewards(request, config), config.weights
     assert weights.interaction == weights.tool_call  # the model does not know which a turn had
     is_counted = model.counts and request.dropped is None

@@ -145,7 +145,7 @@ class MoodyEngine(ScriptedEngine):
         return completion
 
     def _assert_sent_whole(self, input_ids: list[int], sampling: SamplingParams) -> None:
-        """Law 2 at the door of the engine: all of the request, and nothing changed behind."""
+        """The engine is sent all tokens of the request, unchanged."""
         request = self._request
         assert input_ids == request.prompt_ids + request.response_ids
         if self.records:

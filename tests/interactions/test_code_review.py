@@ -51,7 +51,7 @@ async def answered(
     return replies
 
 
-async def test_law_5_right_code_is_right_however_many_reviews_there_are():
+async def test_failures_are_data_right_code_is_right_however_many_reviews_there_are():
     crowd = CrowdedSandbox("3")
     reviewer = CodeReviewInteraction({"name": "code_review"})
     vars(reviewer)["_shared"] = SharedSandbox(SandboxConfig(), lambda _: crowd)

@@ -73,7 +73,9 @@ async def test_the_first_observation_is_part_of_the_prompt_and_is_plain_text():
     assert decode(request.prompt_ids).count("<|im_end|>You stand 2 steps") == 1
     assert request.messages[1] == Message(role="user", content=said(request)[0])
     own = ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
-    assert control_ids(request.prompt_ids) == own, "law 3: what it says is plain characters"
+    assert control_ids(request.prompt_ids) == own, (
+        "control tokens: what it says is plain characters"
+    )
 
 
 async def test_rows_may_tell_the_first_observation_themselves():
@@ -158,7 +160,7 @@ async def test_a_space_that_text_cannot_fill_is_refused():
     assert OPEN["box"] == 0
 
 
-async def test_law_6_an_environment_is_closed_though_its_request_is_cancelled_in_a_step():
+async def test_life_cycle_an_environment_is_closed_though_its_request_is_cancelled_in_a_step():
     interaction = gym(env_kwargs={"block_s": 0.1, "mark": "cancelled"})
     request = make_request(interaction_kwargs=ASKED)
     house = make_house(make_engine("right"), interactions=[interaction])

@@ -79,7 +79,7 @@ async def test_what_a_reply_waits_for_its_room_is_no_time_of_its_own():
     assert (await reply).content == "yes"
 
 
-async def test_law_5_a_room_that_raises_is_the_interactions_failure():
+async def test_failures_are_data_a_room_that_raises_is_the_interactions_failure():
     interaction = Waiting()
     del interaction.room
     with pytest.raises(InteractionError, match="waiting_room"):
@@ -152,13 +152,15 @@ async def test_what_is_no_reply_fails_the_request_and_names_the_interaction(valu
         (False, "a", 0.0, ExitsWhenRead()),
     ],
 )
-async def test_law_5_a_reply_that_exits_when_it_is_read_fails_the_request_alone(value: Any):
+async def test_failures_are_data_a_reply_that_exits_when_it_is_read_fails_the_request_alone(
+    value: Any,
+):
     told = "interaction 'recorder', generate_response: RuntimeError: raised "
     with pytest.raises(InteractionError, match=told):
         await session_of(Recorder(value)).respond(ANSWER)
 
 
-async def test_law_5_an_error_that_cannot_be_told_is_told_as_that():
+async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that():
     class Untold(BaseInteraction):
         async def start_interaction(self, instance_id: str | None = None, **_: Any) -> str:
             raise UntellableError
@@ -203,7 +205,7 @@ async def test_a_finalize_that_fails_is_recorded_and_nothing_more():
     cancel_after=st.one_of(st.none(), st.integers(0, 6)),
 )
 @settings(max_examples=20, deadline=None)
-def test_law_6_what_was_started_is_finalised_once_whatever_happens(
+def test_life_cycle_what_was_started_is_finalised_once_whatever_happens(
     start: str, respond: str, finalize: str, num_turns: int, cancel_after: int | None
 ):
     interaction = FlakyInteraction(start=start, respond=respond, finalize=finalize)

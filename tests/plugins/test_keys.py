@@ -124,7 +124,7 @@ def test_a_mistake_is_told_with_its_place_and_what_was_expected(
     assert error.details == {"file": "tools.yaml", "key": key, "expected": expected}
 
 
-def test_law_12_a_key_that_is_misspelt_tells_more_than_one_that_is_missing():
+def test_unused_keys_a_key_that_is_misspelt_tells_more_than_one_that_is_missing():
     assert "did you mean 'num_floors'?" in str(refused({"num_flors": 1}))
 
 

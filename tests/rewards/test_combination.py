@@ -108,7 +108,7 @@ def test_the_length_penalty_is_a_share_of_the_sampled_tokens():
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 4), max_size=3))
-def test_law_8_observed_tokens_cost_nothing(shown: list[int]):
+def test_observations_are_invisible_observed_tokens_cost_nothing(shown: list[int]):
     plain = build_request(*(said(2) for _ in shown), budgets=BUDGETS)
     longer = build_request(
         *(plan for number in shown for plan in (said(2), observed(number))), budgets=BUDGETS

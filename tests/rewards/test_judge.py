@@ -236,7 +236,7 @@ def test_a_secret_stands_in_no_error():
     assert "sk-secret" not in str(raised.value)
 
 
-def test_law_5_a_judge_that_is_down_fails_its_requests_and_is_named_as_a_function():
+def test_failures_are_data_a_judge_that_is_down_fails_its_requests_and_is_named_as_a_function():
     async def main():
         async with serving(lambda body: 500) as server:
             functions = [

@@ -44,19 +44,19 @@ def make(scorer, name="naive", **config):
     return get_reward_manager(name)(scorer, RewardConfig(**config))
 
 
-# Law 5, for every manager.
+# A failed request is data, for every manager.
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo"])
 @pytest.mark.parametrize("deed", [d for d in DEEDS if d != "returns what no process can tell"])
-def test_law_5_a_scorer_on_a_thread_that_fails_costs_its_request_alone(name, deed):
+def test_failures_are_data_a_scorer_on_a_thread_that_fails_costs_its_request_alone(name, deed):
     requests = answers("good", deed, "good")
     score(by_path("misbehave", name, timeout_s=0.2), requests)
     assert [request.reward for request in requests] == [1.0, None, 1.0]
     assert requests[1].error.fault is Fault.REWARD
 
 
-def test_law_5_a_scorer_in_a_process_that_fails_costs_its_request_alone():
+def test_failures_are_data_a_scorer_in_a_process_that_fails_costs_its_request_alone():
     deeds = [*DEEDS, *DEATHS]
     requests = answers("good", *deeds, "good")
     score(by_path("misbehave", "prime", timeout_s=1.0, num_workers=2), requests)
@@ -72,7 +72,7 @@ def test_law_5_a_scorer_in_a_process_that_fails_costs_its_request_alone():
 
 
 @pytest.mark.parametrize("deed", OF_ITEMS)
-def test_law_5_a_bad_item_of_a_batch_costs_its_request_alone(deed):
+def test_failures_are_data_a_bad_item_of_a_batch_costs_its_request_alone(deed):
     requests = answers("good", deed, "good")
     score(by_path("misbehave_in_lists", "batch"), requests)
     assert [request.reward for request in requests] == [1.0, None, 1.0]
@@ -80,7 +80,7 @@ def test_law_5_a_bad_item_of_a_batch_costs_its_request_alone(deed):
 
 
 @pytest.mark.parametrize("deed", [d for d in DEEDS if d not in OF_ITEMS and "process" not in d])
-def test_law_5_a_batch_that_fails_costs_its_own_requests_and_no_others(deed):
+def test_failures_are_data_a_batch_that_fails_costs_its_own_requests_and_no_others(deed):
     async def main():
         manager = by_path("misbehave_in_lists", "batch", timeout_s=0.2)
         first, second = answers("good", deed), answers("good", "good")
@@ -496,7 +496,7 @@ def test_several_functions_are_summed_by_their_weights_and_kept_apart(manager, t
     assert requests[1].reward_extra_info["acc"] == 0.0
 
 
-def test_law_5_a_function_that_fails_is_named_and_costs_its_request_alone():
+def test_failures_are_data_a_function_that_fails_is_named_and_costs_its_request_alone():
     requests = answers("good", "nan", "raises")
     manager = functions(
         {"name": "mine", "path": fakes_scorers.__file__, "function": "misbehave"},

@@ -45,7 +45,7 @@ def test_reward_is_that_of_the_three_cases(num_tokens: int, length: int, factor:
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_law_8_tokens_that_the_policy_was_shown_do_not_count():
+def test_observations_are_invisible_tokens_that_the_policy_was_shown_do_not_count():
     plain = build_request(said(6), said(6), reward=1.0, budgets=BUDGETS)
     shown = build_request(said(6), observed(2), said(6), observed(1), reward=1.0, budgets=BUDGETS)
     for request in (plain, shown):

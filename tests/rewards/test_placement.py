@@ -1,4 +1,4 @@
-"""On which tokens rewards land (law 7), and that every placement sums to the same."""
+"""Rewards are on trained tokens, and every placement has the same sum."""
 
 import math
 from pathlib import Path
@@ -49,12 +49,14 @@ def placed_on(request: AsyncRolloutRequest, placement: Placement, **keys: Any) -
     return values(place_rewards(request, config), request.num_response_tokens)
 
 
-# Laws.
+# Invariants.
 
 
 @many
 @given(finished_requests(), configs)
-def test_law_7_rewards_land_on_trained_tokens_and_sum_to_the_combined(request_, config):
+def test_rewards_on_trained_tokens_rewards_land_on_trained_tokens_and_sum_to_the_combined(
+    request_, config
+):
     placed = place_rewards(request_, config)
     trained = trained_tokens(request_)
     assert {reward.position for reward in placed.rewards} <= trained
@@ -72,7 +74,9 @@ def test_law_7_rewards_land_on_trained_tokens_and_sum_to_the_combined(request_, 
 
 @many
 @given(finished_requests(), configs)
-def test_law_7_the_sum_is_the_same_to_the_last_bit_in_every_placement(request_, config):
+def test_rewards_on_trained_tokens_the_sum_is_the_same_to_the_last_bit_in_every_placement(
+    request_, config
+):
     """As far as there is a token left for what a cancellation leaves: here three more."""
     request = build_request(
         *(said(t.num_tokens, reward=t.reward, excluded=bool(t.excluded)) for t in request_.turns),
@@ -88,7 +92,9 @@ def test_law_7_the_sum_is_the_same_to_the_last_bit_in_every_placement(request_, 
 
 @many
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.floats(-9, 9, width=32), configs)
-def test_law_9_equal_rewards_are_equal_however_many_tokens_they_lie_on(lengths, reward, config):
+def test_equal_rewards_equal_rewards_are_equal_however_many_tokens_they_lie_on(
+    lengths, reward, config
+):
     alone = config.model_copy(update={"length_penalty": 0.0})
     sums = set[np.float32]()
     for count in (1, len(lengths)):
@@ -100,7 +106,7 @@ def test_law_9_equal_rewards_are_equal_however_many_tokens_they_lie_on(lengths, 
 
 @many
 @given(st.lists(st.tuples(st.integers(1, 5), sizes), min_size=1, max_size=4), configs)
-def test_law_8_what_the_policy_was_shown_moves_no_reward(turns, config):
+def test_observations_are_invisible_what_the_policy_was_shown_moves_no_reward(turns, config):
     plans = [said(tokens, reward=reward) for tokens, reward in turns]
     shown = [plan for turn in plans for plan in (turn, observed(3))]
     plain, longer = (build_request(*which, reward=1.0) for which in (plans, shown))
@@ -114,7 +120,9 @@ def test_law_8_what_the_policy_was_shown_moves_no_reward(turns, config):
 
 @settings(deadline=None, max_examples=60)
 @given(finished_requests(), configs)
-def test_law_7_the_trajectory_s_reward_is_on_the_last_trained_token(request_, config):
+def test_rewards_on_trained_tokens_the_trajectory_s_reward_is_on_the_last_trained_token(
+    request_, config
+):
     weights = config.weights.model_copy(update={"interaction": 0.0, "tool_call": 0.0})
     changed = {"weights": weights, "tool_call_bonus": 0.0, "interaction_bonus": 0.0}
     placed = place_rewards(
@@ -195,7 +203,9 @@ def test_calls_of_an_excluded_turn_leave_the_reward_to_the_others():
     [("last_token", 10), ("turn_last_token", 10), ("uniform", 10), ("exponential_decay", 10),
      ("tool_call_tokens", 2)],
 )  # fmt: skip
-def test_law_7_where_the_trajectory_s_reward_is_attached_is_recorded(placement, index):
+def test_rewards_on_trained_tokens_where_the_trajectory_s_reward_is_attached_is_recorded(
+    placement, index
+):
     assert place_rewards(story(), weighted(1.0, placement=placement)).index == index
 
 

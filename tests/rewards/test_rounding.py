@@ -1,4 +1,4 @@
-"""Parts of a reward: each a float32, their sum the reward to the last bit (law 9)."""
+"""Parts of a reward: each a float32, their sum is the reward to the last bit."""
 
 import math
 
@@ -17,7 +17,7 @@ def is_float32(parts: list[float]) -> bool:
 
 @settings(deadline=None, max_examples=60)
 @given(totals, st.integers(1, 5000))
-def test_law_9_equal_rewards_stay_equal_however_long_the_response(total: float, count: int):
+def test_equal_rewards_equal_rewards_stay_equal_however_long_the_response(total: float, count: int):
     parts = split_evenly(total, count)
     assert is_float32(parts)
     assert math.fsum(parts) == total
@@ -26,7 +26,7 @@ def test_law_9_equal_rewards_stay_equal_however_long_the_response(total: float, 
 
 @settings(deadline=None, max_examples=60)
 @given(totals, st.integers(1, 2000), st.floats(0, 1))
-def test_law_9_unequal_shares_sum_to_the_reward_too(total: float, count: int, decay: float):
+def test_equal_rewards_unequal_shares_sum_to_the_reward_too(total: float, count: int, decay: float):
     falling = [decay**back for back in reversed(range(count))]
     total_share = sum(falling)
     shares = [share / total_share for share in falling]
@@ -45,7 +45,7 @@ def test_a_negated_reward_is_cut_into_negated_parts():
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=6))
-def test_law_9_settled_rewards_sum_to_the_total_while_a_token_is_spare(values: list[float]):
+def test_equal_rewards_settled_rewards_sum_to_the_total_while_a_token_is_spare(values: list[float]):
     placed = dict(enumerate(values))
     total = math.fsum(values)
     settled = settle(placed, total, spare=range(len(values) + 1))

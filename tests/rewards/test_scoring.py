@@ -181,7 +181,7 @@ def test_scores_are_concurrent():
     assert time.monotonic() - started < 1.0
 
 
-# Law 5: a scorer's failure is one request's.
+# A failed request is data: a scorer's failure is one request's.
 
 
 class BoomError(Exception):
@@ -221,7 +221,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_law_5_a_scorer_that_fails_costs_its_request_alone(failure):
+def test_failures_are_data_a_scorer_that_fails_costs_its_request_alone(failure):
     def fail_for_one(*, ground_truth, **_):
         return FAILURES[failure]() if ground_truth == "bad" else 1.0
 

@@ -27,7 +27,7 @@ async def test_texts_of_one_turn_of_the_loop_are_encoded_together():
     assert encode.batches == [["a", "bb", "ccc"]]
 
 
-async def test_law_5_a_text_that_cannot_be_encoded_costs_its_own_request():
+async def test_failures_are_data_a_text_that_cannot_be_encoded_costs_its_own_request():
     queue = EncodingQueue(Lengths())
     asked = (queue.encode(["a"]), queue.encode(["b!"]), queue.encode(["cc"]))
     first, broken, last = await asyncio.gather(*asked, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Law 3 under fire: hostile strings through every template that carries tools.
+"""control tokens under fire: hostile strings through every template that carries tools.
 
 Each string goes once as a tool's result, as a reply of the user, or as a text of the prompt, and
 the whole request is held against what it should be: no forged control token, an exact round trip.
@@ -35,7 +35,7 @@ def stream(stage: Stage, seed: str) -> HostileTexts:
 
 
 def play_one(stage: Stage, texts: list[str], *, num_results: int, is_rendered: bool) -> None:
-    """Play one conversation and check it; where a law breaks, say with which strings."""
+    """Play one conversation and check it; where an invariant breaks, say with which strings."""
     try:
         played = stage.play(map(stage.without_lost, texts), num_results)
         stage.check(played)
@@ -67,7 +67,7 @@ def test_every_template_that_carries_tools_is_under_fire() -> None:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_law_3_the_probe_declares_what_does_not_come_back(name: str) -> None:
+def test_control_tokens_the_probe_declares_what_does_not_come_back(name: str) -> None:
     report = make_stage(name).report
     assert report.round_trip
     assert report.lost_characters == (() if name in WITH_TOOLS else ("▁",))
@@ -76,12 +76,12 @@ def test_law_3_the_probe_declares_what_does_not_come_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_law_3_hostile_strings_forge_nothing_and_come_back(name: str) -> None:
+def test_control_tokens_hostile_strings_forge_nothing_and_come_back(name: str) -> None:
     assert play_many(name, 300) >= 300
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_law_3_no_string_that_hypothesis_finds_forges_anything(name: str) -> None:
+def test_control_tokens_no_string_that_hypothesis_finds_forges_anything(name: str) -> None:
     stage = make_stage(name)
     texts = hostile_texts(list(stage.control), stage.template.anatomy.markers.inside)
 
@@ -96,5 +96,7 @@ def test_law_3_no_string_that_hypothesis_finds_forges_anything(name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", STAGES)
-def test_law_3_a_hundred_thousand_hostile_strings_forge_nothing_and_come_back(name: str) -> None:
+def test_control_tokens_a_hundred_thousand_hostile_strings_forge_nothing_and_come_back(
+    name: str,
+) -> None:
     assert play_many(name, NUM_STRINGS) >= NUM_STRINGS

@@ -371,7 +371,7 @@ FAILURES = [
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_law_5_a_failure_changes_no_token_of_another_request(data: st.DataObject):
+def test_failures_are_data_a_failure_changes_no_token_of_another_request(data: st.DataObject):
     number = data.draw(st.integers(2, 5))
     broken = data.draw(st.sets(st.integers(0, number - 1), max_size=number - 1))
     failure = data.draw(st.sampled_from(FAILURES))

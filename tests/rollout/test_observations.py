@@ -39,7 +39,7 @@ def test_a_torn_character_does_not_exceed_the_budget():
 
 
 @given(HOSTILE, st.integers(1, 30), SIDES)
-def test_law_13_an_observation_keeps_to_its_budget(text: str, max_tokens: int, side: Any):
+def test_budgets_an_observation_keeps_to_its_budget(text: str, max_tokens: int, side: Any):
     template = tiny_template()
     fitted = fitter(max_tokens, side).fit(text)
     whole = text.encode("utf-8", "replace").decode()
@@ -49,7 +49,7 @@ def test_law_13_an_observation_keeps_to_its_budget(text: str, max_tokens: int, s
 
 
 @given(st.text(max_size=200) | HOSTILE, st.integers(1, 30), SIDES)
-def test_law_13_holds_where_tokens_are_longer_than_bytes(text: str, max_tokens: int, side: Any):
+def test_budgets_holds_where_tokens_are_longer_than_bytes(text: str, max_tokens: int, side: Any):
     template = load_template("qwen2_5")
     fitted = fitter(max_tokens, side, template).fit(text)
     whole = text.encode("utf-8", "replace").decode()

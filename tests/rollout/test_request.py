@@ -1,5 +1,5 @@
-"""The request: its doors, its states, its saved form. Laws 1 and 4; the walks over all of them are
-in `test_request_machine.py`.
+"""The request: its doors, its states, its saved form. invariants (ledger consistency; one state
+machine); the walks over all of them are in `test_request_machine.py`.
 """
 
 import copy
@@ -35,7 +35,7 @@ def make_request() -> AsyncRolloutRequest:
     return AsyncRolloutRequest(messages=[Message(role="user", content="Hi")])
 
 
-def test_law_1_lists_handed_out_are_copies() -> None:
+def test_ledger_consistency_lists_handed_out_are_copies() -> None:
     request = make_request()
     request.begin([1])
     request.append_sampled([5], [-1.0])
@@ -44,21 +44,21 @@ def test_law_1_lists_handed_out_are_copies() -> None:
     assert (request.response_ids, request.loss_mask) == ([5], [1])
 
 
-def test_law_4_no_way_leads_out_of_an_end() -> None:
+def test_state_machine_no_way_leads_out_of_an_end() -> None:
     assert TRANSITIONS[RequestState.FAILED] == frozenset()
     assert TRANSITIONS[RequestState.COMPLETED] == {RequestState.FAILED}
     living = set(RequestState) - FINAL_STATES
     assert all(RequestState.FAILED in TRANSITIONS[state] for state in living)
 
 
-def test_law_4_state_is_assigned_in_one_place(pytestconfig: pytest.Config) -> None:
+def test_state_machine_state_is_assigned_in_one_place(pytestconfig: pytest.Config) -> None:
     sources = (pytestconfig.rootpath / "agentrl").rglob("*.py")
     lines = [line for file in sources for line in file.read_text().splitlines()]
     # One in `_follow`, one where a saved request is restored.
     assert sum("._state = " in line for line in lines) == 2
 
 
-def test_law_5_infrastructure_stays_out_of_the_baseline() -> None:
+def test_failures_are_data_infrastructure_stays_out_of_the_baseline() -> None:
     for reason, end in ENDS.items():
         failed = end.state is RequestState.FAILED
         assert end.in_baseline == end.trained == (not failed), reason
@@ -187,19 +187,19 @@ def assert_refused(
 
 
 @pytest.mark.parametrize("kind", WRONG_SAMPLES)
-def test_law_4_a_wrong_completion_changes_nothing(kind: str) -> None:
+def test_state_machine_a_wrong_completion_changes_nothing(kind: str) -> None:
     request, wrong = running_request(), WRONG_SAMPLES[kind]([8, 9])
     assert_refused(request, LedgerError, lambda: request.append_sampled(**wrong))
 
 
 @pytest.mark.parametrize("kind", WRONG_OBSERVATIONS)
-def test_law_4_a_wrong_observation_changes_nothing(kind: str) -> None:
+def test_state_machine_a_wrong_observation_changes_nothing(kind: str) -> None:
     request, wrong = running_request(), WRONG_OBSERVATIONS[kind]([8, 9])
     assert_refused(request, LedgerError, lambda: request.append_observed(**wrong))
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_law_1_a_damaged_saved_form_is_refused(kind: str) -> None:
+def test_ledger_consistency_a_damaged_saved_form_is_refused(kind: str) -> None:
     saved = running_request().model_dump(mode="json")
     DAMAGES[kind](saved)
     with pytest.raises(ValidationError):
@@ -207,7 +207,7 @@ def test_law_1_a_damaged_saved_form_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("first", StopReason)
-def test_law_5_a_request_ends_once_and_takes_nothing_more(first: StopReason) -> None:
+def test_failures_are_data_a_request_ends_once_and_takes_nothing_more(first: StopReason) -> None:
     request = running_request()
     errors = {reason: BROKEN if str(reason) in FAILURES else None for reason in StopReason}
     other = None if errors[first] else BROKEN
@@ -220,7 +220,7 @@ def test_law_5_a_request_ends_once_and_takes_nothing_more(first: StopReason) -> 
     assert_refused(request, LedgerError, lambda: request.begin([8]))
 
 
-def test_law_13_no_token_enters_that_does_not_fit() -> None:
+def test_budgets_no_token_enters_that_does_not_fit() -> None:
     request = running_request().model_copy(
         update={"budgets": Budgets(max_response_tokens=7, max_model_len=8)}
     )

@@ -1,8 +1,8 @@
-"""Random walks of a request beside a plain model of it: no law broken, whatever is called.
+"""Random walks of a request beside a plain model of it: no invariant broken, whatever is called.
 
 The machine calls the public doors of a request, rightly and wrongly, and holds it against the model
-after every step. A step is one call of one door. A call that the laws forbid must raise its typed
-error and change nothing at all.
+after every step. A step is one call of one door. A call that the invariants forbid must raise its
+typed error and change nothing at all.
 """
 
 import copy
@@ -310,10 +310,10 @@ class RequestMachine(RuleBasedStateMachine):
         self.step("write into a copy", call, may=True, error=LedgerError)
         assert snapshot(self.request) == before
 
-    # The laws, after every step.
+    # The invariants, after every step.
 
     @invariant()
-    def no_law_is_broken(self) -> None:
+    def invariants_hold(self) -> None:
         assert_same(self.request, self.model)
         if self.witness is not None:
             kept, as_it_was = self.witness
@@ -342,7 +342,7 @@ def report(steps: Counter[str]) -> str:
     return f"{steps.total()} steps, {made} of them made, {steps.total() - made} refused"
 
 
-def test_law_4_the_tables_are_those_that_were_written_out_once_more() -> None:
+def test_state_machine_the_tables_are_those_that_were_written_out_once_more() -> None:
     assert {str(s): set(map(str, targets)) for s, targets in TRANSITIONS.items()} == EDGES
     failed = {reason for reason, end in ENDS.items() if end.state is RequestState.FAILED}
     assert set(map(str, failed)) == FAILURES
@@ -350,7 +350,7 @@ def test_law_4_the_tables_are_those_that_were_written_out_once_more() -> None:
     assert failed == {reason for reason, end in ENDS.items() if not end.trained}
 
 
-def test_laws_1_2_4_5_7_13_hold_on_every_walk() -> None:
+def test_invariants_hold_on_every_walk() -> None:
     steps = walk(100, 30)
     print(report(steps))
     assert steps.total() >= 2_000
@@ -366,7 +366,7 @@ def test_laws_1_2_4_5_7_13_hold_for_a_hundred_thousand_steps() -> None:
 
 
 def missing(steps: Counter[str]) -> set[str]:
-    """Kinds of steps that were never made, of those that a law speaks of."""
+    """Kinds of steps that were never made, of those that an invariant speaks of."""
     ends = ("completed", "failed")
     legal = {(source, to) for source in EDGES for to in EDGES[source] if to not in ends}
     every = {(source, to) for source in EDGES for to in EDGES}

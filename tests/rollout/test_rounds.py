@@ -108,7 +108,7 @@ def expected_rounds(num_turns: Sequence[int], room: int) -> list[list[int]]:
     room=st.integers(1, 8),
     seed=st.integers(0, 1000),
 )
-def test_law_11_who_shares_a_round_depends_on_the_requests_alone(
+def test_resume_is_exact_who_shares_a_round_depends_on_the_requests_alone(
     num_turns: list[int], room: int, seed: int
 ):
     class Tool(SlowTool):
@@ -380,7 +380,7 @@ SCENES = [plain, little_room, retries, little_cache]
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_law_11_shuffled_latencies_give_the_same_batch_bit_for_bit(
+def test_resume_is_exact_shuffled_latencies_give_the_same_batch_bit_for_bit(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ):
     compare_runs(scene, 2, monkeypatch, num_prompts=2)
@@ -388,7 +388,7 @@ def test_law_11_shuffled_latencies_give_the_same_batch_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", SCENES)
-def test_law_11_twenty_runs_with_shuffled_latencies_give_the_same_batch_bit_for_bit(
+def test_resume_is_exact_twenty_runs_with_shuffled_latencies_give_the_same_batch_bit_for_bit(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ):
     compare_runs(scene, 20, monkeypatch, num_prompts=5)

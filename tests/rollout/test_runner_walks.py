@@ -1,4 +1,4 @@
-"""Random walks through the real runner: the laws at every step, engine call and end."""
+"""Random walks through the real runner: the invariants at every step, engine call and end."""
 
 from collections import Counter
 from typing import get_args
@@ -24,7 +24,7 @@ FAULTS = {
 
 
 def assert_ended_lawfully(played: Walk) -> None:
-    """Laws 5, 6, 7 and 13, at the end of a walk."""
+    """A failed request is data, 6, 7 and 13, at the end of a walk."""
     request = played.request
     assert_lawful(request, played.engine)
     assert played.complaints == []
@@ -40,7 +40,7 @@ def assert_ended_lawfully(played: Walk) -> None:
 
 
 def _assert_explained(played: Walk) -> None:
-    """Law 5: one reason, and it is that of what happened."""
+    """A failed request is data: one reason, and it is that of what happened."""
     request, reason = played.request, played.request.stop_reason
     assert reason is not None
     assert (str(reason) in FAILURES) == (request.state is RequestState.FAILED)
@@ -64,14 +64,15 @@ def _assert_explained(played: Walk) -> None:
         case _:
             pass
     if request.error is not None:
-        # A law that breaks inside the runner is a failure too: it must not pass for another's.
+        # An invariant that breaks inside the runner is a failure too: it must not pass for
+        # another's.
         assert request.error.kind in FAULTS[request.error.fault], request.error.traceback
         assert request.error.kind != "LedgerError" or played.engine.broke
         assert (request.error.fault is Fault.LIMIT) >= (reason is not StopReason.FAILED)
 
 
 def _assert_cuts_are_recorded(request: WatchedRequest) -> None:
-    """Law 13: what was cut says by which budget."""
+    """Budgets are separate: what was cut says by which budget."""
     for turn in request.turns:
         for call in turn.calls:
             assert call.num_tokens <= request.budgets.max_observation_tokens

@@ -61,7 +61,7 @@ def template(request: pytest.FixtureRequest) -> ChatTemplate:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(LETTERS, max_size=20))
-def test_law_3_no_piece_of_the_vocabulary_is_a_control_token(
+def test_control_tokens_no_piece_of_the_vocabulary_is_a_control_token(
     template: ChatTemplate, text: str
 ) -> None:
     for hostile in (text, f"<s>{text}</s>"):

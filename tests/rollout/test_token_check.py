@@ -51,7 +51,7 @@ async def roll_out(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[Any,
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(cancelled=False))
-def test_law_2_the_wording_of_a_ledger_tells_what_the_ledger_itself_tells(plan: Plan):
+def test_sampled_tokens_the_wording_of_a_ledger_tells_what_the_ledger_itself_tells(plan: Plan):
     def compare(
         template: ChatTemplate,
         request: AsyncRolloutRequest,

@@ -231,7 +231,7 @@ def test_sides_are_named_as_verl_names_them():
     side=st.sampled_from(["left", "middle", "right"]),
     num_marker=st.integers(0, 8),
 )
-def test_law_13_an_observation_keeps_to_its_budget_and_the_cut_is_counted(
+def test_budgets_an_observation_keeps_to_its_budget_and_the_cut_is_counted(
     ids: list[int], max_tokens: int, side: Any, num_marker: int
 ):
     cut = cut_observation(ids, max_tokens, side, marker_ids=[0] * num_marker)

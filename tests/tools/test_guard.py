@@ -120,7 +120,7 @@ async def test_garbage_is_repeated_as_a_crash_is():
     assert (await ask(Garbage(retry=QUICK_RETRY))).num_attempts == 2
 
 
-async def test_law_5_a_failure_that_cannot_be_told_is_repeated_as_any_other():
+async def test_failures_are_data_a_failure_that_cannot_be_told_is_repeated_as_any_other():
     outcome = await ask(PlayedTool(UntellableError(), None, retry=QUICK_RETRY))
     assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.OK, 2)
 
@@ -137,7 +137,7 @@ async def test_a_failure_that_is_repeated_is_told_once_and_not_as_a_warning(
     assert told[0].levelno == logging.INFO
 
 
-async def test_law_5_an_answer_that_exits_when_it_is_copied_is_not_kept():
+async def test_failures_are_data_an_answer_that_exits_when_it_is_copied_is_not_kept():
     class Exits:
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             raise SystemExit(3)
@@ -388,7 +388,7 @@ ACTS = st.sampled_from(["fine", "hang", 0.002, ValueError("x"), ToolError("y")])
     cancel_after=st.lists(st.integers(0, 12), max_size=4),
 )
 @settings(max_examples=40, deadline=None)
-def test_law_5_no_ending_of_one_call_costs_the_tool_a_place(
+def test_failures_are_data_no_ending_of_one_call_costs_the_tool_a_place(
     acts: list[Any],
     concurrency: int | None,
     retry: Any,

@@ -1,5 +1,5 @@
 # pyright: reportIncompatibleMethodOverride=false
-"""The life of tools in one request: law 6, and one failure is one failure."""
+"""The life of tools in one request: "plug-in life cycle", and one failure is one failure."""
 
 import asyncio
 import contextlib
@@ -103,14 +103,16 @@ async def test_garbage_is_a_crash_of_the_tool_that_the_model_sees_neutrally(valu
         ToolResult(ToolResponse(text="a"), should_stop=ExitsWhenRead()),  # type: ignore[arg-type]
     ],
 )
-async def test_law_5_an_answer_that_exits_when_it_is_read_is_a_crash_of_the_tool(value: Any):
+async def test_failures_are_data_an_answer_that_exits_when_it_is_read_is_a_crash_of_the_tool(
+    value: Any,
+):
     outcome = await executed(AnyTool(value))
     assert outcome.outcome is CallOutcome.CRASHED
     assert outcome.message.startswith("RuntimeError: raised ")
 
 
 @pytest.mark.parametrize("method", ["create", "calc_reward"])
-async def test_law_5_what_exits_when_it_is_read_fails_the_request_alone(method: str):
+async def test_failures_are_data_what_exits_when_it_is_read_fails_the_request_alone(method: str):
     class Exits(BaseTool):
         async def create(self, instance_id: str | None = None, **_: Any) -> Any:
             return (ExitsWhenRead(), "") if method == "create" else instance_id
@@ -130,7 +132,7 @@ async def test_law_5_what_exits_when_it_is_read_fails_the_request_alone(method: 
 
 
 @pytest.mark.parametrize("method", ["create", "execute", "calc_reward", "release"])
-async def test_law_5_an_error_that_cannot_be_told_is_told_as_that(method: str):
+async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that(method: str):
     class Untold(FlakyTool):
         async def _enter(self, entered: str, kwargs: dict[str, Any]) -> None:
             if entered == method:
@@ -149,7 +151,7 @@ async def test_law_5_an_error_that_cannot_be_told_is_told_as_that(method: str):
     assert [text for text in told if f"UntellableError: {UNTOLD}" in text]
 
 
-async def test_law_5_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():
+async def test_failures_are_data_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():
     class MissingError(ToolError):
         def __init__(self, table: str) -> None:
             self.table = table  # and the base class is told nothing
@@ -424,7 +426,7 @@ methods = st.fixed_dictionaries(
     cancel_after=st.one_of(st.none(), st.integers(0, 8)),
 )
 @settings(max_examples=30, deadline=None)
-def test_law_6_what_was_created_is_released_once_whatever_happens(
+def test_life_cycle_what_was_created_is_released_once_whatever_happens(
     behaviours: list[dict[str, str]], num_calls: int, cancel_after: int | None
 ):
     tools = [FlakyTool(f"t{i}", **b) for i, b in enumerate(behaviours)]

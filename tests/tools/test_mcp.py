@@ -258,7 +258,9 @@ async def test_arguments_arrive_as_they_are(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", ["\ud800", float("nan")])
-async def test_law_5_arguments_that_nobody_can_be_sent_break_no_session(tmp_path: Path, value: Any):
+async def test_failures_are_data_arguments_that_nobody_can_be_sent_break_no_session(
+    tmp_path: Path, value: Any
+):
     tools = load(tmp_path, one())
     waiting = asyncio.create_task(said(tools["wait"], s=0.3))
     await asyncio.sleep(0.15)
@@ -342,7 +344,7 @@ def session(tools: dict[str, BaseTool], name: str = "r", timeout_s: float = 20.0
     return ToolSession(tools, instance_id=name, timeout_s=timeout_s)
 
 
-async def test_law_6_a_request_with_a_session_of_its_own_gives_it_back(tmp_path: Path):
+async def test_life_cycle_a_request_with_a_session_of_its_own_gives_it_back(tmp_path: Path):
     tools = load(tmp_path, one(session="per_request", tool_selected_list=["echo", "count"]))
     requests = {name: session(tools, name) for name in ("r1", "r2")}
     pids: dict[str, set[int]] = {}
@@ -360,7 +362,7 @@ async def test_law_6_a_request_with_a_session_of_its_own_gives_it_back(tmp_path:
     assert servers_alive() == 0
 
 
-async def test_law_6_a_requests_session_lives_until_the_last_of_its_tools_is_released(
+async def test_life_cycle_a_requests_session_lives_until_the_last_of_its_tools_is_released(
     tmp_path: Path,
 ):
     tools = load(tmp_path, one(session="per_request", tool_selected_list=["echo", "count"]))
@@ -373,7 +375,7 @@ async def test_law_6_a_requests_session_lives_until_the_last_of_its_tools_is_rel
     assert servers_alive() == 0
 
 
-async def test_law_6_a_creation_that_was_cancelled_leaves_no_server(tmp_path: Path):
+async def test_life_cycle_a_creation_that_was_cancelled_leaves_no_server(tmp_path: Path):
     tools = load(tmp_path, one(session="per_request"))
     for wait_s in (0.0, 0.03):
         request = session(tools)

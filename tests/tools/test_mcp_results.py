@@ -69,5 +69,5 @@ def test_an_error_is_told_in_the_servers_words():
 
 
 @given(st.lists(st.text(max_size=20), max_size=4))
-def test_law_3_texts_are_shown_as_they_are(texts: list[str]):
+def test_control_tokens_texts_are_shown_as_they_are(texts: list[str]):
     assert read(*map(text, texts)).text == "\n".join(texts)

@@ -1,4 +1,4 @@
-"""Every bundled tool knows its keys: one that nobody reads is an error, or told (law 12)."""
+"""Every bundled tool knows its keys: an unknown key is an error or is reported."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ TRUSTED = {"provider": "subprocess", "trusted": True}
         (CalculatorTool, {}, "timeout", "timeout_s"),
     ],
 )
-def test_law_12_a_misspelt_key_is_refused_with_the_nearest(
+def test_unused_keys_a_misspelt_key_is_refused_with_the_nearest(
     tool: type[BaseTool], config: dict[str, Any], wrong: str, meant: str
 ):
     with pytest.raises(ConfigError, match=f"did you mean '{meant}'") as error:
@@ -36,7 +36,7 @@ def test_law_12_a_misspelt_key_is_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize("tool", [PythonTool, BashTool])
-def test_law_12_a_sandbox_is_refused_whose_address_is_another_providers(tool: type[BaseTool]):
+def test_unused_keys_a_sandbox_is_refused_whose_address_is_another_providers(tool: type[BaseTool]):
     with pytest.raises(ConfigError, match="sandbox_fusion"):
         tool({"sandbox": {"provider": "sandbox_fusion"}})
     with pytest.raises(ConfigError, match="sandbox_fusion"):
@@ -53,7 +53,7 @@ def test_law_12_a_sandbox_is_refused_whose_address_is_another_providers(tool: ty
         (TRUSTED, ""),
     ],
 )
-def test_law_12_what_the_sandbox_does_not_read_is_told(
+def test_unused_keys_what_the_sandbox_does_not_read_is_told(
     caplog: pytest.LogCaptureFixture, sandbox: dict[str, Any], told: str
 ):
     PythonTool({"sandbox": sandbox})

@@ -93,7 +93,9 @@ def test_a_batch_without_tensors_is_refused(world: World):
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_law_10_each_estimator_gives_two_ranks_the_credit_of_one(world: World, name: str):
+def test_layout_is_invisible_each_estimator_gives_two_ranks_the_credit_of_one(
+    world: World, name: str
+):
     keys = {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, "use_kl_in_reward": name != "maxrl",
             "gdpo_reward_keys": ["style", "length"]}  # fmt: skip
     expected, figures = credit_rows(world, keys)
@@ -107,7 +109,7 @@ def test_law_10_each_estimator_gives_two_ranks_the_credit_of_one(world: World, n
 
 
 @pytest.mark.slow
-def test_law_10_two_ranks_give_the_credit_of_one(world: World, tmp_path: Path):
+def test_layout_is_invisible_two_ranks_give_the_credit_of_one(world: World, tmp_path: Path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     for folder in (alone, together):
         folder.mkdir()

@@ -35,7 +35,7 @@ def test_kl_is_taken_off_the_scores_of_trained_tokens(world: World):
     assert figures["actor/reward_kl_penalty_coeff"] == 0.5
 
 
-def test_law_9_a_kl_does_not_make_equal_scores_differ(world: World):
+def test_equal_rewards_a_kl_does_not_make_equal_scores_differ(world: World):
     found, _ = credited(world, use_kl_in_reward=True, kl_ctrl={"kl_coef": 0.5})
     plain, _ = credited(world)
     group_b = torch.tensor([1, 5])

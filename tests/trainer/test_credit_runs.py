@@ -53,7 +53,7 @@ def train(tiny_home: Path, tmp_path: Path, alone: None) -> Train:
 
 
 @pytest.mark.slow
-def test_law_11_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopped(
+def test_resume_is_exact_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopped(
     train: Train, tmp_path: Path
 ):
     changes = {"algorithm": ADAPTIVE, "trainer__total_training_steps": 4}

@@ -66,7 +66,7 @@ def test_a_cache_that_memory_would_cut_is_refused_in_a_deterministic_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_law_11_two_deterministic_runs_leave_the_same_weights_bit_for_bit(
+def test_resume_is_exact_two_deterministic_runs_leave_the_same_weights_bit_for_bit(
     num_threads: int, tiny_home: Path, tmp_path: Path
 ):
     torch.set_num_threads(num_threads)

@@ -153,7 +153,7 @@ def finished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_law_11_run_that_ends_anywhere_and_goes_on_is_the_run_that_never_ended(
+def test_resume_is_exact_run_that_ends_anywhere_and_goes_on_is_the_run_that_never_ended(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # 14 rows fill three batches: step 4 is the second epoch's first.

@@ -55,7 +55,7 @@ def lines_of(trainer: Trainer) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_law_11_when_a_score_begins_changes_nothing_of_a_deterministic_run(run: Run):
+def test_resume_is_exact_when_a_score_begins_changes_nothing_of_a_deterministic_run(run: Run):
     changes = {"rollout__deterministic": True, "trainer__val_before_train": False}
     early = run("early", **changes)
     late = run("late", reward__launch_reward_fn_async=False, **changes)
@@ -84,7 +84,7 @@ def test_each_function_of_several_and_the_seconds_of_scores_are_logged(run: Run,
     assert last["timing_s/reward"] >= 0.0
 
 
-def test_law_5_scores_that_fail_early_are_masked_and_the_run_goes_on(run: Run):
+def test_failures_are_data_scores_that_fail_early_are_masked_and_the_run_goes_on(run: Run):
     trainer = run("failing", scorer="fail_some", rollout__failure__max_failed_frac=1.0)
     last = lines_of(trainer)[-1]
     assert last["training/global_step"] == 2

@@ -251,7 +251,7 @@ def test_a_batch_that_trains_on_nothing_gives_no_nan():
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_law_8_observed_tokens_change_no_figure(data):
+def test_observations_are_invisible_observed_tokens_change_no_figure(data):
     keys = ("advantages", "returns", "old_log_probs", "rollout_log_probs")
     width = data.draw(st.integers(1, 5))
     floats = st.floats(-3, 0, width=32)
@@ -304,7 +304,7 @@ def test_throughput_is_tokens_per_second():
 
 @settings(max_examples=40)
 @given(st.lists(finished_requests(), min_size=1, max_size=6), st.data())
-def test_law_10_figures_of_parts_are_those_of_the_whole(requests, data):
+def test_layout_is_invisible_figures_of_parts_are_those_of_the_whole(requests, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(requests)), max_size=3)))
     parts = [requests[a:b] for a, b in zip([0, *cuts], [*cuts, len(requests)], strict=True)]
     merged = to_metrics(merge_figures(map(rollout_figures, parts)))
@@ -313,7 +313,7 @@ def test_law_10_figures_of_parts_are_those_of_the_whole(requests, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_law_10_figures_of_split_tensors_are_those_of_the_whole(data):
+def test_layout_is_invisible_figures_of_split_tensors_are_those_of_the_whole(data):
     num_rows, width = data.draw(st.integers(1, 6)), 3
     numbers = st.lists(st.floats(-3, 0, width=32), min_size=width, max_size=width)
     rows = st.lists(numbers, min_size=num_rows, max_size=num_rows)

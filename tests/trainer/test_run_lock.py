@@ -17,14 +17,14 @@ import pytest
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
-from agentrl.trainer.state import run_folder as run_lock
+from agentrl.trainer.state import run_folder
 from agentrl.trainer.state.run_folder import LOCK_FILE, Owner, RunLock
 from tests.fakes.runs import tiny_run
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from agentrl.trainer import run_lock
+from agentrl.trainer.state import run_folder
 from agentrl.trainer.state.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1])).take()
 print("taken", flush=True)
@@ -92,7 +92,7 @@ def leave_lock_of_another_host(folder: Path) -> Path:
 def test_run_that_was_killed_on_another_host_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(run_lock, "SILENCE_S", 0.1)
+    monkeypatch.setattr(run_folder, "SILENCE_S", 0.1)
     path = leave_lock_of_another_host(tmp_path)
     with RunLock(tmp_path):
         assert json.loads(path.read_text())["process"] == os.getpid()
@@ -102,7 +102,7 @@ def test_run_on_another_host_that_touches_its_lock_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = leave_lock_of_another_host(tmp_path)
-    monkeypatch.setattr(run_lock, "SILENCE_S", 10.0)
+    monkeypatch.setattr(run_folder, "SILENCE_S", 10.0)
     touch = threading.Timer(0.1, os.utime, [path])
     touch.start()
     error = refusal_of(tmp_path)
@@ -112,7 +112,7 @@ def test_run_on_another_host_that_touches_its_lock_is_left_alone(
 
 
 def test_lock_is_touched_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_lock, "TOUCH_S", 0.01)
+    monkeypatch.setattr(run_folder, "TOUCH_S", 0.01)
     path = tmp_path / LOCK_FILE
     with RunLock(tmp_path):
         os.utime(path, (0, 0))

@@ -189,7 +189,7 @@ def test_a_metric_that_the_scorer_does_not_give_is_named(
     assert told in str(caught.value)
 
 
-def test_law_9_rewards_are_compared_as_a_batch_holds_them(world: World):
+def test_equal_rewards_rewards_are_compared_as_a_batch_holds_them(world: World):
     def outcome(row: int, offset: int) -> Came:
         return Came((0.3, 0.1 + 0.2)[offset] if row == 0 else float(offset))
 
@@ -199,7 +199,9 @@ def test_law_9_rewards_are_compared_as_a_batch_holds_them(world: World):
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.5, 7.7])), max_size=24))
-def test_law_9_groups_that_differ_are_those_of_a_plain_comparison(drawn: list[tuple[int, float]]):
+def test_equal_rewards_groups_that_differ_are_those_of_a_plain_comparison(
+    drawn: list[tuple[int, float]],
+):
     found = places_that_differ(Measured(place, value) for place, value in drawn)
     expected = [
         place
@@ -211,7 +213,7 @@ def test_law_9_groups_that_differ_are_those_of_a_plain_comparison(drawn: list[tu
 
 @settings(max_examples=40)
 @given(st.permutations(range(12)))
-def test_law_10_the_order_of_the_members_changes_no_decision(order: list[int]):
+def test_layout_is_invisible_the_order_of_the_members_changes_no_decision(order: list[int]):
     members = [Measured(n // 3, float(n % 3 == n // 6)) for n in range(12)]
     assert places_that_differ(members[n] for n in order) == places_that_differ(members)
 

@@ -61,7 +61,9 @@ def weights_moved(trainer: Trainer) -> bool:
 
 
 @pytest.mark.slow
-def test_law_11_a_step_of_several_batches_goes_on_as_if_never_stopped(train: Train, tmp_path: Path):
+def test_resume_is_exact_a_step_of_several_batches_goes_on_as_if_never_stopped(
+    train: Train, tmp_path: Path
+):
     changes = FILTER | {"trainer__total_training_steps": 4, "trainer__max_ckpt_to_keep": 4}
     train(tmp_path / "whole", **changes)
     for end in (("before", 2), ("behind", 3)):

@@ -213,7 +213,9 @@ def test_a_saved_request_is_shown_as_it_was(tmp_path: Path):
 @pytest.mark.parametrize("placement", get_args(Placement))
 @settings(max_examples=20, deadline=None)
 @given(request=finished_requests())
-def test_law_7_the_rewards_that_are_shown_sum_to_the_one_that_is_told(placement, request):
+def test_rewards_on_trained_tokens_the_rewards_that_are_shown_sum_to_the_one_that_is_told(
+    placement, request
+):
     config = COMBINED.model_copy(update={"placement": placement})
     transcript = read_transcript(request, byte_decode, config)
     tokens = [token for section in transcript.sections for token in section.tokens]

@@ -105,7 +105,7 @@ def runs(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.slow
-def test_law_10_two_ranks_log_the_figures_of_one(runs: Runs):
+def test_layout_is_invisible_two_ranks_log_the_figures_of_one(runs: Runs):
     one, two = (read_lines(folder / "metrics.jsonl") for folder in (runs.alone, runs.together))
     assert [line["step"] for line in two] == [line["step"] for line in one] == [0, 1, 2]
     for of_one, of_two in zip(one, two, strict=True):
@@ -164,7 +164,9 @@ def test_what_two_ranks_saved_goes_on_with_one(runs: Runs, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_law_10_two_ranks_choose_the_groups_and_baselines_of_one(tiny_home: Path, tmp_path: Path):
+def test_layout_is_invisible_two_ranks_choose_the_groups_and_baselines_of_one(
+    tiny_home: Path, tmp_path: Path
+):
     (tmp_path / "parity.py").write_text(
         "def compute_score(solution_str, **_):\n    return float(len(solution_str) % 2)\n"
     )

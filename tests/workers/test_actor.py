@@ -57,7 +57,7 @@ def test_gradients_equal_those_of_the_naive_computation(world: World, tied: bool
 
 @given(drawn=rows_and_layouts())
 @same_policy
-def test_law_10_layout_changes_no_loss_and_no_gradient(world: World, drawn):
+def test_layout_is_invisible_layout_changes_no_loss_and_no_gradient(world: World, drawn):
     rows, layout = drawn
     rows = [*rows, Row([1], [2], [1])]
     order = [*layout.order, len(rows) - 1]
@@ -75,7 +75,7 @@ def test_law_10_layout_changes_no_loss_and_no_gradient(world: World, drawn):
 
 @given(drawn=rows_and_layouts())
 @same_policy
-def test_law_8_what_stands_on_masked_tokens_has_no_effect(world: World, drawn):
+def test_observations_are_invisible_what_stands_on_masked_tokens_has_no_effect(world: World, drawn):
     rows = [*drawn[0], Row([1], [2], [1])]
     batch, other = make_batch(rows), make_batch(rows)
     masked = other.batch["response_mask"] == 0

@@ -43,7 +43,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("name", lawful_losses())
-def test_law_10_micro_batches_change_nothing_in_any_loss(world: World, name: str):
+def test_layout_is_invisible_micro_batches_change_nothing_in_any_loss(world: World, name: str):
     rows = random_rows(12)
     whole = update(world, name, rows, Layout(budget=1000))
     order = [*range(5, 12), *range(5)]
@@ -51,7 +51,9 @@ def test_law_10_micro_batches_change_nothing_in_any_loss(world: World, name: str
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_law_10_a_trajectory_in_two_rows_counts_as_one_sequence(world: World, mode: str):
+def test_layout_is_invisible_a_trajectory_in_two_rows_counts_as_one_sequence(
+    world: World, mode: str
+):
     rows = [row for row in random_rows(12) if len(row.response) > 3]
     parts, ids = list[Row](), list[int]()
     for number, row in enumerate(rows):

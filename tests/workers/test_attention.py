@@ -26,7 +26,7 @@ def packed_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=["full", "sliding", "no grouped queries"],
 )
-def test_law_10_packed_equals_every_row_alone(world: World, overrides: dict):
+def test_layout_is_invisible_packed_equals_every_row_alone(world: World, overrides: dict):
     alone, packed = tiny_model(**overrides), tiny_model(**overrides)
     packed.set_attn_implementation(PACKED_ATTENTION)
     ids, positions = packed_inputs()

@@ -96,7 +96,7 @@ def test_every_sample_is_dealt_once_and_evenly(num_prompts, samples_each, size, 
     samples_each=st.integers(1, 3),
     num_ranks=st.integers(1, 4),
 )
-def test_law_10_mini_batches_of_several_ranks_are_those_of_one(
+def test_layout_is_invisible_mini_batches_of_several_ranks_are_those_of_one(
     num_batches, size, samples_each, num_ranks
 ):
     num_prompts = num_batches * size

@@ -88,7 +88,7 @@ def test_run_among_later_checkpoints_keeps_what_it_writes_and_what_is_later(tmp_
     keep=st.none() | st.integers(1, 5),
 )
 @settings(max_examples=20, deadline=None)
-def test_law_11_what_was_written_last_stands_and_only_older_ones_go(
+def test_resume_is_exact_what_was_written_last_stands_and_only_older_ones_go(
     tmp_path_factory: pytest.TempPathFactory, there: set[int], step: int, keep: int | None
 ):
     root = tmp_path_factory.mktemp("c")
@@ -229,7 +229,9 @@ def test_what_a_killed_run_was_writing_is_no_checkpoint(tmp_path: Path):
 
 @given(st.data())
 @settings(max_examples=25, deadline=None)
-def test_law_11_any_changed_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, data):
+def test_resume_is_exact_any_changed_byte_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data
+):
     path = save_checkpoint(tmp_path_factory.mktemp("c"), snapshot(3))
     file = path / data.draw(st.sampled_from(FILES[1:]))
     content = bytearray(file.read_bytes())
@@ -309,7 +311,7 @@ def test_random_streams_go_on_where_they_stood():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_law_11_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+def test_resume_is_exact_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     world: World, tmp_path: Path, optimizer: str
 ):
     def actor(seed: int):

@@ -84,7 +84,7 @@ def count_moments(root: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @pytest.mark.parametrize("step", [3, 2])
-def test_law_11_run_killed_at_any_moment_of_writing_leaves_whole_checkpoints_alone(
+def test_resume_is_exact_run_killed_at_any_moment_of_writing_leaves_whole_checkpoints_alone(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ):
     moments = count_moments(tmp_path / "counted", step, monkeypatch)

@@ -96,7 +96,7 @@ def test_gradient_norm_is_over_all_weights_once(world: World):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_law_11_optimizer_goes_on_from_its_state_bit_for_bit(world: World, name: str):
+def test_resume_is_exact_optimizer_goes_on_from_its_state_bit_for_bit(world: World, name: str):
     config = OptimConfig(name=name, lr=1e-2, lr_scheduler="cosine")
 
     def run(policy, optimizer, seeds) -> None:

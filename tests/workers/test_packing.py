@@ -35,7 +35,7 @@ def test_example_of_the_docstring():
 
 
 @given(rows_and_layouts())
-def test_law_10_every_trained_token_is_scored_once_behind_its_own_prefix(drawn):
+def test_layout_is_invisible_every_trained_token_is_scored_once_behind_its_own_prefix(drawn):
     rows, layout = drawn
     padded = read_padded_rows(make_batch(rows, layout))
     ordered = [rows[place] for place in layout.order]

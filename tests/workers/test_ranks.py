@@ -35,7 +35,9 @@ def metrics(folder: Path, rank: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_law_10_two_ranks_give_the_loss_and_gradients_of_one(folders: tuple[Path, Path], mode: str):
+def test_layout_is_invisible_two_ranks_give_the_loss_and_gradients_of_one(
+    folders: tuple[Path, Path], mode: str
+):
     alone, together = folders
     assert metrics(together, 0)[mode] == pytest.approx(metrics(alone, 0)[mode], rel=1e-5, abs=1e-6)
     one, two = tensors(alone, 0), tensors(together, 0)
@@ -57,7 +59,7 @@ def of_any_rank(folder: Path) -> dict[str, torch.Tensor]:
 
 @DEALINGS
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_law_10_advantages_of_a_group_on_two_ranks_are_those_of_one(
+def test_layout_is_invisible_advantages_of_a_group_on_two_ranks_are_those_of_one(
     folders: tuple[Path, Path], estimator: str, second: bool
 ):
     one, two = tensors(folders[0], 0), of_any_rank(folders[1])
@@ -69,7 +71,7 @@ def test_law_10_advantages_of_a_group_on_two_ranks_are_those_of_one(
 
 
 @DEALINGS
-def test_law_10_two_ranks_give_the_gradients_of_one_with_kl_and_entropy(
+def test_layout_is_invisible_two_ranks_give_the_gradients_of_one_with_kl_and_entropy(
     folders: tuple[Path, Path], second: bool
 ):
     alone, together = folders
@@ -112,7 +114,7 @@ def test_muon_on_two_ranks_turns_the_matrices_as_on_one(folders: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_law_11_two_ranks_resume_bit_for_bit(folders: tuple[Path, Path], optimizer: str):
+def test_resume_is_exact_two_ranks_resume_bit_for_bit(folders: tuple[Path, Path], optimizer: str):
     found = tensors(folders[1], 0)
     resumed = [name for name in found if name.startswith(f"{optimizer}/resumed/")]
     assert len(resumed) > 20

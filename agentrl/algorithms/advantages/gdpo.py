@@ -32,7 +32,7 @@ def compute_gdpo_outcome_advantage(
     A = whiten(sum over k of w_k A_k), A_k the advantage of `grpo` for the reward k alone: so a
     reward with a wide range does not drown one with a narrow range, and samples with the same sum
     of different rewards keep different advantages. A group in which each reward is equal
-    throughout, or in which one row counts, gives exactly 0 (law 9).
+    throughout, or in which one row counts, gives exactly 0 (equal rewards train nothing).
 
     Source: Liu et al. 2026 (arXiv 2601.05242).
 

@@ -32,8 +32,8 @@ def compute_gigpo_outcome_advantage(
     turns of a group that began in the same state are compared by G[k] = r[k] + gamma * G[k + 1]:
     centred, and divided by (std + epsilon) under `norm_adv_by_std_in_grpo`. A state that was met
     once, or from which all returns-to-go are equal, adds exactly 0, and equal scores make A_episode
-    exactly 0: that is what law 9 means here. With gamma below 1, or rewards on the way, A_step may
-    still tell samples apart that scored the same.
+    exactly 0: that is what "equal rewards train nothing" means here. With gamma below 1, or rewards
+    on the way, A_step may still tell samples apart that scored the same.
 
     Source: Feng et al. 2025 (arXiv 2505.10978), equations 3 and 5 to 8.
 

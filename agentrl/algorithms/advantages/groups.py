@@ -127,7 +127,7 @@ class GroupScores:
         return self.groups.std(self.scores)[self.groups.rows]
 
     def is_silent(self) -> torch.Tensor:
-        """`[B]` bool: rows that do not count, or whose group scored the same throughout (law 9)."""
+        """`[B]` bool: rows that do not count, and rows of groups whose scores are all equal."""
         return self.groups.is_constant(self.scores)[self.groups.rows] | ~self.groups.counted
 
     def silence(self, values: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,8 @@ class GroupScores:
 
 
 def compute_outcome_scores(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum each row's rewards over its trained tokens alone (laws 7 and 8).
+    """Sum each row's rewards over its trained tokens alone (rewards are on trained tokens;
+    observations are invisible).
 
     The sum is rounded to the precision of the rewards: how a reward was spread over tokens must
     not make equal scores differ in their last digits.

@@ -22,7 +22,8 @@ def compute_grpo_outcome_advantage(
 
     A = (score - mean) / (std + epsilon) on every trained token; with
     `norm_adv_by_std_in_grpo: false`, A = score - mean. A group whose scores are all equal, or in
-    which one row counts, trains on nothing: its advantages are exactly 0 (law 9).
+    which one row counts, trains on nothing: its advantages are exactly 0 (equal rewards train
+    nothing).
 
     Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; Liu et al. 2025 (2503.20783), for
     Dr.GRPO: `norm_adv_by_std_in_grpo: false` with `loss_agg_mode: seq-mean-token-sum-norm`.

@@ -1,9 +1,9 @@
 """The group estimators with the reference's statistics, by name: `<estimator>_verl`.
 
-For comparisons with runs of verl 0.9.1. Where it breaks a law, so do these: rewards on masked
-positions are summed (7, 8), a row in which nothing is trained is in its group's mean (8), a group
+For comparisons with runs of verl 0.9.1. They break the invariants that it breaks: rewards on masked
+positions are summed, a row in which nothing is trained is in its group's mean, a group
 of one trains on its raw score, and equal float32 scores may differ from their mean in the last
-digits, which division by their standard deviation makes large (9). A row that `in_baseline` leaves
+digits, which division by their standard deviation makes large. A row that `in_baseline` leaves
 out is left out here too: the reference has no such rows.
 
 Arguments and returns are those of the estimator without the suffix. Shapes: B rows, T positions.

@@ -22,8 +22,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     A = whiten(score - mean of the group). Groups share one scale, unlike in `grpo`. The shift of
     whitening would give a group of equal scores, or of one, an advantage again; here it stays
-    exactly 0 (law 9), while its tokens count in the batch's mean and variance. Arguments and
-    returns are those of `grpo`.
+    exactly 0 (equal rewards train nothing), while its tokens count in the batch's mean and
+    variance. Arguments and returns are those of `grpo`.
 
     Source: Hu et al. 2025 (arXiv 2501.03262), REINFORCE++-baseline.
     """

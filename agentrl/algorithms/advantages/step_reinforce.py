@@ -25,8 +25,9 @@ def compute_step_reinforce_advantage(
     A[k] = (G[k] - mean) / (std + epsilon), with G[k] = r[k] + gamma * G[k + 1]; mean and standard
     deviation are over every turn of every sample of the prompt. One baseline serves all turns, so
     nothing is assumed about which turns compare; a sample with many turns weighs more in it.
-    A group whose returns-to-go are all equal gives exactly 0. That is what law 9 means here: with
-    gamma below 1, or rewards on the way, the turns of samples that scored the same do differ.
+    A group whose returns-to-go are all equal gives exactly 0. That is what "equal rewards train
+    nothing" means here: with gamma below 1, or rewards on the way, the turns of samples that scored
+    the same do differ.
 
     Source: `step_reinforce` of ROLL (arXiv 2506.06122), its agentic pipeline, with the rewards
     normalised by group of trajectories.

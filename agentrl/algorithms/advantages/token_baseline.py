@@ -33,7 +33,7 @@ def compute_optimal_token_baseline_advantage(
     t counting trained tokens; G[t] is the sum of the rewards from t on, and W[t] the sum up to t of
     w = 1 - 2 pi + sum of pi^2 over the vocabulary, the squared norm of the gradient with respect to
     the logits. A group whose scores are all equal, or in which one row counts, gives exactly 0
-    (law 9).
+    (equal rewards train nothing).
 
     Nine parameters, because this is the reference's signature.
 

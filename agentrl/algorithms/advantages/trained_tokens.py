@@ -2,8 +2,8 @@
 
 Shapes: B rows, T response positions, M trained tokens of the batch, N of the row that has most.
 
-What works on these cannot see a masked token, wherever it stands (law 8). They lie one row behind
-the other (`take`, `place`), or side by side from the left (`pack`, `unpack`).
+What works on these cannot see a masked token, wherever it stands (observations are invisible). They
+lie one row behind the other (`take`, `place`), or side by side from the left (`pack`, `unpack`).
 """
 
 from dataclasses import dataclass

@@ -76,9 +76,9 @@ def compute_turn_rloo_advantage(
     turn k, oneself among them, shrinks each turn by another factor: how many got there.)
 
     Where the whole reward is on the last turn and gamma is 1 this is `rloo`. A turn at which all
-    of the group have the same return-to-go, and a group of one, give exactly 0. That is what law 9
-    means here: with gamma below 1 an equal score is worth less to an early turn of a sample that
-    takes more turns, and such samples do differ.
+    of the group have the same return-to-go, and a group of one, give exactly 0. That is what "equal
+    rewards train nothing" means here: with gamma below 1 an equal score is worth less to an early
+    turn of a sample that takes more turns, and such samples do differ.
 
     Source: none known for stopped samples; leave-one-out baselines are those of Kool et al. 2019
     and Ahmadian et al. 2024 (arXiv 2402.14740), section 2.3.

@@ -39,7 +39,7 @@ def compute_rollout_correction_and_rejection_mask(
 
     Weights are of all trained tokens, rejected ones too: what is rejected shows in `kept` alone.
     Where nothing is configured there are metrics only. What stands on masked tokens, NaN included,
-    has no effect (law 8).
+    has no effect (observations are invisible).
 
     Args:
         old_log_probs: `[B, T]`, the trainer's, before the update.

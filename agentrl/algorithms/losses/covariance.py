@@ -108,8 +108,8 @@ def compute_policy_loss_clip_cov(
     the highest covariance between `clip_cov_lb` and `clip_cov_ub`, `clip_cov_ratio` of all.
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4, where the tokens are drawn at random
-    between the bounds; the draw would depend on the order of the rows (law 10), so the highest
-    are taken. Where fewer lie between the bounds than may be chosen, both take them all.
+    between the bounds; the draw would depend on the order of the rows (layout is invisible), so the
+    highest are taken. Where fewer lie between the bounds than may be chosen, both take them all.
 
     Returns:
         The loss, and `actor/ppo_kl`, `actor/pg_clipfrac` (share of chosen tokens),

@@ -1,4 +1,4 @@
-"""Losses as the reference (verl 0.9.1) computes them, where that breaks a law of ours.
+"""Losses as the reference (verl 0.9.1) computes them, where that breaks an invariant of ours.
 
 They are here so that a run can be repeated to the digit. All of them depend on how a mini-batch is
 cut into micro-batches, except `sapo_verl`. Shapes: B sequences, T response positions.

@@ -98,7 +98,7 @@ def compute_policy_loss_bnpo(
     """Clip the ratio, without the dual clip, and divide by the trained tokens of the mini-batch.
 
     TRL divides by the tokens of each micro-batch and averages these means, so that its loss changes
-    with the size of a micro-batch (law 10); here the mini-batch is what is divided by.
+    with the size of a micro-batch (layout is invisible); here the mini-batch is what is divided by.
 
     Source: TRL's `loss_type="bnpo"`.
     """

@@ -1,8 +1,8 @@
 """A chat template as a function between messages and tokens, the same for every template.
 
 The prompt is rendered once. What comes after an assistant turn is rendered as a delta and spliced
-behind the tokens that were sampled; nothing that was sampled is ever rendered again (law 2), and no
-text from outside becomes a control token (law 3).
+behind the tokens that were sampled; nothing that was sampled is ever rendered again (train what was
+sampled), and no text from outside becomes a control token (outside text is never a control token).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

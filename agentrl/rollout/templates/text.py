@@ -1,8 +1,9 @@
 """Text to tokens, in three voices: outside text, the policy's own text, a template's literals.
 
 Outside text (tools, users, rows) is encoded by a clone of the tokenizer that has no added tokens at
-all, special or not, so that no text can become a control token (law 3). `split_special_tokens` is
-not enough: tokens such as `<tool_call>` are added but not special.
+all, special or not, so that no text can become a control token (outside text is never a control
+token). `split_special_tokens` is not enough: tokens such as `<tool_call>` are added but not
+special.
 """
 
 import json

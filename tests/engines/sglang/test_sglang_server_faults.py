@@ -115,7 +115,7 @@ def converse(
 def check_ledgers(
     requests: Sequence[AsyncRolloutRequest], engine: Watched, model: Qwen2ForCausalLM
 ) -> None:
-    """Hold what was sampled against the laws, and against plain forward passes."""
+    """Hold what was sampled against the invariants, and against plain forward passes."""
     for request in requests:
         assert_lawful(request, engine)  # type: ignore[arg-type]
         assert request.state is RequestState.COMPLETED, request.error
@@ -219,7 +219,7 @@ async def test_the_only_server_killed_is_a_clear_error_and_the_checkpoint_stands
 
 
 def check_failures(requests: Sequence[AsyncRolloutRequest], engine: Watched, address: str) -> None:
-    """Hold requests whose server died against the laws; each says what happened."""
+    """Hold requests whose server died against the invariants; each says what happened."""
     failed = [request for request in requests if request.state is RequestState.FAILED]
     assert failed
     for request in failed:

@@ -1,4 +1,4 @@
-"""Laws 8 and 10, of every bundled policy loss in every aggregation mode."""
+"""Observations and layout are invisible to every bundled policy loss in every mode."""
 
 from typing import get_args
 
@@ -92,9 +92,7 @@ def assert_same(leaf, one, other):
 @all_losses
 @settings(deadline=None, max_examples=40)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
-def test_laws_8_and_10_masked_tokens_order_micro_batches_and_ranks_change_nothing(
-    name, mask, seed, mode, data
-):
+def test_masked_tokens_order_micro_batches_and_ranks_change_nothing(name, mask, seed, mode, data):
     batch = make_batch(mask, seed)
     leaf = batch.new.clone().requires_grad_()
     everything = list(range(len(mask)))
@@ -107,7 +105,7 @@ def test_laws_8_and_10_masked_tokens_order_micro_batches_and_ranks_change_nothin
 @all_losses
 @settings(deadline=None, max_examples=10)
 @given(mask=masks(), seed=st.integers(0, 99))
-def test_law_10_without_a_scale_the_rows_are_the_whole_mini_batch(name, mask, seed):
+def test_layout_is_invisible_without_a_scale_the_rows_are_the_whole_mini_batch(name, mask, seed):
     batch, config = make_batch(mask, seed), named(name)
     args = (batch.old, batch.new, batch.advantages, mask, "seq-mean-token-mean", config)
     everything = list(range(len(mask)))
@@ -119,7 +117,7 @@ def test_law_10_without_a_scale_the_rows_are_the_whole_mini_batch(name, mask, se
 @pytest.mark.parametrize("name", [name for name in lawful_losses() if name not in BY_SEQUENCE])
 @settings(deadline=None, max_examples=30)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
-def test_law_10_how_many_rows_a_trajectory_is_split_into_changes_nothing(
+def test_layout_is_invisible_how_many_rows_a_trajectory_is_split_into_changes_nothing(
     name, mask, seed, mode, data
 ):
     batch = make_batch(mask, seed)

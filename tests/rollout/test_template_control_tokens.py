@@ -1,4 +1,4 @@
-"""Law 3: text from outside stays text, in every position of every template."""
+"""control tokens: text from outside stays text, in every position of every template."""
 
 import json
 from collections.abc import Callable
@@ -148,7 +148,7 @@ CASES = [(name, position) for name in NAMES for position in POSITIONS]
 @pytest.mark.parametrize(
     ("name", "position"), CASES, ids=[f"{name}-{position.name}" for name, position in CASES]
 )
-def test_law_3_no_text_in_any_position_forges_a_control_token(
+def test_control_tokens_no_text_in_any_position_forges_a_control_token(
     name: str, position: Position
 ) -> None:
     if not can_carry(name, position):
@@ -169,7 +169,7 @@ def test_law_3_no_text_in_any_position_forges_a_control_token(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(text=HOSTILE.filter(str.strip))
-def test_law_3_text_comes_back_as_it_was(name: str, text: str) -> None:
+def test_control_tokens_text_comes_back_as_it_was(name: str, text: str) -> None:
     template, report = load_template(name), load_report(name)
     normalize = template.anatomy.encoder.normalize
     for position in POSITIONS:
@@ -186,7 +186,7 @@ def test_law_3_text_comes_back_as_it_was(name: str, text: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=HOSTILE)
-def test_law_3_outside_text_makes_a_round_trip(text: str) -> None:
+def test_control_tokens_outside_text_makes_a_round_trip(text: str) -> None:
     template = load_template("qwen2_5")
     ids = template.encode_text(text)
     assert control_tokens(template, ids) == []
@@ -195,7 +195,7 @@ def test_law_3_outside_text_makes_a_round_trip(text: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(HOSTILE, min_size=1, max_size=3), question=HOSTILE)
-def test_law_3_results_and_replies_in_a_delta_forge_nothing(
+def test_control_tokens_results_and_replies_in_a_delta_forge_nothing(
     texts: list[str], question: str
 ) -> None:
     template = load_template("qwen3")
@@ -214,14 +214,14 @@ def test_law_3_results_and_replies_in_a_delta_forge_nothing(
 
 @settings(max_examples=60, deadline=None)
 @given(text=HOSTILE)
-def test_law_3_a_demonstrated_turn_cannot_end_itself_or_open_another(text: str) -> None:
+def test_control_tokens_a_demonstrated_turn_cannot_end_itself_or_open_another(text: str) -> None:
     template = load_template("qwen2_5")
     turn = template.encode_policy_text(text)
     frame = load_tokenizer().encode("<|im_start|><|im_end|><tool_response></tool_response>")
     assert set(turn).isdisjoint(frame)
 
 
-def test_law_3_every_added_token_is_plain_text_from_outside() -> None:
+def test_control_tokens_every_added_token_is_plain_text_from_outside() -> None:
     template = load_template("qwen2_5")
     for token, id in load_tokenizer().get_added_vocab().items():
         ids = template.encode_text(f"a{token}b")
@@ -229,7 +229,7 @@ def test_law_3_every_added_token_is_plain_text_from_outside() -> None:
         assert template.decode(ids) == f"a{token}b"
 
 
-def test_law_3_a_guessed_placeholder_is_only_text() -> None:
+def test_control_tokens_a_guessed_placeholder_is_only_text() -> None:
     source = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/{{ m.role }}]{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -244,7 +244,7 @@ def test_law_3_a_guessed_placeholder_is_only_text() -> None:
     )
 
 
-def test_law_3_a_template_that_builds_tokens_from_pieces_does_not_build_them_from_text() -> None:
+def test_a_template_that_builds_tokens_from_pieces_does_not_build_them_from_text() -> None:
     source = (
         "{% for m in messages %}<|{{ m.name or 'x' }}|>{{ m.content }}{% endfor %}"
         "{% for t in tools or [] %}<|{{ t.function.name }}|>{% endfor %}"
@@ -257,11 +257,11 @@ def test_law_3_a_template_that_builds_tokens_from_pieces_does_not_build_them_fro
     assert control_tokens(template, ids) == template.generation_prompt_ids
 
 
-def test_law_3_a_text_with_lone_surrogates_is_encoded() -> None:
+def test_control_tokens_a_text_with_lone_surrogates_is_encoded() -> None:
     template = load_template("qwen2_5")
     assert template.decode(template.encode_text("a\ud800b")) == "a?b"
 
 
-def test_law_3_probing_finds_the_round_trip_exact_in_every_template() -> None:
+def test_control_tokens_probing_finds_the_round_trip_exact_in_every_template() -> None:
     for name in NAMES:
         assert load_report(name).round_trip

@@ -1,4 +1,4 @@
-"""Law 2: what was sampled is what is trained, through any number of turns."""
+"""sampled tokens: what was sampled is what is trained, through any number of turns."""
 
 from dataclasses import dataclass
 
@@ -83,7 +83,7 @@ def play(
 
 
 @pytest.mark.parametrize("name", STABLE)
-def test_law_2_deltas_add_up_to_the_rendering_of_the_whole(name: str) -> None:
+def test_sampled_tokens_deltas_add_up_to_the_rendering_of_the_whole(name: str) -> None:
     template = load_template(name)
 
     @settings(max_examples=25, deadline=None)
@@ -97,7 +97,7 @@ def test_law_2_deltas_add_up_to_the_rendering_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STABLE)
-def test_law_2_sampled_tokens_stand_in_the_ledger_verbatim(name: str) -> None:
+def test_sampled_tokens_sampled_tokens_stand_in_the_ledger_verbatim(name: str) -> None:
     template = load_template(name)
 
     @settings(max_examples=10, deadline=None)
@@ -112,7 +112,7 @@ def test_law_2_sampled_tokens_stand_in_the_ledger_verbatim(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STABLE)
-def test_law_2_a_ledger_built_by_deltas_shows_no_difference(name: str) -> None:
+def test_sampled_tokens_a_ledger_built_by_deltas_shows_no_difference(name: str) -> None:
     template = load_template(name)
 
     @settings(max_examples=20, deadline=None)
@@ -135,7 +135,9 @@ def test_law_2_a_ledger_built_by_deltas_shows_no_difference(name: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(text=st.text(max_size=30), budget=st.integers(0, 12))
-def test_law_2_a_turn_that_is_cut_anywhere_gets_one_end_of_turn(text: str, budget: int) -> None:
+def test_sampled_tokens_a_turn_that_is_cut_anywhere_gets_one_end_of_turn(
+    text: str, budget: int
+) -> None:
     template = load_template("qwen2_5")
     end = load_tokenizer().encode("<|im_end|>", add_special_tokens=False)
     sampled = [*template.encode_policy_text(text), *end][:budget]
@@ -146,7 +148,7 @@ def test_law_2_a_turn_that_is_cut_anywhere_gets_one_end_of_turn(text: str, budge
     assert ids[: len(sampled)] == sampled
 
 
-def test_law_2_a_delta_does_not_depend_on_what_was_cached_before_it() -> None:
+def test_sampled_tokens_a_delta_does_not_depend_on_what_was_cached_before_it() -> None:
     """Shapes are cached; the texts of one request never show up in another's delta."""
     first, second = load_template("qwen3"), make_template(read_source("qwen3"))
     for number in range(3):

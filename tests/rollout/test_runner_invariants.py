@@ -1,4 +1,4 @@
-"""The laws of a rollout, on generated conversations that go the whole way through the runner."""
+"""The invariants of a rollout, on generated conversations through the whole runner."""
 
 import copy
 from collections import Counter
@@ -32,7 +32,7 @@ def assert_ledger_agrees(request: AsyncRolloutRequest) -> None:
 
 @quick
 @given(plans())
-def test_law_1_the_ledger_agrees_at_every_moment(plan: Plan):
+def test_ledger_consistency_the_ledger_agrees_at_every_moment(plan: Plan):
     played = play(plan, watch=assert_ledger_agrees)
     event(str(played.request.stop_reason))
     assert_ledger_agrees(played.request)
@@ -44,7 +44,7 @@ def test_law_1_the_ledger_agrees_at_every_moment(plan: Plan):
 
 @quick
 @given(plans())
-def test_law_2_what_was_sampled_stands_in_the_ledger_verbatim(plan: Plan):
+def test_sampled_tokens_what_was_sampled_stands_in_the_ledger_verbatim(plan: Plan):
     played = play(plan)
     request = played.request
     assert_lawful(request, played.engine)
@@ -63,7 +63,7 @@ def test_law_2_what_was_sampled_stands_in_the_ledger_verbatim(plan: Plan):
 
 @quick
 @given(plans())
-def test_law_3_nothing_from_outside_becomes_a_control_token(plan: Plan):
+def test_control_tokens_nothing_from_outside_becomes_a_control_token(plan: Plan):
     request = play(plan).request
     prompt = ["<|im_start|>", "<|im_end|>"]
     if request.prompt_ids:
@@ -94,7 +94,7 @@ class NotedRequest(AsyncRolloutRequest):
 
 @quick
 @given(plans())
-def test_law_4_only_legal_edges_are_taken(plan: Plan):
+def test_state_machine_only_legal_edges_are_taken(plan: Plan):
     request = play(plan, kind=NotedRequest).request
     edges = request._edges  # type: ignore[attr-defined]
     assert edges[0][0] is RequestState.PENDING
@@ -106,7 +106,7 @@ def test_law_4_only_legal_edges_are_taken(plan: Plan):
 
 @quick
 @given(plans())
-def test_law_5_every_request_ends_once_with_a_reason_and_whose_fault_it_was(plan: Plan):
+def test_failures_are_data_every_request_ends_once_with_a_reason_and_whose_fault_it_was(plan: Plan):
     request = play(plan).request
     assert request.is_finished
     if request.state is RequestState.FAILED:
@@ -122,7 +122,7 @@ def test_law_5_every_request_ends_once_with_a_reason_and_whose_fault_it_was(plan
 
 @quick
 @given(plans())
-def test_law_6_what_was_created_is_released(plan: Plan):
+def test_life_cycle_what_was_created_is_released(plan: Plan):
     played = play(plan)
     for tool in played.tools:
         check_life(tool.lives, "create", "release")
@@ -146,7 +146,7 @@ def cuts(played: Played) -> Counter[str]:
 
 @quick
 @given(plans(broken=False, cancelled=False))
-def test_law_13_no_budget_is_exceeded_and_each_cut_is_recorded(plan: Plan):
+def test_budgets_no_budget_is_exceeded_and_each_cut_is_recorded(plan: Plan):
     played = play(plan)
     request, budgets = played.request, plan.budgets
     assert_lawful(request, played.engine)

@@ -1,6 +1,7 @@
-"""Laws 5, 8, 9 and 10 of every bundled advantage estimator, through `compute_advantage`.
+"""A failed request is data, 8, 9 and 10 of every bundled advantage estimator, through
+`compute_advantage`.
 
-The estimators named `<estimator>_verl` do as the reference does, and keep no law.
+The estimators named `<estimator>_verl` do as the reference does, and keep no invariant.
 """
 
 import inspect
@@ -144,7 +145,7 @@ def test_the_bundled_estimators_are_all_here():
 @every
 @few
 @given(seed=seeds, where=seeds)
-def test_law_8_masked_tokens_put_in_anywhere_change_nothing(name, seed, where):
+def test_observations_are_invisible_masked_tokens_put_in_anywhere_change_nothing(name, seed, where):
     batch = make_batch(seed, name)
     wider, places = insert_masked(batch, where)
     found = compute(name, wider)
@@ -155,7 +156,7 @@ def test_law_8_masked_tokens_put_in_anywhere_change_nothing(name, seed, where):
 @every
 @few
 @given(seed=seeds)
-def test_law_8_what_stands_on_masked_tokens_is_not_seen(name, seed):
+def test_observations_are_invisible_what_stands_on_masked_tokens_is_not_seen(name, seed):
     batch = make_batch(seed, name)
     spoiled = {
         key: torch.where(batch.mask, value, FILLS[key]) if key in FILLS else value
@@ -167,7 +168,7 @@ def test_law_8_what_stands_on_masked_tokens_is_not_seen(name, seed):
 @every
 @few
 @given(seed=seeds)
-def test_law_8_a_row_in_which_nothing_is_trained_changes_nothing(name, seed):
+def test_observations_are_invisible_a_row_in_which_nothing_is_trained_changes_nothing(name, seed):
     batch = make_batch(seed, name)
     kept = batch.mask.any(dim=-1)
     found = compute(name, batch)
@@ -179,7 +180,7 @@ def test_law_8_a_row_in_which_nothing_is_trained_changes_nothing(name, seed):
 @every_by_group
 @few
 @given(seed=seeds)
-def test_law_5_a_row_outside_the_baseline_is_as_if_it_were_not_there(name, seed):
+def test_failures_are_data_a_row_outside_the_baseline_is_as_if_it_were_not_there(name, seed):
     batch = make_batch(seed, name)
     found = compute(name, batch)
     assert not found[0, ~batch.counted].any()
@@ -190,7 +191,7 @@ def test_law_5_a_row_outside_the_baseline_is_as_if_it_were_not_there(name, seed)
 @every
 @few
 @given(seed=seeds)
-def test_law_10_row_order_changes_nothing(name, seed):
+def test_layout_is_invisible_row_order_changes_nothing(name, seed):
     batch = make_batch(seed, name)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(batch.mask)))
     assert_same(compute(name, batch.rows(order)), compute(name, batch)[:, order])
@@ -199,7 +200,7 @@ def test_law_10_row_order_changes_nothing(name, seed):
 @every
 @few
 @given(seed=seeds, on_the_left=st.booleans())
-def test_law_10_padding_changes_nothing(name, seed, on_the_left):
+def test_layout_is_invisible_padding_changes_nothing(name, seed, on_the_left):
     batch = make_batch(seed, name)
     sides = (3, 0) if on_the_left else (0, 3)
     padded = {
@@ -213,7 +214,7 @@ def test_law_10_padding_changes_nothing(name, seed, on_the_left):
 @every_by_group
 @few
 @given(seed=seeds, reward=st.sampled_from([7.7, 0.1, 1 / 3, 0.0]), copies=st.integers(1, 17))
-def test_law_9_a_group_of_equal_rewards_gives_exactly_zero(name, seed, reward, copies):
+def test_equal_rewards_a_group_of_equal_rewards_gives_exactly_zero(name, seed, reward, copies):
     """The same row over and over, or once, beside groups that differ.
 
     Estimators that compare turns with each other compare what is still to come: undiscounted, as
@@ -242,7 +243,7 @@ OUTCOME = [
 @pytest.mark.parametrize("name", OUTCOME)
 @few
 @given(seed=seeds, reward=st.sampled_from([7.7, 0.1, 1 / 3]))
-def test_law_9_equal_scores_of_rows_that_differ_give_exactly_zero(name, seed, reward):
+def test_equal_rewards_equal_scores_of_rows_that_differ_give_exactly_zero(name, seed, reward):
     """Of an outcome alone is compared what a row scored, not where its rewards stand."""
     batch = make_batch(seed, name)
     batch.tensors["response_mask"][:, 0] = 1
@@ -257,7 +258,7 @@ def test_law_9_equal_scores_of_rows_that_differ_give_exactly_zero(name, seed, re
 @pytest.mark.parametrize("name", WHITENED)
 @few
 @given(seed=seeds)
-def test_law_9_a_batch_of_equal_returns_whitens_to_exactly_zero(name, seed):
+def test_equal_rewards_a_batch_of_equal_returns_whitens_to_exactly_zero(name, seed):
     batch = make_batch(seed, name)
     batch.tensors["token_level_rewards"].zero_()
     batch.tensors["values"].zero_()
@@ -266,7 +267,7 @@ def test_law_9_a_batch_of_equal_returns_whitens_to_exactly_zero(name, seed):
 
 @every
 def test_an_estimator_sees_what_it_is_given(name):
-    """The laws above hold of zeros too: each estimator does train on something."""
+    """The invariants above hold of zeros too: each estimator does train on something."""
     assert any(compute(name, make_batch(seed, name))[0].any() for seed in range(10))
 
 

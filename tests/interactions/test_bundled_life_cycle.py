@@ -1,4 +1,4 @@
-"""Law 6 over every bundled interaction: what is started is finalised, whatever breaks, and when."""
+"""Life cycle of every bundled interaction: what is started is finalized, whatever breaks."""
 
 import asyncio
 import threading
@@ -81,7 +81,9 @@ def check(interaction: BaseInteraction, counts: Counter[str], kept: str) -> None
 
 @given(breaks=BREAKS, cancel_after=CANCELS)
 @settings(max_examples=30, deadline=None)
-def test_law_6_the_user_of_gsm8k_is_finalised(breaks: dict[str, str], cancel_after: float | None):
+def test_life_cycle_the_user_of_gsm8k_is_finalised(
+    breaks: dict[str, str], cancel_after: float | None
+):
     interaction, counts = breaking(Gsm8kInteraction, {}, breaks)
     asyncio.run(roll_out(interaction, cancel_after, ground_truth="2"))
     check(interaction, counts, "_talks")
@@ -94,10 +96,10 @@ def test_law_6_the_user_of_gsm8k_is_finalised(breaks: dict[str, str], cancel_aft
     block_s=st.sampled_from([0.0, 0.01]),
 )
 @settings(max_examples=40, deadline=None)
-def test_law_6_an_environment_is_closed_and_its_thread_ends(
+def test_life_cycle_an_environment_is_closed_and_its_thread_ends(
     breaks: dict[str, str], cancel_after: float | None, fails: str, block_s: float
 ):
-    made = {"fails": fails, "block_s": block_s, "mark": "law 6"}
+    made = {"fails": fails, "block_s": block_s, "mark": "life cycle"}
     config = {"env": "tests.fakes.envs:Corridor", "env_kwargs": made}
     interaction, counts = breaking(GymInteraction, config, breaks)
     OPEN.clear()
@@ -106,7 +108,7 @@ def test_law_6_an_environment_is_closed_and_its_thread_ends(
     for thread in [t for t in threading.enumerate() if t.name == THREAD_NAME]:
         thread.join(timeout=5)
         assert not thread.is_alive()
-    assert OPEN["law 6"] == 0
+    assert OPEN["life cycle"] == 0
 
 
 @given(
@@ -116,7 +118,7 @@ def test_law_6_an_environment_is_closed_and_its_thread_ends(
     more=st.sampled_from([{}, {"speaks_first": True}, {"goal_check": "x"}]),
 )
 @settings(max_examples=6, deadline=None)
-def test_law_6_a_simulated_user_is_finalised_and_its_calls_end(
+def test_life_cycle_a_simulated_user_is_finalised_and_its_calls_end(
     breaks: dict[str, str],
     cancel_after: float | None,
     answers: list[Answer],
