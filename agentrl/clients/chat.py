@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 from aiolimiter import AsyncLimiter
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -16,6 +15,7 @@ from pydantic import ConfigDict, Field, SecretStr, field_validator, model_valida
 from agentrl.clients.response_limits import bounding_hooks
 from agentrl.config.schema.section import Section
 from agentrl.errors import AgentRLError, ConfigError, MissingExtraError
+from agentrl.plugins.call import PerLoop
 from agentrl.plugins.environment import install_command
 
 _CHARACTERS_PER_TOKEN = 4
@@ -186,7 +186,7 @@ class ChatClient:
         self._key = config.find_key()
         self._openai = _import_openai()
         self._http = _http_library(self._openai)
-        self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
+        self._lanes = PerLoop(self._open_lane)
 
     async def complete(
         self,
@@ -208,7 +208,7 @@ class ChatClient:
             ChatError: where no reply came, whatever the reason; with address and status.
         """
         budgets = [self.budget] if budget is None else [self.budget, budget]
-        lane = self._lane()
+        lane = self._lanes.get()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(lane.room)
             if lane.pace is not None:
@@ -221,15 +221,8 @@ class ChatClient:
 
     async def close(self) -> None:
         """Close the connections of this event loop. May be called twice, and before any call."""
-        lane = self._lanes.pop(asyncio.get_running_loop(), None)
-        if lane is not None:
+        if (lane := self._lanes.pop()) is not None:
             await lane.api.close()
-
-    def _lane(self) -> _Lane:
-        loop = asyncio.get_running_loop()
-        if loop not in self._lanes:
-            self._lanes[loop] = self._open_lane()
-        return self._lanes[loop]
 
     def _open_lane(self) -> _Lane:
         config = self.config

@@ -4,15 +4,14 @@ Headers carry secrets. They are sent and never told: what a service sends back, 
 says of a failure, has them cut out before anybody reads it.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
-from weakref import WeakKeyDictionary
 
 from agentrl.errors import ServiceError
+from agentrl.plugins.call import PerLoop
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -66,8 +65,7 @@ class HttpClient:
         self._headers = dict(headers)
         self._max_bytes = max_bytes
         self._secrets = _secrets(url, headers)
-        self._sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, ClientSession]
-        self._sessions = WeakKeyDictionary()
+        self._sessions = PerLoop(self._open_session)
         self.shown_url = _shown(url)
         """The address without its query and its password: for errors and logs."""
 
@@ -86,7 +84,7 @@ class HttpClient:
         """
         from aiohttp import ClientError
 
-        session = self._session()
+        session = self._sessions.get()
         parameters = query_parameters(query or {})
         try:
             async with session.request(
@@ -114,22 +112,18 @@ class HttpClient:
 
     async def close(self) -> None:
         """Close the connections of this event loop. May be called twice."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
+        if (session := self._sessions.pop()) is not None:
             await session.close()
 
-    def _session(self) -> "ClientSession":
+    def _open_session(self) -> "ClientSession":
         from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
-            # How many calls run at once, and for how long, is for the tool's `config` to say.
-            self._sessions[loop] = ClientSession(
-                connector=TCPConnector(limit=0),
-                timeout=ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-                headers=self._headers,
-            )
-        return self._sessions[loop]
+        # The tool's `config` limits how many calls run at once, and for how long.
+        return ClientSession(
+            connector=TCPConnector(limit=0),
+            timeout=ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers=self._headers,
+        )
 
 
 def query_parameters(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -29,6 +30,17 @@ TASK_PREFIX = "plugin:"
 
 MAX_GRACE_S = 1.0
 GRACE_FRAC = 0.05
+
+
+class ExecutionMode(StrEnum):
+    """Where the plain code of a plug-in runs."""
+
+    INLINE = "none"
+    """On the event loop (a plain `def` on a thread)."""
+    THREAD = "thread"
+    """On a thread of its own, which cannot be killed."""
+    PROCESS = "process"
+    """In a process, which is killed if it is late."""
 
 
 class CallTimeoutError(TimeoutError):
@@ -322,3 +334,38 @@ async def _shut_down(plugin: HasShutdown, timeout_s: float) -> None:
         await call_bounded(plugin.shutdown, timeout_s=timeout_s, name=plugin.name)
     except Exception as error:  # noqa: BLE001 - the boundary round users' code
         logger.warning("%s, shutdown: %s", plugin.name, words_of(error))
+
+
+class PerLoop(Generic[T]):
+    """Hold one object for each event loop.
+
+    Locks, semaphores and connections belong to the loop that uses them first. An object of a loop
+    that has closed is dropped when the next loop asks for its own.
+
+    Args:
+        make: Makes the object of the running loop, at the first `get` on that loop.
+
+    Example:
+        >>> async def first_and_second(locks):
+        ...     return locks.get() is locks.get()
+        >>> asyncio.run(first_and_second(PerLoop(asyncio.Lock)))
+        True
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._by_loop: dict[asyncio.AbstractEventLoop, T] = {}
+
+    def get(self) -> T:
+        """Return the running loop's object."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            for other in list(self._by_loop):  # a copy: other threads add theirs meanwhile
+                if other.is_closed():
+                    self._by_loop.pop(other, None)
+            self._by_loop[loop] = self._make()
+        return self._by_loop[loop]
+
+    def pop(self) -> T | None:
+        """Remove and return the running loop's object; None if it has none."""
+        return self._by_loop.pop(asyncio.get_running_loop(), None)

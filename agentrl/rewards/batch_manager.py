@@ -9,12 +9,11 @@ from typing import Any, Self, cast
 
 from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import RewardError
-from agentrl.plugins.call import contained
+from agentrl.plugins.call import ExecutionMode, contained
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.manager import register_reward_manager
 from agentrl.rewards.scoring import ScoreFn, make_told, read_score
 from agentrl.rewards.single_managers import cancel_and_wait, fail_scoring, settle_score
-from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
@@ -42,7 +41,7 @@ class BatchRewardManager:
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
         self._compute_score = compute_score
-        self._caller = ScoreCaller(compute_score, config, Lane.THREAD)
+        self._caller = ScoreCaller(compute_score, config, ExecutionMode.THREAD)
         self._room = config.max_concurrent_scores
 
     def scoring(self, requests: Sequence[AsyncRolloutRequest]) -> "BatchScoring":

@@ -10,7 +10,14 @@ from typing import Any
 from aiolimiter import AsyncLimiter
 
 from agentrl.config.schema.run import RewardConfig
-from agentrl.plugins.call import call_bounded, call_method, contained, with_event_loop
+from agentrl.plugins.call import (
+    ExecutionMode,
+    PerLoop,
+    call_bounded,
+    call_method,
+    contained,
+    with_event_loop,
+)
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
     LoadedScorer,
@@ -21,7 +28,6 @@ from agentrl.rewards.loading import (
 )
 from agentrl.rewards.pool import ScorePool, check_sendable
 from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
-from agentrl.rewards.sources import Lane
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.sandbox.grading import grading_room
 from agentrl.sandbox.shared import SharedSandbox
@@ -36,31 +42,31 @@ class ScoreCaller:
     It may be used from several event loops, each of which has a sandbox, pace and room of its own.
     Call `close` on each, behind its last score.
 
-    An `async` scorer runs on the event loop. A plain one runs in the manager's lane, but for a
-    bundled one that belongs in a process.
+    An `async` scorer runs on the event loop. A plain one runs in the manager's mode, except a
+    bundled one that must run in a process.
 
     Args:
         scorer: One, or several.
         config: Time-out, rate limit, processes, sandbox.
-        lane: Where plain scorers run.
+        mode: Where plain scorers run.
 
     Raises:
         PluginError: for a scorer that is to run in a process, and cannot be sent to one.
     """
 
-    def __init__(self, scorer: ScoreFn, config: RewardConfig, lane: Lane) -> None:
+    def __init__(self, scorer: ScoreFn, config: RewardConfig, mode: ExecutionMode) -> None:
         self._scorer = scorer
         self._config = config
-        self._lane = lane
+        self._mode = mode
         self._pool = ScorePool(
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
             max_waiting=config.max_concurrent_scores,
         )
-        self._pace: tuple[asyncio.AbstractEventLoop, AsyncLimiter] | None = None
+        self._limiters = PerLoop(self._make_limiter)
         self._sandbox = SharedSandbox(config.sandbox)
         for part in parts_of(scorer):
-            if self._lane_of(part) is Lane.PROCESS and not is_async(part):
+            if self._mode_of(part) is ExecutionMode.PROCESS and not is_async(part):
                 check_sendable(part)
 
     async def score(self, request: AsyncRolloutRequest) -> Score:
@@ -92,8 +98,9 @@ class ScoreCaller:
             Exception: what the scorer raised, or `TimeoutError`.
         """
         scorer = choose_scorer(scorer, str(told.get("data_source")))
-        await self._keep_pace()
-        if self._lane_of(scorer) is Lane.PROCESS and not is_async(scorer):
+        if (limiter := self._limiters.get()) is not None:
+            await limiter.acquire()
+        if self._mode_of(scorer) is ExecutionMode.PROCESS and not is_async(scorer):
             return await self._pool.run(scorer, told)
         async with self._room_of(scorer):
             call = partial(_call, scorer, {**told, **self._resources(scorer)})
@@ -107,9 +114,10 @@ class ScoreCaller:
                 await part.close()
         await self._sandbox.close()
 
-    def _lane_of(self, scorer: ScoreFn) -> Lane:
+    def _mode_of(self, scorer: ScoreFn) -> ExecutionMode:
         bundled = bundled_of(scorer)
-        return Lane.PROCESS if bundled and bundled.lane is Lane.PROCESS else self._lane
+        needs_process = bundled is not None and bundled.mode is ExecutionMode.PROCESS
+        return ExecutionMode.PROCESS if needs_process else self._mode
 
     def _room_of(self, scorer: ScoreFn) -> AbstractAsyncContextManager[None]:
         """Where code is run, as many solutions at once as there are cores: they compute."""
@@ -123,13 +131,9 @@ class ScoreCaller:
             return {}
         return {"sandbox": self._sandbox.get()}
 
-    async def _keep_pace(self) -> None:
-        if self._config.rate_limit is None:
-            return
-        loop = asyncio.get_running_loop()
-        if self._pace is None or self._pace[0] is not loop:
-            self._pace = loop, AsyncLimiter(1, 1 / self._config.rate_limit)
-        await self._pace[1].acquire()
+    def _make_limiter(self) -> AsyncLimiter | None:
+        rate = self._config.rate_limit
+        return None if rate is None else AsyncLimiter(1, 1 / rate)
 
 
 async def _call(scorer: ScoreFn, keywords: Mapping[str, Any]) -> Any:

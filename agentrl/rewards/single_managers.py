@@ -6,12 +6,12 @@ from typing import Self
 
 from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import Fault, RewardError
+from agentrl.plugins.call import ExecutionMode
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import name_of
 from agentrl.rewards.manager import register_reward_manager
 from agentrl.rewards.scoring import Score, ScoreFn, check_number
-from agentrl.rewards.sources import Lane
 from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
@@ -70,11 +70,11 @@ class NaiveRewardManager:
         config: Time-out, concurrency, rate limit.
     """
 
-    lane = Lane.THREAD
+    mode = ExecutionMode.THREAD
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
         self._compute_score = compute_score
-        self._caller = ScoreCaller(compute_score, config, self.lane)
+        self._caller = ScoreCaller(compute_score, config, self.mode)
         self._room = config.max_concurrent_scores
 
     def scoring(self, requests: Sequence[AsyncRolloutRequest]) -> SingleScoring:
@@ -117,7 +117,7 @@ class PrimeRewardManager(NaiveRewardManager):
         config: Time-out, processes, rate limit.
     """
 
-    lane = Lane.PROCESS
+    mode = ExecutionMode.PROCESS
 
 
 def settle_score(request: AsyncRolloutRequest, score: Score) -> None:

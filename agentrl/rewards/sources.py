@@ -6,7 +6,6 @@ The names are those that verl's `default_compute_score` knows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cache
 from types import MappingProxyType
@@ -14,18 +13,10 @@ from typing import Any
 
 from agentrl.errors import RewardError, did_you_mean
 from agentrl.plugins import load_object
+from agentrl.plugins.call import ExecutionMode
 
 BY_SOURCE = "data_source"
 """Names no scorer of its own, but that of each row's `data_source`."""
-
-
-class Lane(StrEnum):
-    """Where a plain function scores. An `async` one always runs on the event loop."""
-
-    THREAD = "thread"
-    """On a thread of its own, which cannot be killed."""
-    PROCESS = "process"
-    """In a process, which is killed where it is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +24,7 @@ class Bundled:
     """A scorer that agentrl brings along; imported when it is first asked for."""
 
     path: str
-    lane: Lane = Lane.THREAD
+    mode: ExecutionMode = ExecutionMode.THREAD
     needs_sandbox: bool = False
     """Whether it is called with `sandbox`, in which it runs code that a model wrote."""
 
@@ -50,8 +41,8 @@ BUNDLED: MappingProxyType[str, Bundled] = MappingProxyType(
     {
         "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
         # Some answers make computer algebra compute for ever: it must be in a process.
-        "math": Bundled("agentrl.rewards.math_answer:compute_score", Lane.PROCESS),
-        "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", Lane.PROCESS),
+        "math": Bundled("agentrl.rewards.math_answer:compute_score", ExecutionMode.PROCESS),
+        "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", ExecutionMode.PROCESS),
         "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),
         "qa": Bundled("agentrl.rewards.qa:compute_score"),
         "code": Bundled("agentrl.rewards.code:compute_score", needs_sandbox=True),

@@ -1,11 +1,12 @@
 """One sandbox for all requests of a run, made when the first of them needs it."""
 
-import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import AgentRLError
+from agentrl.plugins.call import PerLoop
 from agentrl.sandbox.base import Sandbox
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,7 @@ class SharedSandbox:
 
     def __init__(self, config: SandboxConfig, make: MakeSandbox | None = None) -> None:
         self.config = config
-        self._make = make or _make_sandbox
-        self._made: tuple[asyncio.AbstractEventLoop, Sandbox] | None = None
+        self._sandboxes = PerLoop(partial(make or _make_sandbox, config))
 
     def get(self) -> Sandbox:
         """Give the running loop's sandbox.
@@ -36,16 +36,12 @@ class SharedSandbox:
             SandboxError: where no provider can be had.
             MissingExtraError: where the one that was asked for is not installed.
         """
-        loop = asyncio.get_running_loop()
-        if self._made is None or self._made[0] is not loop:
-            self._made = loop, self._make(self.config)
-        return self._made[1]
+        return self._sandboxes.get()
 
     async def close(self) -> None:
         """End the sandbox; one of a loop that is gone ended with it. May be called twice."""
-        made, self._made = self._made, None
-        if made is not None and made[0] is asyncio.get_running_loop():
-            await made[1].close()
+        if (sandbox := self._sandboxes.pop()) is not None:
+            await sandbox.close()
 
 
 def check_sandbox(config: SandboxConfig, *, key: str) -> None:

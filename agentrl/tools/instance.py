@@ -20,11 +20,17 @@ from agentrl.errors import (
     words_of,
 )
 from agentrl.messages import CallOutcome, ToolCall, ToolResponse
-from agentrl.plugins.call import CallTimeoutError, call_bounded, traceback_of, words_and_place_of
+from agentrl.plugins.call import (
+    CallTimeoutError,
+    ExecutionMode,
+    call_bounded,
+    traceback_of,
+    words_and_place_of,
+)
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
 from agentrl.tools.guard import UnavailableError, Visit, way_of
-from agentrl.tools.lanes import Isolation, Lane, LoopLane, MethodCall, ThreadLane
+from agentrl.tools.lanes import Lane, LoopLane, MethodCall, ThreadLane
 from agentrl.tools.settings import ToolSettings
 from agentrl.tools.signatures import create_arguments
 
@@ -295,13 +301,13 @@ def _is_inherited(tool: BaseTool, method: str) -> bool:
     return getattr(type(tool), method) is getattr(BaseTool, method) and method not in vars(tool)
 
 
-def _lane(tool: BaseTool, isolation: Isolation) -> Lane:
-    if isolation is Isolation.PROCESS:
+def _lane(tool: BaseTool, isolation: ExecutionMode) -> Lane:
+    if isolation is ExecutionMode.PROCESS:
         # Starting processes is for those who ask for it: nobody else pays for the import.
         from agentrl.tools.process import ProcessLane
 
         return ProcessLane(tool)
-    return ThreadLane(tool) if isolation is Isolation.THREAD else LoopLane(tool)
+    return ThreadLane(tool) if isolation is ExecutionMode.THREAD else LoopLane(tool)
 
 
 def _forget(_: Any) -> None:

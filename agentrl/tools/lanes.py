@@ -7,23 +7,11 @@ that what it runs ends as far as it can be ended.
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
 from agentrl.plugins.call import call_method, in_thread_loop
 from agentrl.tools.base import BaseTool
-
-
-class Isolation(StrEnum):
-    """How far a tool is kept from the rest; `config.isolation` of its YAML."""
-
-    NONE = "none"
-    """On the event loop (a plain `def` on a thread): cheapest, for tools that await."""
-    THREAD = "thread"
-    """In an event loop of its own on a thread: for tools that block."""
-    PROCESS = "process"
-    """In a process that can be killed: for tools that may never return."""
 
 
 @dataclass(frozen=True, slots=True)

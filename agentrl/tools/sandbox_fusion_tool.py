@@ -1,12 +1,13 @@
 """Let the model run code on a SandboxFusion service."""
 
-import asyncio
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
 from agentrl.config.schema.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
+from agentrl.plugins.call import PerLoop
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution
 from agentrl.sandbox.fusion_client import FusionClient
@@ -90,7 +91,10 @@ class SandboxFusionTool(BaseTool):
         if self._keys.enable_global_rate_limit is not None:
             config.pop("rate_limit", None)
         super().__init__(config, tool_schema)
-        self._made: tuple[asyncio.AbstractEventLoop, FusionClient] | None = None
+        keys = self._keys
+        self._clients = PerLoop(
+            partial(FusionClient, keys.sandbox_fusion_url, memory_limit_mb=keys.memory_limit_mb)
+        )
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Give the schema that a YAML need not repeat."""
@@ -123,7 +127,7 @@ class SandboxFusionTool(BaseTool):
         Raises:
             SandboxError: if the service failed, and not the code.
         """
-        return await self._client().run(
+        return await self._clients.get().run(
             without_fence(code),
             timeout_s=self._timeout_s(timeout_s),
             language=str(language or self._keys.default_language),
@@ -135,20 +139,10 @@ class SandboxFusionTool(BaseTool):
 
     async def shutdown(self) -> None:
         """Close the connections."""
-        made, self._made = self._made, None
-        if made is not None and made[0] is asyncio.get_running_loop():
-            await made[1].close()
+        if (client := self._clients.pop()) is not None:
+            await client.close()
 
     def _timeout_s(self, asked: Any) -> float:
         most = self._keys.default_timeout
         is_number = isinstance(asked, int | float) and asked > 0
         return min(float(asked), most) if is_number else most
-
-    def _client(self) -> FusionClient:
-        loop = asyncio.get_running_loop()
-        if self._made is None or self._made[0] is not loop:
-            client = FusionClient(
-                self._keys.sandbox_fusion_url, memory_limit_mb=self._keys.memory_limit_mb
-            )
-            self._made = loop, client
-        return self._made[1]

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError
+from agentrl.plugins.call import ExecutionMode
 from agentrl.plugins.keys import read_keys
-from agentrl.tools.lanes import Isolation
 
 
 class RetrySettings(Section):
@@ -64,7 +64,9 @@ class ToolSettings(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    isolation: Isolation = Field(default=Isolation.NONE, description="none, thread or process")
+    isolation: ExecutionMode = Field(
+        default=ExecutionMode.INLINE, description="none, thread or process"
+    )
     timeout_s: float | None = Field(default=None, gt=0, description="seconds, more than 0")
     """Of one call of one method, and of each attempt; None: the run's `tool_timeout_s`."""
     retry: RetrySettings | None = Field(
@@ -91,7 +93,7 @@ class ToolSettings(BaseModel):
     def is_guarded(self) -> bool:
         """Whether a call meets anything on its way to the tool."""
         return (
-            self.isolation is Isolation.PROCESS
+            self.isolation is ExecutionMode.PROCESS
             or self.max_concurrency is not None
             or self.retry is not None
             or self.cache is not None
@@ -179,7 +181,7 @@ def refuse_isolation(config: Mapping[str, Any], *, because: str) -> None:
         ConfigError: for `isolation: thread` or `process`.
     """
     isolation = ToolSettings.check(config).isolation
-    if isolation is not Isolation.NONE:
+    if isolation is not ExecutionMode.INLINE:
         raise ConfigError(
             f"isolation is {str(isolation)!r}: {because}",
             key="config.isolation",

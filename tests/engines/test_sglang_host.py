@@ -17,7 +17,6 @@ import pytest
 
 from agentrl.engines.sglang.inprocess import calls as own_calls
 from agentrl.engines.sglang.inprocess import host as host_module
-from agentrl.engines.sglang.inprocess.barrier import Turns
 from agentrl.engines.sglang.inprocess.calls import OwnCall
 from agentrl.engines.sglang.inprocess.host import SGLangHost
 from agentrl.errors import EngineError
@@ -202,20 +201,3 @@ async def test_abort_is_told_again_until_the_call_returns_what_it_sampled(
     backend.has_begun = True
     await aborting
     assert (await running)["output_ids"] == [7]
-
-
-def test_turns_are_taken_one_after_the_other_on_any_event_loop():
-    turns, order = Turns(), list[str]()
-
-    async def hold(name: str) -> None:
-        async with turns.take():
-            order.append(f"{name} begins")
-            await asyncio.sleep(0)
-            order.append(f"{name} ends")
-
-    async def both() -> None:
-        await asyncio.gather(hold("a"), hold("b"))
-
-    for _ in range(2):
-        asyncio.run(both())
-    assert order == ["a begins", "a ends", "b begins", "b ends"] * 2

@@ -7,7 +7,13 @@ import time
 
 import pytest
 
-from agentrl.plugins.call import CallTimeoutError, call_bounded, call_method, in_thread_loop
+from agentrl.plugins.call import (
+    CallTimeoutError,
+    PerLoop,
+    call_bounded,
+    call_method,
+    in_thread_loop,
+)
 
 
 async def test_a_timeout_of_the_plugins_own_is_told_apart():
@@ -159,3 +165,31 @@ async def test_a_loop_of_its_own_is_cancelled_even_before_it_runs():
     await asyncio.sleep(0.05)
     assert threading.active_count() < 50
     assert not ran.is_set()
+
+
+def test_a_lock_for_each_loop_serves_loops_one_after_the_other():
+    locks, order = PerLoop(asyncio.Lock), list[str]()
+
+    async def hold(name: str) -> None:
+        async with locks.get():
+            order.append(f"{name} begins")
+            await asyncio.sleep(0)
+            order.append(f"{name} ends")
+
+    async def both() -> None:
+        await asyncio.gather(hold("a"), hold("b"))
+
+    for _ in range(2):
+        asyncio.run(both())
+    assert order == ["a begins", "a ends", "b begins", "b ends"] * 2
+
+
+def test_an_object_of_a_closed_loop_is_dropped():
+    made = PerLoop(object)
+
+    async def get() -> object:
+        return made.get()
+
+    first, second = asyncio.run(get()), asyncio.run(get())
+    assert first is not second
+    assert len(made._by_loop) == 1

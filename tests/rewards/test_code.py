@@ -10,11 +10,11 @@ import pytest
 from agentrl.config.schema.run import RewardConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import DataError, PluginError, SandboxError
+from agentrl.plugins.call import ExecutionMode
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.code import compute_score
 from agentrl.rewards.loading import load_bundled
 from agentrl.rewards.scoring import read_score
-from agentrl.rewards.sources import Lane
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.grading import grade
 
@@ -109,7 +109,9 @@ async def test_a_run_hands_its_sandbox_over_to_as_many_gradings_as_it_has_cores(
     monkeypatch.setattr("agentrl.rewards.code.grade", slow_grade)
     monkeypatch.setattr("agentrl.sandbox.grading.room.num_cores", lambda: 2)
     scorer = load_bundled("code", {"continuous": True})
-    caller = ScoreCaller(scorer, RewardConfig(sandbox=SandboxConfig(num_warm=0)), Lane.THREAD)
+    caller = ScoreCaller(
+        scorer, RewardConfig(sandbox=SandboxConfig(num_warm=0)), ExecutionMode.THREAD
+    )
     told = {"data_source": "apps", "solution_str": SMALL, "ground_truth": TESTS}
     found = await asyncio.gather(*(caller.call(scorer, told) for _ in range(3)))
     await caller.close()

@@ -269,17 +269,17 @@ def test_a_tool_serves_one_event_loop_after_another():
     )
     for _ in range(4):
         assert kinds(asyncio.run(ask_all(tool, 4))) == ["ok"] * 4
-    assert len(_ways._of_tools[id(tool)]) == 1, "loops that are closed are forgotten"
+    assert len(_ways[id(tool)]._by_loop) == 1, "loops that are closed are forgotten"
 
 
 def test_what_stands_round_a_tool_goes_with_it():
     tool = PlayedTool(max_concurrency=1)
     number = id(tool)
     asyncio.run(ask_all(tool, 2))
-    assert number in _ways._of_tools
+    assert number in _ways
     del tool
     gc.collect()
-    assert number not in _ways._of_tools
+    assert number not in _ways
 
 
 # The circuit breaker.

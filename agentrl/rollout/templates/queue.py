@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.plugins.call import PerLoop
+
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Encodes texts from outside."""
 Waiting = tuple[asyncio.Future[list[list[int]]], slice]
@@ -30,7 +32,7 @@ class EncodingQueue:
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
-        self._open: _Batch | None = None
+        self._batches = PerLoop(self._begin)
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts, in their order.
@@ -38,15 +40,17 @@ class EncodingQueue:
         Raises:
             Exception: what the tokenizer raises for these texts; those of others are not touched.
         """
+        return await self._batches.get().add(texts)
+
+    def _begin(self) -> "_Batch":
+        """Begin a batch, which is encoded in the next turn of the event loop."""
         loop = asyncio.get_running_loop()
-        # A batch of another loop is nobody's any more: that loop ended before its turn.
-        if self._open is None or self._open.loop is not loop:
-            self._open = _Batch(loop)
-            loop.call_soon(self._close, self._open)
-        return await self._open.add(texts)
+        batch = _Batch(loop)
+        loop.call_soon(self._close, batch)
+        return batch
 
     def _close(self, batch: "_Batch") -> None:
-        self._open = None
+        self._batches.pop()
         try:
             encoded = self._encode(batch.texts)
         except Exception:  # noqa: BLE001 - told below to the one whose text it is

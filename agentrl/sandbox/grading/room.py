@@ -1,11 +1,11 @@
 """How many solutions are graded at once: as many as there are cores, whoever asks."""
 
 import asyncio
-from weakref import WeakKeyDictionary
 
+from agentrl.plugins.call import PerLoop
 from agentrl.plugins.environment import num_cores
 
-_ROOMS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_ROOMS = PerLoop(lambda: asyncio.Semaphore(num_cores()))
 
 
 def grading_room() -> asyncio.Semaphore:
@@ -18,4 +18,4 @@ def grading_room() -> asyncio.Semaphore:
         >>> async with grading_room():
         ...     found = await grade(code, tests, sandbox)
     """
-    return _ROOMS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(num_cores()))
+    return _ROOMS.get()

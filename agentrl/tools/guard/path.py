@@ -1,6 +1,5 @@
 """The way of a call through the stations of its tool: one for each tool and event loop."""
 
-import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -10,8 +9,8 @@ from typing import Any, Protocol
 
 from agentrl.errors import AgentRLError
 from agentrl.messages import ToolCall
+from agentrl.plugins.call import ExecutionMode, PerLoop
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.lanes import Isolation
 from agentrl.tools.settings import ToolSettings
 
 
@@ -53,7 +52,10 @@ def way_of(tool: BaseTool, settings: ToolSettings) -> Way:
 
     What `settings` says of stations counts when the first call of a loop comes.
     """
-    return _ways.of(tool, settings)
+    if id(tool) not in _ways:
+        _ways[id(tool)] = PerLoop(partial(_make_way, tool.name, settings))
+        weakref.finalize(tool, _ways.pop, id(tool)).atexit = False
+    return _ways[id(tool)].get()
 
 
 def _attempt(visit: Visit) -> Awaitable[ToolResult]:
@@ -84,7 +86,7 @@ def _stations(name: str, settings: ToolSettings) -> Iterator[Station]:
         from agentrl.tools.guard.retry import Retry
 
         yield Retry(settings.retry)
-    if settings.isolation is Isolation.PROCESS:
+    if settings.isolation is ExecutionMode.PROCESS:
         yield _pass_gate
     if settings.max_concurrency or settings.rate_limit:
         from agentrl.tools.guard.limits import limits
@@ -101,26 +103,5 @@ def _make_way(name: str, settings: ToolSettings) -> Way:
     return way
 
 
-class _Ways:
-    """The ways of the tools that live, by the event loops that run.
-
-    Tools are told apart by identity: a user's class may define what makes two of them equal.
-    """
-
-    def __init__(self) -> None:
-        self._of_tools: dict[int, dict[asyncio.AbstractEventLoop, Way]] = {}
-
-    def of(self, tool: BaseTool, settings: ToolSettings) -> Way:
-        by_loop = self._of_tools.get(id(tool))
-        if by_loop is None:
-            by_loop = self._of_tools[id(tool)] = {}
-            weakref.finalize(tool, self._of_tools.pop, id(tool)).atexit = False
-        loop = asyncio.get_running_loop()
-        if loop not in by_loop:
-            for closed in [other for other in by_loop if other.is_closed()]:
-                del by_loop[closed]
-            by_loop[loop] = _make_way(tool.name, settings)
-        return by_loop[loop]
-
-
-_ways = _Ways()
+_ways: dict[int, PerLoop[Way]] = {}
+"""By tool, of those that live: by identity, because a class of users may define equality."""

@@ -1,28 +1,10 @@
-"""Running calls that can all be ended at once, with a reason; and requests that take turns."""
+"""Let calls through a gate that can end all of them at once, with a reason."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from weakref import WeakKeyDictionary
 
 from agentrl.errors import EngineError
-
-
-class Turns:
-    """Requests that would disturb each other, one after the other.
-
-    An `asyncio.Lock` stays with the event loop on which somebody first had to wait; here each loop
-    has its own.
-    """
-
-    def __init__(self) -> None:
-        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
-            WeakKeyDictionary()
-        )
-
-    def take(self) -> asyncio.Lock:
-        """What to hold for a turn."""
-        return self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
 class CallGate:

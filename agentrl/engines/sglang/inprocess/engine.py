@@ -23,7 +23,7 @@ from agentrl.engines.sglang.arguments import (
 )
 from agentrl.engines.sglang.backend import SleepingBackend, flush
 from agentrl.engines.sglang.calls import complete
-from agentrl.engines.sglang.inprocess.barrier import CallGate, Turns
+from agentrl.engines.sglang.inprocess.barrier import CallGate
 from agentrl.engines.sglang.inprocess.calls import OwnCall
 from agentrl.engines.sglang.inprocess.host import SGLangHost
 from agentrl.engines.sglang.weights.buckets import ModelWeights
@@ -31,6 +31,7 @@ from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Target, up
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.engines.stopping import Decode, decoder_of
 from agentrl.errors import EngineError
+from agentrl.plugins.call import PerLoop
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ class SGLangEngine:
         self._transport = TensorTransport.to_children(bucket_bytes)
         self._weights = weights
         self._gate = CallGate()
-        self._turns = Turns()
+        self._turns = PerLoop(asyncio.Lock)
         self._keys = itertools.count()
         self._running: set[OwnCall] = set()
 
@@ -152,7 +153,7 @@ class SGLangEngine:
         """
         if self._weights is not None:
             named_tensors = self._weights.for_files(named_tensors)
-        async with self._turns.take():
+        async with self._turns.get():
             report = await update_weights(
                 [self._target],
                 named_tensors,
@@ -169,17 +170,17 @@ class SGLangEngine:
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix; running calls compute theirs anew."""
-        async with self._turns.take():
+        async with self._turns.get():
             await flush(self._backend)
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Give memory back until `wake`; running calls wait. Without an accelerator: nothing."""
-        async with self._turns.take():
+        async with self._turns.get():
             await self._backend.sleep(tags)
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
         """Take memory again; when all is awake, calls go on."""
-        async with self._turns.take():
+        async with self._turns.get():
             await self._backend.wake(tags)
 
     async def close(self) -> None:
