@@ -3,8 +3,8 @@
 from agentrl.rollout.templates.check import CheckMode, check_ledger, check_request
 from agentrl.rollout.templates.conversation import EncodedConversation
 from agentrl.rollout.templates.observed import EncodedDelta
-from agentrl.rollout.templates.probe import probe_template
-from agentrl.rollout.templates.report import (
+from agentrl.rollout.templates.probe.capabilities import probe_template
+from agentrl.rollout.templates.probe.report import (
     Capability,
     History,
     TemplateNeeds,

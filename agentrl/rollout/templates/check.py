@@ -27,11 +27,11 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.templates.anatomy import Anatomy
+from agentrl.rollout.templates.structure import Anatomy
 from agentrl.rollout.templates.conversation import up_to_end
 from agentrl.rollout.templates.delta import NEIGHBOUR
-from agentrl.rollout.templates.shape import Conversation, Hole, Voice
-from agentrl.rollout.templates.splice import (
+from agentrl.rollout.templates.slots import Conversation, Hole, Voice
+from agentrl.rollout.templates.cutting import (
     Piece,
     Written,
     cut,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from agentrl.rollout.templates.anatomy import REASONING_FIELDS, THOUGHTS, Anatomy
+from agentrl.rollout.templates.structure import REASONING_FIELDS, THOUGHTS, Anatomy
 from agentrl.rollout.templates.delta import NEIGHBOUR
-from agentrl.rollout.templates.runs import Splice
-from agentrl.rollout.templates.shape import Conversation, Hole, Voice
-from agentrl.rollout.templates.splice import Piece, Place, common_length, cut, learn
+from agentrl.rollout.templates.compiled import Splice
+from agentrl.rollout.templates.slots import Conversation, Hole, Voice
+from agentrl.rollout.templates.cutting import Piece, Place, common_length, cut, learn
 
 if TYPE_CHECKING:
     from agentrl.rollout.templates.template import ChatTemplate, Tools

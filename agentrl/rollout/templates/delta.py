@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import TemplateError
-from agentrl.rollout.templates.shape import (
+from agentrl.rollout.templates.slots import (
     CallStyle,
     Hole,
     Node,
@@ -21,7 +21,7 @@ from agentrl.rollout.templates.shape import (
     Voice,
     as_arguments,
 )
-from agentrl.rollout.templates.splice import (
+from agentrl.rollout.templates.cutting import (
     Piece,
     Place,
     Render,

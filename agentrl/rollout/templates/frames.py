@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import TemplateError
-from agentrl.rollout.templates.anatomy import THOUGHTS, Anatomy
+from agentrl.rollout.templates.structure import THOUGHTS, Anatomy
 from agentrl.rollout.templates.conversation import encode_turn, up_to_end
 from agentrl.rollout.templates.delta import NEIGHBOUR
-from agentrl.rollout.templates.shape import Hole, Voice
-from agentrl.rollout.templates.splice import common_length, cut, places_in_order
-from agentrl.rollout.templates.stories import calling, result, tool_schema
+from agentrl.rollout.templates.slots import Hole, Voice
+from agentrl.rollout.templates.cutting import common_length, cut, places_in_order
+from agentrl.rollout.templates.probe_conversations import calling, result, tool_schema
 
 if TYPE_CHECKING:
     from agentrl.rollout.templates.template import ChatTemplate

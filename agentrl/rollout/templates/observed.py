@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from agentrl.rollout.templates.runs import Filled, Splice
-from agentrl.rollout.templates.shape import Hole, Node
-from agentrl.rollout.templates.splice import Piece, Place, Written
+from agentrl.rollout.templates.compiled import Filled, Splice
+from agentrl.rollout.templates.slots import Hole, Node
+from agentrl.rollout.templates.cutting import Piece, Place, Written
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates.anatomy import Anatomy
+from agentrl.rollout.templates.structure import Anatomy
 from agentrl.rollout.templates.conversation import EncodedConversation, encode_conversation
 from agentrl.rollout.templates.delta import NEIGHBOUR, opening_of
 from agentrl.rollout.templates.observed import (
@@ -24,8 +24,8 @@ from agentrl.rollout.templates.observed import (
 from agentrl.rollout.templates.pieces import TokenPieces
 from agentrl.rollout.templates.queue import EncodingQueue
 from agentrl.rollout.templates.rendering import Renderer
-from agentrl.rollout.templates.runs import Splice
-from agentrl.rollout.templates.shape import (
+from agentrl.rollout.templates.compiled import Splice
+from agentrl.rollout.templates.slots import (
     Conversation,
     Hole,
     Node,
@@ -34,7 +34,7 @@ from agentrl.rollout.templates.shape import (
     ShapeBuilder,
     Voice,
 )
-from agentrl.rollout.templates.splice import Piece, cut, learn, places_in_order
+from agentrl.rollout.templates.cutting import Piece, cut, learn, places_in_order
 from agentrl.rollout.templates.text import TextEncoder
 
 if TYPE_CHECKING:

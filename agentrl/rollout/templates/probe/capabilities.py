@@ -12,16 +12,16 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates.conversation import encode_turn
 from agentrl.rollout.templates.observed import borrowed_names
-from agentrl.rollout.templates.probe_history import probe_history
-from agentrl.rollout.templates.probe_texts import AWKWARD, POSITIONS, TextProbe
-from agentrl.rollout.templates.report import (
+from agentrl.rollout.templates.probe.history import probe_history
+from agentrl.rollout.templates.probe.texts import AWKWARD, POSITIONS, TextProbe
+from agentrl.rollout.templates.probe.report import (
     Capability,
     CapabilityReport,
     History,
     TemplateReport,
 )
-from agentrl.rollout.templates.splice import places_in_order
-from agentrl.rollout.templates.stories import (
+from agentrl.rollout.templates.cutting import places_in_order
+from agentrl.rollout.templates.probe_conversations import (
     calling,
     prefaced,
     reason_of,

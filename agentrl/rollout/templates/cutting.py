@@ -3,7 +3,7 @@
 A conversation's shape is rendered with a fresh random number in each hole, so no text that anybody
 wrote ever enters the string. What the template does to a text on its way (strips it, escapes it in
 JSON) is learned from further renderings of the same shape and done to the text before it is
-encoded (`agentrl.rollout.templates.runs`).
+encoded (`agentrl.rollout.templates.compiled`).
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentrl.errors import TemplateError
-from agentrl.rollout.templates.shape import HOLE_WIDTH, Hole
+from agentrl.rollout.templates.slots import HOLE_WIDTH, Hole
 
 Render = Callable[[Mapping[int, str]], str]
 """Renders one shape with the given texts in its holes."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates.report import TextReport, Treatment
-from agentrl.rollout.templates.shape import Conversation, fill, shape_key
-from agentrl.rollout.templates.splice import Piece, Place, learn, written_text
-from agentrl.rollout.templates.stories import (
+from agentrl.rollout.templates.probe.report import TextReport, Treatment
+from agentrl.rollout.templates.slots import Conversation, fill, shape_key
+from agentrl.rollout.templates.cutting import Piece, Place, learn, written_text
+from agentrl.rollout.templates.probe_conversations import (
     THOUGHT,
     calling,
     prefaced,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentrl.rollout.templates.pieces import TokenPieces
-from agentrl.rollout.templates.shape import Voice
-from agentrl.rollout.templates.splice import Piece, Place, Written, write_pieces
+from agentrl.rollout.templates.slots import Voice
+from agentrl.rollout.templates.cutting import Piece, Place, Written, write_pieces
 from agentrl.rollout.templates.text import ControlToken, TextEncoder
 
 Span = tuple[int, int, int]

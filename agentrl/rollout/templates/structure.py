@@ -11,7 +11,7 @@ from agentrl.messages import Message
 from agentrl.rollout.templates.delta import NEIGHBOUR, DeltaFinder, EndOfTurn, opening_of
 from agentrl.rollout.templates.markers import Markers, find_markers
 from agentrl.rollout.templates.rendering import Renderer
-from agentrl.rollout.templates.shape import (
+from agentrl.rollout.templates.slots import (
     CallStyle,
     Hole,
     Node,
@@ -22,8 +22,8 @@ from agentrl.rollout.templates.shape import (
     as_arguments,
     fill,
 )
-from agentrl.rollout.templates.splice import Piece, Render, common_length, cut, places_in_order
-from agentrl.rollout.templates.stories import tool_schema
+from agentrl.rollout.templates.cutting import Piece, Render, common_length, cut, places_in_order
+from agentrl.rollout.templates.probe_conversations import tool_schema
 from agentrl.rollout.templates.text import TextEncoder, any_of
 
 THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.records import TokenDifference, Turn
-from agentrl.rollout.templates.anatomy import THOUGHTS
+from agentrl.rollout.templates.structure import THOUGHTS
 from agentrl.rollout.templates.check import check_ledger
 from agentrl.rollout.templates.conversation import encode_turn, follow_prompt, spoken_text
-from agentrl.rollout.templates.report import Capability, History, HistoryReport
-from agentrl.rollout.templates.stories import (
+from agentrl.rollout.templates.probe.report import Capability, History, HistoryReport
+from agentrl.rollout.templates.probe_conversations import (
     REASONING,
     calling,
     prefaced,
