@@ -47,14 +47,14 @@ def check_control_tokens(config: RunConfig, plugins: Plugins) -> Checked[ProbedM
     """
     probed = probe_model(config, plugins)
     forged = tuple(find_forged(probed.template))
-    told = f"{len(probed.template.anatomy.encoder.control)} control tokens stay text; "
+    told = f"{len(probed.template.structure.encoder.control)} control tokens stay text; "
     told += f"stops at {' '.join(probed.report.stop_tokens)}"
     return Checked(probed, told, tuple(_text_doubts(probed.report)), forged)
 
 
 def find_forged(template: ChatTemplate) -> list[str]:
     """Find the control tokens that a text from outside could write."""
-    control = template.anatomy.encoder.control
+    control = template.structure.encoder.control
     written = template.encode_texts([f"a{token}b" for token in control])
     return [
         f"the text {token!r} of a tool or user would become a control token: use another tokenizer"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.rollout.templates.frames import find_frames
+from agentrl.rollout.templates.assistant_turn import find_frames
 from agentrl.rollout.tool_calls import CheckedCalls, check_calls
 from agentrl.rollout.tool_parsers import ParsedTurn, ToolParser
 from agentrl.rollout.tool_parsers.base import Span
@@ -62,5 +62,5 @@ def read_turn(
         text=text + stop,
         message=message,
         calls=checked,
-        call_spans=template.pieces.locate(said, text, checked.spans),
+        call_spans=template.token_spans.locate(said, text, checked.spans),
     )

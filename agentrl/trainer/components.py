@@ -241,7 +241,7 @@ def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
 
 def find_endless_turn(config: RunConfig, setup: RolloutSetup) -> Iterator[str]:
     """Say where no token ends a turn as the chat template does: it would go on to its budget."""
-    if not setup.template.anatomy.end_of_turn.text and not config.rollout.stop:
+    if not setup.template.structure.end_of_turn.text and not config.rollout.stop:
         stops = ", ".join(map(repr, setup.template.stop_texts.values()))
         yield (
             "the chat template ends a turn with no token of the tokenizer: a turn goes on to "

@@ -14,7 +14,7 @@ from agentrl.config.schema.run import SftConfig
 from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates import ChatTemplate, encode_conversation
 from agentrl.workers.packing import PaddedRows
 
 
@@ -56,7 +56,7 @@ class DemonstrationEncoder:
         Raises:
             TemplateError: where the template cannot carry it.
         """
-        encoded = self._template.encode_conversation(messages, tools)
+        encoded = encode_conversation(self._template, messages, tools)
         weights = [1.0 if one else self._observed_loss_weight for one in encoded.loss_mask]
         opening = _common_prefix(encoded.ids, self._opening(messages, tools))
         weights[:opening] = [0.0] * opening

@@ -24,10 +24,10 @@ from agentrl.rollout.templates import (
     Capability,
     ChatTemplate,
     TemplateReport,
-    Treatment,
+    TextTransform,
     probe_template,
 )
-from agentrl.rollout.templates.conversation import encode_turn
+from agentrl.rollout.templates.assistant_turn import encode_turn
 from agentrl.rollout.tool_calls import ToolCaller
 from agentrl.rollout.tool_parsers import get_tool_parser
 from tests.fakes.templates import (
@@ -135,11 +135,16 @@ class Stage:
 
     def written(self, text: str, position: str) -> str:
         """What the probe declares that the template makes of a text."""
-        treatments = set(self.report.text(position).treatments)
-        known = {Treatment.VERBATIM, Treatment.TRIMS, Treatment.ESCAPES, Treatment.BRANCHES}
-        assert treatments <= known, treatments
-        text = text.strip() if Treatment.TRIMS in treatments else text
-        if Treatment.ESCAPES in treatments:
+        transforms = set(self.report.text(position).transforms)
+        known = {
+            TextTransform.VERBATIM,
+            TextTransform.TRIMS,
+            TextTransform.ESCAPES,
+            TextTransform.BRANCHES,
+        }
+        assert transforms <= known, transforms
+        text = text.strip() if TextTransform.TRIMS in transforms else text
+        if TextTransform.ESCAPES in transforms:
             text = json.dumps(text, ensure_ascii=False)[1:-1]
         return text
 
@@ -278,7 +283,7 @@ class Stage:
         return self._tokenizer.apply_chat_template(
             [m.model_copy(update={"content": m.text}).to_template() for m in messages],
             tools=[tool.to_template() for tool in TOOLS],
-            chat_template=self.template.anatomy.renderer.source,
+            chat_template=self.template.structure.renderer.source,
             add_generation_prompt=True,
             tokenize=False,
         )

@@ -18,7 +18,7 @@ from agentrl.data.conversations import load_conversations
 from agentrl.errors import ConfigError, DataError
 from agentrl.quickstart.arithmetic import prepare_arithmetic
 from agentrl.quickstart.tiny_policy import make_tiny_policy
-from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates import ChatTemplate, encode_conversation
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.workers.demonstrations import DemonstrationEncoder, Demonstrations, pad_demonstrations
 from agentrl.workers.distributed import World
@@ -145,7 +145,7 @@ def test_weights_are_one_on_assistant_tokens_and_none_on_the_system_prompt(confi
     conversation = next(c for c in load_conversations(config.train_file) if len(c.messages) > 3)
     encoder = DemonstrationEncoder(chat, 0.3)
     found = encoder.encode(conversation.messages, [])
-    mask = chat.encode_conversation(conversation.messages, []).loss_mask
+    mask = encode_conversation(chat, conversation.messages, []).loss_mask
     assert [weight == 1.0 for weight in found.weights] == [bool(bit) for bit in mask]
     opening = found.weights.index(0.3)
     assert set(found.weights[opening:]) == {0.3, 1.0}

@@ -11,7 +11,7 @@ from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.quickstart.arithmetic import prepare_arithmetic
 from agentrl.quickstart.tiny_policy import make_tiny_policy, train_tokenizer
-from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates import ChatTemplate, encode_conversation
 from agentrl.workers.model import load_policy
 
 CALCULATOR = OpenAIFunctionToolSchema.model_validate(
@@ -126,7 +126,7 @@ def test_template_carries_a_whole_conversation_with_tools(config: TinyPolicyConf
         "<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n#### 1<|im_end|>\n"
     )
-    encoded = ChatTemplate(tokenizer).encode_conversation(messages, [CALCULATOR])
+    encoded = encode_conversation(ChatTemplate(tokenizer), messages, [CALCULATOR])
     assert tokenizer.decode(encoded.ids) == text.removesuffix("\n")
 
 

@@ -1,8 +1,8 @@
 """Chat templates: messages to tokens and back, for any template, by construction."""
 
+from agentrl.rollout.templates.assistant_turn import EncodedConversation, encode_conversation
 from agentrl.rollout.templates.check import CheckMode, check_ledger, check_request
-from agentrl.rollout.templates.conversation import EncodedConversation
-from agentrl.rollout.templates.observed import EncodedDelta
+from agentrl.rollout.templates.delta import EncodedDelta
 from agentrl.rollout.templates.probe.capabilities import probe_template
 from agentrl.rollout.templates.probe.report import (
     Capability,
@@ -10,7 +10,7 @@ from agentrl.rollout.templates.probe.report import (
     TemplateNeeds,
     TemplateReport,
     TextReport,
-    Treatment,
+    TextTransform,
     require,
 )
 from agentrl.rollout.templates.template import ChatTemplate
@@ -25,9 +25,10 @@ __all__ = [
     "TemplateNeeds",
     "TemplateReport",
     "TextReport",
-    "Treatment",
+    "TextTransform",
     "check_ledger",
     "check_request",
+    "encode_conversation",
     "probe_template",
     "require",
 ]

@@ -27,10 +27,7 @@ from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.records import TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.templates.structure import Anatomy
-from agentrl.rollout.templates.conversation import up_to_end
-from agentrl.rollout.templates.delta import NEIGHBOUR
-from agentrl.rollout.templates.slots import Conversation, Hole, Voice
+from agentrl.rollout.templates.assistant_turn import up_to_end
 from agentrl.rollout.templates.cutting import (
     Piece,
     Written,
@@ -40,6 +37,8 @@ from agentrl.rollout.templates.cutting import (
     write_pieces,
     written_text,
 )
+from agentrl.rollout.templates.slots import ShapedConversation, TextOrigin, context_slot
+from agentrl.rollout.templates.structure import TemplateStructure
 from agentrl.rollout.templates.template import ChatTemplate
 
 CheckMode = Literal["disable", "strict", "ignore_strippable"]
@@ -156,11 +155,11 @@ def _reads_as_rendered(
     ends_open = request.messages[-1].role == "assistant"
     if ends_open:
         last = _without_stop(template, last)
-    reading, hidden = template.anatomy.text_reading, template.anatomy.hidden_markers
+    options, hidden = template.structure.text_options, template.structure.hidden_markers
     try:
-        read = template.read(request.messages, request.tool_schemas, reading=reading)
-        texts = zip(read.message_holes, read.message_texts, strict=True)
-        if any(hidden[hole.voice].search(text) for hole, text in texts):
+        read = template.read(request.messages, request.tool_schemas, options=options)
+        texts = zip(read.message_slots, read.message_texts, strict=True)
+        if any(hidden[slot.origin].search(text) for slot, text in texts):
             return False
         whole = written_text(_learn_whole(template, read, gen=not ends_open), read.texts)
     except TemplateError:
@@ -200,7 +199,7 @@ def _expect(
     tools: Sequence[OpenAIFunctionToolSchema],
 ) -> _Expected | TemplateError:
     """What should have been observed in a segment."""
-    segment, encoder = segments[number], template.anatomy.encoder
+    segment, encoder = segments[number], template.structure.encoder
     try:
         if number == 0:
             ids = template.encode_prompt(segment.messages, tools)
@@ -273,7 +272,7 @@ def _check_whole(
 def _check_rendering(
     template: ChatTemplate,
     segments: Sequence[_Segment],
-    read: Conversation,
+    read: ShapedConversation,
     pieces: Sequence[Piece],
     *,
     gen: bool,
@@ -303,23 +302,23 @@ def _check_canonical(
     return found
 
 
-def _holds_control(template: ChatTemplate, read: Conversation) -> bool:
+def _holds_control(template: ChatTemplate, read: ShapedConversation) -> bool:
     """Whether a text from outside holds a control token, in any of its forms."""
-    holds = template.anatomy.encoder.holds_control
-    texts = zip(read.holes, read.texts, strict=True)
-    return any(hole.voice is Voice.OUTSIDE and holds(text) for hole, text in texts)
+    holds = template.structure.encoder.holds_control
+    texts = zip(read.slots, read.texts, strict=True)
+    return any(slot.origin is TextOrigin.OUTSIDE and holds(text) for slot, text in texts)
 
 
-def _render(template: ChatTemplate, read: Conversation, *, gen: bool) -> str:
+def _render(template: ChatTemplate, read: ShapedConversation, *, gen: bool) -> str:
     """Return what the template writes if it is given the texts themselves."""
-    render = template.anatomy.render_node(read.nodes, read.tools.nodes, gen)
+    render = template.structure.render_node(read.nodes, read.tools.nodes, gen)
     return render(dict(enumerate(read.texts)))
 
 
-def _learn_whole(template: ChatTemplate, read: Conversation, *, gen: bool) -> list[Piece]:
+def _learn_whole(template: ChatTemplate, read: ShapedConversation, *, gen: bool) -> list[Piece]:
     """Learn what the template writes for a whole conversation of this shape, once."""
-    render = template.anatomy.render_node(read.nodes, read.tools.nodes, gen)
-    return template.learn_once(f"whole {gen}", read.key, lambda: learn(render, read.holes))
+    render = template.structure.render_node(read.nodes, read.tools.nodes, gen)
+    return template.learn_once(f"whole {gen}", read.key, lambda: learn(render, read.slots))
 
 
 def _read_ledger(
@@ -350,7 +349,7 @@ def _first(starts: dict[int, int]) -> Iterable[tuple[int, int]]:
 
 def _reads_alike(template: ChatTemplate, ours: str, theirs: str) -> bool:
     """Whether two texts are one after decoding: some tokens take in the white space beside them."""
-    encoder = template.anatomy.encoder
+    encoder = template.structure.encoder
     return ours == theirs or (
         encoder.decode(encoder.encode_literal(ours))
         == encoder.decode(encoder.encode_literal(theirs))
@@ -359,22 +358,22 @@ def _reads_alike(template: ChatTemplate, ours: str, theirs: str) -> bool:
 
 def _cut_end(template: ChatTemplate, literal: str) -> str:
     """What is left of the last literal of a turn without the turn's end and what follows it."""
-    closing = template.learn_once("closing", None, lambda: _find_closing(template.anatomy))
+    closing = template.learn_once("closing", None, lambda: _find_closing(template.structure))
     if closing and literal.endswith(closing):
         return literal.removesuffix(closing)
-    return _without_stop(template, up_to_end(template.anatomy, literal))
+    return _without_stop(template, up_to_end(template.structure, literal))
 
 
-def _find_closing(anatomy: Anatomy) -> str:
+def _find_closing(structure: TemplateStructure) -> str:
     """Return what the template writes after the last answer of a conversation; empty if nothing."""
-    user, answer = (Hole(NEIGHBOUR + i, -1, Voice.POLICY, is_content=False) for i in range(2))
+    user, answer = context_slot(0), context_slot(1)
     nodes = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-    return str(cut(anatomy.render_behind_preface(nodes, False), [user, answer])[-1])
+    return str(cut(structure.render_after_preface(nodes, False), [user, answer])[-1])
 
 
 def _without_stop(template: ChatTemplate, text: str) -> str:
     """A last turn without its end: it may have been cut by a budget, which is no difference."""
-    ends = [template.anatomy.end_of_turn.text, template.anatomy.last_end_of_turn]
+    ends = [template.structure.end_of_turn.text, template.structure.last_end_of_turn]
     ends += [template.decode([id]) for id in template.stop_token_ids]
     return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
 

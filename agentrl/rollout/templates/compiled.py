@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentrl.rollout.templates.pieces import TokenPieces
-from agentrl.rollout.templates.slots import Voice
-from agentrl.rollout.templates.cutting import Piece, Place, Written, write_pieces
-from agentrl.rollout.templates.text import ControlToken, TextEncoder
+from agentrl.rollout.templates.cutting import Piece, SlotUse, Written, write_pieces
+from agentrl.rollout.templates.slots import TextOrigin
+from agentrl.rollout.templates.text import ControlToken, TextEncoder, TokenSpans
 
 Span = tuple[int, int, int]
 """A content: index of its message, start, end."""
@@ -32,7 +31,7 @@ class _Run:
     """Tokens of the literal before the first place, encoded alone."""
     tail_ids: list[int]
     """Tokens of the literal after the last place, encoded alone."""
-    only: Place | None
+    only: SlotUse | None
     """Its one place, if it has one and that is a text from outside."""
 
 
@@ -101,15 +100,15 @@ class _Filling:
             if isinstance(piece, str):
                 self.text += piece
                 continue
-            written, start = piece.written(texts[piece.hole.number]), len(self.text)
-            if piece.hole.voice is Voice.POLICY:
+            written, start = piece.written(texts[piece.slot.number]), len(self.text)
+            if piece.slot.origin is TextOrigin.POLICY:
                 before = self._add_policy(written, before)
                 continue
             self.text += written
-            if piece.hole.is_content:
-                if self.contents and self.contents[-1][0] == piece.hole.message:
+            if piece.slot.is_content:
+                if self.contents and self.contents[-1][0] == piece.slot.message:
                     start = self.contents.pop()[1]
-                self.contents.append((piece.hole.message, start, len(self.text)))
+                self.contents.append((piece.slot.message, start, len(self.text)))
         self._close(before, run.after)
 
     def _add_policy(self, written: str, before: ControlToken | None) -> ControlToken | None:
@@ -130,7 +129,7 @@ class _Filling:
         self.text, self.contents = "", []
 
 
-class Splice:
+class CompiledTemplate:
     """Pieces with their literals encoded: texts in, tokens out.
 
     Args:
@@ -157,26 +156,26 @@ class Splice:
         """Put texts in their places, without encoding them.
 
         Args:
-            texts: A text for each hole.
+            texts: A text for each slot.
         """
         parts: list[list[int] | _FilledRun] = []
         for step in self._steps:
             if isinstance(step, list):
                 parts.append(step)
             elif step.only:
-                parts += self._fill_only(step, step.only, texts[step.only.hole.number])
+                parts += self._fill_only(step, step.only, texts[step.only.slot.number])
             else:
                 filling = _Filling(self._encoder, self._live)
                 filling.fill(step, texts)
                 parts += filling.parts
         return Filled(parts, self._encoder)
 
-    def _fill_only(self, run: _Run, place: Place, text: str) -> list[_FilledRun]:
+    def _fill_only(self, run: _Run, place: SlotUse, text: str) -> list[_FilledRun]:
         """Fill a run of one text from outside; most are."""
         written = place.written(text)
         text = "".join([piece if isinstance(piece, str) else written for piece in run.pieces])
         text = self._encoder.between(text, run.before, run.after)
-        contents = [(place.hole.message, 0, 0)] if place.hole.is_content else []
+        contents = [(place.slot.message, 0, 0)] if place.slot.is_content else []
         return [_FilledRun(text, contents, run)] if text else []
 
     def encode(self, texts: Sequence[str]) -> list[int]:
@@ -194,7 +193,9 @@ class Splice:
         opened = next(reversed(self._encoder.split_literal(before)), None)
         last = opened if isinstance(opened, ControlToken) else None
         for piece in self.pieces:
-            for part in [piece] if isinstance(piece, Place) else self._encoder.split_literal(piece):
+            for part in (
+                [piece] if isinstance(piece, SlotUse) else self._encoder.split_literal(piece)
+            ):
                 if isinstance(part, ControlToken):
                     steps += [self._make_run(run, last, part), [part.id]]
                     run, last = [], part
@@ -206,10 +207,10 @@ class Splice:
         self, pieces: list[Piece], before: ControlToken | None, after: ControlToken | None
     ) -> list[int] | _Run:
         encoder = self._encoder
-        if not any(isinstance(piece, Place) for piece in pieces):
+        if not any(isinstance(piece, SlotUse) for piece in pieces):
             return encoder.encode_text(encoder.between("".join(map(str, pieces)), before, after))
-        places = [piece for piece in pieces if isinstance(piece, Place)]
-        is_outside = len(places) == 1 and places[0].hole.voice is Voice.OUTSIDE
+        places = [piece for piece in pieces if isinstance(piece, SlotUse)]
+        is_outside = len(places) == 1 and places[0].slot.origin is TextOrigin.OUTSIDE
         head = pieces[0] if isinstance(pieces[0], str) else ""
         tail = pieces[-1] if isinstance(pieces[-1], str) else ""
         return _Run(
@@ -228,7 +229,7 @@ def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -
         return []
     if part.run is None:
         spans = [(start, end) for _, start, end in part.contents]
-        found = TokenPieces(encoder.decode).locate(ids, part.text, spans)
+        found = TokenSpans(encoder.decode).locate(ids, part.text, spans)
         each = zip(part.contents, found, strict=True)
         return [(message, *span) for (message, _, _), span in each if span]
     head, tail = part.run.head_ids, part.run.tail_ids

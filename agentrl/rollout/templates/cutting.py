@@ -1,6 +1,6 @@
 """Renderings cut at random placeholders, and what a template does to the texts in the cuts.
 
-A conversation's shape is rendered with a fresh random number in each hole, so no text that anybody
+A conversation's shape is rendered with a fresh random number in each slot, so no text that anybody
 wrote ever enters the string. What the template does to a text on its way (strips it, escapes it in
 JSON) is learned from further renderings of the same shape and done to the text before it is
 encoded (`agentrl.rollout.templates.compiled`).
@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentrl.errors import TemplateError
-from agentrl.rollout.templates.slots import HOLE_WIDTH, Hole
+from agentrl.rollout.templates.slots import SLOT_WIDTH, Slot
 
 Render = Callable[[Mapping[int, str]], str]
-"""Renders one shape with the given texts in its holes."""
+"""Renders one shape with the given texts in its slots."""
 
 BLANKS = "\n "
 """The blanks that are tried; a template that strips both strips all."""
 SERIAL_DIGITS = 6
-"""Digits of a placeholder that count the holes; the rest are random, drawn for each rendering."""
+"""Digits of a placeholder that count the slots; the rest are random, drawn for each rendering."""
 SHORTEST_SERIAL = 16
 """Placeholders shorter than this are random throughout."""
 _MARK = "Aé/\n\"\\'<&>\u2028"
@@ -69,10 +69,10 @@ ESCAPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotUse:
     """Where a text stands in a rendering, and what the template does to it there."""
 
-    hole: Hole
+    slot: Slot
     escape: Escape = VERBATIM
     strips_left: str = ""
     """Characters stripped from the text's start; `BLANKS` for all white space."""
@@ -89,40 +89,40 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class Placeholders:
     """Placeholders of one rendering."""
 
     texts: list[str]
-    """One for each hole, in order."""
+    """One for each slot, in order."""
     pattern: re.Pattern[str]
     """Matches any of them, as a group."""
 
 
-Piece = str | Place
+Piece = str | SlotUse
 """A literal of the template, or a text's place."""
 
 
-def cut(render: Render, holes: Sequence[Hole]) -> list[Piece]:
+def cut(render: Render, slots: Sequence[Slot]) -> list[Piece]:
     """Render a shape and cut it: literals and places, alternating, literals at both ends."""
-    marks = _placeholders(holes)
-    by_mark = dict(zip(marks.texts, holes, strict=True))
-    pieces = marks.pattern.split(render(_by_index(holes, marks.texts)))
-    return [Place(by_mark[p]) if i % 2 else p for i, p in enumerate(pieces)]
+    marks = _placeholders(slots)
+    by_mark = dict(zip(marks.texts, slots, strict=True))
+    pieces = marks.pattern.split(render(_by_index(slots, marks.texts)))
+    return [SlotUse(by_mark[p]) if i % 2 else p for i, p in enumerate(pieces)]
 
 
-def learn(render: Render, holes: Sequence[Hole]) -> list[Piece]:
+def learn(render: Render, slots: Sequence[Slot]) -> list[Piece]:
     """Cut a shape, and learn what becomes of a text in each place."""
-    pieces = cut(render, holes)
+    pieces = cut(render, slots)
     if len(pieces) == 1:
         return pieces
-    escapes = _learn_escapes(render, holes, pieces)
+    escapes = _learn_escapes(render, slots, pieces)
     places = [
         replace(place, escape=escape)
         for place, escape in zip(pieces[1::2], escapes, strict=True)
-        if isinstance(place, Place)
+        if isinstance(place, SlotUse)
     ]
     learned: list[Piece] = list(pieces)
-    learned[1::2] = _learn_strips(render, holes, pieces[0::2], places)
+    learned[1::2] = _learn_strips(render, slots, pieces[0::2], places)
     return learned
 
 
@@ -130,29 +130,29 @@ def written_text(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[st
     """The rendering with texts in their places, as the template would write it."""
     return "".join(
         [
-            piece if isinstance(piece, str) else piece.written(texts[piece.hole.number])
+            piece if isinstance(piece, str) else piece.written(texts[piece.slot.number])
             for piece in pieces
         ]
     )
 
 
-def _placeholders(holes: Sequence[Hole]) -> "Marks":
-    """A fresh random number for each hole: it survives any change of case and any escape.
+def _placeholders(slots: Sequence[Slot]) -> "Placeholders":
+    """A fresh random number for each slot: it survives any change of case and any escape.
 
     Long ones of one width share their random start, so that one pattern finds them all.
     """
     nonces: dict[int, str] = {}
     texts: list[str] = []
     patterns: list[str] = []
-    for number, hole in enumerate(holes):
-        if hole.width < SHORTEST_SERIAL:
-            texts.append(_random_digits(hole.width))
+    for number, slot in enumerate(slots):
+        if slot.width < SHORTEST_SERIAL:
+            texts.append(_random_digits(slot.width))
             patterns.append(texts[-1])
             continue
-        nonce = nonces.setdefault(hole.width, _random_digits(hole.width - SERIAL_DIGITS))
+        nonce = nonces.setdefault(slot.width, _random_digits(slot.width - SERIAL_DIGITS))
         texts.append(f"{nonce}{number:0{SERIAL_DIGITS}d}")
     found = [f"{nonce}[0-9]{{{SERIAL_DIGITS}}}" for _, nonce in sorted(nonces.items())[::-1]]
-    return Marks(texts, re.compile("(" + ("|".join(found + patterns) or "(?!)") + ")"))
+    return Placeholders(texts, re.compile("(" + ("|".join(found + patterns) or "(?!)") + ")"))
 
 
 def _random_digits(length: int) -> str:
@@ -160,35 +160,35 @@ def _random_digits(length: int) -> str:
     return str(10 ** (length - 1) + secrets.randbelow(9 * 10 ** (length - 1)))
 
 
-def _by_index(holes: Sequence[Hole], texts: Sequence[str]) -> dict[int, str]:
-    return {hole.number: text for hole, text in zip(holes, texts, strict=True)}
+def _by_index(slots: Sequence[Slot], texts: Sequence[str]) -> dict[int, str]:
+    return {slot.number: text for slot, text in zip(slots, texts, strict=True)}
 
 
-def _learn_escapes(render: Render, holes: Sequence[Hole], pieces: Sequence[Piece]) -> list[Escape]:
+def _learn_escapes(render: Render, slots: Sequence[Slot], pieces: Sequence[Piece]) -> list[Escape]:
     """For each place, how a text with every awkward character comes out."""
-    starts, ends = _placeholders(holes), _placeholders(holes)
+    starts, ends = _placeholders(slots), _placeholders(slots)
     texts = [
-        start + _MARK + end if _is_tried(hole) else start
-        for hole, start, end in zip(holes, starts.texts, ends.texts, strict=True)
+        start + _MARK + end if _is_tried(slot) else start
+        for slot, start, end in zip(slots, starts.texts, ends.texts, strict=True)
     ]
-    places = [piece for piece in pieces if isinstance(piece, Place)]
+    places = [piece for piece in pieces if isinstance(piece, SlotUse)]
     try:
-        rendered = render(_by_index(holes, texts))
+        rendered = render(_by_index(slots, texts))
     except TemplateError:
         return [UNKNOWN] * len(places)
-    expected = dict(zip((hole.number for hole in holes), ends.texts, strict=True))
+    expected = dict(zip((slot.number for slot in slots), ends.texts, strict=True))
     found = starts.pattern.split(rendered)[2::2]
     if len(found) != len(places):
         return [UNKNOWN] * len(places)
     return [
-        _recognise(behind, expected[place.hole.number]) if _is_tried(place.hole) else VERBATIM
+        _recognise(behind, expected[place.slot.number]) if _is_tried(place.slot) else VERBATIM
         for place, behind in zip(places, found, strict=True)
     ]
 
 
-def _is_tried(hole: Hole) -> bool:
+def _is_tried(slot: Slot) -> bool:
     """Whether a text may be longer than its placeholder; an id may not."""
-    return hole.width == HOLE_WIDTH
+    return slot.width == SLOT_WIDTH
 
 
 def _recognise(behind: str, end: str) -> Escape:
@@ -197,13 +197,13 @@ def _recognise(behind: str, end: str) -> Escape:
 
 
 def _learn_strips(
-    render: Render, holes: Sequence[Hole], literals: Sequence[Piece], places: list[Place]
-) -> list[Place]:
+    render: Render, slots: Sequence[Slot], literals: Sequence[Piece], places: list[SlotUse]
+) -> list[SlotUse]:
     """Try a blank on each side of every text and see whether it is still there."""
     plain = [literal for literal in literals if isinstance(literal, str)]
     for blank in BLANKS:
-        before = _literals_with(render, holes, before=blank)
-        after = _literals_with(render, holes, after=blank)
+        before = _literals_with(render, slots, before=blank)
+        after = _literals_with(render, slots, after=blank)
         for number, place in enumerate(places):
             kept = place.escape.apply(blank)
             if _is_stripped(before, plain, number, plain[number] + kept):
@@ -219,15 +219,15 @@ def _is_stripped(found: list[str], plain: list[str], number: int, kept: str) -> 
 
 
 def _literals_with(
-    render: Render, holes: Sequence[Hole], *, before: str = "", after: str = ""
+    render: Render, slots: Sequence[Slot], *, before: str = "", after: str = ""
 ) -> list[str]:
-    marks = _placeholders(holes)
+    marks = _placeholders(slots)
     texts = [
-        before + mark + after if _is_tried(hole) else mark
-        for hole, mark in zip(holes, marks.texts, strict=True)
+        before + mark + after if _is_tried(slot) else mark
+        for slot, mark in zip(slots, marks.texts, strict=True)
     ]
     try:
-        return marks.pattern.split(render(_by_index(holes, texts)))[0::2]
+        return marks.pattern.split(render(_by_index(slots, texts)))[0::2]
     except TemplateError:
         return []
 
@@ -246,10 +246,10 @@ def write_pieces(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[st
     starts: dict[int, int] = {}
     length = 0
     for piece in pieces:
-        if isinstance(piece, Place):
-            if piece.hole.is_content:
-                starts.setdefault(piece.hole.message, length)
-            piece = piece.written(texts[piece.hole.number])
+        if isinstance(piece, SlotUse):
+            if piece.slot.is_content:
+                starts.setdefault(piece.slot.message, length)
+            piece = piece.written(texts[piece.slot.number])
         written.append(piece)
         length += len(piece)
     return Written("".join(written), starts)
@@ -271,6 +271,6 @@ def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
     return length
 
 
-def places_in_order(pieces: Sequence[Piece]) -> list[int]:
-    """Index of the hole of each place, in order."""
-    return [piece.hole.number for piece in pieces if isinstance(piece, Place)]
+def slots_in_order(pieces: Sequence[Piece]) -> list[int]:
+    """Index of the slot of each place, in order."""
+    return [piece.slot.number for piece in pieces if isinstance(piece, SlotUse)]

@@ -13,29 +13,29 @@ from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import TemplateError
-from agentrl.rollout.templates.slots import (
-    CallStyle,
-    Hole,
-    Node,
-    Pairs,
-    Voice,
-    as_arguments,
-)
+from agentrl.rollout.templates.compiled import CompiledTemplate, Filled
 from agentrl.rollout.templates.cutting import (
     Piece,
-    Place,
     Render,
+    SlotUse,
+    Written,
     common_length,
     cut,
     learn,
-    places_in_order,
+    slots_in_order,
+)
+from agentrl.rollout.templates.slots import (
+    CallStyle,
+    Node,
+    Pairs,
+    Slot,
+    TextOrigin,
+    as_arguments,
+    context_slot,
 )
 
 RenderNode = Callable[[Sequence[Node], bool], Render]
 """(nodes of messages, whether to add the generation prompt) -> the shape's render function."""
-
-NEIGHBOUR = 1_000_000
-"""Holes from this index on belong to neighbours and are never filled with a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class DeltaPieces:
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
+class _Followed:
     """Pieces behind a neighbour's last text, and how much of them closes the neighbour."""
 
     pieces: tuple[Piece, ...]
@@ -79,7 +79,7 @@ class DeltaFinder:
         render_node: Renders nodes, with the run's tools.
         control: Matches a control token in a rendering.
         style: How the template wants tool calls.
-        tool_holes: Holes in the run's tools.
+        tool_slots: Holes in the run's tools.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class DeltaFinder:
         render_node: RenderNode,
         control: re.Pattern[str],
         style: CallStyle,
-        tool_holes: Sequence[Hole] = (),
+        tool_slots: Sequence[Slot] = (),
     ) -> None:
-        self._tool_holes = tool_holes
+        self._tool_holes = tool_slots
         self._render_node = render_node
         self._control = control
         self._style = style
@@ -100,14 +100,14 @@ class DeltaFinder:
         Raises:
             TemplateError: where the template does not carry an assistant's answer.
         """
-        follower = {"role": "user", "content": _neighbour(9)}
-        behind = self._behind_answer([follower], [_neighbour(9)], gen=False, read=cut)
+        follower = {"role": "user", "content": context_slot(9)}
+        behind = self._after_answer([follower], [context_slot(9)], gen=False, read=cut)
         return self._end_of(behind)
 
     def find(
         self,
         new: Sequence[dict[str, Node]],
-        holes: Sequence[Hole],
+        slots: Sequence[Slot],
         *,
         add_generation_prompt: bool = True,
     ) -> DeltaPieces:
@@ -118,20 +118,20 @@ class DeltaFinder:
                 loses their text.
         """
         gen = add_generation_prompt
-        calls: _Behind | TemplateError | None = None
+        calls: _Followed | TemplateError | None = None
         if any(node["role"] == "tool" for node in new):
-            calls = self._attempt(self._behind_calls, new, holes, gen)
-            if isinstance(calls, _Behind):
-                return self._after_calls(calls)
-        answer = self._attempt(self._behind_answer, new, holes, gen)
-        if isinstance(answer, _Behind):
+            calls = self._attempt(self._after_calls, new, slots, gen)
+            if isinstance(calls, _Followed):
+                return self._split_calls(calls)
+        answer = self._attempt(self._after_answer, new, slots, gen)
+        if isinstance(answer, _Followed):
             return DeltaPieces(answer.pieces, self._end_of(answer).text, needs_call=False)
         # A template that drops the call itself has nothing to say on results behind calls.
         if calls is None or calls.details.get("role") == "assistant":
             raise answer
         raise calls
 
-    def _after_calls(self, behind: _Behind) -> DeltaPieces:
+    def _split_calls(self, behind: _Followed) -> DeltaPieces:
         """The delta behind tool calls.
 
         Behind a call stands first what closes the call itself, which the policy samples. The turn
@@ -161,19 +161,19 @@ class DeltaFinder:
     def _tokens_between_calls(self) -> set[str]:
         """Control tokens that the template writes between two calls of a turn."""
         results = [
-            {"role": "tool", "content": _neighbour(40 + n), "tool_call_id": f"call0000{n}"}
+            {"role": "tool", "content": context_slot(40 + n), "tool_call_id": f"call0000{n}"}
             for n in range(2)
         ]
-        holes = [_neighbour(40), _neighbour(41)]
+        slots = [context_slot(40), context_slot(41)]
         try:
-            pieces = self._behind_calls(results, holes, gen=False, read=cut, anchor_call=0).pieces
+            pieces = self._after_calls(results, slots, gen=False, read=cut, anchor_call=0).pieces
         except TemplateError:
             return set()
-        second = {_neighbour(13).number, _neighbour(14).number}  # its name and its argument
-        is_followed = second.intersection(places_in_order(pieces[1:2]))
+        second = {context_slot(13).number, context_slot(14).number}  # its name and its argument
+        is_followed = second.intersection(slots_in_order(pieces[1:2]))
         return set(self._control.findall(str(pieces[0]))) if is_followed else set()
 
-    def _end_of(self, behind: _Behind) -> EndOfTurn:
+    def _end_of(self, behind: _Followed) -> EndOfTurn:
         closing = list(self._control.finditer(behind.lead, 0, behind.common))
         if closing:
             return EndOfTurn(behind.lead[: closing[-1].end()], is_written=True)
@@ -182,20 +182,20 @@ class DeltaFinder:
 
     def _attempt(
         self,
-        behind: Callable[..., _Behind],
+        behind: Callable[..., _Followed],
         new: Sequence[dict[str, Node]],
-        holes: Sequence[Hole],
+        slots: Sequence[Slot],
         gen: bool,
-    ) -> "_Behind | TemplateError":
+    ) -> "_Followed | TemplateError":
         try:
-            found = behind(new, holes, gen=gen, read=learn)
+            found = behind(new, slots, gen=gen, read=learn)
             last = found.pieces[-1]
-            silent = gen and behind(new, holes, gen=False, read=cut).pieces[-1] == last
-            opening = self._opening(behind, new, holes, str(last)) if silent else ""
+            silent = gen and behind(new, slots, gen=False, read=cut).pieces[-1] == last
+            opening = self._opening(behind, new, slots, str(last)) if silent else ""
         except TemplateError as error:
             return error
-        lost = {hole.number: hole for hole in holes if hole.is_content}
-        for index in places_in_order(found.pieces):
+        lost = {slot.number: slot for slot in slots if slot.is_content}
+        for index in slots_in_order(found.pieces):
             lost.pop(index, None)
         if lost:
             role = new[next(iter(lost.values())).message]["role"]
@@ -209,44 +209,44 @@ class DeltaFinder:
 
     def _opening(
         self,
-        behind: Callable[..., _Behind],
+        behind: Callable[..., _Followed],
         new: Sequence[dict[str, Node]],
-        holes: Sequence[Hole],
+        slots: Sequence[Slot],
         last: str,
     ) -> str:
         """What the template writes between the new messages, which end in `last`, and an answer."""
-        answer = _neighbour(8, Voice.POLICY)
+        answer = context_slot(8, TextOrigin.POLICY)
         nodes = [*new, {"role": "assistant", "content": answer}]
-        return opening_of(behind(nodes, [*holes, answer], gen=False, read=cut).pieces, answer, last)
+        return opening_of(behind(nodes, [*slots, answer], gen=False, read=cut).pieces, answer, last)
 
-    def _behind_answer(
-        self, new: Sequence[Node], holes: Sequence[Hole], *, gen: bool, read: Any
-    ) -> _Behind:
-        anchor = _neighbour(1, Voice.POLICY)
+    def _after_answer(
+        self, new: Sequence[Node], slots: Sequence[Slot], *, gen: bool, read: Any
+    ) -> _Followed:
+        anchor = context_slot(1, TextOrigin.POLICY)
         before = [{"role": "assistant", "content": anchor}]
-        return self._behind(before, [anchor], [anchor], new, holes, gen=gen, read=read)
+        return self._after(before, [anchor], [anchor], new, slots, gen=gen, read=read)
 
-    def _behind_calls(
+    def _after_calls(
         self,
         new: Sequence[Node],
-        holes: Sequence[Hole],
+        slots: Sequence[Slot],
         *,
         gen: bool,
         read: Any,
         anchor_call: int | None = None,
-    ) -> _Behind:
+    ) -> _Followed:
         answered = [node for node in new if node["role"] == "tool"]
-        spares = [[_neighbour(10 + 3 * n + i) for i in range(3)] for n in range(len(answered))]
+        spares = [[context_slot(10 + 3 * n + i) for i in range(3)] for n in range(len(answered))]
         calls = [self._call_for(node, spare) for node, spare in zip(answered, spares, strict=True)]
         content = self._style.empty_content
         before = [{"role": "assistant", "content": content, "tool_calls": calls}]
-        own = [hole for spare in spares for hole in spare]
+        own = [slot for spare in spares for slot in spare]
         # A format in tags may write the argument's name again behind its value.
         anchored = spares if anchor_call is None else spares[anchor_call : anchor_call + 1]
-        values = [hole for spare in anchored for hole in spare[1:]]
-        return self._behind(before, values, own, new, holes, gen=gen, read=read)
+        values = [slot for spare in anchored for slot in spare[1:]]
+        return self._after(before, values, own, new, slots, gen=gen, read=read)
 
-    def _call_for(self, result: dict[str, Node], spare: Sequence[Hole]) -> Node:
+    def _call_for(self, result: dict[str, Node], spare: Sequence[Slot]) -> Node:
         """The call that a tool message answers; its one argument's value comes last in it."""
         name, key, value = spare
         arguments = as_arguments(Pairs(((key, value),)), self._style)
@@ -257,41 +257,41 @@ class DeltaFinder:
             "function": function,
         }
 
-    def _behind(
+    def _after(
         self,
         before: list[Node],
-        anchors: list[Hole],
-        own: list[Hole],
+        anchors: list[Slot],
+        own: list[Slot],
         new: Sequence[Node],
-        holes: Sequence[Hole],
+        slots: Sequence[Slot],
         *,
         gen: bool,
         read: Any,
-    ) -> _Behind:
+    ) -> _Followed:
         """Render [a user, the neighbour, the new messages]; keep what is behind the anchors."""
-        user = _neighbour(0)
+        user = context_slot(0)
         start = [{"role": "user", "content": user}, *before]
-        every = [user, *own, *self._tool_holes, *holes]
+        every = [user, *own, *self._tool_holes, *slots]
         followed = _tail(read(self._render_node([*start, *new], gen), every), anchors)
         closed = _tail(cut(self._render_node(start, False), every), anchors)
-        ids = {hole.number for hole in holes}
-        while ids.intersection(places_in_order(closed[1:2])).intersection(
-            places_in_order(followed[1:2])
+        ids = {slot.number for slot in slots}
+        while ids.intersection(slots_in_order(closed[1:2])).intersection(
+            slots_in_order(followed[1:2])
         ):
             # A call may end with its id, which comes after its arguments.
             closed, followed = closed[2:], followed[2:]
         common = common_length(str(followed[0]), str(closed[0]), self._control)
-        return _Behind(followed, common)
+        return _Followed(followed, common)
 
 
-def opening_of(pieces: Sequence[Piece], answer: Hole, last: str) -> str:
+def opening_of(pieces: Sequence[Piece], answer: Slot, last: str) -> str:
     """What stands between the literal `last` and an answer; blank: the answer follows directly.
 
     Raises:
         TemplateError: if the template writes no such answer.
     """
     for literal, place in pairwise(pieces):
-        if isinstance(place, Place) and place.hole.number == answer.number:
+        if isinstance(place, SlotUse) and place.slot.number == answer.number:
             text = str(literal)
             return text[len(last) :] if text.startswith(last) else text
     raise TemplateError("the template drops the text of an assistant message", role="assistant")
@@ -301,15 +301,119 @@ def _last_role(new: Sequence[dict[str, Node]]) -> str:
     return new[-1]["role"] if new else "assistant"
 
 
-def _neighbour(number: int, voice: Voice = Voice.OUTSIDE) -> Hole:
-    return Hole(NEIGHBOUR + number, -1, voice, is_content=False)
-
-
-def _tail(pieces: Sequence[Piece], anchors: Sequence[Hole]) -> tuple[Piece, ...]:
+def _tail(pieces: Sequence[Piece], anchors: Sequence[Slot]) -> tuple[Piece, ...]:
     """Pieces behind the last place of an anchor."""
-    indices = {hole.number for hole in anchors}
+    indices = {slot.number for slot in anchors}
     for number in range(len(pieces) - 1, -1, -1):
         piece = pieces[number]
-        if isinstance(piece, Place) and piece.hole.number in indices:
+        if isinstance(piece, SlotUse) and piece.slot.number in indices:
             return tuple(pieces[number + 1 :])
     raise TemplateError("the template drops the text of an assistant message", role="assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDelta:
+    """What to append, observed, behind a sampled turn."""
+
+    end_of_turn_ids: list[int]
+    """The start of `ids` that ends the assistant turn and that the policy did not sample."""
+    ids: list[int]
+    """All of it: missing end of turn, separator, new messages, generation prompt."""
+    message_spans: list[tuple[int, int, int]]
+    """For each content: index of its message among the new ones, start and end in `ids`."""
+    written: Callable[[], Written]
+    """Returns `ids` as the text that was encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDelta:
+    """What a template writes after a turn for messages of one shape."""
+
+    end: str
+    """What ends the assistant turn."""
+    end_ids: list[int]
+    splice: CompiledTemplate
+    """What follows the end."""
+    borrowed: list[tuple[int, int]]
+    """Names that the template writes over the result of another call: theirs, the call's own."""
+
+
+@dataclass
+class PlannedDelta:
+    """A delta that is yet to be encoded."""
+
+    prepared: PreparedDelta
+    texts: list[str]
+    """A text for each slot."""
+    decode: Callable[[Sequence[int]], str]
+
+    @property
+    def outside(self) -> list[str]:
+        """The texts that are to be encoded as outside text, in order."""
+        return self._filled.texts
+
+    def encode(
+        self, last_ids: Sequence[int], outside: Sequence[Sequence[int]] | None = None
+    ) -> EncodedDelta:
+        """Encode it.
+
+        Args:
+            last_ids: The sampled turn, or its last few tokens. What of the end of turn was sampled
+                is not written again.
+            outside: Tokens of `outside`; None: they are encoded here.
+        """
+        ids, spans = self._filled.encode(outside)
+        end_ids = self.prepared.end_ids
+        missing = end_ids[_overlap(last_ids, end_ids) :]
+        shift = len(missing)
+        return EncodedDelta(
+            end_of_turn_ids=missing,
+            ids=[*missing, *ids],
+            message_spans=[(index, start + shift, end + shift) for index, start, end in spans],
+            written=lambda: self._write(missing),
+        )
+
+    @cached_property
+    def _filled(self) -> Filled:
+        return self.prepared.splice.fill(self.texts)
+
+    @property
+    def whole_text(self) -> str:
+        """The delta as text, its end of turn included."""
+        return self.prepared.end + self.prepared.splice.write(self.texts).text
+
+    def _write(self, missing: Sequence[int]) -> Written:
+        """Return the delta as text, without the part of the end of turn that was sampled."""
+        is_missing = len(missing) == len(self.prepared.end_ids)
+        end = self.prepared.end if is_missing else self.decode(missing)
+        text, starts = self.prepared.splice.write(self.texts)
+        return Written(end + text, {index: len(end) + at for index, at in starts.items()})
+
+
+def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Pairs (name written, the tool's own) where a result stands under another call's name."""
+    given = [node["name"] for node in nodes if isinstance(node.get("name"), Slot)]
+    names = {slot.number: slot for slot in given}
+    own = {slot.message: number for number, slot in names.items()}
+    found: list[tuple[int, int]] = []
+    heading: Slot | None = None
+    for piece in pieces:
+        if not isinstance(piece, SlotUse):
+            continue
+        slot = piece.slot
+        heading = names.get(slot.number, heading)
+        if slot.is_content and heading and slot.message in own and heading.message != slot.message:
+            found.append((heading.number, own[slot.message]))
+    return found
+
+
+def _overlap(last_ids: Sequence[int], end_ids: Sequence[int]) -> int:
+    """How much of the end of turn was sampled already.
+
+    A turn ends at its first stop token, whatever the template would write behind it.
+    """
+    tail = list(last_ids[-len(end_ids) :]) if end_ids else []
+    sampled = next(k for k in range(len(tail), -1, -1) if tail[len(tail) - k :] == end_ids[:k])
+    if not sampled and tail and tail[-1] in end_ids:
+        return list(end_ids).index(tail[-1]) + 1
+    return sampled

@@ -16,24 +16,26 @@ REASONING = "Hm."
 THOUGHT = f"<think>\n{REASONING}\n</think>\n\nI see."
 
 
-def user(text: str = "Where is it raining?") -> Message:
+def user_message(text: str = "Where is it raining?") -> Message:
     """Make a user's message."""
     return Message(role="user", content=text)
 
 
-def saying(text: str) -> Message:
+def answer_message(text: str) -> Message:
     """Make an assistant's answer."""
     return Message(role="assistant", content=text)
 
 
-def calling(city: str, number: int = 0, *, text: str = "", name: str = "probe_tool") -> Message:
+def call_message(
+    city: str, number: int = 0, *, text: str = "", name: str = "probe_tool"
+) -> Message:
     """Make an assistant's call of a tool, which is call `number` of the conversation."""
     function = FunctionCall(name=name, arguments={"city": city})
     call = ToolCall(id=f"call0000{number}", function=function)
     return Message(role="assistant", content=text, tool_calls=[call])
 
 
-def result(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -> Message:
+def result_message(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -> Message:
     """Make the result of call `number`."""
     return Message(role="tool", content=text, name=name, tool_call_id=f"call0000{number}")
 
@@ -48,7 +50,7 @@ def tool_schema(description: str = "Tell the weather.") -> OpenAIFunctionToolSch
     return OpenAIFunctionToolSchema(function=schema)
 
 
-def prefaced(preface: Sequence[object], messages: Sequence[Message]) -> list[Message]:
+def with_preface(preface: Sequence[object], messages: Sequence[Message]) -> list[Message]:
     """Put a system message before a story, where the template wants one."""
     if not preface or messages[0].role == "system":
         return list(messages)

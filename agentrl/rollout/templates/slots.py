@@ -1,4 +1,4 @@
-"""What a conversation looks like without its texts: its shape, with a hole for each text.
+"""What a conversation looks like without its texts: its shape, with a slot for each text.
 
 The shape is what a template may branch on (roles, kinds of fields, which texts are empty); it is
 the key under which renderings are cached. The texts stay outside of it. A text that is empty or
@@ -22,7 +22,7 @@ SHORTEST_ID = 9
 LONGEST_ID = 40
 MAX_SHOWN = 17
 """Pieces of a text from outside, shown ones included; a text of more is not shown to a template."""
-HOLE_WIDTH = 32
+SLOT_WIDTH = 32
 """Digits of a placeholder."""
 NUMBER_WIDTH = 24
 """Digits of a placeholder that stands for a number."""
@@ -42,7 +42,7 @@ SCHEMA_WORDS = frozenset({
 # fmt: on
 
 
-class Voice(StrEnum):
+class TextOrigin(StrEnum):
     """Who speaks in a text, which decides how it is encoded."""
 
     OUTSIDE = "outside"
@@ -53,17 +53,17 @@ class Voice(StrEnum):
     __repr__ = str.__repr__
 
 
-class Hole(NamedTuple):
+class Slot(NamedTuple):
     """The place of one text. Its representation is short: it stands in a shape's key."""
 
     number: int
-    """Place among the conversation's texts."""
+    """SlotUse among the conversation's texts."""
     message: int
     """Index of its message; -1 for a tool's schema."""
-    voice: Voice
+    origin: TextOrigin
     is_content: bool
     """Whether it is (part of) the message's content, not a name or an argument."""
-    width: int = HOLE_WIDTH
+    width: int = SLOT_WIDTH
     """Length of its placeholder."""
     is_number: bool = False
     """Whether the template is given a number there."""
@@ -71,18 +71,27 @@ class Hole(NamedTuple):
     __repr__ = tuple.__repr__
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A text of several holes with visible separators between them."""
+CONTEXT_SLOT = 1_000_000
+"""Slots with this number or a higher one belong to context messages and never get a text."""
 
-    parts: tuple["str | Hole", ...]
+
+def context_slot(number: int, origin: TextOrigin = TextOrigin.OUTSIDE) -> Slot:
+    """Return a slot for a context message: a fixed message around those that are rendered."""
+    return Slot(CONTEXT_SLOT + number, -1, origin, is_content=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """A text of several slots with visible separators between them."""
+
+    parts: tuple["str | Slot", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A mapping whose keys may be holes."""
+    """A mapping whose keys may be slots."""
 
-    items: tuple[tuple["str | Hole", "Node"], ...]
+    items: tuple[tuple["str | Slot", "Node"], ...]
 
     def __repr__(self) -> str:
         return f"Pairs{self.items}"  # of a shape's key, which is made for every turn
@@ -96,7 +105,7 @@ class JsonText:
 
 
 Node = Any
-"""JSON-like: dict, list, str, number, None, with `Hole`, `Joined`, `Pairs`, `JsonText` in it."""
+"""JSON-like: dict, list, str, number, None, with `Slot`, `Concat`, `Pairs`, `JsonText` in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ class CallStyle:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ShapeOptions:
     """How messages are read into shapes for one template."""
 
     separators: re.Pattern[str]
@@ -120,7 +129,7 @@ class Reading:
     """What the template looks for in texts from outside: it is shown these parts of them. None of
     them can be a part of a control token. None: it looks for nothing."""
     keeps_numbers_apart: bool = False
-    """Whether numbers in calls are holes too: fewer shapes, for readings that become no tokens (a
+    """Whether numbers in calls are slots too: fewer shapes, for readings that become no tokens (a
     tokenizer may join a number with the blank before it)."""
 
 
@@ -131,27 +140,27 @@ class PreparedTools:
     schemas: tuple[OpenAIFunctionToolSchema, ...]
     """Kept so that their identity stays theirs while they are cached."""
     nodes: list[Node]
-    holes: list[Hole]
+    slots: list[Slot]
     texts: list[str]
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ShapedConversation:
     """Messages and tools as a shape and its texts."""
 
     nodes: list[Node]
     tools: PreparedTools
-    message_holes: list[Hole]
+    message_slots: list[Slot]
     message_texts: list[str]
 
     @property
-    def holes(self) -> list[Hole]:
-        """All holes, in the order of their numbers."""
-        return [*self.tools.holes, *self.message_holes]
+    def slots(self) -> list[Slot]:
+        """All slots, in the order of their numbers."""
+        return [*self.tools.slots, *self.message_slots]
 
     @property
     def texts(self) -> list[str]:
-        """The text of each hole."""
+        """The text of each slot."""
         return [*self.tools.texts, *self.message_texts]
 
     @cached_property
@@ -161,14 +170,14 @@ class Conversation:
 
 
 class ShapeBuilder:
-    """Read messages and tools into nodes; collects holes and texts."""
+    """Read messages and tools into nodes; collects slots and texts."""
 
-    def __init__(self, reading: Reading, *, first_hole: int = 0) -> None:
-        self._reading = reading
-        self._first_hole = first_hole
+    def __init__(self, options: ShapeOptions, *, first_slot: int = 0) -> None:
+        self._reading = options
+        self._first_hole = first_slot
         self._message = -1
-        self._ids: dict[str, str | Hole] = {}
-        self.holes: list[Hole] = []
+        self._ids: dict[str, str | Slot] = {}
+        self.slots: list[Slot] = []
         self.texts: list[str] = []
 
     def messages(self, messages: Sequence[Message]) -> list[Node]:
@@ -180,96 +189,96 @@ class ShapeBuilder:
         return nodes
 
     def schema(self, value: Any, is_inert: Callable[[str], bool]) -> Node:
-        """Nodes of a tool's schema: words that can do no harm stay, equal texts share a hole."""
-        shared: dict[str, str | Hole] = {}
+        """Nodes of a tool's schema: words that can do no harm stay, equal texts share a slot."""
+        shared: dict[str, str | Slot] = {}
 
-        def word(text: str) -> "str | Hole":
+        def word(text: str) -> "str | Slot":
             if text in SCHEMA_WORDS or is_inert(text):
                 return text
             if text not in shared:
-                shared[text] = self.hole(text)
+                shared[text] = self.slot(text)
             return shared[text]
 
         return _structure(value, word)
 
-    def hole(
+    def slot(
         self,
         text: str,
-        voice: Voice = Voice.OUTSIDE,
+        origin: TextOrigin = TextOrigin.OUTSIDE,
         *,
         is_content: bool = False,
-        width: int = HOLE_WIDTH,
+        width: int = SLOT_WIDTH,
         is_number: bool = False,
-    ) -> "str | Hole":
-        """Keep a text apart and return its hole; blank texts are returned as they are."""
+    ) -> "str | Slot":
+        """Keep a text apart and return its slot; blank texts are returned as they are."""
         if not text or text.isspace():
             return text
-        number = self._first_hole + len(self.holes)
-        hole = Hole(number, self._message, voice, is_content, width, is_number)
-        self.holes.append(hole)
+        number = self._first_hole + len(self.slots)
+        slot = Slot(number, self._message, origin, is_content, width, is_number)
+        self.slots.append(slot)
         self.texts.append(text)
-        return hole
+        return slot
 
     def _read_message(self, message: Message) -> dict[str, Node]:
-        voice = Voice.POLICY if message.role == "assistant" else Voice.OUTSIDE
+        origin = TextOrigin.POLICY if message.role == "assistant" else TextOrigin.OUTSIDE
         node: dict[str, Node] = {"role": message.role}
         if message.tool_call_id is not None:
             node["tool_call_id"] = self._read_id(message.tool_call_id)
         if message.name is not None:
-            node["name"] = self.hole(message.name)
+            node["name"] = self.slot(message.name)
         if message.model_extra:
-            node |= self._read_extra(message, voice)
+            node |= self._read_extra(message, origin)
         if message.tool_calls:
             node["content"] = self._reading.calls.empty_content
             node["tool_calls"] = [self._read_call(call) for call in message.tool_calls]
         if message.content or not message.tool_calls:
-            node["content"] = self._read_text(message.text, voice, is_content=True)
+            node["content"] = self._read_text(message.text, origin, is_content=True)
         return node
 
-    def _read_extra(self, message: Message, voice: Voice) -> dict[str, Node]:
+    def _read_extra(self, message: Message, origin: TextOrigin) -> dict[str, Node]:
         """Fields that the vocabulary does not know, such as a thought kept apart."""
         known = type(message).model_fields
         given = {key: value for key, value in message.to_template().items() if key not in known}
         return {
-            key: self._read_text(value, voice, is_content=False)
+            key: self._read_text(value, origin, is_content=False)
             if isinstance(value, str)
-            else _structure(value, self.hole)
+            else _structure(value, self.slot)
             for key, value in given.items()
         }
 
-    def _read_text(self, text: str, voice: Voice, *, is_content: bool) -> Node:
-        is_outside = voice is Voice.OUTSIDE
+    def _read_text(self, text: str, origin: TextOrigin, *, is_content: bool) -> Node:
+        is_outside = origin is TextOrigin.OUTSIDE
         separators = self._reading.shown if is_outside else self._reading.separators
         pieces = _cut_at(separators, text) if separators else [text]
         if len(pieces) == 1 or (is_outside and len(pieces) > MAX_SHOWN):
-            return self.hole(text, voice, is_content=is_content)
-        return Joined(
+            return self.slot(text, origin, is_content=is_content)
+        return Concat(
             tuple(
-                piece if place % 2 else self.hole(piece, voice, is_content=is_content)
+                piece if place % 2 else self.slot(piece, origin, is_content=is_content)
                 for place, piece in enumerate(pieces)
             )
         )
 
     def _read_call(self, call: ToolCall) -> dict[str, Node]:
         number = self._number if self._reading.keeps_numbers_apart else _as_it_is
-        arguments = _structure(call.function.arguments, self.hole, number)
+        arguments = _structure(call.function.arguments, self.slot, number)
         return {
             "id": self._read_id(call.id),
             "type": call.type,
             "function": {
-                "name": self.hole(call.function.name),
+                "name": self.slot(call.function.name),
                 "arguments": as_arguments(arguments, self._reading.calls),
             },
         }
 
-    def _number(self, value: float) -> "str | Hole":
-        return self.hole(json.dumps(value), width=NUMBER_WIDTH, is_number=True)
+    def _number(self, value: float) -> "str | Slot":
+        return self.slot(json.dumps(value), width=NUMBER_WIDTH, is_number=True)
 
-    def _read_id(self, text: str) -> "str | Hole":
-        """Keep an id apart; equal ids share a hole, since templates look calls up by their ids."""
+    def _read_id(self, text: str) -> "str | Slot":
+        """Keep an id apart; equal ids share a slot, since templates look calls up by their ids."""
         if text not in self._ids:
             keeps_length = SHORTEST_ID <= len(text) <= LONGEST_ID
-            self._ids[text] = self.hole(text, width=len(text) if keeps_length else HOLE_WIDTH)
+            self._ids[text] = self.slot(text, width=len(text) if keeps_length else SLOT_WIDTH)
         return self._ids[text]
 
 
@@ -284,10 +293,10 @@ def shape_key(node: Node) -> str:
 
 
 def fill(node: Node, texts: Mapping[int, str]) -> Any:
-    """Put texts into the holes; `texts` maps a hole's index to its text."""
-    if isinstance(node, Hole):
+    """Put texts into the slots; `texts` maps a slot's index to its text."""
+    if isinstance(node, Slot):
         return int(texts[node.number]) if node.is_number else texts[node.number]
-    if isinstance(node, Joined):
+    if isinstance(node, Concat):
         return "".join(fill(part, texts) for part in node.parts)
     if isinstance(node, Pairs):
         return {fill(key, texts): fill(value, texts) for key, value in node.items}
@@ -306,7 +315,7 @@ def _as_it_is(value: T) -> T:
 
 def _structure(
     value: Any,
-    word: Callable[[str], "str | Hole"],
+    word: Callable[[str], "str | Slot"],
     number: Callable[[float], Node] = _as_it_is,
 ) -> Node:
     """Nodes of a JSON-like value; `word` and `number` say what stands for a string or a number."""

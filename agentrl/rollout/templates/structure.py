@@ -2,28 +2,28 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from agentrl.rollout.templates.delta import NEIGHBOUR, DeltaFinder, EndOfTurn, opening_of
-from agentrl.rollout.templates.markers import Markers, find_markers
+from agentrl.rollout.templates.cutting import Piece, Render, common_length, cut, slots_in_order
+from agentrl.rollout.templates.delta import DeltaFinder, EndOfTurn, opening_of
+from agentrl.rollout.templates.probe_conversations import tool_schema
 from agentrl.rollout.templates.rendering import Renderer
 from agentrl.rollout.templates.slots import (
     CallStyle,
-    Hole,
     Node,
     Pairs,
-    Reading,
     ShapeBuilder,
-    Voice,
+    ShapeOptions,
+    Slot,
+    TextOrigin,
     as_arguments,
+    context_slot,
     fill,
 )
-from agentrl.rollout.templates.cutting import Piece, Render, common_length, cut, places_in_order
-from agentrl.rollout.templates.probe_conversations import tool_schema
 from agentrl.rollout.templates.text import TextEncoder, any_of
 
 THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
@@ -39,8 +39,48 @@ _STYLES = tuple(
     for content in ("", None)
 )
 
+_METHODS = frozenset(
+    {"split", "rsplit", "partition", "startswith", "endswith", "find", "index", "count", "replace"}
+)
 
-class Anatomy:
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """What a template compares texts with."""
+
+    inside: tuple[str, ...]
+    """Looked for within a text: `'x' in text`, `text.split('x')`, `text.startswith('x')`."""
+    whole: tuple[str, ...]
+    """Compared with a whole value: `value == 'x'`."""
+
+
+def find_markers(source: str) -> Markers:
+    """Read the markers off a template's tokens."""
+    from jinja2 import Environment
+
+    lexed = Environment().lex(source)
+    tokens = [(kind, text) for _, kind, text in lexed if kind != "whitespace"]
+    around = [("", ""), ("", ""), *tokens, ("", "")]
+    inside: list[str] = []
+    whole: list[str] = []
+    for index, (kind, text) in enumerate(around):
+        if kind != "string":
+            continue
+        value = _unquote(text)
+        before, opening, after = around[index - 2][1], around[index - 1][1], around[index + 1][1]
+        if (opening == "(" and before in _METHODS) or after in ("in", "not"):
+            inside.append(value)
+        elif {opening, after} & {"==", "!="}:
+            whole.append(value)
+    return Markers(tuple(dict.fromkeys(inside)), tuple(dict.fromkeys(whole)))
+
+
+def _unquote(literal: str) -> str:
+    """The value of a Jinja string, which unlike Python's may run over lines."""
+    return literal[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
+
+
+class TemplateStructure:
     """Parts of one chat template, each found when it is first asked for.
 
     Args:
@@ -69,10 +109,10 @@ class Anatomy:
         Raises:
             TemplateError: if the template writes nothing, and an answer does not directly follow.
         """
-        user = _hole(0)
+        user = context_slot(0)
         messages = [_message("user", user)]
         opened, closed = (
-            str(cut(self.render_behind_preface(messages, gen), [user])[-1]) for gen in (True, False)
+            str(cut(self.render_after_preface(messages, gen), [user])[-1]) for gen in (True, False)
         )
         prompt = opened[common_length(opened, closed, self._control) :]
         if not prompt and (reason := self._why_not_silent(closed)):
@@ -91,9 +131,9 @@ class Anatomy:
         Raises:
             TemplateError: if the template refuses them.
         """
-        holes = user, answer, other = [_hole(number) for number in range(3)]
+        slots = user, answer, other = [context_slot(number) for number in range(3)]
         turns = [_message("user", user), _message("assistant", answer), _message("user", other)]
-        return cut(self.render_behind_preface(turns, False), holes)
+        return cut(self.render_after_preface(turns, False), slots)
 
     def _why_not_silent(self, closed: str) -> str:
         """Why an answer cannot directly follow a user's turn, which ends in `closed`."""
@@ -101,9 +141,9 @@ class Anatomy:
             pieces = self.alternating
         except TemplateError as error:
             return f"it refuses an assistant's turn ({error.args[0]})"
-        if places_in_order(pieces) != [_hole(number).number for number in range(3)]:
+        if slots_in_order(pieces) != [context_slot(number).number for number in range(3)]:
             return "it does not write each message once, in order"
-        if opening_of(pieces, _hole(1), closed).strip():
+        if opening_of(pieces, context_slot(1), closed).strip():
             opening = str(pieces[2])[-_EXCERPT:]
             return (
                 f"behind a user it writes {closed[-_EXCERPT:]!r} with and without "
@@ -148,9 +188,9 @@ class Anatomy:
         """What ends the last turn of a conversation, where that is another token; else empty."""
         if self.end_of_turn.is_written:
             return ""
-        user, answer = _hole(0), _hole(1)
+        user, answer = context_slot(0), context_slot(1)
         nodes = [_message("user", user), _message("assistant", answer)]
-        last = cut(self.render_behind_preface(nodes, False), [user, answer])[-1]
+        last = cut(self.render_after_preface(nodes, False), [user, answer])[-1]
         found = self._control.search(str(last))
         return found.group() if found else ""
 
@@ -191,7 +231,7 @@ class Anatomy:
         return find_markers(self.renderer.source)
 
     @cached_property
-    def reading(self) -> Reading:
+    def options(self) -> ShapeOptions:
         """How messages are read for this template.
 
         A policy's text is cut where the template looks for something in it, so that the template
@@ -201,23 +241,23 @@ class Anatomy:
             marker
             for marker in self.markers.inside
             if re.search(r"[^\w\s]", marker)
-            and all(map(self.live_tokens.fullmatch, self._control.findall(marker)))
+            and all(map(self.policy_tokens.fullmatch, self._control.findall(marker)))
         )
         shown = list(filter(self.encoder.is_inert, self._looked_for))
         style = self.call_style or CallStyle()
-        return Reading(separators, style, any_of(shown) if shown else None)
+        return ShapeOptions(separators, style, any_of(shown) if shown else None)
 
     @cached_property
-    def hidden_markers(self) -> dict[Voice, re.Pattern[str]]:
+    def hidden_markers(self) -> dict[TextOrigin, re.Pattern[str]]:
         """What the template looks for in texts, and is not shown in them.
 
         Control tokens in a text from outside are left out: they are hidden on purpose.
         """
-        reading, looked_for = self.reading, self._looked_for
-        policy = (text for text in looked_for if not reading.separators.fullmatch(text))
-        unseen = (t for t in looked_for if not (reading.shown and reading.shown.fullmatch(t)))
+        options, looked_for = self.options, self._looked_for
+        policy = (text for text in looked_for if not options.separators.fullmatch(text))
+        unseen = (t for t in looked_for if not (options.shown and options.shown.fullmatch(t)))
         plain = (text for text in unseen if not self._control.search(text))
-        return {Voice.POLICY: any_of(policy), Voice.OUTSIDE: any_of(plain)}
+        return {TextOrigin.POLICY: any_of(policy), TextOrigin.OUTSIDE: any_of(plain)}
 
     @property
     def _looked_for(self) -> list[str]:
@@ -226,12 +266,12 @@ class Anatomy:
         return [text for text in markers if re.search(r"\w.*[^\w.]|[^\w.].*\w", text, re.DOTALL)]
 
     @cached_property
-    def text_reading(self) -> Reading:
+    def text_options(self) -> ShapeOptions:
         """How messages are read where only the text matters, and no tokens are made of it."""
-        return replace(self.reading, keeps_numbers_apart=True)
+        return replace(self.options, keeps_numbers_apart=True)
 
     @cached_property
-    def live_tokens(self) -> re.Pattern[str]:
+    def policy_tokens(self) -> re.Pattern[str]:
         """Control tokens that a policy may write inside its turn (a thought, a call)."""
         source, special = self.renderer.source, self.encoder.special
         in_use = {t for t in self.encoder.control if t not in special or t in source}
@@ -270,7 +310,7 @@ class Anatomy:
         return next(found, None)
 
     def render_node(self, messages: Sequence[Node], tools: Sequence[Node], gen: bool) -> Render:
-        """Make the function that renders these nodes with texts in their holes."""
+        """Make the function that renders these nodes with texts in their slots."""
 
         def render(texts: Mapping[int, str]) -> str:
             return self.renderer.render(
@@ -279,18 +319,18 @@ class Anatomy:
 
         return render
 
-    def render_behind_preface(self, messages: Sequence[Node], gen: bool) -> Render:
+    def render_after_preface(self, messages: Sequence[Node], gen: bool) -> Render:
         """Like `render_node`, for neighbours that begin with a user."""
         return self.render_node([*self.preface, *messages], self.needed_tools, gen)
 
-    def finder(self, tools: Sequence[Node], tool_holes: Sequence[Hole]) -> DeltaFinder:
+    def finder(self, tools: Sequence[Node], tool_slots: Sequence[Slot]) -> DeltaFinder:
         """Find deltas in conversations with these tools."""
         shown = tools or self.needed_tools
         return DeltaFinder(
             lambda messages, gen: self.render_node([*self.preface, *messages], shown, gen),
             self._control,
             self.call_style or CallStyle(),
-            tool_holes,
+            tool_slots,
         )
 
     @property
@@ -300,13 +340,11 @@ class Anatomy:
     @cached_property
     def wants_parts(self) -> bool:
         """Whether a message's text is written only if the content is a list of parts."""
-        user = _hole(0)
+        user = context_slot(0)
         try:
             texts = [user, [{"type": "text", "text": user}]]
             found = [
-                places_in_order(
-                    cut(self.render_behind_preface([_message("user", t)], True), [user])
-                )
+                slots_in_order(cut(self.render_after_preface([_message("user", t)], True), [user]))
                 for t in texts
             ]
         except TemplateError:
@@ -316,16 +354,16 @@ class Anatomy:
     @cached_property
     def _end_of_calls(self) -> str:
         result = Message(role="tool", content="result", name="tool", tool_call_id="call00000")
-        builder = ShapeBuilder(Reading(any_of(()), self.call_style or CallStyle()))
+        builder = ShapeBuilder(ShapeOptions(any_of(()), self.call_style or CallStyle()))
         try:
-            return self.finder((), ()).find(builder.messages([result]), builder.holes).end
+            return self.finder((), ()).find(builder.messages([result]), builder.slots).end
         except TemplateError:
             return ""  # no tool results: no turn ends in a call
 
     @cached_property
     def _frame_tokens(self) -> set[str]:
         """Control tokens that frame turns, other than inside a policy's own."""
-        user, answer, other = _hole(0), _hole(1), _hole(2)
+        user, answer, other = context_slot(0), context_slot(1), context_slot(2)
         first, reply = _message("user", user), _message("assistant", answer)
         literals = self._literals([_message("system", other), first], behind=None)
         literals += [self._opening(first)]
@@ -334,45 +372,42 @@ class Anatomy:
             literals += self._literals(followed, behind=answer)
         return {token for text in literals for token in self._control.findall(text)}
 
-    def _literals(self, nodes: list[Node], *, behind: Hole | None) -> list[str]:
-        """Literals of a rendering, or of what is in it behind a hole."""
+    def _literals(self, nodes: list[Node], *, behind: Slot | None) -> list[str]:
+        """Literals of a rendering, or of what is in it behind a slot."""
         try:
             render = self.render_node(nodes, self.needed_tools, False)
-            pieces = cut(render, [_hole(0), _hole(1), _hole(2)])
+            pieces = cut(render, [context_slot(0), context_slot(1), context_slot(2)])
         except TemplateError:
             return []
         literals = [str(piece) for piece in pieces[0::2]]
-        places = places_in_order(pieces)
+        places = slots_in_order(pieces)
         if behind is None:
             return literals
         return literals[places.index(behind.number) + 1 :] if behind.number in places else []
 
     def _opening(self, first: Node) -> str:
         """What opens an assistant turn in history and as a generation prompt alike."""
-        holes = [_hole(0), _hole(1)]
+        slots = [context_slot(0), context_slot(1)]
         try:
             pieces = cut(
-                self.render_behind_preface([first, _message("assistant", _hole(1))], False), holes
+                self.render_after_preface([first, _message("assistant", context_slot(1))], False),
+                slots,
             )
-            prompt = cut(self.render_behind_preface([first], True), holes)
+            prompt = cut(self.render_after_preface([first], True), slots)
         except TemplateError:
             return ""
         opened = str(pieces[2]) if len(pieces) > 2 else ""
         return opened[: common_length(opened, str(prompt[-1]), self._control)]
 
     def _carries_calls(self, style: CallStyle, tools: Sequence[Node]) -> bool:
-        holes = [_hole(number) for number in range(4)]
-        arguments = as_arguments(Pairs(((holes[2], holes[3]),)), style)
-        function = {"name": holes[1], "arguments": arguments}
+        slots = [context_slot(number) for number in range(4)]
+        arguments = as_arguments(Pairs(((slots[2], slots[3]),)), style)
+        function = {"name": slots[1], "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
         calls = _message("assistant", style.empty_content) | {"tool_calls": [call]}
-        nodes = [*self.preface, _message("user", holes[0]), calls]
-        pieces = cut(self.render_node(nodes, tools or self.needed_tools, False), holes)
-        return {hole.number for hole in holes[1:]} <= set(places_in_order(pieces))
-
-
-def _hole(number: int) -> Hole:
-    return Hole(NEIGHBOUR + number, -1, Voice.OUTSIDE, is_content=False)
+        nodes = [*self.preface, _message("user", slots[0]), calls]
+        pieces = cut(self.render_node(nodes, tools or self.needed_tools, False), slots)
+        return {slot.number for slot in slots[1:]} <= set(slots_in_order(pieces))
 
 
 def _message(role: str, content: Node) -> dict[str, Node]:

@@ -12,30 +12,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates.structure import Anatomy
-from agentrl.rollout.templates.conversation import EncodedConversation, encode_conversation
-from agentrl.rollout.templates.delta import NEIGHBOUR, opening_of
-from agentrl.rollout.templates.observed import (
+from agentrl.rollout.templates.compiled import CompiledTemplate
+from agentrl.rollout.templates.cutting import Piece, cut, learn, slots_in_order
+from agentrl.rollout.templates.delta import (
     EncodedDelta,
     PlannedDelta,
     PreparedDelta,
     borrowed_names,
+    opening_of,
 )
-from agentrl.rollout.templates.pieces import TokenPieces
-from agentrl.rollout.templates.queue import EncodingQueue
 from agentrl.rollout.templates.rendering import Renderer
-from agentrl.rollout.templates.compiled import Splice
 from agentrl.rollout.templates.slots import (
-    Conversation,
-    Hole,
+    CONTEXT_SLOT,
     Node,
     PreparedTools,
-    Reading,
     ShapeBuilder,
-    Voice,
+    ShapedConversation,
+    ShapeOptions,
+    Slot,
+    TextOrigin,
+    context_slot,
 )
-from agentrl.rollout.templates.cutting import Piece, cut, learn, places_in_order
-from agentrl.rollout.templates.text import TextEncoder
+from agentrl.rollout.templates.structure import TemplateStructure
+from agentrl.rollout.templates.text import EncodingQueue, TextEncoder, TokenSpans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +59,7 @@ class ChatTemplate:
         model_stops: Further tokens that end a turn, such as those of `generation_config.json`.
 
     Attributes:
-        anatomy: What the template is made of.
+        structure: What the template is made of.
         queue: Encodes texts of many requests together.
         pieces: Finds the tokens behind a piece of sampled text.
 
@@ -91,9 +90,9 @@ class ChatTemplate:
             now=now or datetime.now(),
         )
         eos_id: Any = tokenizer.eos_token_id
-        self.anatomy = Anatomy(renderer, TextEncoder(tokenizer), eos_id, model_stops)
+        self.structure = TemplateStructure(renderer, TextEncoder(tokenizer), eos_id, model_stops)
         self.queue = EncodingQueue(self.encode_texts)
-        self.pieces = TokenPieces(self.decode)
+        self.token_spans = TokenSpans(self.decode)
         # Many prompts of a run begin alike, with the same system message and tools.
         self._encode_run = lru_cache(MAX_CACHED_RUNS)(self.encode_text)
         self._shapes: dict[Any, Any] = {}
@@ -102,7 +101,7 @@ class ChatTemplate:
     @property
     def name(self) -> str:
         """The tokenizer's name, or that of the custom template's file."""
-        return self.anatomy.renderer.name
+        return self.structure.renderer.name
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -111,7 +110,7 @@ class ChatTemplate:
         Where a template writes no end of its own, those that open a user's and a tool's turn (the
         policy samples them).
         """
-        return self.anatomy.stop_token_ids
+        return self.structure.stop_token_ids
 
     @cached_property
     def stop_texts(self) -> dict[int, str]:
@@ -125,12 +124,12 @@ class ChatTemplate:
         Raises:
             TemplateError: where the template writes none.
         """
-        return self.anatomy.encoder.encode_literal(self.anatomy.generation_prompt)
+        return self.structure.encoder.encode_literal(self.structure.generation_prompt)
 
     @property
     def starts_in_thought(self) -> bool:
         """Whether the generation prompt leaves a thought open, so that a turn starts inside it."""
-        return self.anatomy.starts_in_thought
+        return self.structure.starts_in_thought
 
     def encode_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Encode a whole conversation and the generation prompt behind it.
@@ -140,7 +139,7 @@ class ChatTemplate:
                 that is no assistant's, or writes no generation prompt; for parts that are no text.
         """
         read = self.read(messages, tools)
-        filled = self._prompt_splice(messages, read).fill(read.texts)
+        filled = self._compiled_prompt(messages, read).fill(read.texts)
         return filled.encode([self._encode_run(text) for text in filled.texts])[0]
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
@@ -150,7 +149,7 @@ class ChatTemplate:
             TemplateError: as `encode_prompt`.
         """
         read = self.read(messages, tools)
-        return self._prompt_splice(messages, read).write(read.texts).text
+        return self._compiled_prompt(messages, read).write(read.texts).text
 
     def encode_delta(
         self, messages: Sequence[Message], *, last_ids: Sequence[int], tools: Tools = ()
@@ -182,59 +181,48 @@ class ChatTemplate:
         self._refuse_borrowed(delta, read.texts)
         return PlannedDelta(delta, read.texts, self.decode)
 
-    def encode_conversation(
-        self, messages: Sequence[Message], tools: Tools = ()
-    ) -> EncodedConversation:
-        """Encode a demonstration, with a mask that trains what a rollout would train.
-
-        Messages behind the last assistant turn are left out.
-
-        Raises:
-            TemplateError: where the template cannot carry the demonstration, or it holds no
-                assistant turn, or nothing stands before the first one.
-        """
-        return encode_conversation(self, messages, tools)
-
     def encode_text(self, text: str) -> list[int]:
         """Encode text from outside as plain characters, whatever it contains."""
-        return self.anatomy.encoder.encode_text(text)
+        return self.structure.encoder.encode_text(text)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts from outside in one call, which costs less than one by one."""
-        return self.anatomy.encoder.encode_texts(texts)
+        return self.structure.encoder.encode_texts(texts)
 
     def encode_policy_text(self, text: str) -> list[int]:
-        """Encode text in the policy's voice, as it would have been sampled.
+        """Encode text in the policy's origin, as it would have been sampled.
 
         Control tokens that a policy may write inside its turn (a thought, a tool call) are live;
         those that end a turn or open another are plain characters.
         """
-        return self.anatomy.encoder.encode_policy(text, self.anatomy.live_tokens)
+        return self.structure.encoder.encode_policy(text, self.structure.policy_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens with control tokens visible, for a tool parser."""
-        return self.anatomy.encoder.decode(ids)
+        return self.structure.encoder.decode(ids)
 
     def read(
-        self, messages: Sequence[Message], tools: Tools = (), *, reading: Reading | None = None
-    ) -> Conversation:
+        self, messages: Sequence[Message], tools: Tools = (), *, options: ShapeOptions | None = None
+    ) -> ShapedConversation:
         """Read messages and tools into a shape and its texts.
 
-        `reading` says how; None: as for tokens.
+        `options` says how; None: as for tokens.
 
         Raises:
             TemplateError: for a message with parts that are no text.
         """
         self._refuse_media(messages)
         prepared = self._prepare_tools(tools)
-        chosen = reading or self.anatomy.reading
-        builder = ShapeBuilder(chosen, first_hole=len(prepared.holes))
+        chosen = options or self.structure.options
+        builder = ShapeBuilder(chosen, first_slot=len(prepared.slots))
         nodes = builder.messages(messages)
-        return Conversation(nodes, prepared, builder.holes, builder.texts)
+        return ShapedConversation(nodes, prepared, builder.slots, builder.texts)
 
-    def splice(self, pieces: Sequence[Piece], *, before: str = "") -> Splice:
+    def splice(self, pieces: Sequence[Piece], *, before: str = "") -> CompiledTemplate:
         """Encode the literals of pieces, which follow the text `before`."""
-        return Splice(pieces, self.anatomy.encoder, self.anatomy.live_tokens, before=before)
+        return CompiledTemplate(
+            pieces, self.structure.encoder, self.structure.policy_tokens, before=before
+        )
 
     def learn_once(self, what: str, shape: Hashable, find: Callable[[], T]) -> T:
         """Find something that depends on a conversation's shape alone, once for each shape."""
@@ -264,45 +252,49 @@ class ChatTemplate:
         key = tuple(map(id, tools))
         prepared = self._tools.get(key)
         if prepared is None:
-            builder = ShapeBuilder(self.anatomy.reading)
-            is_inert = self.anatomy.encoder.is_inert
+            builder = ShapeBuilder(self.structure.options)
+            is_inert = self.structure.encoder.is_inert
             nodes = [builder.schema(tool.to_template(), is_inert) for tool in tools]
-            prepared = PreparedTools(tuple(tools), nodes, builder.holes, builder.texts)
+            prepared = PreparedTools(tuple(tools), nodes, builder.slots, builder.texts)
             _remember(self._tools, key, prepared)
         return prepared
 
-    def _prompt_splice(self, messages: Sequence[Message], read: Conversation) -> Splice:
+    def _compiled_prompt(
+        self, messages: Sequence[Message], read: ShapedConversation
+    ) -> CompiledTemplate:
         return self.learn_once("prompt", read.key, lambda: self._prepare_prompt(messages, read))
 
-    def _prepare_prompt(self, messages: Sequence[Message], read: Conversation) -> Splice:
-        render = self.anatomy.render_node(read.nodes, read.tools.nodes, True)
-        pieces = learn(render, read.holes)
-        closed = cut(self.anatomy.render_node(read.nodes, read.tools.nodes, False), read.holes)
+    def _prepare_prompt(
+        self, messages: Sequence[Message], read: ShapedConversation
+    ) -> CompiledTemplate:
+        render = self.structure.render_node(read.nodes, read.tools.nodes, True)
+        pieces = learn(render, read.slots)
+        closed = cut(self.structure.render_node(read.nodes, read.tools.nodes, False), read.slots)
         if closed[-1] == pieces[-1] and not self._goes_on(read, str(closed[-1])):
             raise TemplateError(
                 f"the chat template writes no generation prompt behind {_roles(read.nodes[-1:])}",
                 template=self.name,
                 role=messages[-1].role,
             )
-        self._refuse_losses(messages, read.message_holes, pieces)
+        self._refuse_losses(messages, read.message_slots, pieces)
         return self.splice(pieces)
 
-    def _goes_on(self, read: Conversation, last: str) -> bool:
+    def _goes_on(self, read: ShapedConversation, last: str) -> bool:
         """Whether an answer directly follows this conversation, which ends in `last`."""
-        answer = Hole(NEIGHBOUR, -1, Voice.POLICY, is_content=False)
+        answer = context_slot(0, TextOrigin.POLICY)
         nodes = [*read.nodes, {"role": "assistant", "content": answer}]
-        render = self.anatomy.render_node(nodes, read.tools.nodes, False)
+        render = self.structure.render_node(nodes, read.tools.nodes, False)
         try:
             # The prompt of a user's turn says whether a policy can know that it is its turn.
-            _ = self.anatomy.generation_prompt
-            return not opening_of(cut(render, [*read.holes, answer]), answer, last).strip()
+            _ = self.structure.generation_prompt
+            return not opening_of(cut(render, [*read.slots, answer]), answer, last).strip()
         except TemplateError:
             return False
 
-    def _prepare_delta(self, read: Conversation) -> PreparedDelta:
+    def _prepare_delta(self, read: ShapedConversation) -> PreparedDelta:
         try:
-            finder = self.anatomy.finder(read.tools.nodes, read.tools.holes)
-            found = finder.find(read.nodes, read.message_holes)
+            finder = self.structure.finder(read.tools.nodes, read.tools.slots)
+            found = finder.find(read.nodes, read.message_slots)
         except TemplateError as error:
             raise TemplateError(
                 f"the chat template cannot carry {_roles(read.nodes)} behind an assistant turn",
@@ -310,14 +302,14 @@ class ChatTemplate:
                 role=error.details.get("role") or _roles(read.nodes[:1]),
                 reason=str(error.args[0]),
             ) from error
-        if any(index >= NEIGHBOUR for index in places_in_order(found.pieces)):
+        if any(index >= CONTEXT_SLOT for index in slots_in_order(found.pieces)):
             raise TemplateError(
                 "the chat template writes the name of the tool with its result",
                 template=self.name,
                 role="tool",
                 expected="`name` on each tool message",
             )
-        end_ids = self.anatomy.encoder.encode_literal(found.end)
+        end_ids = self.structure.encoder.encode_literal(found.end)
         borrowed = borrowed_names(read.nodes, found.pieces)
         # The policy samples the end, or a part of it: no token may join it with what follows.
         lead, *rest = found.pieces
@@ -336,14 +328,14 @@ class ChatTemplate:
                 )
 
     def _refuse_losses(
-        self, messages: Sequence[Message], holes: Sequence[Hole], pieces: Sequence[Piece]
+        self, messages: Sequence[Message], slots: Sequence[Slot], pieces: Sequence[Piece]
     ) -> None:
-        written = set(places_in_order(pieces))
-        for hole in holes:
-            role = messages[hole.message].role
-            if hole.is_content and hole.number not in written and role != "assistant":
+        written = set(slots_in_order(pieces))
+        for slot in slots:
+            role = messages[slot.message].role
+            if slot.is_content and slot.number not in written and role != "assistant":
                 raise TemplateError(
-                    f"the chat template drops the text of message {hole.message}",
+                    f"the chat template drops the text of message {slot.message}",
                     template=self.name,
                     role=role,
                 )

@@ -6,14 +6,19 @@ token). `split_special_tokens` is not enough: tokens such as `<tool_call>` are a
 special.
 """
 
+import asyncio
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentrl.errors import TemplateError
+from agentrl.plugins.call import PerLoop
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,7 +101,7 @@ class TextEncoder:
         ]
 
     def encode_policy(self, text: str, live: re.Pattern[str]) -> list[int]:
-        """Encode text in the policy's voice: the tokens that `live` matches are control tokens."""
+        """Encode text in the policy's origin: the tokens that `live` matches are control tokens."""
         ids: list[int] = []
         start = 0
         for match in live.finditer(text):
@@ -312,3 +317,156 @@ def _without_first_blank(state: Any) -> Any:
 
 def _is_prepend(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "Prepend"
+
+
+_TORN = "\ufffd"
+"""What decoding writes for bytes that are no whole character."""
+_LONGEST_WINDOW = 64
+"""Tokens that are decoded together at most: the cost stays linear whatever was sampled."""
+
+
+class TokenSpans:
+    """Find the tokens of pieces of a decoded text.
+
+    The text of each token is looked up. If these pieces make up the turn's text, their lengths are
+    the offsets: a few microseconds for a turn. If they do not (a character is split over tokens, a
+    tokenizer writes a token differently at the start), the few tokens that differ are decoded
+    together with their neighbors. The cost is linear in the turn's length.
+
+    Args:
+        decode: Token ids to text, special tokens kept.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._pieces: dict[int, str] = {}
+
+    def locate(
+        self, ids: Sequence[int], text: str, spans: Sequence[tuple[int, int] | None]
+    ) -> list[tuple[int, int] | None]:
+        """Find the tokens of each span of characters; both first, and behind the last.
+
+        A token of which a part is in the span belongs to it.
+
+        Args:
+            ids: What was sampled.
+            text: Its text.
+            spans: Of characters; None: not known, and none is found.
+        """
+        if not any(spans):
+            return [None] * len(spans)
+        ends = self._find_ends(ids, text)
+
+        def tokens_of(span: tuple[int, int]) -> tuple[int, int]:
+            behind = bisect_right(ends, span[1])
+            is_cut = behind < len(ids) and (behind == 0 or ends[behind - 1] < span[1])
+            return bisect_right(ends, span[0]), behind + is_cut
+
+        return [span and tokens_of(span) for span in spans]
+
+    def _find_ends(self, ids: Sequence[int], text: str) -> list[int]:
+        """Return for each token how long the text is up to its end."""
+        pieces = [self._piece(token) for token in ids]
+        if "".join(pieces) == text:
+            return list(accumulate(map(len, pieces)))
+        ends: list[int] = []
+        position = opened = 0  # end of the text that is done, first token of the window
+        for place, piece in enumerate(pieces):
+            is_plain = bool(piece) and _TORN not in piece and text.startswith(piece, position)
+            if opened == place and is_plain:
+                ends.append(position + len(piece))
+            else:
+                ends.append(position + self._length(ids, opened, place + 1))
+                is_whole = not self._decode(ids[opened : place + 1]).endswith(_TORN)
+                if not is_whole and place - opened < _LONGEST_WINDOW:
+                    continue
+                ends[opened:] = [min(end, ends[-1]) for end in ends[opened:]]
+            position, opened = ends[-1], place + 1
+        return ends
+
+    def _length(self, ids: Sequence[int], start: int, end: int) -> int:
+        """Return the length of tokens' text in the turn: after the token before them."""
+        before = ids[max(start - 1, 0) : start]
+        return len(self._decode([*before, *ids[start:end]])) - len(self._decode(before))
+
+    def _piece(self, token: int) -> str:
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._decode([token])
+        return piece
+
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+"""Encodes texts from outside."""
+Waiting = tuple[asyncio.Future[list[list[int]]], slice]
+"""Who waits, and which of a batch's texts are theirs."""
+
+
+class EncodingQueue:
+    """Collects the texts that come up in one turn of the event loop, and encodes them in one call.
+
+    Args:
+        encode: Encodes them (`ChatTemplate.encode_texts`).
+
+    Example:
+        >>> async def main(template):
+        ...     queue = EncodingQueue(template.encode_texts)
+        ...     return await asyncio.gather(queue.encode(["one"]), queue.encode(["two", "three"]))
+    """
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._batches = PerLoop(self._begin)
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts, in their order.
+
+        Raises:
+            Exception: what the tokenizer raises for these texts; those of others are not touched.
+        """
+        return await self._batches.get().add(texts)
+
+    def _begin(self) -> "_Batch":
+        """Begin a batch, which is encoded in the next turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        batch = _Batch(loop)
+        loop.call_soon(self._close, batch)
+        return batch
+
+    def _close(self, batch: "_Batch") -> None:
+        self._batches.pop()
+        try:
+            encoded = self._encode(batch.texts)
+        except Exception:  # noqa: BLE001 - told below to the one whose text it is
+            batch.answer_each(self._encode)
+        else:
+            batch.answer(encoded)
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    loop: asyncio.AbstractEventLoop
+    texts: list[str] = field(default_factory=list[str])
+    waiting: list[Waiting] = field(default_factory=list[Waiting])
+
+    def add(self, texts: Sequence[str]) -> asyncio.Future[list[list[int]]]:
+        start = len(self.texts)
+        self.texts += texts
+        future: asyncio.Future[list[list[int]]] = self.loop.create_future()
+        self.waiting.append((future, slice(start, len(self.texts))))
+        return future
+
+    def answer(self, encoded: list[list[int]]) -> None:
+        for future, own in self.waiting:
+            if not future.done():
+                future.set_result(encoded[own])
+
+    def answer_each(self, encode: Encode) -> None:
+        """Encode for each who waits apart, so that a text that cannot be costs its own request."""
+        for future, own in self.waiting:
+            if future.done():
+                continue
+            try:
+                future.set_result(encode(self.texts[own]))
+            except Exception as error:  # noqa: BLE001 - whoever waits is to hear of it
+                future.set_exception(error)

@@ -1,41 +1,28 @@
 """Tool parsers by the name that `rollout.multi_turn.format` gives them."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from agentrl.errors import ConfigError, did_you_mean
+from agentrl.plugins.registry import Registry
 from agentrl.rollout.tool_parsers.base import ToolParser
 
-P = TypeVar("P", bound=type[ToolParser])
+ParserFactory = Callable[[str], ToolParser]
 
-_PARSERS: dict[str, type[ToolParser]] = {}
-_FAMILIES: dict[str, Callable[[str], ToolParser]] = {}
+_KEY = "rollout.multi_turn.format"
+_PARSERS: Registry[type[ToolParser]] = Registry("tool-call format", key=_KEY)
+_FAMILIES: dict[str, ParserFactory] = {}
+
+register_tool_parser = _PARSERS.register
+"""Decorate a subclass of `ToolParser` to register it under a name."""
 
 
-def register_tool_parser(name: str) -> Callable[[P], P]:
-    """Register the decorated class under a name.
+def register_tool_parser_family(prefix: str) -> Callable[[ParserFactory], ParserFactory]:
+    """Decorate a function that makes the parsers of all names with a prefix.
 
-    Raises:
-        ConfigError: where another class has the name.
+    The function gets the name without the prefix.
     """
 
-    def register(parser: P) -> P:
-        if _PARSERS.setdefault(name, parser) is not parser:
-            raise ConfigError(f"there is a tool parser {name!r} already: {_PARSERS[name]}")
-        return parser
-
-    return register
-
-
-def register_tool_parser_family(
-    prefix: str,
-) -> Callable[[Callable[[str], ToolParser]], Callable[[str], ToolParser]]:
-    """Let the decorated function make the parsers whose names begin with a prefix.
-
-    It is called with what stands behind the prefix.
-    """
-
-    def register(make: Callable[[str], ToolParser]) -> Callable[[str], ToolParser]:
+    def register(make: ParserFactory) -> ParserFactory:
         _FAMILIES[prefix] = make
         return make
 
@@ -47,27 +34,27 @@ def get_tool_parser(name: str) -> ToolParser:
 
     Raises:
         ConfigError: for an unknown name, with the nearest known one.
-        MissingExtraError: for one of a family whose packages are not installed.
+        MissingExtraError: for a parser of a family whose packages are not installed.
     """
     for prefix, make in _FAMILIES.items():
         if name.startswith(prefix):
             return make(name.removeprefix(prefix))
-    if name not in _PARSERS:
+    if name not in _PARSERS.names:
         raise ConfigError(
-            f"unknown tool-call format {name!r}{did_you_mean(name, _PARSERS)}",
-            key="rollout.multi_turn.format",
+            f"unknown tool-call format {name!r}{did_you_mean(name, _PARSERS.names)}",
+            key=_KEY,
             expected=expected_formats(),
         )
-    return _PARSERS[name]()
+    return _PARSERS.get(name)()
 
 
 def tool_parser_names() -> list[str]:
-    """List the names there are, in alphabetical order; those of families are not among them."""
-    return sorted(_PARSERS)
+    """List the registered names in alphabetical order, without those of families."""
+    return _PARSERS.names
 
 
 def expected_formats() -> str:
-    """Say in one line which formats there are, for an error message."""
+    """Describe the known formats in one line, for an error message."""
     families = [f"{prefix}NAME" for prefix in sorted(_FAMILIES)]
     return (
         f"one of {', '.join(tool_parser_names())}; {', '.join(families)} (a parser of the "

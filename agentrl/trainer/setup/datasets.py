@@ -327,7 +327,7 @@ def fingerprint_of(setup: RolloutSetup) -> str:
     vocabulary = sorted(setup.tokenizer.get_vocab().items())
     digest = hashlib.sha256(repr(vocabulary).encode())
     digest.update(repr(setup.template.encode_prompt([Message(role="user", content="")])).encode())
-    digest.update(setup.template.anatomy.renderer.source.encode())
+    digest.update(setup.template.structure.renderer.source.encode())
     for tool in setup.plugins.tools:
         digest.update(json.dumps(tool.tool_schema.to_template(), sort_keys=True).encode())
     if setup.tools_per_row != "all":

@@ -6,6 +6,7 @@ import pytest
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
+from agentrl.rollout.templates import encode_conversation
 from tests.fakes.templates import (
     NAMES,
     assistant,
@@ -134,7 +135,7 @@ def test_a_user_can_follow_an_assistant_in_every_template(name: str) -> None:
     delta = template.encode_delta([user("And now?")], last_ids=ids_of("x"))
     text = template.decode(delta.ids)
     assert "And now?" in text
-    assert text.endswith(template.anatomy.generation_prompt)
+    assert text.endswith(template.structure.generation_prompt)
 
 
 @pytest.mark.parametrize("name", ["phi3_5", "gemma3", "cohere2"])
@@ -178,7 +179,7 @@ def test_a_part_that_is_no_text_is_refused_before_a_template_writes_its_token(
     for encode in (
         lambda: template.encode_prompt([user("Hello"), assistant("Hello"), pictured]),
         lambda: template.encode_delta([pictured], last_ids=ids_of("4")),
-        lambda: template.encode_conversation([pictured, assistant("A cat.")]),
+        lambda: encode_conversation(template, [pictured, assistant("A cat.")]),
     ):
         with pytest.raises(TemplateError, match="only text is generated on for now") as refused:
             encode()

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentrl.rollout.templates.queue import EncodingQueue
+from agentrl.rollout.templates.text import EncodingQueue
 
 
 class Lengths:

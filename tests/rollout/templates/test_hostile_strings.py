@@ -30,7 +30,7 @@ def make_stage(name: str) -> Stage:
 
 
 def stream(stage: Stage, seed: str) -> HostileTexts:
-    markers = stage.template.anatomy.markers
+    markers = stage.template.structure.markers
     return HostileTexts(seed, list(stage.control), [*markers.inside, *markers.whole])
 
 
@@ -83,7 +83,7 @@ def test_control_tokens_hostile_strings_forge_nothing_and_come_back(name: str) -
 @pytest.mark.parametrize("name", STAGES)
 def test_control_tokens_no_string_that_hypothesis_finds_forges_anything(name: str) -> None:
     stage = make_stage(name)
-    texts = hostile_texts(list(stage.control), stage.template.anatomy.markers.inside)
+    texts = hostile_texts(list(stage.control), stage.template.structure.markers.inside)
 
     @settings(max_examples=12, deadline=None)
     @given(said=st.lists(texts, min_size=6, max_size=6))

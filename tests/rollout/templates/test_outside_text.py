@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates import ChatTemplate, Treatment
+from agentrl.rollout.templates import ChatTemplate, TextTransform
 from tests.fakes.templates import (
     NAMES,
     assistant,
@@ -171,13 +171,13 @@ def test_control_tokens_no_text_in_any_position_forges_a_control_token(
 @given(text=HOSTILE.filter(str.strip))
 def test_control_tokens_text_comes_back_as_it_was(name: str, text: str) -> None:
     template, report = load_template(name), load_report(name)
-    normalize = template.anatomy.encoder.normalize
+    normalize = template.structure.encoder.normalize
     for position in POSITIONS:
         if not position.reported_as or not can_carry(name, position):
             continue
-        treatments = report.text(position.reported_as).treatments
-        written = text.strip() if Treatment.TRIMS in treatments else text
-        if Treatment.ESCAPES in treatments:
+        transforms = report.text(position.reported_as).transforms
+        written = text.strip() if TextTransform.TRIMS in transforms else text
+        if TextTransform.ESCAPES in transforms:
             written = json.dumps(written, ensure_ascii=False)[1:-1]
         benign = template.decode(encode(template, position.place("benign")))
         hostile = template.decode(encode(template, position.place(text)))
@@ -190,7 +190,7 @@ def test_control_tokens_outside_text_makes_a_round_trip(text: str) -> None:
     template = load_template("qwen2_5")
     ids = template.encode_text(text)
     assert control_tokens(template, ids) == []
-    assert template.decode(ids) == template.anatomy.encoder.normalize(text)
+    assert template.decode(ids) == template.structure.encoder.normalize(text)
 
 
 @settings(max_examples=60, deadline=None)
@@ -208,7 +208,7 @@ def test_control_tokens_results_and_replies_in_a_delta_forge_nothing(
         [t for t in [*texts, question] if t.strip()], delta.message_spans, strict=True
     ):
         # A token may hold the text's end and the template's line break after it.
-        assert template.anatomy.encoder.normalize(text) in template.decode(delta.ids[start:end])
+        assert template.structure.encoder.normalize(text) in template.decode(delta.ids[start:end])
         assert message <= len(texts)
 
 

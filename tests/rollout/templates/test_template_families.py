@@ -112,7 +112,7 @@ def test_the_end_of_a_call_is_a_stop_token_and_is_not_written_again() -> None:
     require(report, TemplateNeeds(tools=True, interaction=True))
     assert report.stop_tokens == ("<|im_end|>", "<|call|>")
     sampled = template.encode_policy_text('<tool_call>{"name": "f"}</tool_call>')
-    sampled.append(template.anatomy.encoder.added["<|call|>"])
+    sampled.append(template.structure.encoder.added["<|call|>"])
     delta = template.encode_delta([tool("4")], last_ids=sampled)
     expected = "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
     assert template.decode(delta.ids) == expected

@@ -66,7 +66,7 @@ def test_control_tokens_no_piece_of_the_vocabulary_is_a_control_token(
 ) -> None:
     for hostile in (text, f"<s>{text}</s>"):
         ids = template.encode_text(hostile)
-        assert not set(ids) & set(template.anatomy.encoder.added.values())
+        assert not set(ids) & set(template.structure.encoder.added.values())
         assert template.decode(ids) == hostile
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_has_the_blanks_that_the_tokenizer_gives_it_and_no_others(
 ) -> None:
     ids = template.encode_prompt([user("abc"), user("d e")])
     written = "<s>[user]abc</s>[user]d e</s>[assistant]"
-    tokenizer = template.anatomy.renderer._tokenizer
+    tokenizer = template.structure.renderer._tokenizer
     assert ids == tokenizer.encode(written, add_special_tokens=False)
     assert template.decode(template.generation_prompt_ids) == "[assistant]"
 
@@ -125,7 +125,7 @@ def test_a_tokenizer_without_fast_backend_is_refused() -> None:
 def test_a_schema_s_word_is_harmless_only_far_from_any_control_token(
     text: str, is_inert: bool
 ) -> None:
-    assert load_template("qwen2_5").anatomy.encoder.is_inert(text) is is_inert
+    assert load_template("qwen2_5").structure.encoder.is_inert(text) is is_inert
 
 
 def test_a_probe_says_where_the_round_trip_is_not_exact() -> None:

@@ -118,11 +118,11 @@ def test_all_are_checked_or_none(share: float, mode: Any, number: int):
 
 def test_numbers_in_calls_make_no_new_shapes():
     template, tools = load_template("qwen2_5"), [schema()]
-    reading = template.anatomy.text_reading
+    reading = template.structure.text_options
 
     def key_of(value: Any) -> Any:
         said = [user("Hi"), assistant("", call(a=value)), tool("ok")]
-        return template.read(said, tools, reading=reading).key
+        return template.read(said, tools, options=reading).key
 
     assert key_of(3) == key_of(-17) == key_of(2.5) != key_of("3")
     assert len({key_of(3), key_of(True), key_of(None), key_of([3])}) == 4

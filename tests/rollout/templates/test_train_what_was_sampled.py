@@ -63,7 +63,7 @@ def play(
     completions: list[tuple[str, bool]],
 ) -> Played:
     """Play a conversation as a rollout does: append what is sampled, then the delta."""
-    end = load_tokenizer().encode(template.anatomy.end_of_turn.text, add_special_tokens=False)
+    end = load_tokenizer().encode(template.structure.end_of_turn.text, add_special_tokens=False)
     messages, prompt_ids = list(prompt), template.encode_prompt(prompt)
     response_ids: list[int] = []
     turns: list[Turn] = []

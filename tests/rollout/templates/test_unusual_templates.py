@@ -12,7 +12,7 @@ from agentrl.rollout.templates import (
     ChatTemplate,
     History,
     TemplateNeeds,
-    Treatment,
+    TextTransform,
     probe_template,
     require,
 )
@@ -104,20 +104,22 @@ def test_a_text_that_is_rewritten_in_no_known_way_is_kept_and_reported() -> None
     template = with_content("m.content | replace('a', 'b')")
     assert "banana" in template.decode(template.encode_prompt([user("banana")]))
     report = probe_template(template).text("user")
-    assert Treatment.BRANCHES in report.treatments or Treatment.REWRITES in report.treatments
+    assert (
+        TextTransform.BRANCHES in report.transforms or TextTransform.REWRITES in report.transforms
+    )
     assert not report.exact
 
 
 def test_a_text_that_is_split_is_reported() -> None:
     report = probe_template(with_content("m.content.split('###')[0]")).text("user")
-    assert Treatment.SPLITS in report.treatments
+    assert TextTransform.SPLITS in report.transforms
     assert not report.exact
 
 
 def test_a_template_that_branches_on_a_text_is_reported() -> None:
     template = with_content("'!' if m.content == 'secret' else m.content")
     report = probe_template(template).text("user")
-    assert Treatment.BRANCHES in report.treatments
+    assert TextTransform.BRANCHES in report.transforms
     assert "secret" in report.note
 
 
@@ -246,7 +248,7 @@ def test_a_template_that_wants_a_system_message_first_carries_users() -> None:
     prompt = template.encode_prompt([system("Be brief."), user("Hi")])
     assert "Be brief." in template.decode(prompt)
     report = probe_template(template)
-    assert report.text("user").treatments == (Treatment.VERBATIM,)
+    assert report.text("user").transforms == (TextTransform.VERBATIM,)
     require(report, TemplateNeeds(system=True, interaction=True))
 
 
@@ -293,7 +295,7 @@ def test_control_tokens_what_a_template_takes_out_of_a_text_leaves_no_control_to
 def test_a_text_of_many_markers_is_not_shown_to_the_template() -> None:
     template = make_template(LOOKING)
     read = template.read([system("/no_think " * 1000), user("Hi")])
-    assert len(read.holes) == 2
+    assert len(read.slots) == 2
 
 
 HIDDEN = (

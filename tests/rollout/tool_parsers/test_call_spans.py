@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl.rollout.records import Budgets, CallRecord
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
-from agentrl.rollout.templates.pieces import TokenPieces
+from agentrl.rollout.templates.text import TokenSpans
 from agentrl.rollout.tool_parsers import get_tool_parser
 from tests.fakes.plugins import (
     FakeTool,
@@ -35,7 +35,7 @@ def test_the_tokens_of_a_span_are_those_whose_text_is_in_it(text: str, data: Any
     ids = encode(text)
     start = data.draw(st.integers(0, len(text) - 1))
     end = data.draw(st.integers(start + 1, len(text)))
-    [span] = TokenPieces(decode).locate(ids, text, [(start, end)])
+    [span] = TokenSpans(decode).locate(ids, text, [(start, end)])
     assert span is not None
     found = decode(ids[slice(*span)])
     assert text[start:end] in found
@@ -60,7 +60,7 @@ def test_a_tokenizer_that_writes_a_token_differently_at_the_start_is_asked_for_b
     ids = list(range(8))
     text = decode_words(ids)
     start = text.index("(")
-    pieces = TokenPieces(decode_words)
+    pieces = TokenSpans(decode_words)
     assert pieces.locate(ids, text, [(start, text.index(")") + 1), None]) == [(2, 7), None]
 
 
@@ -77,7 +77,7 @@ def test_split_characters_cost_decodings_of_a_few_tokens_each(word: str):
     text = f"Hm.{word} {calls}{word}"
     ids = template.encode_policy_text(text)
     spans = [(m.start(), m.end()) for m in re.finditer("lookup", text)]
-    found = TokenPieces(decode_counted).locate(ids, text, spans)
+    found = TokenSpans(decode_counted).locate(ids, text, spans)
     assert {template.decode(ids[slice(*span)]) for span in found if span} == {"lookup"}
     assert num_decoded < 1000 + 20 * len(ids)
 
@@ -88,7 +88,7 @@ def test_bytes_that_are_no_character_cost_linear_time():
     ids = [torn] * 20_000 + template.encode_text("end")
     text = template.decode(ids)
     started = time.process_time()
-    [span] = template.pieces.locate(ids, text, [(len(text) - 3, len(text))])
+    [span] = template.token_spans.locate(ids, text, [(len(text) - 3, len(text))])
     assert time.process_time() - started < 2
     assert span is not None
     assert template.decode(ids[slice(*span)]).endswith("end")
@@ -96,7 +96,7 @@ def test_bytes_that_are_no_character_cost_linear_time():
 
 def test_what_a_token_says_is_decoded_once_in_a_run():
     decode_words = ByWord()
-    pieces = TokenPieces(decode_words)
+    pieces = TokenSpans(decode_words)
     for _ in range(3):
         assert pieces.locate([0, 3, 4], "it2+", [(2, 3)]) == [(1, 2)]
     assert decode_words.num_decoded == 3
@@ -104,7 +104,7 @@ def test_what_a_token_says_is_decoded_once_in_a_run():
 
 def test_where_no_call_is_nothing_is_decoded():
     decode_words = ByWord()
-    assert TokenPieces(decode_words).locate([0, 1], "it is", [None]) == [None]
+    assert TokenSpans(decode_words).locate([0, 1], "it is", [None]) == [None]
     assert decode_words.num_decoded == 0
 
 
@@ -163,6 +163,6 @@ def test_a_format_tells_where_its_calls_stand(name: str, text: str, spans: list[
 
 def test_a_span_survives_the_template_s_own_pieces():
     ids = encode(f"a {GOOD}")
-    [span] = tiny_template().pieces.locate(ids, decode(ids), [(2, 2 + len(GOOD))])
+    [span] = tiny_template().token_spans.locate(ids, decode(ids), [(2, 2 + len(GOOD))])
     assert span is not None
     assert decode(ids[slice(*span)]) == GOOD

@@ -68,7 +68,8 @@ def test_tools_that_a_format_cannot_call_are_an_error(
 
 
 def test_the_page_lists_every_format():
-    page = (Path(__file__).parents[2] / "docs/tools.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/tools.md").read_text(encoding="utf-8")
     listed = page.partition("## Formats of calls")[2].partition("\n## ")[0]
-    for name in tool_parser_names():
+    bundled = [name for name in tool_parser_names() if not name.startswith("test_")]
+    for name in bundled:
         assert f"| `{name.partition(':')[0]}" in listed, name

@@ -10,24 +10,24 @@ from typing import TypeVar
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
-from agentrl.rollout.templates.conversation import encode_turn
-from agentrl.rollout.templates.observed import borrowed_names
+from agentrl.rollout.templates.assistant_turn import encode_turn
+from agentrl.rollout.templates.cutting import slots_in_order
+from agentrl.rollout.templates.delta import borrowed_names
 from agentrl.rollout.templates.probe.history import probe_history
-from agentrl.rollout.templates.probe.texts import AWKWARD, POSITIONS, TextProbe
 from agentrl.rollout.templates.probe.report import (
     Capability,
     CapabilityReport,
     History,
     TemplateReport,
 )
-from agentrl.rollout.templates.cutting import places_in_order
+from agentrl.rollout.templates.probe.texts import AWKWARD, POSITIONS, TextProbe
 from agentrl.rollout.templates.probe_conversations import (
-    calling,
-    prefaced,
+    call_message,
     reason_of,
-    result,
+    result_message,
     tool_schema,
-    user,
+    user_message,
+    with_preface,
 )
 from agentrl.rollout.templates.template import ChatTemplate, Tools
 
@@ -50,19 +50,19 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
         template: The run's template.
         tools: The run's tools; the table says whether the prompt tells of all of them.
     """
-    anatomy = template.anatomy
-    prompt = _or_none(lambda: anatomy.generation_prompt)
-    stops = _or_none(lambda: anatomy.stop_token_ids) or ()
+    structure = template.structure
+    prompt = _or_none(lambda: structure.generation_prompt)
+    stops = _or_none(lambda: structure.stop_token_ids) or ()
     texts = TextProbe(template)
     example = _or_none(lambda: _write_call(template))
     return TemplateReport(
         template=template.name,
         generation_prompt=prompt,
         starts_in_thought=prompt is not None and template.starts_in_thought,
-        thinks=anatomy.thinks,
-        end_of_turn=_or_none(lambda: anatomy.end_of_turn.text) or "",
+        thinks=structure.thinks,
+        end_of_turn=_or_none(lambda: structure.end_of_turn.text) or "",
         stop_tokens=tuple(template.decode([id]) for id in stops),
-        date=f"{anatomy.renderer.now:%Y-%m-%d}" if anatomy.renderer.writes_date else None,
+        date=f"{structure.renderer.now:%Y-%m-%d}" if structure.renderer.writes_date else None,
         texts=tuple(texts.probe(position) for position in POSITIONS),
         capabilities=tuple(_probe_capability(template, c, tools) for c in Capability),
         histories=tuple(probe_history(template, history) for history in History),
@@ -76,20 +76,20 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
 
 def _frames(template: ChatTemplate) -> list[str]:
     """What the template writes between a user's text and an assistant's, and behind that."""
-    pieces = _or_none(lambda: template.anatomy.alternating) or []
+    pieces = _or_none(lambda: template.structure.alternating) or []
     return [str(piece) for piece in pieces[2:5:2]]
 
 
 def _missing_tokens(template: ChatTemplate, texts: Sequence[str]) -> tuple[str, ...]:
     """What looks like a control token in these texts of the template and is none."""
     found = [token for text in texts for token in TOKEN_LIKE.findall(text)]
-    known = template.anatomy.encoder.added
+    known = template.structure.encoder.added
     return tuple(dict.fromkeys(token for token in found if token not in known))
 
 
 def _plain_frames(template: ChatTemplate) -> tuple[str, ...]:
     """Missing tokens of a frame that has no control token; `[INST]` is meant as text by some."""
-    control = template.anatomy.encoder.control_pattern
+    control = template.structure.encoder.control_pattern
     plain = [frame for frame in _frames(template) if not control.search(frame)]
     missing = _missing_tokens(template, plain)
     return tuple(token for token in missing if not token.startswith("["))
@@ -106,40 +106,42 @@ def _probe_capability(
 
 
 def _try_generation_prompt(template: ChatTemplate, tools: Tools) -> None:
-    if template.anatomy.wants_parts:
+    if template.structure.wants_parts:
         raise TemplateError(
             "the template writes a message's text only if the content is a list of parts, and "
             "agentrl gives it a string"
         )
-    _ = template.anatomy.generation_prompt
+    _ = template.structure.generation_prompt
 
 
 def _try_without_tools(template: ChatTemplate, tools: Tools) -> None:
-    anatomy = template.anatomy
-    if anatomy.needed_tools:
+    structure = template.structure
+    if structure.needed_tools:
         try:
-            anatomy.render_node([*anatomy.preface, {"role": "user", "content": "Hi"}], (), True)({})
+            structure.render_node(
+                [*structure.preface, {"role": "user", "content": "Hi"}], (), True
+            )({})
         except TemplateError as error:
             raise TemplateError(f"the template fails without tools ({error.args[0]})") from error
 
 
 def _try_system(template: ChatTemplate, tools: Tools) -> None:
-    template.encode_prompt([SYSTEM, user()])
+    template.encode_prompt([SYSTEM, user_message()])
 
 
 def _try_tools(template: ChatTemplate, tools: Tools) -> None:
     """Whether the prompt tells of every tool and of a parameter's description."""
     known = [tool_schema(), *tools]
     words = [*(tool.name for tool in known), "A city."]
-    messages = prefaced(template.anatomy.preface, [user()])
+    messages = with_preface(template.structure.preface, [user_message()])
     prompt = template.decode(template.encode_prompt(messages, known))
     if not all(word in prompt for word in words):
         raise TemplateError("the template leaves the tools out of the prompt")
 
 
 def _try_calls(template: ChatTemplate, tools: Tools) -> None:
-    if template.anatomy.call_style is None:
-        raise TemplateError(template.anatomy.why_no_calls)
+    if template.structure.call_style is None:
+        raise TemplateError(template.structure.why_no_calls)
 
 
 def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools], None]:
@@ -147,12 +149,12 @@ def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools
 
     def attempt(template: ChatTemplate, tools: Tools) -> None:
         read = template.read(messages, [tool_schema()])
-        finder = template.anatomy.finder(read.tools.nodes, read.tools.holes)
-        found = finder.find(read.nodes, read.message_holes, add_generation_prompt=opens)
+        finder = template.structure.finder(read.tools.nodes, read.tools.slots)
+        found = finder.find(read.nodes, read.message_slots, add_generation_prompt=opens)
         if borrowed_names(read.nodes, found.pieces):
             raise TemplateError("the template writes the first call's name over every result")
-        contents = [hole.number for hole in read.message_holes if hole.is_content]
-        order = [index for index in places_in_order(found.pieces) if index in contents]
+        contents = [slot.number for slot in read.message_slots if slot.is_content]
+        order = [index for index in slots_in_order(found.pieces) if index in contents]
         if order != contents:
             raise TemplateError("the template changes the order of the messages")
 
@@ -165,32 +167,34 @@ _TRIALS: dict[Capability, Callable[[ChatTemplate, Tools], None]] = {
     Capability.SYSTEM: _try_system,
     Capability.TOOLS: _try_tools,
     Capability.CALLS: _try_calls,
-    Capability.TOOL_RESULT: _try_delta(result(), opens=False),
+    Capability.TOOL_RESULT: _try_delta(result_message(), opens=False),
     Capability.PARALLEL_RESULTS: _try_delta(
-        result("Rain.", 0, "first_tool"), result("Sun.", 1, "second_tool"), opens=False
+        result_message("Rain.", 0, "first_tool"),
+        result_message("Sun.", 1, "second_tool"),
+        opens=False,
     ),
-    Capability.PROMPT_AFTER_TOOL: _try_delta(result(), opens=True),
-    Capability.USER_AFTER_ASSISTANT: _try_delta(user(), opens=True),
-    Capability.USER_AFTER_TOOL: _try_delta(result(), user(), opens=False),
+    Capability.PROMPT_AFTER_TOOL: _try_delta(result_message(), opens=True),
+    Capability.USER_AFTER_ASSISTANT: _try_delta(user_message(), opens=True),
+    Capability.USER_AFTER_TOOL: _try_delta(result_message(), user_message(), opens=False),
 }
 
 
 def _write_call(template: ChatTemplate) -> str | None:
-    if template.anatomy.call_style is None:
+    if template.structure.call_style is None:
         return None
-    ids = encode_turn(template, calling("Oslo"), [result()], [tool_schema()])
+    ids = encode_turn(template, call_message("Oslo"), [result_message()], [tool_schema()])
     return template.decode(ids[:-1] if ids[-1] in template.stop_token_ids else ids)
 
 
 def _is_round_trip(template: ChatTemplate) -> bool:
-    added = template.anatomy.encoder.added
+    added = template.structure.encoder.added
     control = "".join(token for token in added if not any(c in RARE for c in token))
     texts = [AWKWARD, control, f" {AWKWARD}", f"\n{control}\n"]
     return all(_comes_back(template, text) for text in texts)
 
 
 def _comes_back(template: ChatTemplate, text: str) -> bool:
-    return template.decode(template.encode_text(text)) == template.anatomy.encoder.normalize(text)
+    return template.decode(template.encode_text(text)) == template.structure.encoder.normalize(text)
 
 
 def _or_none(find: Callable[[], T]) -> T | None:

@@ -12,36 +12,36 @@ from typing import NamedTuple
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.records import TokenDifference, Turn
-from agentrl.rollout.templates.structure import THOUGHTS
+from agentrl.rollout.templates.assistant_turn import encode_turn, follow_prompt, spoken_text
 from agentrl.rollout.templates.check import check_ledger
-from agentrl.rollout.templates.conversation import encode_turn, follow_prompt, spoken_text
 from agentrl.rollout.templates.probe.report import Capability, History, HistoryReport
 from agentrl.rollout.templates.probe_conversations import (
     REASONING,
-    calling,
-    prefaced,
+    answer_message,
+    call_message,
     reason_of,
-    result,
-    saying,
+    result_message,
     tool_schema,
-    user,
+    user_message,
+    with_preface,
 )
+from agentrl.rollout.templates.structure import THOUGHTS
 from agentrl.rollout.templates.template import ChatTemplate, Tools
 
 _SYSTEM = Message(role="system", content="Be brief.")
 _STORIES: dict[History, list[Message]] = {
     History.ANSWER_BEFORE_USER: [
-        *(user(), saying("Oslo."), user("And now?")),
-        *(saying("Bern."), user("Thanks.")),
+        *(user_message(), answer_message("Oslo."), user_message("And now?")),
+        *(answer_message("Bern."), user_message("Thanks.")),
     ],
-    History.CALL_BEFORE_TOOL: [user(), calling("Oslo"), result()],
+    History.CALL_BEFORE_TOOL: [user_message(), call_message("Oslo"), result_message()],
     History.TWO_TOOL_ROUNDS: [
-        *(user(), calling("Oslo"), result()),
-        *(calling("Bern", 1), result("The sun shines.", 1)),
+        *(user_message(), call_message("Oslo"), result_message()),
+        *(call_message("Bern", 1), result_message("The sun shines.", 1)),
     ],
     History.TOOL_ROUND_BEFORE_USER: [
-        *(user(), calling("Oslo"), result(), saying("It rains.")),
-        *(user("And now?"), calling("Bern", 1), result("The sun shines.", 1)),
+        *(user_message(), call_message("Oslo"), result_message(), answer_message("It rains.")),
+        *(user_message("And now?"), call_message("Bern", 1), result_message("The sun shines.", 1)),
     ],
 }
 _WITH_THOUGHTS = {
@@ -76,13 +76,13 @@ def probe_history(template: ChatTemplate, history: History) -> HistoryReport:
     try:
         # A prompt that opens a thought is followed by one in each turn.
         thinks = history in _WITH_THOUGHTS or template.starts_in_thought
-        if thinks and not template.anatomy.closes_thought:
+        if thinks and not template.structure.closes_thought:
             story = [_thinking(template, message) for message in story]
-        found = _examine(template, prefaced(template.anatomy.preface, story))
+        found = _examine(template, with_preface(template.structure.preface, story))
     except TemplateError as error:
         return HistoryReport(history, None, reason_of(error))
     behind_system = ""
-    if not found.rewrites and not template.anatomy.preface:
+    if not found.rewrites and not template.structure.preface:
         try:
             behind_system = _examine(template, [_SYSTEM, *story]).rewrites
         except TemplateError:
@@ -94,10 +94,10 @@ def _thinking(template: ChatTemplate, message: Message) -> Message:
     """Let an assistant think before it says or calls something, in the template's own way."""
     if message.role != "assistant":
         return message
-    if field := template.anatomy.reasoning_field:
+    if field := template.structure.reasoning_field:
         return message.model_copy(update={field: REASONING})
     said = message.text or "I see."
-    opening, closing = next(iter(template.anatomy.thought_tags.items()))
+    opening, closing = next(iter(template.structure.thought_tags.items()))
     content = f"{opening}\n{REASONING}\n{closing}\n\n{said}"
     return message.model_copy(update={"content": content})
 
@@ -150,7 +150,7 @@ def _sample(
     bare: bool,
 ) -> list[int]:
     """Tokens of a turn as a policy would sample it; `bare`: without an empty thought."""
-    if message.tool_calls and template.anatomy.call_style is None:
+    if message.tool_calls and template.structure.call_style is None:
         raise TemplateError(f"the template carries no {Capability.CALLS}")
     *ids, stop = encode_turn(template, message, replies, tools)
     text = template.decode(ids)
@@ -158,7 +158,7 @@ def _sample(
     if any(word not in text for word in said):
         # The template does not write this of a turn, or not before a call; a policy can.
         call = f"\n{text.lstrip()}" if message.tool_calls else ""
-        text = follow_prompt(template.anatomy, spoken_text(message) + call)
+        text = follow_prompt(template.structure, spoken_text(message) + call)
         ids = template.encode_policy_text(text)
     if bare:
         ids = template.encode_policy_text(re.sub(_EMPTY_THOUGHT, "", text))

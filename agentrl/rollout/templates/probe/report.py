@@ -8,7 +8,7 @@ from typing import Literal
 from agentrl.errors import TemplateError
 
 
-class Treatment(StrEnum):
+class TextTransform(StrEnum):
     """What a template does with a text on its way into the rendering."""
 
     VERBATIM = "verbatim"
@@ -61,7 +61,7 @@ class TextReport:
 
     position: str
     """A key of `ROLES`."""
-    treatments: tuple[Treatment, ...]
+    transforms: tuple[TextTransform, ...]
     exact: bool
     """Whether splicing wrote what the template writes, for every text that was tried."""
     note: str = ""
@@ -330,7 +330,7 @@ def _require_exact(report: TemplateReport, needs: TemplateNeeds) -> None:
         )
     for text in map(report.text, needs.positions):
         # What is refused is no matter of texts: the capabilities say whether the run needs it.
-        if text.exact or Treatment.REFUSES in text.treatments:
+        if text.exact or TextTransform.REFUSES in text.transforms:
             continue
         raise TemplateError(
             f"the chat template does with some texts at {text.position!r} what splicing does not, "
@@ -359,7 +359,7 @@ def _rewriting(
 
 
 def _describe_text(text: TextReport) -> str:
-    found = ", ".join(text.treatments)
+    found = ", ".join(text.transforms)
     return found if text.exact else f"{found}; not exact: {text.note}"
 
 

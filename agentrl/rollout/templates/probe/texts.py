@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates.probe.report import TextReport, Treatment
-from agentrl.rollout.templates.slots import Conversation, fill, shape_key
-from agentrl.rollout.templates.cutting import Piece, Place, learn, written_text
+from agentrl.rollout.templates.cutting import Piece, SlotUse, learn, written_text
+from agentrl.rollout.templates.probe.report import TextReport, TextTransform
 from agentrl.rollout.templates.probe_conversations import (
     THOUGHT,
-    calling,
-    prefaced,
+    answer_message,
+    call_message,
     reason_of,
-    result,
-    saying,
+    result_message,
     tool_schema,
-    user,
+    user_message,
+    with_preface,
 )
+from agentrl.rollout.templates.slots import ShapedConversation, fill, shape_key
 from agentrl.rollout.templates.template import ChatTemplate
 
 MAX_MARKERS = 6
@@ -40,13 +40,25 @@ class Position:
 
 
 POSITIONS = (
-    Position("system", lambda t: ([Message(role="system", content=t), user()], [])),
-    Position("user", lambda t: ([user("Hello"), saying(THOUGHT), user(t)], [])),
-    Position("assistant", lambda t: ([user(), saying(t), user("And now?")], [])),
-    Position("tool", lambda t: ([user(), calling("Oslo"), result(t)], [tool_schema()])),
-    Position("tool name", lambda t: ([user(), calling("Oslo", name=t), result(name=t)], [])),
-    Position("call argument", lambda t: ([user(), calling(t)], [tool_schema()]), opens=False),
-    Position("tool description", lambda t: ([user()], [tool_schema(t)])),
+    Position("system", lambda t: ([Message(role="system", content=t), user_message()], [])),
+    Position(
+        "user", lambda t: ([user_message("Hello"), answer_message(THOUGHT), user_message(t)], [])
+    ),
+    Position(
+        "assistant", lambda t: ([user_message(), answer_message(t), user_message("And now?")], [])
+    ),
+    Position(
+        "tool",
+        lambda t: ([user_message(), call_message("Oslo"), result_message(t)], [tool_schema()]),
+    ),
+    Position(
+        "tool name",
+        lambda t: ([user_message(), call_message("Oslo", name=t), result_message(name=t)], []),
+    ),
+    Position(
+        "call argument", lambda t: ([user_message(), call_message(t)], [tool_schema()]), opens=False
+    ),
+    Position("tool description", lambda t: ([user_message()], [tool_schema(t)])),
 )
 
 
@@ -63,30 +75,30 @@ class TextProbe:
         try:
             plain = self._render_real(position, core)
         except TemplateError as error:
-            return TextReport(position.name, (Treatment.REFUSES,), False, reason_of(error))
+            return TextReport(position.name, (TextTransform.REFUSES,), False, reason_of(error))
         if core not in plain:
-            return TextReport(position.name, (Treatment.DROPS,), True)
-        treatments = self._learned_treatments(position, core)
+            return TextReport(position.name, (TextTransform.DROPS,), True)
+        transforms = self._learned_treatments(position, core)
         missed = ""
         for text in self._texts_to_try(core):
             treatment, is_exact = self._try(position, text)
-            treatments += [] if treatment is None else [treatment]
+            transforms += [] if treatment is None else [treatment]
             missed = missed or ("" if is_exact else text.replace(core, "..."))
-        unique = tuple(dict.fromkeys(treatments)) or (Treatment.VERBATIM,)
+        unique = tuple(dict.fromkeys(transforms)) or (TextTransform.VERBATIM,)
         return TextReport(position.name, unique, not missed, repr(missed) if missed else "")
 
-    def _learned_treatments(self, position: Position, core: str) -> list[Treatment]:
+    def _learned_treatments(self, position: Position, core: str) -> list[TextTransform]:
         """What splicing itself found out."""
         # With a control token in it, a text is kept apart even in a schema.
-        text = f"{next(iter(self._template.anatomy.encoder.control), '')} {core}"
+        text = f"{next(iter(self._template.structure.encoder.control), '')} {core}"
         read, pieces = self._learn(position, text)
-        found: list[Treatment] = []
+        found: list[TextTransform] = []
         for piece in pieces:
-            if isinstance(piece, Place) and core in read.texts[piece.hole.number]:
+            if isinstance(piece, SlotUse) and core in read.texts[piece.slot.number]:
                 found += _treatments_of(piece)
         return found
 
-    def _try(self, position: Position, text: str) -> tuple[Treatment | None, bool]:
+    def _try(self, position: Position, text: str) -> tuple[TextTransform | None, bool]:
         """What happens to one text, and whether splicing does the same."""
         try:
             read, pieces = self._learn(position, text)
@@ -96,13 +108,13 @@ class TextProbe:
         try:
             real = self._render_real(position, text)
         except TemplateError:
-            return Treatment.BRANCHES, ours is None
+            return TextTransform.BRANCHES, ours is None
         loss = _loss(text, real)
-        return (loss, True) if real == ours else (loss or Treatment.BRANCHES, False)
+        return (loss, True) if real == ours else (loss or TextTransform.BRANCHES, False)
 
     def _texts_to_try(self, core: str) -> list[str]:
         """Texts with blanks, awkward characters, and what the template looks for."""
-        markers, other = self._template.anatomy.markers, _word()
+        markers, other = self._template.structure.markers, _word()
         inside = [marker for marker in markers.inside if marker.strip()][:MAX_MARKERS]
         texts = [core, f"\n {core}\t\n", f"{core}\n\n  {other}", f"{core} {AWKWARD}"]
         texts += [marker for marker in markers.whole if marker.strip()]
@@ -114,7 +126,7 @@ class TextProbe:
     def _render_real(self, position: Position, text: str) -> str:
         """What the template writes where the text stands in the messages itself."""
         read, tools = self._read(position, text)
-        return self._template.anatomy.renderer.render(
+        return self._template.structure.renderer.render(
             fill(read.nodes, dict(enumerate(read.texts))),
             [tool.to_template() for tool in tools],
             add_generation_prompt=position.opens,
@@ -122,20 +134,20 @@ class TextProbe:
 
     def _read(
         self, position: Position, text: str
-    ) -> tuple[Conversation, list[OpenAIFunctionToolSchema]]:
+    ) -> tuple[ShapedConversation, list[OpenAIFunctionToolSchema]]:
         messages, tools = position.place(text)
-        whole = prefaced(self._template.anatomy.preface, messages)
+        whole = with_preface(self._template.structure.preface, messages)
         return self._template.read(whole, tools), tools
 
-    def _learn(self, position: Position, text: str) -> tuple[Conversation, list[Piece]]:
+    def _learn(self, position: Position, text: str) -> tuple[ShapedConversation, list[Piece]]:
         """Read a text in its position, and learn the shape once."""
         read, _ = self._read(position, text)
         key = position.name + shape_key([read.nodes, read.tools.nodes])
         if key not in self._learned:
-            render = self._template.anatomy.render_node(
+            render = self._template.structure.render_node(
                 read.nodes, read.tools.nodes, position.opens
             )
-            self._learned[key] = learn(render, read.holes)
+            self._learned[key] = learn(render, read.slots)
         return read, self._learned[key]
 
 
@@ -143,14 +155,14 @@ def _word() -> str:
     return f"word{secrets.randbelow(10**12):012d}"
 
 
-def _treatments_of(place: Place) -> list[Treatment]:
-    found = [Treatment.TRIMS] if place.strips_left or place.strips_right else []
+def _treatments_of(place: SlotUse) -> list[TextTransform]:
+    found = [TextTransform.TRIMS] if place.strips_left or place.strips_right else []
     if place.escape.name == "unknown":
-        return [*found, Treatment.REWRITES]
-    return found if place.escape.name == "verbatim" else [*found, Treatment.ESCAPES]
+        return [*found, TextTransform.REWRITES]
+    return found if place.escape.name == "verbatim" else [*found, TextTransform.ESCAPES]
 
 
-def _loss(text: str, real: str) -> Treatment | None:
+def _loss(text: str, real: str) -> TextTransform | None:
     """Whether a part of the text is missing."""
     words = [word for word in text.split() if word.startswith("word")]
-    return Treatment.SPLITS if any(word not in real for word in words) else None
+    return TextTransform.SPLITS if any(word not in real for word in words) else None

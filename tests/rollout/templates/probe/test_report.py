@@ -14,7 +14,7 @@ from agentrl.rollout.templates import (
     History,
     TemplateNeeds,
     TemplateReport,
-    Treatment,
+    TextTransform,
     probe_template,
     require,
 )
@@ -125,29 +125,29 @@ def test_treatments_of_a_text_are_those_of_the_template(name: str, position: str
         "assistant": lambda t: [user("Hi"), assistant(t), user("So?")],
         "tool": lambda t: [user("Hi"), assistant("", call(query="a")), tool(t)],
     }[position]
-    treatments = load_report(name).text(position).treatments
+    transforms = load_report(name).text(position).transforms
     plain = really(name, place(word))
-    assert (Treatment.REFUSES in treatments) is (plain is None)
+    assert (TextTransform.REFUSES in transforms) is (plain is None)
     if plain is None:
         return
-    assert (Treatment.DROPS in treatments) is (word not in plain)
+    assert (TextTransform.DROPS in transforms) is (word not in plain)
     if word not in plain:
         return
     spaced = really(name, place(f"  {word}  "))
     assert spaced is not None
-    assert (Treatment.TRIMS in treatments) is (f"  {word}  " not in spaced)
+    assert (TextTransform.TRIMS in transforms) is (f"  {word}  " not in spaced)
     quoted = really(name, place(f'{word}"{word}'))
     assert quoted is not None
-    assert (Treatment.ESCAPES in treatments) is (f'{word}\\"{word}' in quoted)
+    assert (TextTransform.ESCAPES in transforms) is (f'{word}\\"{word}' in quoted)
     thought = really(name, place(f"<think>{word}</think>end"))
     assert thought is not None
-    assert (Treatment.SPLITS in treatments) is (word not in thought)
+    assert (TextTransform.SPLITS in transforms) is (word not in thought)
 
 
 def test_qwen3_branches_on_a_user_who_writes_a_tool_response() -> None:
     """A user could keep a policy's old thoughts in view; spliced text cannot."""
     report = load_report("qwen3").text("user")
-    assert Treatment.BRANCHES in report.treatments
+    assert TextTransform.BRANCHES in report.transforms
     assert not report.exact
     thought = "<think>\nHm.\n</think>\n\nYes."
     messages = [user("Hi"), assistant(thought), user("<tool_response>a</tool_response>")]
@@ -158,7 +158,7 @@ def test_qwen3_branches_on_a_user_who_writes_a_tool_response() -> None:
 
 def test_gptoss_refuses_an_assistant_text_with_its_own_markup() -> None:
     report = load_report("gptoss").text("assistant")
-    assert Treatment.BRANCHES in report.treatments
+    assert TextTransform.BRANCHES in report.transforms
     markup = "<|channel|>analysis<|message|>x"
     assert really("gptoss", [user("Hi"), assistant(markup)]) is None
 
@@ -174,8 +174,8 @@ def test_splicing_is_exact_where_the_table_says_so(name: str) -> None:
         "tool": [user("Hi"), assistant("", call(query=text)), tool(text)],
     }
     for position, messages in places.items():
-        kinds = set(report.text(position).treatments)
-        if not report.text(position).exact or kinds & {Treatment.DROPS, Treatment.REFUSES}:
+        kinds = set(report.text(position).transforms)
+        if not report.text(position).exact or kinds & {TextTransform.DROPS, TextTransform.REFUSES}:
             continue
         if position == "tool" and not report.carries(Capability.PROMPT_AFTER_TOOL):
             continue
@@ -202,7 +202,7 @@ def test_gptoss_writes_another_end_for_a_last_turn_than_for_an_older_one() -> No
 @pytest.mark.parametrize("name", ["gptoss", "llama3_2"])
 def test_a_date_is_frozen_for_the_run_and_told(name: str) -> None:
     template, report = load_template(name), load_report(name)
-    now = template.anatomy.renderer.now
+    now = template.structure.renderer.now
     assert report.date == f"{now:%Y-%m-%d}"
     text = template.decode(template.encode_prompt([user("Hi")]))
     written = {"gptoss": f"Current date: {now:%Y-%m-%d}", "llama3_2": f"{now:%d %b %Y}"}

@@ -1,0 +1,341 @@
+"""Whole demonstrations as tokens and a mask, built turn by turn as a rollout builds them.
+
+A demonstration's prompt, deltas and generation prompts are those of a rollout, so a policy that is
+warmed up on it sees in a rollout what it was trained on. An assistant turn is what the template
+writes for it behind the generation prompt, with the token that ends it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from agentrl.errors import TemplateError
+from agentrl.messages import Message
+from agentrl.rollout.templates.compiled import CompiledTemplate
+from agentrl.rollout.templates.cutting import (
+    Piece,
+    SlotUse,
+    common_length,
+    cut,
+    learn,
+    slots_in_order,
+)
+from agentrl.rollout.templates.probe_conversations import call_message, result_message, tool_schema
+from agentrl.rollout.templates.slots import (
+    CONTEXT_SLOT,
+    ShapedConversation,
+    Slot,
+    TextOrigin,
+    context_slot,
+)
+from agentrl.rollout.templates.structure import REASONING_FIELDS, THOUGHTS, TemplateStructure
+from agentrl.rollout.templates.template import ChatTemplate, Tools
+from agentrl.rollout.tool_parsers import ToolParser
+
+
+class EncodedConversation(NamedTuple):
+    """A demonstration's tokens."""
+
+    ids: list[int]
+    loss_mask: list[int]
+    """1 on the text of assistant turns and on the token that ends each, else 0."""
+
+
+def encode_conversation(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools = ()
+) -> EncodedConversation:
+    """Encode a demonstration for supervised training, with the mask of a rollout.
+
+    Messages after the last assistant turn are left out.
+
+    Raises:
+        TemplateError: if the template cannot carry the demonstration, if it holds no assistant
+            turn, or if no message precedes the first one.
+    """
+    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not turns:
+        raise TemplateError("a demonstration without an assistant turn", template=template.name)
+    if turns[0] == 0:
+        raise TemplateError(
+            "a demonstration that begins with an assistant turn",
+            template=template.name,
+            role="assistant",
+            expected="a system or user message before it",
+        )
+    ids = template.encode_prompt(messages[: turns[0]], tools)
+    mask = [0] * len(ids)
+    for start, stop in zip(turns, [*turns[1:], None], strict=True):
+        replies = [] if stop is None else messages[start + 1 : stop]
+        turn = encode_turn(template, messages[start], replies, tools)
+        ids += turn
+        mask += [1] * len(turn)
+        if stop is not None:
+            observed = template.encode_delta(replies, last_ids=turn, tools=tools).ids
+            ids += observed
+            mask += [0] * len(observed)
+    return EncodedConversation(ids, mask)
+
+
+def encode_turn(
+    template: ChatTemplate, message: Message, replies: Sequence[Message], tools: Tools
+) -> list[int]:
+    """Encode an assistant message as a policy would have sampled it, with its end.
+
+    Args:
+        template: The chat template.
+        message: The assistant's message.
+        replies: What follows it; the end of some templates' turns depends on it.
+        tools: The schemas in the prompt.
+    """
+    read = template.read([message], tools)
+    splice = template.learn_once("turn", read.key, lambda: _find_turn(template, read))
+    if splice is None:
+        ids = _encode_raw(template, spoken_text(message))
+    else:
+        ids = splice.encode(read.texts)
+    if not ids or ids[-1] not in template.stop_token_ids:
+        ids += _missing_stop(template, replies, tools)
+    return ids
+
+
+def _find_turn(template: ChatTemplate, read: ShapedConversation) -> CompiledTemplate | None:
+    """What the template writes for an assistant message behind its generation prompt.
+
+    None where it rewrites the message there.
+    """
+    structure = template.structure
+    user = context_slot(0)
+    asked = {"role": "user", "content": user}
+    slots = [user, *read.slots]
+    tools, before = read.tools.nodes or structure.needed_tools, [*structure.preface, asked]
+    opened = str(cut(structure.render_node(before, tools, True), slots)[-1])
+    closed = _after(learn(structure.render_node([*before, *read.nodes], tools, False), slots), user)
+    lead = str(closed[0])
+    if not lead.startswith(opened) and "tool_calls" not in read.nodes[0]:
+        return None
+    start = common_length(lead, opened, structure.encoder.control_pattern)
+    pieces: list[Piece] = [lead[start:], *closed[1:]]
+    pieces[-1] = up_to_end(structure, str(pieces[-1]))
+    return template.splice(pieces)
+
+
+def _after(pieces: Sequence[Piece], slot: Slot) -> Sequence[Piece]:
+    """Pieces behind the first place of a slot."""
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, SlotUse) and piece.slot.number == slot.number:
+            return pieces[number + 1 :]
+    raise TemplateError("the chat template drops the text of a user message", role="user")
+
+
+def up_to_end(structure: TemplateStructure, literal: str) -> str:
+    """Cut a turn's last literal behind what ends the turn; the separator is not the turn's."""
+    end = structure.end_of_turn
+    if end.is_written and end.text in literal:
+        return literal[: literal.index(end.text) + len(end.text)]
+    control = list(structure.encoder.control_pattern.finditer(literal))
+    return literal[: control[-1].end()] if control else literal.rstrip()
+
+
+def _encode_raw(template: ChatTemplate, text: str) -> list[int]:
+    """Encode an answer behind a generation prompt that its template would not write before it.
+
+    Such a prompt opens a thought. An answer that thinks goes on from there; one that does not
+    closes the thought first.
+    """
+    structure = template.structure
+    text = follow_prompt(structure, text)
+    end = (
+        structure.end_of_turn.text
+        if structure.end_of_turn.is_written
+        else structure.last_end_of_turn
+    )
+    return template.encode_policy_text(text) + structure.encoder.encode_literal(end)
+
+
+def spoken_text(message: Message) -> str:
+    """What a policy says in a message, with the thought that is kept apart in it."""
+    extra = message.model_extra or {}
+    thought = next((extra[name] for name in REASONING_FIELDS if extra.get(name)), None)
+    if not isinstance(thought, str):
+        return message.text
+    opening, closing = next(iter(THOUGHTS.items()))
+    return f"{opening}\n{thought}\n{closing}\n\n{message.text}"
+
+
+def follow_prompt(structure: TemplateStructure, text: str) -> str:
+    """What a policy writes of a text behind a generation prompt that may open a thought."""
+    prompt = structure.generation_prompt
+    for opening, closing in THOUGHTS.items():
+        if prompt.rfind(opening) > prompt.rfind(closing):
+            text = re.sub(rf"\A\s*{re.escape(opening)}\n?", "", text)
+            text = text if closing in text else f"\n{closing}\n\n{text}"
+    return text
+
+
+def _missing_stop(template: ChatTemplate, replies: Sequence[Message], tools: Tools) -> list[int]:
+    """What a policy samples to end a turn that its template does not end."""
+    structure = template.structure
+    stop = structure.encoder.encode_literal(structure.end_of_turn.text)
+    if replies:
+        stop = template.encode_delta(replies, last_ids=(), tools=tools).end_of_turn_ids
+    return stop or list(template.stop_token_ids[:1])
+
+
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message in which templates take a thought apart from the answer."""
+
+
+class Framed(NamedTuple):
+    """What a turn says."""
+
+    content: str
+    fields: Mapping[str, str]
+    """A thought that the template takes in a field of its own, by the field's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFrames:
+    """What a template writes round the texts of an assistant turn; empty where it writes nothing.
+
+    Frames that the template itself reads in a content (`<think>` in many) are not among them.
+    """
+
+    opening: str = ""
+    """The end of the generation prompt that opens a thought."""
+    before: str = ""
+    """Before an answer."""
+    after: str = ""
+    """After an answer or a thought and an answer, without the turn's end."""
+    field: str = ""
+    """Name of the field of a thought; empty: thoughts are left in the content."""
+    thought: str = ""
+    """Before a thought."""
+    between: str = ""
+    """Between a thought and its answer."""
+    calls: re.Pattern[str] | None = None
+    """Matches what is left of the wrapper of calls when these are taken out."""
+
+    def read(self, text: str, *, num_calls: int) -> Framed:
+        """Return what a turn says.
+
+        Args:
+            text: The turn without its calls and its stop token.
+            num_calls: How many calls were taken out.
+        """
+        if num_calls and self.calls:
+            text = self.calls.sub("", text).strip()
+        text = text.removesuffix(self.after)
+        if self.field and text.startswith(self.thought) and self.between in text:
+            thought, _, answer = text.removeprefix(self.thought).partition(self.between)
+            return Framed(answer, {self.field: thought})
+        if self.before:
+            text = text.removeprefix(self.before)
+        return Framed(self.opening + text if text else "", {})
+
+
+def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
+    """Find a template's frames.
+
+    Args:
+        template: The run's template.
+        parser: Takes the calls out of a turn.
+    """
+    structure = template.structure
+    opening = _find_opening(structure)
+    calls = _find_wrapper(template, parser)
+    try:
+        before, after = _find_answer(template)
+        field, thought, between = _find_thought(template, after)
+    except TemplateError:
+        return TurnFrames(opening, calls=calls)
+    return TurnFrames(opening, before, after, field, thought, between, calls)
+
+
+def _find_opening(structure: TemplateStructure) -> str:
+    try:
+        prompt = structure.generation_prompt
+    except TemplateError:
+        return ""
+    found = ((prompt.rfind(start), prompt.rfind(end)) for start, end in THOUGHTS.items())
+    starts = [start for start, end in found if start > end]
+    return prompt[max(starts) :] if starts else ""
+
+
+def _find_answer(template: ChatTemplate) -> tuple[str, str]:
+    """Return what is before and after an answer, if the template does not read it in a content."""
+    [before, after] = _literals(template, {"content": context_slot(1, TextOrigin.POLICY)}, [1])
+    own = _render(template.structure, content=f"{before}Yes.{after}")
+    is_read = own == _render(template.structure, content="Yes.")
+    return ("", "") if is_read else (before, after)
+
+
+def _find_thought(template: ChatTemplate, after: str) -> tuple[str, str, str]:
+    """Return the field of a thought and what frames it, if the template needs the field."""
+    for field in THOUGHT_FIELDS:
+        try:
+            found = _literals(
+                template,
+                {
+                    "content": context_slot(1, TextOrigin.POLICY),
+                    field: context_slot(2, TextOrigin.POLICY),
+                },
+                [2, 1],
+            )
+            rendered = _render(template.structure, content="Yes.", **{field: "Hm."})
+        except TemplateError:
+            continue
+        if len(found) == 3 and found[1].strip():
+            inside = _render(template.structure, content=f"{found[0]}Hm.{found[1]}Yes.{after}")
+            return ("", "", "") if inside == rendered else (field, found[0], found[1])
+    return "", "", ""
+
+
+def _literals(template: ChatTemplate, message: dict[str, Slot], order: list[int]) -> list[str]:
+    """Return the literals of an assistant turn after the generation prompt, without its end.
+
+    Raises:
+        TemplateError: if its texts are not in this order.
+    """
+    structure, asked = template.structure, context_slot(0, TextOrigin.POLICY)
+    slots = [asked, *message.values()]
+    question = {"role": "user", "content": asked}
+    opened = str(cut(structure.render_after_preface([question], True), [asked])[-1])
+    nodes = [question, {"role": "assistant", **message}]
+    pieces = cut(structure.render_after_preface(nodes, False), slots)
+    if slots_in_order(pieces) != [CONTEXT_SLOT, *(CONTEXT_SLOT + number for number in order)]:
+        raise TemplateError("the template writes the texts of a turn in another order")
+    lead, *rest = (str(piece) for piece in pieces[2::2])
+    if not lead.startswith(opened):
+        raise TemplateError("the template opens an older turn otherwise")
+    start = common_length(lead, opened, structure.encoder.control_pattern)
+    end = up_to_end(structure, rest[-1])
+    stop = next((s for s in template.stop_texts.values() if s and end.endswith(s)), "")
+    return [lead[start:], *rest[:-1], end.removesuffix(stop)]
+
+
+def _render(structure: TemplateStructure, **message: str) -> str | None:
+    nodes = [{"role": "user", "content": "Hi"}, {"role": "assistant", **message}]
+    try:
+        return structure.render_after_preface(nodes, False)({})
+    except TemplateError:
+        return None
+
+
+def _find_wrapper(template: ChatTemplate, parser: ToolParser) -> re.Pattern[str] | None:
+    """Make the pattern of what is left of a call's wrapper when the call is taken out."""
+    if template.structure.call_style is None:
+        return None
+    try:
+        ids = encode_turn(template, call_message("Oslo"), [result_message()], [tool_schema()])
+    except TemplateError:
+        return None
+    text = template.decode(ids[:-1] if ids[-1] in template.stop_token_ids else ids)
+    parsed = parser.parse(text, tools=[tool_schema()])
+    spans = [call.span for call in parsed.calls]
+    if len(spans) != 1 or spans[0] is None or not parsed.content.strip():
+        return None
+    before, after = text[: spans[0][0]].strip(), text[spans[0][1] :].strip()
+    if not before or not after:
+        return None  # a thought, say
+    return re.compile(re.escape(before) + r"\s*" + re.escape(after))
