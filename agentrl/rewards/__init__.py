@@ -11,8 +11,8 @@ from agentrl.rewards.manager import (
     make_reward_manager,
     register_reward_manager,
 )
+from agentrl.rewards.managers import NaiveRewardManager, PrimeRewardManager
 from agentrl.rewards.placement import PlacedReward, RewardPlacement, place_rewards
-from agentrl.rewards.single_managers import NaiveRewardManager, PrimeRewardManager
 from agentrl.rewards.sources import default_compute_score, find_scorer
 
 __all__ = [

@@ -12,8 +12,8 @@ from agentrl.errors import RewardError
 from agentrl.plugins.call import ExecutionMode, contained
 from agentrl.rewards.calling import ScoreCaller
 from agentrl.rewards.manager import register_reward_manager
+from agentrl.rewards.managers import cancel_and_wait, fail_scoring, settle_score
 from agentrl.rewards.scoring import ScoreFn, make_told, read_score
-from agentrl.rewards.single_managers import cancel_and_wait, fail_scoring, settle_score
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
