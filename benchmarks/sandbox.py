@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import Sandbox, Session, make_sandbox
-from agentrl.sandbox.choice import why_not
+from agentrl.sandbox.factory import why_not
 
 TRIVIAL = "x = 1"
 PROVIDERS = ("sandlock", "bubblewrap", "subprocess")

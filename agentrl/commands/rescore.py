@@ -24,7 +24,7 @@ from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import raise_problems
 from agentrl.config.schema.run import RewardConfig
 from agentrl.errors import ConfigError, Fault, printable
-from agentrl.rewards import LaunchingManager, RewardManager, make_reward_manager
+from agentrl.rewards import RewardManager, StreamingRewardManager, make_reward_manager
 from agentrl.rewards.combination import SHAPING
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
@@ -179,7 +179,7 @@ async def score_as_in_run(manager: RewardManager, requests: Sequence[AsyncRollou
     A scorer of batches may compare the samples of a group: so it gets whole groups, one in a call
     under `reward.launch_reward_fn_async`, else all of a step.
     """
-    if not isinstance(manager, LaunchingManager):
+    if not isinstance(manager, StreamingRewardManager):
         await manager.score(requests)
         return
     async with manager.scoring(requests) as scores:

@@ -8,9 +8,8 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.doctor.report import Checked, Result
 from agentrl.errors import AgentRLError
-from agentrl.rewards.manager import runs_code
-from agentrl.sandbox.choice import WALLS, why_not
-from agentrl.sandbox.shared import check_sandbox
+from agentrl.rewards.managers import runs_code
+from agentrl.sandbox.factory import WALLS, check_sandbox, why_not
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
 

@@ -14,16 +14,16 @@ from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionR
 from agentrl.interactions.conversation import last_answer
 from agentrl.interactions.linting import Finding, Linter
 from agentrl.plugins.keys import read_keys
+from agentrl.sandbox.factory import SharedSandbox, check_sandbox, tell_unread
 from agentrl.sandbox.grading import (
     Grade,
     GradingLimits,
     TestCase,
     grade,
-    grading_room,
+    grading_semaphore,
     last_code_block,
     read_tests,
 )
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox, tell_unread
 
 _NO_CODE = "There is no code in your answer. Write the whole program in one ```python block."
 _AGAIN = "Mend it, and write the whole program again in one ```python block."
@@ -112,7 +112,7 @@ class CodeReviewInteraction(BaseInteraction):
 
     def waiting_room(self) -> AbstractAsyncContextManager[Any]:
         """Let as many reviews run at once as there are cores; the scorers of code count too."""
-        return grading_room()
+        return grading_semaphore()
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any

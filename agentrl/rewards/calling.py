@@ -18,7 +18,6 @@ from agentrl.plugins.call import (
     contained,
     with_event_loop,
 )
-from agentrl.rewards.functions import WeightedScorers
 from agentrl.rewards.loading import (
     LoadedScorer,
     bundled_of,
@@ -27,10 +26,10 @@ from agentrl.rewards.loading import (
     parts_of,
 )
 from agentrl.rewards.pool import ScorePool, check_sendable
-from agentrl.rewards.scoring import Score, ScoreFn, make_told, read_score
+from agentrl.rewards.scoring import Score, ScoreFn, WeightedScorers, make_told, read_score
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.sandbox.grading import grading_room
-from agentrl.sandbox.shared import SharedSandbox
+from agentrl.sandbox.factory import SharedSandbox
+from agentrl.sandbox.grading import grading_semaphore
 
 NAME = "agentrl-reward"
 """Of the tasks that run scorers, for the watchdog."""
@@ -122,7 +121,7 @@ class ScoreCaller:
     def _room_of(self, scorer: ScoreFn) -> AbstractAsyncContextManager[None]:
         """Where code is run, as many solutions at once as there are cores: they compute."""
         bundled = bundled_of(scorer)
-        return grading_room() if bundled and bundled.needs_sandbox else nullcontext()
+        return grading_semaphore() if bundled and bundled.needs_sandbox else nullcontext()
 
     def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
         """What a bundled scorer is called with beside the convention."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
-from agentrl.rewards.truths import read_number
+from agentrl.rewards.scoring import read_number
 
 
 def compute_score(

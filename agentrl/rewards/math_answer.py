@@ -18,7 +18,7 @@ from typing import Any, cast
 from agentrl.answers import Method, without_thought
 from agentrl.errors import MissingExtraError, RewardError
 from agentrl.plugins.environment import install_command
-from agentrl.rewards.truths import read_text
+from agentrl.rewards.scoring import read_text
 
 TIMEOUT_S = 3
 """Seconds for reading one answer, and again for comparing it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.answers import without_thought
 from agentrl.rewards.math_answer import is_same_answer, last_boxed
-from agentrl.rewards.truths import read_text
+from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 300
 """Characters at the end of a solution in which the answer is looked for."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 from agentrl.answers import without_thought
 from agentrl.errors import RewardError
 from agentrl.rewards.math_answer import last_boxed
-from agentrl.rewards.truths import read_text
+from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 2000
 """Characters at the end of a solution that are read."""

@@ -26,6 +26,8 @@ so that the parts always sum to the combined reward. A request of which nothing 
 nothing, and says so.
 """
 
+import math
+import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,6 @@ from typing import NamedTuple
 
 from agentrl.config.schema.reward import Placement, RewardConfig
 from agentrl.rewards.combination import TRAJECTORY_ALONE, combine_rewards
-from agentrl.rewards.rounding import settle, split, split_evenly
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 
@@ -190,3 +191,57 @@ _PLACEMENTS: Mapping[Placement, Callable[[_Lot], _Shares]] = {
     "exponential_decay": _exponential_decay,
     "tool_call_tokens": _tool_call_tokens,
 }
+
+
+def split_evenly(total: float, count: int) -> list[float]:
+    """Cut a reward into equal parts, but for a rest of the rounding in the last."""
+    return split(total, [1 / count] * count)
+
+
+def split(total: float, shares: Sequence[float]) -> list[float]:
+    """Cut a reward by shares, so that the parts, each a float32, sum to it in float32.
+
+    All but the last part are rounded to multiples of a power of two, coarse enough that the last,
+    which takes the rest, has no more digits than float32 holds.
+
+    Args:
+        total: The reward.
+        shares: They sum to 1, and none is larger than the last.
+    """
+    if len(shares) == 1:
+        return [total]
+    total = to_float32(total)
+    step = math.ldexp(1.0, math.frexp(total * shares[-1])[1] - 22)
+    parts = [round(total * share / step) * step for share in shares[:-1]]
+    return [*parts, total - sum(parts)]  # exact: all are multiples of one power of two
+
+
+def settle(placed: Mapping[int, float], total: float, *, spare: Sequence[int]) -> dict[int, float]:
+    """Round rewards of tokens to float32, so that their sum is the total, in float32.
+
+    What the rounding took is given to the largest, and what that cannot hold to smaller ones, down
+    to a spare token: where a large reward and a large penalty cancel, the difference has finer
+    digits than either. (Where there is no spare token left, it stays rounded as they are.)
+
+    Args:
+        placed: By token.
+        total: What they were cut from.
+        spare: Tokens that may be given such a remainder, the last ones first.
+    """
+    settled = {token: to_float32(value) for token, value in placed.items()}
+    wanted = to_float32(total)
+    if to_float32(math.fsum(settled.values())) == wanted:
+        return settled
+    takers = sorted(settled, key=lambda token: (-abs(settled[token]), -token))
+    free = next((token for token in reversed(spare) if token not in settled), None)
+    for token in [*takers, *([] if free is None else [free])]:
+        found = math.fsum(settled.values())
+        if to_float32(found) == wanted:
+            break
+        settled[token] = to_float32(settled.get(token, 0.0) + wanted - found)
+    return settled
+
+
+def to_float32(value: float) -> float:
+    """Round to the nearest number that float32 holds."""
+    return struct.unpack("f", struct.pack("f", value))[0]

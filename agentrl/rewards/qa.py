@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from agentrl.answers import without_thought
 from agentrl.errors import RewardError
-from agentrl.rewards.truths import read_text
+from agentrl.rewards.scoring import read_text
 
 LONGEST_ANSWER = 2000
 """Characters of an answer that are read."""

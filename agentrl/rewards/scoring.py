@@ -4,15 +4,20 @@ A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=N
 plain or an `async` function that returns a number, or a dict with the number under `score`.
 """
 
+import asyncio
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from itertools import groupby
+from numbers import Number
 from typing import Any, NamedTuple, SupportsFloat, cast
 
-from agentrl.errors import RewardError
+from agentrl.errors import RewardError, words_of
 from agentrl.messages import CallOutcome
+from agentrl.plugins.call import call_method
 from agentrl.rollout.request import AsyncRolloutRequest
 
 ScoreFn = Callable[..., Any]
@@ -113,3 +118,89 @@ def check_number(value: object, what: str) -> float:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({type(value).__name__})"
+
+
+def read_text(truth: Any, *, expected: str) -> str:
+    """Read a right answer that is a text or a number, as a text.
+
+    Args:
+        truth: As the row has it.
+        expected: What the scorer compares with, for the error.
+
+    Raises:
+        RewardError: for anything else: null, a truth value, a list, a mapping, an empty text.
+    """
+    is_plain = not isinstance(truth, bool) and isinstance(truth, str | Number)
+    text = str(truth).strip() if is_plain else ""
+    if not text:
+        raise RewardError(f"the ground truth is {truth!r:.200}", expected=expected)
+    return text
+
+
+def read_number(truth: Any) -> str:
+    """Read a right answer that is a number, with or without `$` and commas, as a text.
+
+    Raises:
+        RewardError: for anything else.
+    """
+    text = read_text(truth, expected="a number")
+    try:
+        is_number = Decimal(text.replace("$", "").replace(",", "")).is_finite()
+    except InvalidOperation:
+        is_number = False
+    if not is_number:
+        raise RewardError(f"the ground truth is {truth!r:.200}", expected="a number")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class NamedScorer:
+    """One of several scorers."""
+
+    name: str
+    scorer: ScoreFn
+    weight: float
+
+
+class WeightedScorers:
+    """Several scorers, whose weighted numbers are summed.
+
+    Args:
+        parts: The scorers, each with its name and weight.
+    """
+
+    def __init__(self, parts: Sequence[NamedScorer]) -> None:
+        self.parts = tuple(parts)
+
+    async def __call__(self, **told: Any) -> dict[str, Any]:
+        """Score as one scorer would: for managers that know of one alone."""
+        calls = (call_method(part.scorer, **told) for part in self.parts)
+        score = self.combine(await asyncio.gather(*calls, return_exceptions=True))
+        return {**score.extra, "score": score.value}
+
+    def combine(self, outcomes: Sequence[Any]) -> Score:
+        """Make one score of what each scorer returned, or raised.
+
+        Beside the sum the score keeps each function's number under its name, and of what else they
+        said the first word on every key: `acc` and `success` are those of the first function that
+        tells them. A bare number says nothing else.
+
+        Raises:
+            RewardError: naming the function that raised, or returned no finite number.
+        """
+        scores = [_read(part, outcome) for part, outcome in zip(self.parts, outcomes, strict=True)]
+        said = [score.extra for score in reversed(scores)]
+        extra = {key: value for one in said for key, value in one.items()}
+        values = {part.name: s.value for part, s in zip(self.parts, scores, strict=True)}
+        total = math.fsum(part.weight * values[part.name] for part in self.parts)
+        return Score(total, extra | values)
+
+
+def _read(part: NamedScorer, outcome: Any) -> Score:
+    try:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        score = read_score(outcome)
+    except Exception as error:
+        raise RewardError(f"the reward function {part.name!r}: {words_of(error)}") from error
+    return score if isinstance(outcome, dict) else Score(score.value, {})

@@ -13,13 +13,182 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.config.schema.sandbox import SandboxConfig
-from agentrl.errors import ConfigError
-from agentrl.sandbox.base import Session
-from agentrl.sandbox.fusion_client import FusionClient
-from agentrl.sandbox.records import Execution, ExecutionEnd
+from agentrl.errors import ConfigError, SandboxError
+from agentrl.sandbox.base import Execution, ExecutionEnd, Session
+
+MARGIN_S = 15.0
+"""Seconds beyond the code's own that a request may take: the service may let it wait."""
+
+
+_SHOWN = 300
+
+
+_CHUNK_BYTES = 64 * 1024
+
+
+_FLOOD_FACTOR = 256
+"""An answer this often as long as the output that is kept is a flood, as in the other sandboxes."""
+
+
+_SIGKILLED = {-9, 137}
+
+
+class _CommandResult(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: str | None = ""
+    compile_result: _CommandResult | None = None
+    run_result: _CommandResult | None = None
+
+
+class FusionClient:
+    """Runs code on a service. Belongs to one event loop; `close` it.
+
+    Args:
+        url: The service's address, with or without `/run_code`.
+        memory_limit_mb: Megabytes that the code may use; -1: the service's own limit.
+        max_output_bytes: What is kept of the output; an answer is read up to 256 times as much.
+    """
+
+    def __init__(
+        self, url: str, *, memory_limit_mb: int = -1, max_output_bytes: int = 64 * 1024
+    ) -> None:
+        self.url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
+        self._memory_limit_mb = memory_limit_mb
+        self._max_output_bytes = max_output_bytes
+        self._http: aiohttp.ClientSession | None = None
+
+    async def run(
+        self,
+        code: str,
+        *,
+        timeout_s: float,
+        language: str = "python",
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        max_output_bytes: int | None = None,
+    ) -> Execution:
+        """Run code, and say what came of it. Cancelling gives the request up.
+
+        An answer without end is the code's doing, which printed it: it ends as `killed`.
+
+        Raises:
+            SandboxError: where the service cannot be reached, fails, or answers with nonsense.
+        """
+        asked = {
+            "code": code,
+            "language": language,
+            "run_timeout": timeout_s,
+            "compile_timeout": timeout_s,
+            "memory_limit_MB": self._memory_limit_mb,
+            "stdin": stdin,
+            "files": {
+                name: base64.b64encode(text.encode()).decode()
+                for name, text in (files or {}).items()
+            },
+        }
+        limit = max_output_bytes or self._max_output_bytes
+        max_body_bytes = _FLOOD_FACTOR * limit
+        body = await self._post(asked, 2 * timeout_s + MARGIN_S, max_body_bytes)
+        if len(body) > max_body_bytes:
+            told = f"[given up: the answer has more than {max_body_bytes} bytes]\n"
+            return Execution(end=ExecutionEnd.KILLED, stderr=told, num_cut_bytes=len(body))
+        try:
+            reply = _Reply.model_validate_json(body)
+        except ValidationError as error:
+            told = f"it answered {body[:_SHOWN]!r}: {error.errors()[0]['msg']}"
+            raise self._failure(told) from error
+        return self._read(reply, limit)
+
+    async def close(self) -> None:
+        """Close the connections. May be called twice."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def _post(self, asked: Mapping[str, Any], timeout_s: float, max_body_bytes: int) -> bytes:
+        """Send a request; of an answer that is too long, no more is read than shows that."""
+        import aiohttp
+
+        self._http = self._http or aiohttp.ClientSession()
+        try:
+            async with asyncio.timeout(timeout_s), self._http.post(self.url, json=asked) as answer:
+                body = bytearray()
+                async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+                    body += chunk
+                    if len(body) > max_body_bytes:
+                        break  # leaving closes the connection
+                if answer.status != 200:
+                    raise self._failure(f"it answered {answer.status}: {bytes(body[:_SHOWN])!r}")
+                return bytes(body)
+        except TimeoutError as error:
+            raise self._failure(f"no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise self._failure(f"{type(error).__name__}: {error}") from error
+
+    def _read(self, reply: _Reply, limit: int) -> Execution:
+        if reply.status == "SandboxError":
+            raise self._failure(f"its own failure: {(reply.message or '')[:_SHOWN]}")
+        compiled, ran = reply.compile_result, reply.run_result
+        result = ran or compiled
+        if result is None or result.status == "Error":
+            raise self._failure("it answered without a result")
+        stdout, stderr = (result.stdout or "").encode(), (result.stderr or "").encode()
+        kept_stdout, kept_stderr = stdout[:limit], stderr[: max(0, limit - len(stdout))]
+        end = _end(result)
+        return Execution(
+            end=end,
+            stdout=kept_stdout.decode(errors="replace"),
+            stderr=kept_stderr.decode(errors="replace") + _NOTES.get(end, ""),
+            exit_code=result.return_code,
+            seconds=result.execution_time or 0.0,
+            num_cut_bytes=len(stdout) + len(stderr) - len(kept_stdout) - len(kept_stderr),
+        )
+
+    def _failure(self, told: str) -> SandboxError:
+        return SandboxError(
+            f"the service at {self.url}: {told}",
+            provider="sandbox_fusion",
+            expected="a SandboxFusion service at this address",
+        )
+
+
+_NOTES = {
+    ExecutionEnd.TIMEOUT: "[killed: its time was up]\n",
+    ExecutionEnd.KILLED: "[killed by SIGKILL]\n",
+}
+
+
+def _end(result: _CommandResult) -> ExecutionEnd:
+    if result.status == "TimeLimitExceeded":
+        return ExecutionEnd.TIMEOUT
+    if result.return_code in _SIGKILLED:
+        return ExecutionEnd.KILLED
+    if result.return_code:
+        is_memory = (result.stderr or "").rstrip().endswith("MemoryError")
+        return ExecutionEnd.MEMORY if is_memory else ExecutionEnd.ERROR
+    return ExecutionEnd.OK
+
+
+if TYPE_CHECKING:
+    import aiohttp
+
 
 _STATE_IS_GONE = "[begun anew: names and files of earlier calls are gone]\n"
 

@@ -6,11 +6,9 @@ from typing import Literal
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
-from agentrl.sandbox.guest_link import Ask, GuestLink
-from agentrl.sandbox.keeper_process import KeeperProcess
-from agentrl.sandbox.records import Execution
-from agentrl.sandbox.settings import LocalProvider
-from agentrl.sandbox.warm import WarmPool
+from agentrl.sandbox.base import Execution
+from agentrl.sandbox.guest_client import GuestClient, GuestRequest, WarmPool
+from agentrl.sandbox.spawner_client import LocalProvider, SpawnerClient
 
 _NEW_SANDBOX = "[a new sandbox: what was left in the old one is gone]\n"
 
@@ -25,9 +23,9 @@ class LocalSandbox:
 
     def __init__(self, config: SandboxConfig, provider: LocalProvider) -> None:
         self.config, self.provider = config, provider
-        self._keeper = KeeperProcess(config, provider)
+        self._keeper = SpawnerClient(config, provider)
         self._pool = WarmPool(self._start, config.num_warm)
-        self._guests: set[GuestLink] = set()
+        self._guests: set[GuestClient] = set()
         self._is_closed = False
 
     async def open_python(self) -> "LocalSession":
@@ -60,10 +58,10 @@ class LocalSandbox:
 
     def as_ask(
         self, record: dict[str, object], timeout_s: float | None, max_output_bytes: int | None
-    ) -> Ask:
+    ) -> GuestRequest:
         """Make a request of a record; None is the configuration's limit."""
         config = self.config
-        return Ask(
+        return GuestRequest(
             record,
             timeout_s=config.timeout_s if timeout_s is None else timeout_s,
             max_output_bytes=config.max_output_bytes
@@ -71,7 +69,7 @@ class LocalSandbox:
             else max_output_bytes,
         )
 
-    async def take(self) -> GuestLink:
+    async def take(self) -> GuestClient:
         """Hand out a guest that nobody had before.
 
         Raises:
@@ -91,13 +89,13 @@ class LocalSandbox:
         if self._is_closed:
             raise SandboxError("the sandbox is closed", provider=self.provider)
 
-    async def give_up(self, guest: GuestLink) -> None:
+    async def give_up(self, guest: GuestClient) -> None:
         """End a guest and wait until nothing of it is left."""
         self._guests.discard(guest)
         await guest.close()
 
-    async def _start(self) -> GuestLink:
-        return await GuestLink.start(self._keeper)
+    async def _start(self) -> GuestClient:
+        return await GuestClient.start(self._keeper)
 
     async def close(self) -> None:
         """Kill everything and delete every file. May be called twice."""
@@ -117,7 +115,7 @@ class LocalSession:
 
     def __init__(self, sandbox: LocalSandbox, op: Literal["python", "shell"]) -> None:
         self._sandbox, self._op = sandbox, op
-        self._guest: GuestLink | None = None
+        self._guest: GuestClient | None = None
         self._was_lost = self._is_closed = False
         self._turn = asyncio.Lock()
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.sandbox import Sandbox, Session
-from agentrl.sandbox.grading.answers import without_fence
+from agentrl.sandbox.grading.grader import without_fence
 from agentrl.tools.base import ToolResult
 from agentrl.tools.sandbox_tool import SandboxTool, SandboxToolConfig
 

@@ -10,8 +10,8 @@ from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.call import PerLoop
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution
-from agentrl.sandbox.fusion_client import FusionClient
-from agentrl.sandbox.grading.answers import without_fence
+from agentrl.sandbox.fusion import FusionClient
+from agentrl.sandbox.grading.grader import without_fence
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
 from agentrl.tools.settings import SHARED_KEYS

@@ -9,7 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution, Sandbox, Session
-from agentrl.sandbox.shared import SharedSandbox, check_sandbox, tell_unread
+from agentrl.sandbox.factory import SharedSandbox, check_sandbox, tell_unread
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.executions import describe_execution, measure
 from agentrl.tools.settings import SHARED_KEYS, ToolSettings, refuse_isolation

@@ -15,7 +15,7 @@ from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.plugins import load_object
-from agentrl.rewards.manager import get_reward_manager
+from agentrl.rewards.managers import get_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config

@@ -288,7 +288,7 @@ def coding(script: dict[str, Any], tmp_path: Path) -> Path:
 @pytest.fixture
 def no_walls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on this machine keeps code in."""
-    monkeypatch.setattr("agentrl.sandbox.choice.why_not", lambda provider: "it is not installed")
+    monkeypatch.setattr("agentrl.sandbox.factory.why_not", lambda provider: "it is not installed")
     monkeypatch.setattr("agentrl.doctor.sandbox.why_not", lambda provider: "it is not installed")
 
 

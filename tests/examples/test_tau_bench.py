@@ -15,7 +15,7 @@ from agentrl.data.dataset import load_prompts
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.plugins import load_module
 from agentrl.rewards import drive_and_score
-from agentrl.rewards.manager import make_reward_manager
+from agentrl.rewards.managers import make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config

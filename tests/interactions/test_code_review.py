@@ -16,8 +16,8 @@ from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.linting import Linter
 from agentrl.messages import Message
 from agentrl.plugins.environment import num_cores
-from agentrl.sandbox.grading import grading_room
-from agentrl.sandbox.shared import SharedSandbox
+from agentrl.sandbox.factory import SharedSandbox
+from agentrl.sandbox.grading import grading_semaphore
 from tests.fakes.sandbox import CrowdedSandbox
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/interaction_config/code_review.yaml"
@@ -77,7 +77,7 @@ async def test_a_review_waits_while_scorers_grade():
     said = Message(role="assistant", content=f"```python\n{RIGHT}\n```")
     async with AsyncExitStack() as others:
         for _ in range(num_cores()):
-            await others.enter_async_context(grading_room())
+            await others.enter_async_context(grading_semaphore())
         waiting = asyncio.create_task(session.respond([said]))
         done, _ = await asyncio.wait({waiting}, timeout=0.3)
         assert not done

@@ -105,9 +105,9 @@ async def test_a_run_hands_its_sandbox_over_to_as_many_gradings_as_it_has_cores(
         finally:
             at_work.append(at_work[-1] - 1)
 
-    monkeypatch.setattr("agentrl.sandbox.choice.make_sandbox", make)
+    monkeypatch.setattr("agentrl.sandbox.factory.make_sandbox", make)
     monkeypatch.setattr("agentrl.rewards.code.grade", slow_grade)
-    monkeypatch.setattr("agentrl.sandbox.grading.room.num_cores", lambda: 2)
+    monkeypatch.setattr("agentrl.sandbox.grading.grader.num_cores", lambda: 2)
     scorer = load_bundled("code", {"continuous": True})
     caller = ScoreCaller(
         scorer, RewardConfig(sandbox=SandboxConfig(num_warm=0)), ExecutionMode.THREAD

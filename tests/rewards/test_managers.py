@@ -14,18 +14,18 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, Fault, PluginError
 from agentrl.plugins.environment import num_cores
 from agentrl.rewards import (
-    LaunchingManager,
+    StreamingRewardManager,
     drive_and_score,
     get_reward_manager,
     make_reward_manager,
     register_reward_manager,
 )
 from agentrl.rewards.loading import is_async, load_scorer, load_scorers
-from agentrl.rewards.manager import ScoringBehind
+from agentrl.rewards.managers import ScoreAfterRollout
 from agentrl.rewards.pool import ScorePool
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
-from agentrl.sandbox.shared import SharedSandbox
+from agentrl.sandbox.factory import SharedSandbox
 from tests.fakes import scorers as fakes_scorers
 from tests.fakes.sandbox import CrowdedSandbox
 from tests.fakes.scorers import DEATHS, DEEDS, Counter, answers, by_path, score
@@ -337,7 +337,7 @@ def test_a_slow_scorer_costs_no_more_than_its_last_score():
     # more is beside the rollout.
     room = {"max_concurrent_scores": 2}
     early = launch(Driver(pause_s=0.15), make(_slow, **room), answers(*range(4)))
-    behind = ScoringBehind(make(_slow, **room))
+    behind = ScoreAfterRollout(make(_slow, **room))
     late = launch(Driver(pause_s=0.15), behind, answers(*range(4)))
     assert late >= 0.6 + 0.6
     assert early < 0.6 + 0.3 + 0.25
@@ -362,7 +362,7 @@ def test_a_batch_is_a_group_that_has_ended_or_all_at_once():
     assert sorted(calls) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert [request.reward for request in requests] == [float(n) for n in range(9)]
     calls.clear()
-    launch(Driver(pause_s=0.0), ScoringBehind(make(note, "batch")), groups())
+    launch(Driver(pause_s=0.0), ScoreAfterRollout(make(note, "batch")), groups())
     assert calls == [[*range(9)]]
 
 
@@ -426,9 +426,9 @@ def test_a_manager_with_a_score_alone_is_asked_behind_the_rollout():
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_every_bundled_manager_scores_early_unless_it_is_told_not_to(name):
-    assert isinstance(by_path(SCORERS[name], name), LaunchingManager)
+    assert isinstance(by_path(SCORERS[name], name), StreamingRewardManager)
     behind = by_path(SCORERS[name], name, launch_reward_fn_async=False)
-    assert not isinstance(behind, LaunchingManager)
+    assert not isinstance(behind, StreamingRewardManager)
     score(behind, requests := answers("good"))
     assert requests[0].reward == 1.0
 
@@ -452,7 +452,7 @@ def test_stations_are_timed():
 
     manager = make(fakes_scorers.misbehave_later)
     asyncio.run(main(manager))
-    asyncio.run(main(ScoringBehind(manager)))
+    asyncio.run(main(ScoreAfterRollout(manager)))
     assert entered == ["gen", "reward"] * 2
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.rewards.rounding import settle, split, split_evenly
+from agentrl.rewards.placement import settle, split, split_evenly
 
 totals = st.floats(-1e6, 1e6, width=32).filter(lambda total: total == 0 or abs(total) > 1e-6)
 

@@ -7,8 +7,8 @@ import pytest
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import Sandbox, make_sandbox
-from agentrl.sandbox.choice import why_not
-from agentrl.sandbox.settings import LocalProvider
+from agentrl.sandbox.factory import why_not
+from agentrl.sandbox.spawner_client import LocalProvider
 
 
 def descendants() -> list[int]:

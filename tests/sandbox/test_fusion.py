@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox import ExecutionEnd
-from agentrl.sandbox.fusion import FusionSandbox
-from agentrl.sandbox.fusion_client import FusionClient
+from agentrl.sandbox.fusion import FusionClient, FusionSandbox
 from tests.fakes.fusion import fusion_service
 
 
@@ -110,7 +109,7 @@ async def test_a_service_that_fails_is_a_failure_of_the_sandbox(mode: str, told:
 
 
 async def test_a_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agentrl.sandbox.fusion_client.MARGIN_S", 0.2)
+    monkeypatch.setattr("agentrl.sandbox.fusion.MARGIN_S", 0.2)
     async with fusion_service("hang") as service:
         client = FusionClient(service.url + "/run_code")
         started = asyncio.get_running_loop().time()

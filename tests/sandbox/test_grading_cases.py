@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agentrl.errors import DataError
 from agentrl.sandbox.grading import AssertTest, CallTest, StdinTest, last_code_block, read_tests
-from agentrl.sandbox.grading.answers import without_fence
 from agentrl.sandbox.grading.compare import same_text, same_value
+from agentrl.sandbox.grading.grader import without_fence
 from agentrl.sandbox.grading.guest import decode, encode
 
 

@@ -18,7 +18,7 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox import Execution, Sandbox, make_sandbox
 from agentrl.sandbox.inside import folders
-from agentrl.sandbox.settings import LocalProvider
+from agentrl.sandbox.spawner_client import LocalProvider
 from tests.sandbox.conftest import MakeSandbox, descendants
 from tests.sandbox.test_hostile import processes_of_an_open_session
 
@@ -88,7 +88,7 @@ async def test_warm_interpreters_are_each_one_sessions(make: MakeSandbox):
 
 
 def newest_keeper() -> psutil.Process:
-    keepers = [each for each in psutil.Process().children() if "keeper.py" in command_of(each.pid)]
+    keepers = [each for each in psutil.Process().children() if "spawner.py" in command_of(each.pid)]
     return max(keepers, key=lambda each: each.create_time())
 
 
@@ -190,7 +190,7 @@ async def test_warden_that_is_killed_leaves_no_process(sandbox: Sandbox):
 async def test_keeper_that_was_killed_is_started_again(sandbox: Sandbox):
     session = await sandbox.open_python()
     await session.run("x = 1")
-    keepers = [pid for pid in descendants() if "keeper.py" in command_of(pid)]
+    keepers = [pid for pid in descendants() if "spawner.py" in command_of(pid)]
     os.kill(keepers[0], signal.SIGKILL)
     assert (await session.run("print(x)")).stdout == "1\n"
     other = await sandbox.open_python()

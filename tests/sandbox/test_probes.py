@@ -14,9 +14,9 @@ from typing import get_args
 
 import pytest
 
-from agentrl.sandbox.choice import why_not
+from agentrl.sandbox.factory import why_not
 from agentrl.sandbox.inside import kernel
-from agentrl.sandbox.settings import LocalProvider, sandlock_folder
+from agentrl.sandbox.spawner_client import LocalProvider, sandlock_folder
 from tests.fakes.modes import NO_ENTRY
 from tests.fakes.probes import PROBES, stopped
 
@@ -101,7 +101,7 @@ def test_page_on_trust_says_what_is_measured_in_other_modes(
 def test_sandlock_without_namespaces_runs_only_if_it_is_asked_for(mode: str):
     skip_without("sandlock")
     program = (
-        "from agentrl.sandbox.choice import why_not\n"
+        "from agentrl.sandbox.factory import why_not\n"
         "print(why_not('sandlock'), why_not('sandlock', is_asked_for=True), sep='\\n')"
     )
     refused, asked_for = run_in(mode, program).splitlines()

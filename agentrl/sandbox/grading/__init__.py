@@ -1,9 +1,14 @@
 """Tests of programming problems, run so that the code cannot say of itself that it passed."""
 
-from agentrl.sandbox.grading.answers import last_code_block
 from agentrl.sandbox.grading.cases import AssertTest, CallTest, StdinTest, TestCase, read_tests
-from agentrl.sandbox.grading.grade import Grade, GradingLimits, TestReport, grade
-from agentrl.sandbox.grading.room import grading_room
+from agentrl.sandbox.grading.grader import (
+    Grade,
+    GradingLimits,
+    TestReport,
+    grade,
+    grading_semaphore,
+    last_code_block,
+)
 
 __all__ = [
     "AssertTest",
@@ -14,7 +19,7 @@ __all__ = [
     "TestCase",
     "TestReport",
     "grade",
-    "grading_room",
+    "grading_semaphore",
     "last_code_block",
     "read_tests",
 ]

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from agentrl.errors import DataError
-from agentrl.sandbox.base import Sandbox, Session
+from agentrl.sandbox.base import Execution, ExecutionEnd, Sandbox, Session
 from agentrl.sandbox.grading.guest import decode
-from agentrl.sandbox.records import Execution, ExecutionEnd
 
 _ENDS = {
     ExecutionEnd.TIMEOUT: "it did not end in time",

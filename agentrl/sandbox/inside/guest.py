@@ -18,9 +18,9 @@ import kernel
 from frames import read_frame, write_frame
 from interpreter import Interpreter
 from limits import Limits
+from output_reader import Watch
 from processes import descendants, kill
 from program import Program, told, write_files
-from watch import Watch
 
 _SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 """What models write is written for bash."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 from frames import HEAD, read_frame, write_frame
 from limits import Limits, become, how_it_died
-from watch import LATE, Watch, output_pipe
+from output_reader import LATE, Watch, output_pipe
 
 _CHUNK = 65536
 _TRACEBACK_CHARS = 8192

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from limits import Limits, become, how_it_died
-from watch import LATE, Watch, output_pipe
+from output_reader import LATE, Watch, output_pipe
 
 _STDIN = ".stdin"
 

@@ -18,7 +18,7 @@ from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import NO_INTERACTION, select_interaction
 from agentrl.messages import Message
 from agentrl.rewards.loading import scores_by_source
-from agentrl.rewards.manager import check_code_scorers
+from agentrl.rewards.managers import check_code_scorers
 from agentrl.rewards.sources import has_bundled
 from agentrl.rollout.templates import TemplateNeeds, TemplateReport, require
 from agentrl.tools import BaseTool

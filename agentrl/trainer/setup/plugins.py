@@ -15,7 +15,7 @@ from agentrl.interactions.registry import default_name
 from agentrl.plugins import load_module
 from agentrl.plugins.call import shut_down
 from agentrl.rewards import RewardManager, make_reward_manager
-from agentrl.rewards.arguments import check_arguments
+from agentrl.rewards.loading import check_arguments
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools import BaseTool
 from agentrl.tools import registry as tool_registry

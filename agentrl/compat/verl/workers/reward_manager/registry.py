@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from agentrl.errors import ConfigError
-from agentrl.rewards.manager import get_reward_manager, register_reward_manager
+from agentrl.rewards.managers import get_reward_manager, register_reward_manager
 
 M = TypeVar("M", bound=type)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox import Execution, ExecutionEnd
-from agentrl.sandbox.fusion_client import FusionClient
+from agentrl.sandbox.fusion import FusionClient
 
 FINISHED = (ExecutionEnd.OK, ExecutionEnd.ERROR)
 """Ends of programs that the service calls finished."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from filesystem_view import SYSTEM_LINKS, Room, is_system
 from limits import Limits
-from room import SYSTEM_LINKS, Room, is_system
 
 _OWN_PROCESSES = 2
 """Guest and interpreter; bubblewrap's own stand in another user namespace."""
@@ -25,7 +25,7 @@ class Order:
 
     room: Room
     settings: dict[str, Any]
-    """As `agentrl.sandbox.settings` makes them."""
+    """As `agentrl.sandbox.spawner_client` makes them."""
     storage: str
     """A folder on the disk, where the room is one."""
 

@@ -12,9 +12,9 @@ import pytest
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
 from agentrl.sandbox import make_sandbox
-from agentrl.sandbox.choice import why_not
+from agentrl.sandbox.factory import why_not
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.sandbox.settings import KEEPER
+from agentrl.sandbox.spawner_client import KEEPER
 from agentrl.sandbox.syscall_filter import syscall_filter
 
 
@@ -154,7 +154,7 @@ def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
     def why(provider: str, *, is_asked_for: bool = False) -> str | None:
         return None if is_asked_for else f"{provider} has no namespaces"
 
-    monkeypatch.setattr("agentrl.sandbox.choice.why_not", why)
+    monkeypatch.setattr("agentrl.sandbox.factory.why_not", why)
     with pytest.raises(SandboxError, match="sandlock has no namespaces"):
         make_sandbox(SandboxConfig())
     sandbox = make_sandbox(SandboxConfig(provider="sandlock"))
@@ -167,11 +167,11 @@ def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
 WITHOUT_NAMESPACES = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import kernel, namespaces, room
+import kernel, namespaces, filesystem_view
 def refuse(_): raise PermissionError(1, "unshare: Operation not permitted")
 kernel.unshare = refuse
 print(namespaces.why_no_namespaces(has_pids=False))
-print(room.find_closed(["/usr"]), room.find_closed([sys.argv[2]]))
+print(filesystem_view.find_closed(["/usr"]), filesystem_view.find_closed([sys.argv[2]]))
 """
 
 

@@ -13,13 +13,18 @@ Exit codes, printed tokens, an overridden `__eq__` or `print`, files and frames 
 interpreter therefore decide nothing. Every test begins in fresh interpreters.
 """
 
+import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from agentrl.errors import DataError
+from agentrl.plugins.call import PerLoop
+from agentrl.plugins.environment import num_cores
 from agentrl.sandbox.base import Sandbox
 from agentrl.sandbox.grading.cases import AssertTest, CallTest, StdinTest, TestCase
 from agentrl.sandbox.grading.compare import same_text, same_value
@@ -232,3 +237,56 @@ def _describe(test: TestCase) -> tuple[str, str]:
 def _shown(text: str) -> str:
     text = text.strip()
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+_LANGUAGE = re.compile(r"[ \t]*```[ \t]*([\w+#-]*)")
+_PYTHON = {"", "py", "python", "python3", "Python"}
+
+
+def last_code_block(text: str) -> str | None:
+    r"""Give the last fenced block of Python, or of no language; None where there is none.
+
+    A block that was cut before its closing fence counts.
+
+    Example:
+        >>> last_code_block("First\n```python\nx = 1\n```\nthen")
+        'x = 1'
+    """
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if line.lstrip(" \t").startswith("```")]
+    # Every second fence closes; the last one may be missing.
+    blocks = list(zip_longest(fences[::2], fences[1::2], fillvalue=len(lines)))
+    for first, last in reversed(blocks):
+        opening = _LANGUAGE.match(lines[first])
+        if opening is not None and opening[1] in _PYTHON and first + 1 < len(lines):
+            return "\n".join(lines[first + 1 : last])
+    return None
+
+
+def without_fence(code: str) -> str:
+    r"""Take the fence off code that a model wrote into one, whatever its language.
+
+    Example:
+        >>> without_fence("```bash\nls\n```")
+        'ls'
+    """
+    stripped = code.strip()
+    head, end, body = stripped.partition("\n")
+    is_fenced = end and head.startswith("```") and "`" not in head[3:] and body.endswith("```")
+    return body[:-3].rstrip(" \t").removesuffix("\n") if is_fenced else code
+
+
+_ROOMS = PerLoop(lambda: asyncio.Semaphore(num_cores()))
+
+
+def grading_semaphore() -> asyncio.Semaphore:
+    """Give the event loop's one room for gradings; scorers and reviewers share it.
+
+    Tests have a time-out of wall clock. Where more of them compute than there are cores, they take
+    each other's time, and right code comes out as late. So enter it before a clock starts.
+
+    Example:
+        >>> async with grading_semaphore():
+        ...     found = await grade(code, tests, sandbox)
+    """
+    return _ROOMS.get()

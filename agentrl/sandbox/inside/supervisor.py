@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import kernel
+from backends import PROVIDERS, Order
+from filesystem_view import Room, find_closed, make_room
 from folders import delete
 from namespaces import enter_inner, enter_outer
 from processes import bound_memory, kill_descendants
-from room import Room, find_closed, make_room
-from walls import PROVIDERS, Order
 
 _FIRST_USER, _NUM_USERS = 1_800_000_000, 100_000_000
 _LOOK_S = 0.2
@@ -20,7 +20,7 @@ _OWN_BYTES = 64 * 1024**2
 _TOLD_BYTES = 4096
 
 
-class Warden:
+class Supervisor:
     """The process beside one sandbox. It has a child, which becomes the provider.
 
     Args:

@@ -25,7 +25,7 @@ from typing import Any
 
 from folders import delete, hold, make_folder, random_name, sweep
 from namespaces import why_no_namespaces
-from warden import Warden
+from supervisor import Supervisor
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
             talk, control = descriptors
             place = os.path.join(folder, random_name())
             try:
-                Warden(settings, place, number=number, talk=talk, control=control).keep()
+                Supervisor(settings, place, number=number, talk=talk, control=control).keep()
             finally:
                 os._exit(0)
         for descriptor in descriptors:

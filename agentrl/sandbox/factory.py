@@ -8,17 +8,17 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from agentrl.config.schema.sandbox import SandboxConfig
-from agentrl.errors import MissingExtraError, SandboxError
+from agentrl.errors import AgentRLError, MissingExtraError, SandboxError
+from agentrl.plugins.call import PerLoop
 from agentrl.plugins.environment import install_command
 from agentrl.sandbox.base import Sandbox
-from agentrl.sandbox.keeper_process import KeeperProcess, Sockets
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.sandbox.settings import LocalProvider, sandlock_folder
+from agentrl.sandbox.spawner_client import LocalProvider, Sockets, SpawnerClient, sandlock_folder
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def why_not(provider: LocalProvider, *, is_asked_for: bool = False) -> str | Non
     if provider == "bubblewrap" and shutil.which("bwrap") is None:
         return "it is not installed: the package bubblewrap of the system brings bwrap"
     config = SandboxConfig(provider=provider if is_asked_for else "auto")
-    keeper = KeeperProcess(config, provider)
+    keeper = SpawnerClient(config, provider)
     try:
         return _try_out(keeper)
     except SandboxError as error:
@@ -124,7 +124,7 @@ print(is_refused(lambda: open({secret!r})), is_refused(lambda: os.kill({pid}, 0)
 """
 
 
-def _try_out(keeper: KeeperProcess) -> str | None:
+def _try_out(keeper: SpawnerClient) -> str | None:
     sockets = keeper.start_sandbox()
     with sockets.talk, sockets.control, tempfile.NamedTemporaryFile() as secret:
         for each in sockets:
@@ -166,3 +166,70 @@ def _exactly(data: bytes, size: int) -> bytes:
     if len(data) < size:
         raise EOFError("its guest ended")
     return data
+
+
+logger = logging.getLogger(__name__)
+
+MakeSandbox = Callable[[SandboxConfig], Sandbox]
+
+
+class SharedSandbox:
+    """The sandbox of a plug-in, which is built before there is an event loop.
+
+    A run has one event loop, and so one sandbox; where a later loop asks, as in tests, it gets a
+    new one.
+
+    Args:
+        config: Its keys.
+        make: Makes it; None: `make_sandbox`. A test may give its own.
+    """
+
+    def __init__(self, config: SandboxConfig, make: MakeSandbox | None = None) -> None:
+        self.config = config
+        self._sandboxes = PerLoop(partial(make or _make_sandbox, config))
+
+    def get(self) -> Sandbox:
+        """Give the running loop's sandbox.
+
+        Raises:
+            SandboxError: where no provider can be had.
+            MissingExtraError: where the one that was asked for is not installed.
+        """
+        return self._sandboxes.get()
+
+    async def close(self) -> None:
+        """End the sandbox; one of a loop that is gone ended with it. May be called twice."""
+        if (sandbox := self._sandboxes.pop()) is not None:
+            await sandbox.close()
+
+
+def check_sandbox(config: SandboxConfig, *, key: str) -> None:
+    """Find the provider, so that a run which has none ends before it begins.
+
+    Args:
+        config: The sandbox's keys.
+        key: Where they stand, for the error.
+
+    Raises:
+        SandboxError: with what is missing.
+        MissingExtraError: likewise.
+        ConfigError: for a key that this provider needs.
+    """
+    try:
+        _make_sandbox(config)
+    except AgentRLError as error:
+        inner = error.details.get("key")
+        error.details["key"] = f"{key}.{inner}" if inner else key
+        raise
+
+
+def tell_unread(config: SandboxConfig, *, key: str) -> None:
+    """Warn of keys of a plug-in's sandbox that are set and have no effect."""
+    for name, reason in config.find_unread().items():
+        logger.warning("%s.%s has no effect: %s", key, name, reason)
+
+
+def _make_sandbox(config: SandboxConfig) -> Sandbox:
+    from agentrl.sandbox.factory import make_sandbox
+
+    return make_sandbox(config)

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import struct
 import time
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
+from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.keeper_process import KeeperProcess
-from agentrl.sandbox.records import Execution, ExecutionEnd
+from agentrl.sandbox.base import Execution, ExecutionEnd
+from agentrl.sandbox.spawner_client import SpawnerClient
 
 _HEAD = struct.Struct(">I")
 _START_S, _GRACE_S, _END_S = 30.0, 2.0, 10.0
@@ -24,7 +27,7 @@ _execution = TypeAdapter(Execution)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GuestRequest:
     """One request to a guest."""
 
     record: dict[str, Any]
@@ -32,8 +35,8 @@ class Ask:
     max_output_bytes: int
 
 
-class GuestLink:
-    """Asks one guest, one request at a time. Made by `GuestLink.start`.
+class GuestClient:
+    """Asks one guest, one request at a time. Made by `GuestClient.start`.
 
     Args:
         streams: Of the guest.
@@ -50,7 +53,7 @@ class GuestLink:
         self._is_open = True
 
     @classmethod
-    async def start(cls, keeper: KeeperProcess) -> "GuestLink":
+    async def start(cls, keeper: SpawnerClient) -> "GuestClient":
         """Start a sandbox and wait until its guest is ready.
 
         Raises:
@@ -64,7 +67,7 @@ class GuestLink:
         return await cls._start(keeper)  # by a new keeper
 
     @classmethod
-    async def _start(cls, keeper: KeeperProcess) -> "GuestLink":
+    async def _start(cls, keeper: SpawnerClient) -> "GuestClient":
         sockets = keeper.start_sandbox()
         try:
             streams = await asyncio.open_unix_connection(sock=sockets.talk)
@@ -92,7 +95,7 @@ class GuestLink:
         """Whether it can be asked."""
         return self._is_open and not self._reader.at_eof()
 
-    async def ask(self, ask: Ask) -> Execution:
+    async def ask(self, ask: GuestRequest) -> Execution:
         """Ask for one execution. A guest that does not answer is killed, as by cancellation."""
         started = time.monotonic()
         try:
@@ -173,3 +176,63 @@ def _checked(answer: object) -> Execution:
 
 def _text(text: str) -> str:
     return text.encode(errors="replace").decode()
+
+
+_MAX_STARTING = max(2, os.cpu_count() or 2)
+
+
+class WarmPool:
+    """Hands out guests and starts others behind them; one that was handed out never comes back.
+
+    Args:
+        start: Starts a guest.
+        num_warm: How many are kept ready; from the first request on.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[GuestClient]], num_warm: int) -> None:
+        self._start_guest, self._num_warm = start, num_warm
+        self._ready: deque[GuestClient] = deque()
+        self._starting = asyncio.Semaphore(_MAX_STARTING)
+        self._refill: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def take(self) -> GuestClient:
+        """Hand out a guest: a ready one, or one that is started for it.
+
+        Raises:
+            SandboxError: where none starts.
+        """
+        while self._ready:
+            guest = self._ready.popleft()
+            if guest.is_alive:
+                self._begin_refill()
+                return guest
+            guest.kill()
+        guest = await self._start()
+        self._begin_refill()
+        return guest
+
+    async def _start(self) -> GuestClient:
+        async with self._starting:
+            return await self._start_guest()
+
+    def _begin_refill(self) -> None:
+        if self._is_closed or len(self._ready) >= self._num_warm:
+            return
+        if self._refill is None or self._refill.done():
+            self._refill = asyncio.create_task(self._fill())
+
+    async def _fill(self) -> None:
+        # Who asks next starts one itself, and hears why that fails.
+        with suppress(SandboxError):
+            while len(self._ready) < self._num_warm:
+                self._ready.append(await self._start())
+
+    async def close(self) -> None:
+        """End the guests that nobody took."""
+        self._is_closed = True
+        if self._refill is not None:
+            self._refill.cancel()
+            await asyncio.wait([self._refill])
+        while self._ready:
+            await self._ready.popleft().close()
