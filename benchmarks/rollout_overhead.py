@@ -41,7 +41,7 @@ from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.collector import rare_collection
 from agentrl.rollout.draws import turn_seed
 from agentrl.rollout.tool_calls import check_calls
-from agentrl.tools.life import ToolSession
+from agentrl.tools.runtime.session import ToolSession
 
 OVERHEAD_BOUND_US, RATIO_BOUND = 150.0, 1.10
 

@@ -13,7 +13,7 @@ from agentrl.messages import CallOutcome
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
-from agentrl.tools.settings import ToolSettings
+from agentrl.tools.runtime.settings import ToolSettings
 from agentrl.trainer.metrics.step import rollout_figures
 from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
 from tests.fakes.tools import schema

@@ -25,7 +25,7 @@ from agentrl.tools import (
     OpenAIFunctionToolSchema,
 )
 from agentrl.tools.registry import load_all_tools
-from agentrl.tools.verl_names import as_verl_shows
+from agentrl.tools.from_verl import as_verl_shows
 from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/from_verl.md"

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from aiolimiter import AsyncLimiter
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from agentrl.clients.response_limits import bounding_hooks
+from agentrl.clients.http import bounding_hooks
 from agentrl.config.schema.section import Section
 from agentrl.errors import AgentRLError, ConfigError, MissingExtraError
 from agentrl.plugins.call import PerLoop

@@ -22,7 +22,7 @@ from agentrl.doctor.report import Checked, Result
 from agentrl.errors import AgentRLError
 from agentrl.messages import schema_validator, without_nulls
 from agentrl.tools import BaseTool
-from agentrl.tools.life import ToolSession
+from agentrl.tools.runtime.session import ToolSession
 from agentrl.trainer.components import check_names, make_order
 from agentrl.trainer.metrics.run_logger import Journal
 from agentrl.trainer.setup.datasets import RunData, load_run_data

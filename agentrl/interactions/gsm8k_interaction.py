@@ -12,7 +12,7 @@ from pydantic import Field
 from agentrl.answers import Method, extract_gsm8k_answer, same_number, without_thought
 from agentrl.config.schema.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
-from agentrl.interactions.conversation import last_answer
+from agentrl.interactions.session import last_answer
 from agentrl.plugins.keys import read_keys
 
 _RIGHT = "Your answer is correct."

@@ -14,10 +14,14 @@ from pydantic import Field, field_validator
 from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError, MissingExtraError, PluginError
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
-from agentrl.interactions.conversation import last_answer
-from agentrl.interactions.gym_actions import ActionReader, InvalidActionError
-from agentrl.interactions.gym_episode import Episode, Step
-from agentrl.interactions.own_thread import OwnThread
+from agentrl.interactions.gym_environment import (
+    ActionReader,
+    Episode,
+    InvalidActionError,
+    OwnThread,
+    Step,
+)
+from agentrl.interactions.session import last_answer
 from agentrl.plugins import load_object
 from agentrl.plugins.environment import install_command
 from agentrl.plugins.keys import read_keys

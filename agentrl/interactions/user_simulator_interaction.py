@@ -12,7 +12,7 @@ from agentrl.answers import without_thought
 from agentrl.clients.chat import ChatBudget, ChatBudgetError, ChatClient, ChatConfig
 from agentrl.config.schema.section import Section
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
-from agentrl.interactions.simulated_user import (
+from agentrl.interactions.user_simulator_prompts import (
     Role,
     judge_messages,
     read_verdict,

@@ -23,7 +23,7 @@ from agentrl.errors import PluginError, RewardError, words_of
 from agentrl.plugins.call import CallTimeoutError, contained, in_thread, with_event_loop
 from agentrl.plugins.environment import end_with_parent, num_cores
 from agentrl.rewards.scoring import ScoreFn
-from agentrl.tools.process_server import PRELOADED, context, ensure_server
+from agentrl.tools.runtime.process import PRELOADED, context, ensure_server
 
 START_S = 60.0
 """What is added to the longest wait for a place among the workers: they must start."""

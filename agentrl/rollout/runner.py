@@ -23,8 +23,8 @@ from agentrl.errors import (
     TransitionError,
     text_of,
 )
-from agentrl.interactions.life import InteractionSession
 from agentrl.interactions.registry import select_interaction
+from agentrl.interactions.session import InteractionSession
 from agentrl.messages import CallOutcome, Message
 from agentrl.rollout.cancellation import finish_despite_cancellation, is_cancelled
 from agentrl.rollout.draws import draws_interaction, turn_seed
@@ -42,8 +42,8 @@ from agentrl.rollout.tool_calls import (
     skip_calls,
 )
 from agentrl.rollout.tool_parsers.base import Span
-from agentrl.tools.life import ToolSession
 from agentrl.tools.registry import select_tools
+from agentrl.tools.runtime.session import ToolSession
 
 Way = RequestState | StopReason
 """Where a request goes next."""

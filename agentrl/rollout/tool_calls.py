@@ -22,8 +22,8 @@ from agentrl.rollout.observations import FittedText
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, ToolParser
 from agentrl.rollout.tool_parsers.base import Span
-from agentrl.tools.instance import ToolOutcome
-from agentrl.tools.life import ToolSession
+from agentrl.tools.runtime.instance import ToolOutcome
+from agentrl.tools.runtime.session import ToolSession
 
 
 class CheckedCalls(NamedTuple):

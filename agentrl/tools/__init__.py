@@ -6,16 +6,16 @@ Importing this package loads neither torch nor transformers.
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.from_verl import (
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionPropertySchema,
+    rollout_trace_op,
+)
 from agentrl.tools.function_tool import function_tool
 from agentrl.tools.registry import (
     initialize_tools_from_config,
     load_all_tools,
     load_function_tools,
-)
-from agentrl.tools.verl_names import (
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionPropertySchema,
-    rollout_trace_op,
 )
 
 __all__ = [

@@ -24,7 +24,7 @@ from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.settings import SHARED_KEYS
+from agentrl.tools.runtime.settings import SHARED_KEYS
 
 MAX_CHARACTERS = 300
 MAX_DIGITS = 100

@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.messages import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.call import call_method
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.settings import ToolSettings
+from agentrl.tools.runtime.settings import ToolSettings
 
 MARK = "__agentrl_function_tool__"
 """Attribute of a decorated function that holds its schema."""

@@ -8,7 +8,7 @@ from agentrl.config.schema.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.settings import SHARED_KEYS
+from agentrl.tools.runtime.settings import SHARED_KEYS
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {

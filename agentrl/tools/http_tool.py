@@ -22,7 +22,7 @@ from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
+from agentrl.tools.runtime.settings import SHARED_KEYS, refuse_isolation
 
 MAX_ERROR_CHARACTERS = 2000
 """Of what the service says of a refused call, that the model is shown."""

@@ -11,6 +11,7 @@ servers give:
           tool_selected_list: [echo, get-sum]
 """
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema.section import Section
-from agentrl.errors import ConfigError, ServiceError, did_you_mean
+from agentrl.errors import ConfigError, ServiceError, ToolError, did_you_mean
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.environment import require_package
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.from_verl import our_names
-from agentrl.tools.mcp.results import read_result
+from agentrl.tools.mcp.hub import Hub, Sessions
 from agentrl.tools.mcp.servers import McpSection, Server, read_servers
-from agentrl.tools.mcp.sessions import Hub, Sessions
-from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
+from agentrl.tools.runtime.settings import SHARED_KEYS, refuse_isolation
 from agentrl.tools.signatures import build_tool
 
 if TYPE_CHECKING:
     from mcp_types import CallToolResult, Tool
+
 
 Offer = tuple[Server, "Tool"]
 """A tool, and whose it is."""
@@ -226,3 +227,55 @@ def _schema(tool: "Tool", *, name: str, server: Server) -> OpenAIFunctionToolSch
             f"{error}",
             expected="a JSON Schema, or a tool_selected_list without this tool",
         ) from None
+
+
+def read_result(result: "CallToolResult") -> ToolResponse:
+    """Read a result: texts in their order, pictures and films beside them, the rest named.
+
+    A text is shown as it is, an embedded text behind its address. Pictures and films are kept as
+    JSON can hold them: `{"type": "image", "mimeType": "image/png", "data": base64}`. Sounds, other
+    data and links are named in the text, each in a line. Structured content is shown, as JSON,
+    where there is no text: servers that speak of it repeat it there.
+
+    Raises:
+        ToolError: for a result that the server marks as an error, with its text.
+    """
+    texts: list[str] = []
+    media: dict[str, list[Any]] = {"image": [], "video": []}
+    for part in result.content:
+        fields = part.model_dump(mode="json", by_alias=True, exclude_none=True)
+        _read_part(fields, texts, media)
+    if not texts and result.structured_content is not None:
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    text = "\n".join(texts)
+    if result.is_error:
+        raise ToolError(text or "Error: the tool failed, and did not say why")
+    return ToolResponse(text=text, image=media["image"] or None, video=media["video"] or None)
+
+
+def _read_part(part: dict[str, Any], texts: list[str], media: dict[str, list[Any]]) -> None:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            texts.append(text)
+        case {"type": "image" | "audio" as kind, "mimeType": str(mime), "data": str(data)}:
+            _read_data(kind, mime, data, texts, media)
+        case {"type": "resource", "resource": {"text": str(text), "uri": uri}}:
+            texts.append(f"[{uri}]\n{text}")
+        case {"type": "resource", "resource": {"blob": str(data), "uri": uri, **rest}}:
+            mime = str(rest.get("mimeType", "application/octet-stream"))
+            _read_data(str(uri), mime, data, texts, media)
+        case {"type": "resource_link", "uri": uri, "name": name, **rest}:
+            about = f": {rest['description']}" if "description" in rest else ""
+            texts.append(f"[link to {name}, {uri}{about}]")
+        case _:
+            texts.append(json.dumps(part, ensure_ascii=False))
+
+
+def _read_data(
+    name: str, mime: str, data: str, texts: list[str], media: dict[str, list[Any]]
+) -> None:
+    kind = mime.partition("/")[0]
+    if kind in media:
+        media[kind].append({"type": kind, "mimeType": mime, "data": data})
+    else:
+        texts.append(f"[{name}: {mime}, {len(data) * 3 // 4} bytes, not shown]")

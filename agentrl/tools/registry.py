@@ -16,9 +16,9 @@ from agentrl.plugins.keys import add_place, read_entries
 from agentrl.tools.base import BaseTool
 from agentrl.tools.from_verl import STAND_INS, our_names
 from agentrl.tools.function_tool import MARK, FunctionTool
-from agentrl.tools.mcp.sessions import Hub
+from agentrl.tools.mcp.hub import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
-from agentrl.tools.settings import ToolSettings, own_keys
+from agentrl.tools.runtime.settings import ToolSettings, own_keys
 from agentrl.tools.signatures import build_tool
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, cast
 from agentrl.errors import DataError, did_you_mean
 from agentrl.tools.base import BaseTool
 from agentrl.tools.function_tool import FunctionTool
-from agentrl.tools.instance import ToolKwargs
+from agentrl.tools.runtime.instance import ToolKwargs
 from agentrl.tools.signatures import create_arguments
 
 _FIELDS = ToolKwargs.model_fields.keys()

@@ -13,8 +13,8 @@ from agentrl.sandbox import Execution
 from agentrl.sandbox.fusion import FusionClient
 from agentrl.sandbox.grading.grader import without_fence
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.executions import describe_execution, measure
-from agentrl.tools.settings import SHARED_KEYS
+from agentrl.tools.runtime.settings import SHARED_KEYS
+from agentrl.tools.sandbox_tool import describe_execution, measure
 
 _SCHEMA = OpenAIFunctionToolSchema.model_validate(
     {

@@ -8,11 +8,10 @@ from agentrl.config.schema.section import Section
 from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
-from agentrl.sandbox import Execution, Sandbox, Session
+from agentrl.sandbox import Execution, ExecutionEnd, Sandbox, Session
 from agentrl.sandbox.factory import SharedSandbox, check_sandbox, tell_unread
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.executions import describe_execution, measure
-from agentrl.tools.settings import SHARED_KEYS, ToolSettings, refuse_isolation
+from agentrl.tools.runtime.settings import SHARED_KEYS, ToolSettings, refuse_isolation
 
 
 class SandboxToolConfig(Section):
@@ -106,3 +105,35 @@ def _check_times(call_s: float | None, code_s: float) -> None:
             key="config.timeout_s",
             expected=f"more than config.sandbox.timeout_s, which is {code_s:g}",
         )
+
+
+NOTHING = "(no output)"
+
+_ENDS_STATE = {ExecutionEnd.TIMEOUT, ExecutionEnd.CPU, ExecutionEnd.KILLED}
+"""Ends behind which the sandbox begins anew; what needed too much memory was only refused it."""
+
+
+def describe_execution(execution: Execution, *, lost: str = "") -> str:
+    """Show an execution: its output, and behind it its errors, which say what stopped it.
+
+    Args:
+        execution: What came of it.
+        lost: What is gone where it was stopped, in words.
+    """
+    parts = [execution.stdout.strip("\n"), execution.stderr.strip("\n")]
+    if execution.num_cut_bytes:
+        parts.append(f"[{execution.num_cut_bytes} more bytes of output were thrown away]")
+    if execution.end in _ENDS_STATE:
+        parts.append(lost)
+    elif execution.exit_code:
+        parts.append(f"[exit code {execution.exit_code}]")
+    return "\n".join(part for part in parts if part) or NOTHING
+
+
+def measure(execution: Execution) -> dict[str, Any]:
+    """Give what a call's record keeps of an execution."""
+    return {
+        "end": execution.end.value,
+        "seconds": execution.seconds,
+        "num_cut_bytes": execution.num_cut_bytes,
+    }

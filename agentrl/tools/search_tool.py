@@ -20,10 +20,15 @@ from agentrl.plugins.keys import read_keys
 from agentrl.tools.arguments import refuse_unsendable
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.from_verl import our_names
-from agentrl.tools.search.documents import Document, Retriever, show
-from agentrl.tools.search.index import IndexRetriever, read_parts
-from agentrl.tools.search.service import ServiceRetriever
-from agentrl.tools.settings import SHARED_KEYS, refuse_isolation
+from agentrl.tools.retrieval import (
+    Document,
+    IndexRetriever,
+    Retriever,
+    ServiceRetriever,
+    read_parts,
+    show,
+)
+from agentrl.tools.runtime.settings import SHARED_KEYS, refuse_isolation
 
 _BETWEEN_QUERIES = "\n---\n"
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024

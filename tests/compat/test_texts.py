@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.tools import BaseTool, initialize_tools_from_config
-from agentrl.tools.search.documents import Document
+from agentrl.tools.retrieval import Document
 
 SCHEMA = "{type: function, function: {name: t, parameters: {type: object, properties: {}}}}"
 

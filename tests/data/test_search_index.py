@@ -10,7 +10,7 @@ from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare import search_index
 from agentrl.data.prepare.search_index import SearchIndexFiles, prepare_search_index
 from agentrl.errors import DataError, MissingExtraError
-from agentrl.tools.search.index import IndexRetriever, read_parts
+from agentrl.tools.retrieval import IndexRetriever, read_parts
 
 ROWS = [
     {"id": "a", "contents": '"Title"\nwords and\nmore words'},

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
+from agentrl.interactions.gym_environment import THREAD_NAME
 from agentrl.interactions.gym_interaction import GymInteraction
-from agentrl.interactions.own_thread import THREAD_NAME
 from agentrl.interactions.user_simulator_interaction import UserSimulatorInteraction
 from agentrl.rollout.runner import run_request
 from tests.fakes.chat import Answer, FakeChat, in_turn, serving

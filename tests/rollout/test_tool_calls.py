@@ -14,7 +14,7 @@ from agentrl.rollout.observations import FittedText, as_unicode, clip_text, cut_
 from agentrl.rollout.tool_calls import ToolCaller, check_calls, describe_malformed, skip_calls
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, get_tool_parser
 from agentrl.tools import BaseTool, ToolResponse, ToolResult
-from agentrl.tools.life import ToolSession
+from agentrl.tools.runtime.session import ToolSession
 from tests.fakes.tools import FlakyTool, schema
 
 STRICT = OpenAIFunctionToolSchema.model_validate(

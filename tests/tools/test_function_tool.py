@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from agentrl.errors import ConfigError, ToolError
 from agentrl.tools import BaseTool, ToolResponse, ToolResult, function_tool, load_function_tools
 from agentrl.tools.function_tool import FunctionTool
-from agentrl.tools.life import ToolSession
+from agentrl.tools.runtime.session import ToolSession
 from tests.fakes.tools import call
 
 

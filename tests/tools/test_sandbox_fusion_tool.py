@@ -8,7 +8,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.messages import CallOutcome
 from agentrl.tools import initialize_tools_from_config
-from agentrl.tools.instance import ToolInstance, ToolKwargs
+from agentrl.tools.runtime.instance import ToolInstance, ToolKwargs
 from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool
 from tests.fakes.fusion import FakeFusion, fusion_service
 from tests.fakes.tools import call

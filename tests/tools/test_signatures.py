@@ -10,9 +10,9 @@ import pytest
 from agentrl.errors import AgentRLError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools import BaseTool, initialize_tools_from_config
-from agentrl.tools.instance import ToolInstance, ToolKwargs
-from agentrl.tools.life import ToolSession
-from agentrl.tools.settings import ToolSettings
+from agentrl.tools.runtime.instance import ToolInstance, ToolKwargs
+from agentrl.tools.runtime.session import ToolSession
+from agentrl.tools.runtime.settings import ToolSettings
 from tests.fakes.tools import schema
 
 SCHEMA = "{type: function, function: {name: probe, parameters: {type: object, properties: {}}}}"

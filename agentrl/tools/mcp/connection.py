@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from agentrl.clients.response_limits import bounding_hooks
+from agentrl.clients.http import bounding_hooks
 from agentrl.tools.mcp.servers import HttpServer, Server, StdioServer
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from agentrl.rewards.loading import check_arguments
 from agentrl.rewards.scoring import ScoreFn
 from agentrl.tools import BaseTool
 from agentrl.tools import registry as tool_registry
+from agentrl.tools.from_verl import as_verl_shows
 from agentrl.tools.function_tool import FunctionTool
 from agentrl.tools.registry import load_all_tools, refuse_duplicates, refuse_undeclared
-from agentrl.tools.verl_names import as_verl_shows
 
 GIVEN = "(given in Python)"
 """The value of a path in a configuration, if the object itself was passed to the `Trainer`."""

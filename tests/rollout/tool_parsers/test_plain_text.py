@@ -11,7 +11,7 @@ from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
 from agentrl.tools.python_tool import _SCHEMA as PYTHON
 from agentrl.tools.sandbox_fusion_tool import _SCHEMA as FUSION
 from agentrl.tools.search_tool import _SCHEMA as SEARCH
-from agentrl.tools.verl_names import as_verl_shows
+from agentrl.tools.from_verl import as_verl_shows
 from tests.fakes.tools import schema
 
 OTHER = schema("other", a={"type": "string"}, b={"type": "string"})

@@ -6,7 +6,7 @@ from typing import Any
 from agentrl.compat.verl.interactions.base import BaseInteraction
 from agentrl.compat.verl.utils.reward_score import gsm8k
 from agentrl.interactions.base import InteractionResult
-from agentrl.interactions.conversation import last_answer
+from agentrl.interactions.session import last_answer
 
 _RIGHT = "Your response is correct!"
 _WRONG = "Your response is incorrect! You need to reflect on your answer and try again."

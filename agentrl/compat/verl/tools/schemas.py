@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from agentrl.messages import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
-from agentrl.tools.verl_names import OpenAIFunctionParametersSchema, OpenAIFunctionPropertySchema
+from agentrl.tools.from_verl import OpenAIFunctionParametersSchema, OpenAIFunctionPropertySchema
 
 __all__ = [
     "OpenAIFunctionCallSchema",

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.compat.verl.tools.utils.search_r1_like_utils import write_found
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.tools.base import ToolResult
-from agentrl.tools.search.documents import Document
+from agentrl.tools.retrieval import Document
 from agentrl.tools.search_tool import SearchTool as OwnSearchTool
 
 _NO_QUERIES = "Error: 'query_list' is missing, empty, or not a list in parameters."

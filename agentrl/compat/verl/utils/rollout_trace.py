@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from agentrl.tools.verl_names import rollout_trace_op
+from agentrl.tools.from_verl import rollout_trace_op
 
 __all__ = ["rollout_trace_attr", "rollout_trace_op"]
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from agentrl.clients.http import HttpClient
 from agentrl.errors import ServiceError
-from agentrl.tools.search.documents import Document
-from agentrl.tools.search.service import ServiceRetriever
+from agentrl.tools.retrieval import Document, ServiceRetriever
 
 DEFAULT_TIMEOUT = 30
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024

@@ -1,1 +1,0 @@
-"""Where `SearchTool` finds documents: a service, or an index on this machine."""
