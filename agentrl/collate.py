@@ -14,7 +14,7 @@ tensor               shape, dtype   what
 `rollout_log_probs`  [B, T] float32 at sampling; 0 on observed tokens and padding
 `turn_ids`           [B, T] int64   the turn that a token belongs to; -1 on padding
 `state_ids`          [B, T] int64   the state in which a sampled turn began, see
-                                    `agentrl.rollout.turn_states`; -1 where none was sampled
+                                    `agentrl.collate`; -1 where none was sampled
 `policy_versions`    [B, T] int64   the weights that sampled a token; -1 where none did
 `token_level_scores` [B, T] float32 rewards, on trained tokens (see `agentrl.rewards.placement`)
 `in_baseline`        [B] bool       whether the group's statistics count the row
@@ -30,8 +30,11 @@ Every request has its row, also a failed one: with a mask of zeros, outside its 
 and with one token of padding where it had not even a prompt.
 """
 
+import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
@@ -44,8 +47,8 @@ from agentrl.protocol import DataProto
 from agentrl.rewards.combination import TRAJECTORY_ALONE
 from agentrl.rewards.placement import RewardPlacement, place_rewards
 from agentrl.rollout.manager import RolloutManager, SamplingPlan
+from agentrl.rollout.records import Turn, to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.turn_states import compute_turn_states
 
 NO_TURN = -1
 """Turn of padding."""
@@ -277,3 +280,44 @@ def _own_columns(
 def _row_columns(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for request in requests for name in request.columns)
     return {name: [request.columns.get(name) for request in requests] for name in names}
+
+
+STATE_KEY = "state"
+"""Under which tools' metrics and interactions' metadata declare one."""
+
+
+def compute_turn_states(request: AsyncRolloutRequest) -> list[tuple[Turn, int]]:
+    """Number the states in which a request's sampled turns began.
+
+    The numbers are hashes of content, of 63 bits: equal in every process and every run.
+
+    Returns:
+        Each sampled turn in order, and its state's number, 0 or more.
+    """
+    prompt_ids, response_ids = request.prompt_ids, request.response_ids
+    states: list[tuple[Turn, int]] = []
+    for turn in request.turns:
+        if turn.role == "assistant":
+            before = states[-1][0] if states else None
+            shown = response_ids[before.end if before else 0 : turn.start]
+            seen = shown if before and shown else prompt_ids + response_ids[: turn.start]
+            states.append((turn, _number(_declared(before) or _tokens(seen))))
+    return states
+
+
+def _declared(before: Turn | None) -> bytes:
+    """What was declared when the turn before was answered; empty where nothing was."""
+    if before is None:
+        return b""
+    reports: list[dict[str, Any]] = [*(call.metrics for call in before.calls), before.metadata]
+    declared = [report[STATE_KEY] for report in reports if STATE_KEY in report]
+    plain = json.dumps(declared, sort_keys=True, default=to_plain)
+    return b"declared " + plain.encode() if declared else b""
+
+
+def _tokens(ids: Sequence[int]) -> bytes:
+    return b"tokens " + array("q", ids).tobytes()
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1

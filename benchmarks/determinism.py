@@ -30,7 +30,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.engines import Engine, SamplingParams, TransformersEngine
-from agentrl.rollout.rounds import Admission, FreeAdmission, Rounds
+from agentrl.rollout.scheduling import Admission, FreeAdmission, Rounds
 
 NUM_EPISODES, NUM_OBSERVED, VOCAB_SIZE = 256, 10, 600
 TOOL_MEDIAN_S, TOOL_SIGMA = 0.2, 1.0

@@ -44,8 +44,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from agentrl.config import parse_config
 from agentrl.config.schema.prepare import TinyPolicyConfig
 from agentrl.config.schema.run import RewardConfig
-from agentrl.data.conversations import Conversation
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Conversation, Prompt
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.messages import Message, OpenAIFunctionToolSchema

@@ -38,8 +38,8 @@ from typing import Any
 from rollout_work import SCHEMA, Bench, Sizes, check_outcome
 
 from agentrl.rollout import AsyncRolloutRequest
-from agentrl.rollout.collector import rare_collection
-from agentrl.rollout.draws import turn_seed
+from agentrl.rollout.scheduling import rare_collection
+from agentrl.rollout.seeding import turn_seed
 from agentrl.rollout.tool_calls import check_calls
 from agentrl.tools.runtime.session import ToolSession
 

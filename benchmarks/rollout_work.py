@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl.config import RewardConfig, parse_config
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines import ScriptedEngine
 from agentrl.engines.scripted import ScriptedAnswer
 from agentrl.messages import Message, OpenAIFunctionToolSchema

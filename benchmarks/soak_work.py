@@ -17,7 +17,7 @@ from typing import Any
 from soak_tool import NotesTool, RiskyTool
 
 from agentrl.config import RewardConfig, parse_config
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines import ScriptedEngine
 from agentrl.engines.scripted import ScriptedAnswer
 from agentrl.messages import Message

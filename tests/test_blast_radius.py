@@ -31,7 +31,7 @@ from agentrl.rewards.scoring import solution_text
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes.plugins import check_life
-from tests.fakes.rounds import Scene, SlowTool, SlowUser, random_time, tokens
+from tests.fakes.scheduling import Scene, SlowTool, SlowUser, random_time, tokens
 
 VICTIM = "train-0-0-1-2"
 TIMEOUT_S = 1.0

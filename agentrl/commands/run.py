@@ -22,7 +22,7 @@ from agentrl.config import (
 )
 from agentrl.config.problems import naming_file
 from agentrl.config.schema.run import RewardConfig
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
 from agentrl.rewards import drive_and_score

@@ -1,11 +1,10 @@
 """A row of a dataset -> Prompt: reading, measuring, ordering."""
 
-from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.data.dataset import PromptDataset, load_prompts
-from agentrl.data.fit import Truncation, fit_prompt
 from agentrl.data.lengths import EncodePrompt, FilteredPrompts, drop_overlong, measure_prompts
 from agentrl.data.order import DataOrder, epoch_order
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Conversation, Prompt, load_conversations
+from agentrl.rollout.fitting import Truncation, fit_prompt
 
 __all__ = [
     "Conversation",

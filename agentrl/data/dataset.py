@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from agentrl.config.schema.run import CustomClassConfig, DataConfig
 from agentrl.data.files import read_rows
-from agentrl.data.prompt import Prompt
-from agentrl.data.rows import RowReader
+from agentrl.data.rows import Prompt, RowReader
 from agentrl.errors import DataError
 from agentrl.plugins import load_object
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from agentrl.atomic_io import written_whole
 from agentrl.data.dataset import PromptDataset
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.errors import DataError
 from agentrl.plugins.environment import num_cores
 

@@ -1,9 +1,4 @@
-"""One row of a file -> one `Prompt`.
-
-Arrow gives every struct of a column the same keys and fills what a row did not have with nulls.
-So a null counts as absent, in every format, and so does a mapping of nothing but nulls. Columns
-that vary from row to row may also be JSON texts; they are decoded, and their nulls are kept.
-"""
+"""A row of a dataset as the rest of the data's way sees it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,12 +6,44 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.config.schema.run import DataConfig
-from agentrl.data.files import Row
-from agentrl.data.prompt import Prompt
+from agentrl.data.files import Row, read_rows
 from agentrl.errors import DataError
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+
+
+class Prompt(BaseModel):
+    """What one row asks for: a conversation to continue, its plug-ins' settings, its truth.
+
+    Example:
+        >>> row = {"prompt": [{"role": "user", "content": "2 + 3?"}], "data_source": "sums"}
+        >>> Prompt(index=0, messages=row["prompt"], data_source=row["data_source"]).index
+        0
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    index: int
+    """Place of the row in its files, before any shuffling."""
+    messages: list[Message] = Field(min_length=1)
+    data_source: str = "unknown"
+    """Which scorer applies."""
+    ground_truth: Any = None
+    """From the row's `reward_model.ground_truth`."""
+    extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """The row's `extra_info`, whole."""
+    tools_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
+    """From `extra_info.tools_kwargs`."""
+    interaction_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """From `extra_info.interaction_kwargs`."""
+    tool_selection: list[str] | None = None
+    """From `extra_info.tool_selection`: names of tools; None: as
+    `rollout.multi_turn.tools_per_row` says."""
+    columns: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """The row's further columns (`ability`, `agent_name`, ...)."""
+
 
 _MESSAGES = "a list of messages, each with `role` and `content`, or a text"
 _MEDIA_MARKS = ("<image>", "<video>")
@@ -175,3 +202,55 @@ def _words(error: ValidationError, prompt_key: str) -> str:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class Conversation(BaseModel):
+    """A whole conversation, as somebody else has led it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[OpenAIFunctionToolSchema] | None = None
+    """The tools that it was shown; None: those of the run."""
+
+    @property
+    def tools_called(self) -> list[str]:
+        """Names of the tools that the assistant calls, in order."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        return [call.function.name for call in calls]
+
+
+def load_conversations(file: str | Path) -> list[Conversation]:
+    """Read a Parquet, JSON or JSONL file of conversations.
+
+    Each row has `messages` (a list, or its JSON) and may have `tools`; other columns are not read.
+
+    Raises:
+        DataError: with file, row number (from 0) and what was expected.
+    """
+    return [_conversation(row, file, number) for number, row in enumerate(read_rows(file))]
+
+
+def _conversation(row: Row, file: str | Path, number: int) -> Conversation:
+    try:
+        return Conversation.model_validate(
+            {name: _decode_column(row.get(name)) for name in ("messages", "tools")}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise DataError(
+            f"{place}: {first['msg']}",
+            file=file,
+            row=number,
+            expected="`messages`, a list of messages with role and content, and maybe `tools`",
+        ) from None
+
+
+def _decode_column(value: Any) -> Any:
+    if not isinstance(value, str):
+        return without_nulls(value)
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -15,7 +15,7 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.report import Checked, SkipCheckError
 from agentrl.engines import Completion, Engine, EngineCall, SamplingParams
 from agentrl.errors import EngineError
-from agentrl.rollout.call_counts import count_calls
+from agentrl.rollout.failures import count_calls
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.trainer.setup.datasets import RunData

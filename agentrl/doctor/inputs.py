@@ -17,7 +17,7 @@ from agentrl.config import (
     telling_where,
 )
 from agentrl.data.prepare.manifest import is_made
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.doctor.report import Checked, Result
 from agentrl.errors import AgentRLError
 from agentrl.messages import schema_validator, without_nulls

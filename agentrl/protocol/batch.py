@@ -18,23 +18,21 @@ from tensordict import TensorDict
 
 from agentrl.errors import DataError
 from agentrl.protocol.columns import (
-    check_rows,
-    object_array,
-    refuse_conflicts,
-    refuse_other_columns,
-    take_columns,
-    tensor_columns,
-    union_facts,
-)
-from agentrl.protocol.reshaping import (
     METRICS,
     as_tensordict,
+    check_rows,
     collect_metrics,
     describe_batch,
     describe_size,
+    object_array,
     read_tensordict,
+    refuse_conflicts,
+    refuse_other_columns,
     repeated_rows,
+    take_columns,
+    tensor_columns,
     unfold_chunks,
+    union_facts,
 )
 from agentrl.protocol.saving import read_columns, write_columns
 

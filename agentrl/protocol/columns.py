@@ -1,13 +1,16 @@
 """Columns of a batch: made, chosen, compared, joined. Every refusal names its key."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from agentrl.errors import DataError
+
+if TYPE_CHECKING:
+    from agentrl.protocol.batch import DataProto
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -124,3 +127,126 @@ def union_facts(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 raise DataError(f"meta_info {key!r} is {union[key]!r} and {value!r}", key=key)
             union[key] = value
     return union
+
+
+METRICS = "metrics"
+"""The fact in `meta_info` that differs between workers: `concat` collects it."""
+
+
+def repeated_rows(
+    data: "DataProto", repeat_times: Sequence[int] | np.ndarray | torch.Tensor
+) -> Any:
+    """Number the rows of a batch in which each row is repeated as often as it says.
+
+    Raises:
+        DataError: if there is not one number for each row.
+    """
+    times = np.asarray(repeat_times)
+    check_rows("repeat_times", times.shape, len(data))
+    return np.repeat(np.arange(len(data)), times)
+
+
+def unfold_chunks(
+    columns: Mapping[str, Any], num_chunks: int, split_keys: Sequence[str]
+) -> dict[str, Any]:
+    """Cut columns `[B, C, ...]` into chunks along C, each a row; repeat the rows of the others.
+
+    Args:
+        columns: Tensors and arrays.
+        num_chunks: Chunks of one row.
+        split_keys: Names of the columns that are cut.
+
+    Raises:
+        DataError: for a column whose second dimension does not divide.
+    """
+    unfolded: dict[str, Any] = {}
+    for key, column in columns.items():
+        if key not in split_keys:
+            is_tensor = isinstance(column, torch.Tensor)
+            repeat: Any = torch.repeat_interleave if is_tensor else np.repeat
+            unfolded[key] = repeat(column, num_chunks, 0)
+            continue
+        if column.ndim == 1:  # objects: each row is a list
+            unfolded[key] = object_array([c for row in column for c in _cut(row, num_chunks)])
+            continue
+        rows, width, *rest = column.shape
+        if width % num_chunks:
+            raise DataError(f"{key!r} is {width} wide", expected=f"a multiple of {num_chunks}")
+        unfolded[key] = column.reshape(rows * num_chunks, width // num_chunks, *rest)
+    return unfolded
+
+
+def _cut(row: Sequence[Any], num_chunks: int) -> list[Sequence[Any]]:
+    width = len(row) // num_chunks
+    return [row[at * width : (at + 1) * width] for at in range(num_chunks)]
+
+
+def as_tensordict(data: "DataProto") -> TensorDict:
+    """Put tensors, objects and facts of a batch into one TensorDict."""
+    columns: dict[str, Any] = dict(tensor_columns(data.batch))
+    for key, array in data.non_tensor_batch.items():
+        columns[key] = NonTensorStack(*(NonTensorData(value) for value in array))
+    whole = TensorDict(columns, batch_size=[len(data)])
+    for key, value in data.meta_info.items():
+        whole.set_non_tensor(key, value)
+    return whole
+
+
+def read_tensordict(
+    whole: TensorDict,
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
+    """Take a TensorDict apart: tensors, objects of rows, facts."""
+    tensors: dict[str, torch.Tensor] = {}
+    objects: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for key in cast("Any", whole.keys()):
+        value: Any = cast("Any", whole)._get_str(key, None)
+        if isinstance(value, NonTensorStack):
+            objects[key] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            facts[key] = value.data
+        else:
+            tensors[key] = value
+    return tensors, objects, facts
+
+
+def collect_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Collect the metrics of several workers: a list under each name.
+
+    Args:
+        infos: Facts of batches; under `metrics` a dict, a list of dicts, or nothing.
+
+    Raises:
+        DataError: for metrics that not every worker has.
+    """
+    each: list[Mapping[str, Any]] = []
+    for found in (info.get(METRICS) for info in infos):
+        each += cast("list[Any]", found) if isinstance(found, list) else [found] if found else []
+    names = list(each[0]) if each else []
+    for metrics in each:
+        if differing := metrics.keys() ^ set(names):
+            raise DataError(f"only some workers have the metric {min(differing)!r}", key=METRICS)
+    return {name: [metrics[name] for metrics in each] for name in names}
+
+
+def describe_batch(data: "DataProto") -> str:
+    """List columns and facts of a batch, each with its shape or type."""
+    tensors = tensor_columns(data.batch).items()
+    return "\n".join(
+        [
+            "batch",
+            *(f"  {key}: {tuple(t.shape)} ({t.dtype}) {t.device}" for key, t in tensors),
+            "non_tensor_batch",
+            *(f"  {key}: ndarray{a.shape} ({a.dtype})" for key, a in data.non_tensor_batch.items()),
+            "meta_info",
+            *(f"  {key}: {type(value).__name__}" for key, value in data.meta_info.items()),
+        ]
+    )
+
+
+def describe_size(data: "DataProto") -> str:
+    """Say how much memory tensors and object arrays take."""
+    tensors = tensor_columns(data.batch).values()
+    in_tensors = sum(t.element_size() * t.numel() for t in tensors) / 1024**3
+    in_arrays = sum(array.nbytes for array in data.non_tensor_batch.values()) / 1024**3
+    return f"size of tensors: {in_tensors:g} GB, size of non_tensor_batch: {in_arrays:g} GB"

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from agentrl.atomic_io import naming
 from agentrl.config.schema.run import TinyPolicyConfig
-from agentrl.data.conversations import Conversation, load_conversations
 from agentrl.data.prepare.manifest import content_of, make_once
+from agentrl.data.rows import Conversation, load_conversations
 from agentrl.messages import OpenAIFunctionToolSchema
 
 START_OF_TURN, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

@@ -7,12 +7,13 @@ tokens cost, so that a long conversation is not validated again at every turn.
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from agentrl.errors import LedgerError
-from agentrl.rollout.records import Turn
+from agentrl.rollout.records import Failure, Record, Turn, to_plain
+from agentrl.rollout.states import ENDS, FINAL_STATES, RequestState, StopReason
 
 _ROUNDING = 1e-4
 """How far above 0 the log-probability of a certain token may come out of an engine."""
@@ -147,3 +148,75 @@ def _as_numbers(log_probs: Sequence[float]) -> list[float]:
     except (TypeError, ValueError) as error:
         expected = "a finite number <= 0"
         raise LedgerError(f"not a log-probability: {error}", expected=expected) from None
+
+
+RECORD_VERSION = 1
+"""Version of the saved form of a request; raised when its meaning changes."""
+
+
+class PrivateHalf(Record):
+    """State, turns and ledger of a request."""
+
+    version: int
+    """`RECORD_VERSION` of whoever saved it."""
+    state: RequestState
+    stop_reason: StopReason | None
+    error: Failure | None
+    turns: list[Turn]
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    rollout_log_probs: list[float]
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that the lists are."""
+        ledger = Ledger(self.prompt_ids)
+        ledger.response_ids = self.response_ids
+        ledger.loss_mask = self.loss_mask
+        ledger.rollout_log_probs = self.rollout_log_probs
+        return ledger
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        check_ledger(self.ledger, self.turns)
+        end = None if self.stop_reason is None else ENDS[self.stop_reason].state
+        is_explained = (self.error is not None) is (self.state is RequestState.FAILED)
+        if end is not (self.state if self.state in FINAL_STATES else None) or not is_explained:
+            raise ValueError(
+                f"a request that is {self.state}, with the stop reason {self.stop_reason} and "
+                f"{'an' if self.error else 'no'} error"
+            )
+        return self
+
+
+def save_private(
+    state: RequestState,
+    stop_reason: StopReason | None,
+    error: Failure | None,
+    turns: list[Turn],
+    ledger: Ledger,
+) -> dict[str, Any]:
+    """Write the private half of a request as plain values."""
+    return {
+        "version": RECORD_VERSION,
+        "state": str(state),
+        "stop_reason": stop_reason and str(stop_reason),
+        "error": error and error.model_dump(mode="json"),
+        "turns": [turn.model_dump(mode="json", fallback=to_plain) for turn in turns],
+        **{name: list(getattr(ledger, name)) for name in Ledger.__slots__},
+    }
+
+
+def split_saved(saved: dict[str, Any]) -> tuple[dict[str, Any], PrivateHalf]:
+    """Split a saved request into its public fields and its checked private half.
+
+    Raises:
+        ValueError: where it was saved in another version, or its parts do not agree.
+    """
+    if saved["version"] != RECORD_VERSION:
+        raise ValueError(f"a request saved in version {saved['version']}, not {RECORD_VERSION}")
+    names = PrivateHalf.model_fields
+    public = {name: value for name, value in saved.items() if name not in names}
+    private = {name: value for name, value in saved.items() if name in names}
+    return public, PrivateHalf.model_validate(private)

@@ -6,19 +6,17 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
 from agentrl.config.schema.run import DataConfig, RolloutConfig, ValKwargsConfig
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import CompletionSource, SamplingParams
 from agentrl.errors import Fault, RolloutError
 from agentrl.plugins.watchdog import LoopWatchdog
-from agentrl.rollout.call_counts import CallJudge
-from agentrl.rollout.census import Census
-from agentrl.rollout.collector import rare_collection
-from agentrl.rollout.draws import draw_seed
-from agentrl.rollout.house import House
+from agentrl.rollout.context import House
+from agentrl.rollout.failures import CallJudge, Census
 from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.rounds import Admission, FreeAdmission, Rounds
 from agentrl.rollout.runner import run_request
+from agentrl.rollout.scheduling import Admission, FreeAdmission, Rounds, rare_collection
+from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
 
 _UNBOUNDED = 1 << 30

@@ -17,13 +17,11 @@ from pydantic import (
     model_validator,
 )
 
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import LedgerError, TransitionError
-from agentrl.rollout.ledger import Ledger, make_turn
-from agentrl.rollout.public_half import PublicHalf
-from agentrl.rollout.records import Failure, Turn
-from agentrl.rollout.saving import save_private, split_saved
+from agentrl.rollout.ledger import Ledger, make_turn, save_private, split_saved
+from agentrl.rollout.records import Failure, PublicHalf, Turn
 from agentrl.rollout.states import (
     ENDS,
     FINAL_STATES,

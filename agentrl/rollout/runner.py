@@ -26,19 +26,19 @@ from agentrl.errors import (
 from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import CallOutcome, Message
-from agentrl.rollout.cancellation import finish_despite_cancellation, is_cancelled
-from agentrl.rollout.draws import draws_interaction, turn_seed
+from agentrl.plugins.cancellation import finish_despite_cancellation, is_cancelled
+from agentrl.rollout.context import House
 from agentrl.rollout.failures import describe_failure, find_fault
-from agentrl.rollout.house import House
 from agentrl.rollout.limits import turn_limit, why_not_call, why_not_reply
-from agentrl.rollout.reading import read_turn
 from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.seeding import draws_interaction, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.tool_calls import (
     CheckedCalls,
     Observation,
     raise_tool_failure,
+    read_turn,
     skip_calls,
 )
 from agentrl.rollout.tool_parsers.base import Span

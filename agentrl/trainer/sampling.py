@@ -21,7 +21,7 @@ import torch
 
 from agentrl.algorithms import get_adv_estimator_fn
 from agentrl.config.schema.run import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RunConfig
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
 from agentrl.rewards.combination import (

@@ -22,17 +22,17 @@ from typing import Self
 
 from agentrl.collate import collate, widest
 from agentrl.config.schema.run import RunConfig
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import CheckpointError
 from agentrl.interactions import BaseInteraction
 from agentrl.protocol import DataProto
 from agentrl.rewards import drive_and_score
 from agentrl.rewards.scoring import ScoreFn
-from agentrl.rollout.census import Census
-from agentrl.rollout.collector import rare_collection
+from agentrl.rollout.failures import Census
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.scheduling import rare_collection
 from agentrl.trainer.components import Parts, start_parts
 from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.engine_sync import HandOver

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema.run import SftConfig
-from agentrl.data.conversations import Conversation, load_conversations
+from agentrl.data.rows import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate, encode_conversation

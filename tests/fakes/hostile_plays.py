@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, ToolResponse
-from agentrl.rollout.observations import TextFitter, as_unicode
+from agentrl.rollout.fitting import TextFitter, as_unicode
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import (

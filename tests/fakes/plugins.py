@@ -18,15 +18,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.config.schema.run import DataConfig, MultiTurnConfig, RolloutConfig
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import Engine, FinishReason, SamplingParams
 from agentrl.engines.scripted import Answer, Script, ScriptedEngine
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.messages import Message, ToolResponse
-from agentrl.rollout.house import House
+from agentrl.rollout.context import House
+from agentrl.rollout.fitting import PromptEncoder, TextFitter
 from agentrl.rollout.manager import RolloutManager
-from agentrl.rollout.observations import TextFitter
-from agentrl.rollout.prompts import PromptEncoder
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.rollout.templates import ChatTemplate, check_request

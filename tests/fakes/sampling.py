@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from agentrl.collate import collate
 from agentrl.config import parse_config
 from agentrl.data.order import DataOrder
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import SamplingParams
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.records import Budgets

@@ -14,7 +14,7 @@ from agentrl.clients.chat import ChatConfig
 from agentrl.config import DataConfig, MultiTurnConfig
 from agentrl.config.schema.run import RewardWeightsConfig
 from agentrl.data.dataset import load_prompts
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.interactions.code_review_interaction import CodeReviewSettings
 from agentrl.interactions.gsm8k_interaction import Gsm8kSettings

@@ -13,8 +13,8 @@ from agentrl.config.schema.run import FailureConfig, ValKwargsConfig
 from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, RolloutError, TransitionError
-from agentrl.rollout.census import Census
-from agentrl.rollout.house import House
+from agentrl.rollout.context import House
+from agentrl.rollout.failures import Census
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.rollout.observations import FittedText, as_unicode, clip_text, cut_observation
+from agentrl.rollout.fitting import FittedText, as_unicode, clip_text, cut_observation
 from agentrl.rollout.tool_calls import ToolCaller, check_calls, describe_malformed, skip_calls
 from agentrl.rollout.tool_parsers import MalformedCall, ParsedCall, ParsedTurn, get_tool_parser
 from agentrl.tools import BaseTool, ToolResponse, ToolResult

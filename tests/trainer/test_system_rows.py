@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.data.dataset import PromptDataset
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.errors import TemplateError
 from agentrl.messages import Message
 from agentrl.rollout.templates import ChatTemplate, TemplateNeeds, probe_template

@@ -14,7 +14,7 @@ from agentrl.config.schema.run import (
     SftConfig,
     TinyPolicyConfig,
 )
-from agentrl.data.conversations import load_conversations
+from agentrl.data.rows import load_conversations
 from agentrl.errors import ConfigError, DataError
 from agentrl.quickstart.arithmetic import prepare_arithmetic
 from agentrl.quickstart.tiny_policy import make_tiny_policy

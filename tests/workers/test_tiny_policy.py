@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from agentrl.config.schema.run import ArithmeticConfig, FsdpConfig, ModelConfig, TinyPolicyConfig
-from agentrl.data.conversations import load_conversations
+from agentrl.data.rows import load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.quickstart.arithmetic import prepare_arithmetic

@@ -291,7 +291,7 @@ class ToolInstance:
         """Log a failure with its request.
 
         The level is info, because a tool may fail thousands of times in a step. The trainer reports
-        failures by tool and step (`agentrl.rollout.census`).
+        failures by tool and step (`agentrl.rollout.failures`).
         """
         logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, printable(what))
 

@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat
 from agentrl.config.schema.run import RewardConfig
 from agentrl.messages import CallOutcome
 from agentrl.rewards import Source
-from agentrl.rollout.call_counts import FAILED, NEVER_RAN
+from agentrl.rollout.failures import FAILED, NEVER_RAN
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.aggregators import Figures, Mean, Total, spread, tail

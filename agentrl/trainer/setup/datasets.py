@@ -12,7 +12,7 @@ from agentrl.config.checks import check_tools
 from agentrl.config.schema.run import RewardConfig, RunConfig
 from agentrl.data.dataset import PromptDataset, load_prompts, read_prompts
 from agentrl.data.lengths import drop_overlong, measure_prompts
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.errors import DataError, RewardError
 from agentrl.interactions import BaseInteraction
 from agentrl.interactions.registry import NO_INTERACTION, select_interaction

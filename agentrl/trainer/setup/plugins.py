@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.config.schema.run import CustomRewardConfig, RunConfig
-from agentrl.data.prompt import Prompt
+from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import Engine
 from agentrl.errors import ConfigError, PluginError
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config

@@ -9,13 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.schema.run import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
-from agentrl.rollout.draws import draws_check
-from agentrl.rollout.formats import choose_parser
-from agentrl.rollout.house import House
+from agentrl.rollout.context import House, choose_parser
+from agentrl.rollout.fitting import PromptEncoder, TextFitter
 from agentrl.rollout.manager import RolloutManager
-from agentrl.rollout.observations import TextFitter
-from agentrl.rollout.prompts import PromptEncoder
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.seeding import draws_check
 from agentrl.rollout.templates import (
     ChatTemplate,
     TemplateNeeds,

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, event, given, settings
 
 from agentrl.config.schema.run import MultiTurnConfig
 from agentrl.messages import Message
-from agentrl.rollout.draws import draws_check
 from agentrl.rollout.records import TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.seeding import draws_check
 from agentrl.rollout.templates import ChatTemplate, CheckMode, check_request
 from agentrl.rollout.templates.text import TextEncoder
 from agentrl.trainer.setup.rollout_setup import make_token_check

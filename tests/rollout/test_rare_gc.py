@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from agentrl.rollout.collector import ALLOCATIONS, rare_collection
+from agentrl.rollout.scheduling import ALLOCATIONS, rare_collection
 from tests.fakes.plugins import (
     FakeTool,
     calling,

@@ -3,10 +3,10 @@
 import pytest
 
 from agentrl.messages import Message
-from agentrl.rollout.reading import ReadTurn, read_turn
 from agentrl.rollout.records import Turn
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.templates.check import check_ledger
+from agentrl.rollout.tool_calls import ReadTurn, read_turn
 from agentrl.rollout.tool_parsers import get_tool_parser
 from tests.fakes.templates import load_template, load_tokenizer, make_template, schema, user
 

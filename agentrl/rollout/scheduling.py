@@ -12,9 +12,11 @@ What it costs is waiting: a round lasts as long as its longest completion and it
 """
 
 import asyncio
+import gc
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -204,3 +206,52 @@ class _Seat:
         """Continue `input_ids` in the next round; one call at a time."""
         call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
         return await self._rounds.complete(self._place, call)
+
+
+ALLOCATIONS = 500_000
+"""Objects that may come into being between two searches: those of some 4,500 requests."""
+
+
+class _Guests:
+    """Those who asked for rare searches, and the thresholds of the program that they run in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._host: tuple[int, int, int] = gc.get_threshold()
+
+    def come(self) -> None:
+        with self._lock:
+            if not self._number:
+                self._host = gc.get_threshold()
+                gc.set_threshold(*_rarer(self._host))
+            self._number += 1
+
+    def go(self) -> None:
+        with self._lock:
+            self._number -= 1
+            # Thresholds that the program has set meanwhile are the ones that it wants.
+            if not self._number and gc.get_threshold() == _rarer(self._host):
+                gc.set_threshold(*self._host)
+
+
+def _rarer(thresholds: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Our thresholds; those of a program that searches more rarely yet, or never (0), stay."""
+    young, middle, old = thresholds
+    return (max(young, ALLOCATIONS) if young else 0, middle, old)
+
+
+_GUESTS = _Guests()
+
+
+@contextmanager
+def rare_collection() -> Iterator[None]:
+    """Raise the garbage collector's first threshold within the block, for the whole process.
+
+    Behind the last of several such blocks that overlap, the thresholds are those from before.
+    """
+    _GUESTS.come()
+    try:
+        yield
+    finally:
+        _GUESTS.go()

@@ -10,7 +10,7 @@ from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, TemplateError
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
-from agentrl.rollout.house import House
+from agentrl.rollout.context import House
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request

@@ -10,9 +10,9 @@ from agentrl.engines.protocol import FinishReason
 from agentrl.errors import Fault
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes.plugins import assert_lawful, check_life
+from tests.fakes.random_conversations import Walk, WatchedRequest, walk
 from tests.fakes.request_model import FAILURES, assert_rewards_land
 from tests.fakes.requests import weighted
-from tests.fakes.runner_walks import Walk, WatchedRequest, walk
 
 FAULTS = {
     Fault.ENGINE: {"EngineError", "RuntimeError", "TimeoutError", "LedgerError"},

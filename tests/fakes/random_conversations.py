@@ -17,7 +17,7 @@ from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, ToolError
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
-from agentrl.rollout.house import House
+from agentrl.rollout.context import House
 from agentrl.rollout.records import Budgets, Failure, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request

@@ -29,7 +29,7 @@ from tests.fakes.plugins import (
     make_prompts,
     tiny_tokenizer,
 )
-from tests.fakes.rounds import (
+from tests.fakes.scheduling import (
     Latency,
     Scene,
     SlowTool,

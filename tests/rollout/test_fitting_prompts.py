@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.errors import DataError
 from agentrl.messages import Message
-from agentrl.rollout.prompts import MAX_CACHED_GROUPS, PromptEncoder
+from agentrl.rollout.fitting import MAX_CACHED_GROUPS, PromptEncoder
 from tests.fakes.plugins import FakeTool, decode, make_request, tiny_template
 
 OPEN, CLOSE = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"

@@ -16,8 +16,13 @@ from agentrl.data.files import read_rows, write_jsonl
 from agentrl.data.prepare import prepare_gsm8k
 from agentrl.errors import DataError
 from agentrl.quickstart import arithmetic
-from agentrl.quickstart.arithmetic import demonstrate, prepare_arithmetic
-from agentrl.quickstart.stories import SEEN, UNSEEN, draw_problem
+from agentrl.quickstart.arithmetic import (
+    SEEN,
+    UNSEEN,
+    demonstrate,
+    draw_problem,
+    prepare_arithmetic,
+)
 
 SHARED_GSM8K = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"
 NOTE = re.compile(r"<<(\d+)([-+*])(\d+)=(\d+)>>")

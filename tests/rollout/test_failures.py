@@ -4,8 +4,7 @@ import pytest
 
 from agentrl.errors import Fault, RolloutError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.rollout.call_counts import MIN_CALLS, CallCount, CallJudge, count_calls
-from agentrl.rollout.census import Census
+from agentrl.rollout.failures import MIN_CALLS, CallCount, CallJudge, Census, count_calls
 from agentrl.rollout.records import CallRecord, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes.requests import build_request, observed, said

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.formats import choose_parser, reads_example
+from agentrl.rollout.context import choose_parser, reads_example
 from agentrl.rollout.templates import TemplateReport, probe_template
 from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
 from tests.fakes.plugins import tiny_template

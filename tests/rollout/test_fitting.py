@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.rollout.observations import TextFitter
+from agentrl.rollout.fitting import TextFitter
 from tests.fakes.conversations import HOSTILE
 from tests.fakes.plugins import tiny_template
 from tests.fakes.templates import load_template
