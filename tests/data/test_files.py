@@ -6,8 +6,9 @@ import pytest
 
 from agentrl.atomic_io import written_whole
 from agentrl.config import DataConfig
-from agentrl.data import load_conversations, load_prompts
+from agentrl.data.dataset import load_prompts
 from agentrl.data.files import read_rows, write_jsonl, write_parquet
+from agentrl.data.rows import load_conversations
 from agentrl.errors import DataError
 
 ROW = {"prompt": [{"role": "user", "content": "2 + 3?"}], "data_source": "sums"}

@@ -5,16 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.data import (
-    Prompt,
-    PromptDataset,
-    Truncation,
-    drop_overlong,
-    fit_prompt,
-    lengths,
-    measure_prompts,
-)
+from agentrl.data import lengths
+from agentrl.data.dataset import PromptDataset
+from agentrl.data.lengths import drop_overlong, measure_prompts
+from agentrl.data.rows import Prompt
 from agentrl.errors import DataError
+from agentrl.rollout.fitting import Truncation, fit_prompt
 
 SIDES: tuple[Truncation, ...] = ("left", "right", "middle")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.data import DataOrder, epoch_order
+from agentrl.data.order import DataOrder, epoch_order
 from agentrl.errors import DataError
 
 SEEDS = st.integers(-(2**70), 2**70)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import DataConfig
-from agentrl.data import Prompt, PromptDataset, load_prompts
+from agentrl.data.dataset import PromptDataset, load_prompts
 from agentrl.data.files import write_jsonl, write_parquet
-from agentrl.data.rows import RowReader, without_nulls
+from agentrl.data.rows import Prompt, RowReader, without_nulls
 from agentrl.errors import DataError, PluginError
 
 QUESTION = [{"role": "user", "content": "2 + 3?"}]
@@ -212,7 +212,7 @@ def test_the_fingerprint_follows_content_and_order():
 def test_a_dataset_of_the_user_s_own_gives_rows_or_prompts(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text("""
-from agentrl.data import Prompt
+from agentrl.data.rows import Prompt
 
 class Mine:
     def __init__(self, files, config, *, max_samples):

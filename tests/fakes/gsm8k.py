@@ -12,8 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl import RunConfig, Trainer
 from agentrl.config import Gsm8kConfig, parse_config
-from agentrl.data import Prompt
-from agentrl.data.prepare import prepare_gsm8k
+from agentrl.data.prepare.gsm8k import prepare_gsm8k
+from agentrl.data.rows import Prompt
 from agentrl.engines import Completion, Engine, SamplingParams
 from agentrl.protocol import DataProto
 from agentrl.rollout import AsyncRolloutRequest

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.config.schema.prepare import SearchIndexConfig
-from agentrl.data.prepare import prepare_search_index
+from agentrl.data.prepare.search_index import prepare_search_index
 from agentrl.errors import ConfigError, MissingExtraError, ServiceError, ToolError
 from agentrl.plugins.environment import install_command
 from agentrl.tools import initialize_tools_from_config

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from agentrl.answers import extract_gsm8k_answer
 from agentrl.config import ArithmeticConfig, DataConfig, Gsm8kConfig
-from agentrl.data import load_conversations, load_prompts
+from agentrl.data.dataset import load_prompts
 from agentrl.data.files import read_rows, write_jsonl
-from agentrl.data.prepare import prepare_gsm8k
+from agentrl.data.prepare.gsm8k import prepare_gsm8k
+from agentrl.data.rows import load_conversations
 from agentrl.errors import DataError
 from agentrl.quickstart import arithmetic
 from agentrl.quickstart.arithmetic import (
