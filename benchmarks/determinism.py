@@ -4,7 +4,7 @@ The work is that of `benchmarks/engine.py`: 256 concurrent episodes, prompts of 
 about 25 sampled tokens a turn and 10 observed ones between turns, with the small policy of the
 quick start; here of 2 to 4 turns each. Behind each turn but the last a tool takes its time: none,
 or a lognormal one (median 0.2 s, sigma 1), the same for a turn of an episode in every run. The same
-episodes are driven through the two admissions of the rollout: `FreeAdmission`, and `Rounds` with
+episodes are driven through the two admissions of the rollout: `ConcurrentScheduler`, and `LockstepScheduler` with
 the kernels that the mode chooses.
 
 What to expect: a round lasts as long as its longest completion and its slowest tool, so the cost
@@ -30,12 +30,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.engines import Engine, SamplingParams, TransformersEngine
-from agentrl.rollout.scheduling import Admission, FreeAdmission, Rounds
+from agentrl.rollout.scheduling import ConcurrentScheduler, LockstepScheduler, Scheduler
 
 NUM_EPISODES, NUM_OBSERVED, VOCAB_SIZE = 256, 10, 600
 TOOL_MEDIAN_S, TOOL_SIGMA = 0.2, 1.0
 
-Open = Callable[[Engine], AbstractAsyncContextManager[Admission]]
+Open = Callable[[Engine], AbstractAsyncContextManager[Scheduler]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def make_model() -> Qwen2ForCausalLM:
 async def drive(engine: Engine, episodes: list[Episode], enter: Open, latency: float) -> Run:
     """Run every episode to its end; `latency` scales the tools' times."""
 
-    async def run(place: int, episode: Episode, admission: Admission) -> list[float]:
+    async def run(place: int, episode: Episode, admission: Scheduler) -> list[float]:
         history, log_probs = list(episode.prompt), list[float]()
         async with admission.seat(place) as source:
             for turn, budget in enumerate(episode.budgets):
@@ -113,14 +113,14 @@ async def drive(engine: Engine, episodes: list[Episode], enter: Open, latency: f
     return Run(time.perf_counter() - started, [task.result() for task in tasks])
 
 
-def run_free(engine: Engine) -> AbstractAsyncContextManager[Admission]:
+def run_free(engine: Engine) -> AbstractAsyncContextManager[Scheduler]:
     torch.use_deterministic_algorithms(False)
-    return nullcontext(FreeAdmission(engine, room=NUM_EPISODES))
+    return nullcontext(ConcurrentScheduler(engine, capacity=NUM_EPISODES))
 
 
-def run_in_rounds(engine: Engine) -> AbstractAsyncContextManager[Admission]:
+def run_in_rounds(engine: Engine) -> AbstractAsyncContextManager[Scheduler]:
     torch.use_deterministic_algorithms(True)
-    return Rounds(engine, num_requests=NUM_EPISODES, room=NUM_EPISODES)
+    return LockstepScheduler(engine, num_requests=NUM_EPISODES, capacity=NUM_EPISODES)
 
 
 def compare(

@@ -38,7 +38,7 @@ from typing import Any
 from rollout_work import SCHEMA, Bench, Sizes, check_outcome
 
 from agentrl.rollout import AsyncRolloutRequest
-from agentrl.rollout.scheduling import rare_collection
+from agentrl.rollout.scheduling import rare_gc
 from agentrl.rollout.seeding import turn_seed
 from agentrl.rollout.tool_calls import check_calls
 from agentrl.tools.runtime.session import ToolSession
@@ -119,8 +119,8 @@ class Parts:
         self._bench = bench
         self._wording: dict[str, Callable[[], Sequence[str]]] = {}
         self._manager = bench.make_manager(waits=False)
-        self._house = self._manager.house
-        self._manager.house = replace(self._house, check_tokens=self._keep_wording)
+        self._context = self._manager.context
+        self._manager.context = replace(self._context, check_tokens=self._keep_wording)
         self._finished = bench.roll_out(self._manager)
         decode = bench.template.decode
         self._texts = [decode(ids[:-1]) for e in bench.episodes for ids in e.completions]
@@ -156,7 +156,7 @@ class Parts:
 
     async def _engine(self, request: AsyncRolloutRequest) -> None:
         for _ in range(request.num_assistant_turns):
-            await self._house.engine.generate(
+            await self._context.engine.generate(
                 request.input_ids, request.sampling, request_id=request.request_id
             )
 
@@ -175,7 +175,7 @@ class Parts:
 
     def _parsing(self) -> None:
         for text in self._texts:
-            check_calls(self._house.parser.parse(text, tools=[SCHEMA]), [SCHEMA])
+            check_calls(self._context.parser.parse(text, tools=[SCHEMA]), [SCHEMA])
 
     async def _calls(self, request: AsyncRolloutRequest) -> None:
         session = ToolSession({"search": self._bench.tool}, instance_id=request.request_id)
@@ -210,7 +210,7 @@ class Parts:
 
     def _check(self) -> None:
         for request in self._finished:
-            self._house.check_tokens(request, self._wording[request.request_id])
+            self._context.check_tokens(request, self._wording[request.request_id])
 
 
 def report(bench: Bench, figures: Figures, wall_s: float, parts: dict[str, float]) -> None:
@@ -249,7 +249,7 @@ def main() -> None:
     sizes = Sizes(asked.requests, asked.turns, asked.observation_tokens, seed=asked.seed)
     bench = Bench(asked.tokenizer, sizes)
     check_outcome(bench.roll_out(bench.make_manager(waits=False)), sizes)
-    with rare_collection():  # as round a training run
+    with rare_gc():  # as round a training run
         figures = measure_cpu(bench, asked.repeats)
     parts = Parts(bench).seconds(asked.repeats)
     report(bench, figures, measure_wall(bench), parts)

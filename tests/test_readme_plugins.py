@@ -13,7 +13,7 @@ from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools.registry import load_all_tools
-from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -38,8 +38,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def roll_out(here: Path, *answers: str) -> AsyncRolloutRequest:
     tools = load_all_tools(here / "tools.yaml", str(here / "my_tools.py"))
     interactions = initialize_interactions_from_config(here / "interactions.yaml")
-    house = make_house(make_engine(*answers), tools=tools, interactions=[*interactions.values()])
-    manager = make_manager(house, n=1)
+    context = make_context(
+        make_engine(*answers), tools=tools, interactions=[*interactions.values()]
+    )
+    manager = make_manager(context, n=1)
     prompts = make_prompts(
         1,
         tools_kwargs=json.loads(blocks("json")[0]),

@@ -15,7 +15,7 @@ from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.runtime.settings import ToolSettings
 from agentrl.trainer.metrics.step import rollout_figures
-from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 from tests.fakes.tools import schema
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/tools.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncRolloutReq
         calling("is_leap", year=1900) + calling("is_leap", year=1900),
         "Done.",
     )
-    manager = make_manager(make_house(engine, tools=tools), n=1)
+    manager = make_manager(make_context(engine, tools=tools), n=1)
     prompts = make_prompts(1, tools_kwargs=json.loads(blocks("json")[0]))
     requests = manager.make_requests(prompts, manager.train_plan())
     return asyncio.run(manager.rollout(requests))[0]
@@ -91,7 +91,7 @@ async def test_tools_of_a_request_share_what_they_keep_under_its_id(
     shop = import_module("my_shop")
     tools = [shop.Add({}, schema("add", item={})), shop.Count({}, schema("count"))]
     engine = make_engine(calling("add", item="pen"), calling("count"), "Done.")
-    manager = make_manager(make_house(engine, tools=tools), n=1)
+    manager = make_manager(make_context(engine, tools=tools), n=1)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
     (request,) = await manager.rollout(requests)
     texts = [message.text for message in request.messages if message.role == "tool"]

@@ -26,7 +26,7 @@ from agentrl.tools import (
 )
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.from_verl import as_verl_shows
-from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import calling, make_engine, make_context, make_manager, make_prompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/from_verl.md"
 
@@ -224,8 +224,8 @@ def test_what_breaks_in_them_costs_their_request_alone(here: Path):
 
 
 def roll_out(tools: Any, interactions: Any, *answers: str) -> AsyncRolloutRequest:
-    house = make_house(make_engine(*answers), tools=tools, interactions=[*interactions.values()])
-    manager = make_manager(house, n=1)
+    context = make_context(make_engine(*answers), tools=tools, interactions=[*interactions.values()])
+    manager = make_manager(context, n=1)
     requests = manager.make_requests(make_prompts(1, **ROW), manager.train_plan())
     return asyncio.run(manager.rollout(requests))[0]
 
@@ -296,10 +296,10 @@ def test_the_schema_is_shown_as_verl_shows_it() -> None:
 
 def test_arguments_that_the_schema_refuses_reach_a_tool_if_they_are_not_checked(here: Path):
     tools = load_all_tools(here / "tool.yaml")
-    house = make_house(
+    context = make_context(
         make_engine(calling("book", amount=3), "done"), tools=tools, check_tool_arguments=False
     )
-    manager = make_manager(house, n=1)
+    manager = make_manager(context, n=1)
     row = {**ROW, "interaction_kwargs": {}}
     requests = manager.make_requests(make_prompts(1, **row), manager.train_plan())
     [request] = asyncio.run(manager.rollout(requests))

@@ -220,7 +220,7 @@ async def roll_out(
         return finished
     finally:
         await plugins.shutdown()
-        await manager.house.engine.close()
+        await manager.context.engine.close()
 
 
 def show_rollouts(

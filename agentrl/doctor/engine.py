@@ -193,4 +193,4 @@ def _failures(finished: Sequence[AsyncRolloutRequest]) -> list[str]:
         if request.state is RequestState.FAILED and (error := request.error) is not None
     ]
     counts = count_calls(finished).items()
-    return failed + [count.in_words(what) for what, count in counts if count.num_failed]
+    return failed + [count.describe(what) for what, count in counts if count.num_failed]

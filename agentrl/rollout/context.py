@@ -17,7 +17,7 @@ from agentrl.tools.base import BaseTool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class House:
+class RolloutContext:
     """What all requests of a run share."""
 
     engine: Engine

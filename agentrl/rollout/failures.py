@@ -104,7 +104,7 @@ class CallCount:
     def __add__(self, other: Self) -> "CallCount":
         return CallCount(self.num_calls + other.num_calls, self.failures + other.failures)
 
-    def in_words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         """Say how many failed, and the most frequent message."""
         [(message, count)] = self.failures.most_common(1)
         often = "" if count == self.num_failed else "most often "
@@ -166,7 +166,7 @@ class CallJudge:
         for what in ready:
             del self._pending[what]
         allowed = self._max_failed_frac
-        failed = [c.in_words(w) for w, c in ready.items() if c.num_failed > allowed * c.num_calls]
+        failed = [c.describe(w) for w, c in ready.items() if c.num_failed > allowed * c.num_calls]
         if failed:
             raise RolloutError(
                 "; ".join(failed),
@@ -200,7 +200,7 @@ class Reason(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class FailureSummary:
     """The failures of a batch, or of one rank's part of it."""
 
     num_requests: int
@@ -227,7 +227,7 @@ class Census:
         )
 
     @classmethod
-    def together(cls, parts: Iterable[Self]) -> Self:
+    def merge(cls, parts: Iterable[Self]) -> Self:
         """Add the parts of all ranks."""
         whole = list(parts)
         told = [item for part in reversed(whole) for item in part.examples.items()]
@@ -244,15 +244,15 @@ class Census:
         """Requests that failed."""
         return self.reasons.total()
 
-    def troubles(self) -> str:
+    def describe(self) -> str:
         """Say in one line which tools and requests failed; empty if none did."""
-        troubles = [count.in_words(what) for what, count in self.calls.items() if count.num_failed]
+        troubles = [count.describe(what) for what, count in self.calls.items() if count.num_failed]
         if self.num_failed:
             requests = f"{self.num_failed} of {self.num_requests} requests failed"
-            troubles.append(f"{requests}: {self.in_words()}")
+            troubles.append(f"{requests}: {self.describe_reasons()}")
         return "; ".join(troubles)
 
-    def in_words(self) -> str:
+    def describe_reasons(self) -> str:
         """The commonest failures in one line, with what one of each says."""
         return "; ".join(
             f"{count} x {reason.fault}: {reason.kind}: {self.examples[reason]}"

@@ -154,7 +154,7 @@ RECORD_VERSION = 1
 """Version of the saved form of a request; raised when its meaning changes."""
 
 
-class PrivateHalf(Record):
+class SavedState(Record):
     """State, turns and ledger of a request."""
 
     version: int
@@ -208,7 +208,7 @@ def save_private(
     }
 
 
-def split_saved(saved: dict[str, Any]) -> tuple[dict[str, Any], PrivateHalf]:
+def split_saved(saved: dict[str, Any]) -> tuple[dict[str, Any], SavedState]:
     """Split a saved request into its public fields and its checked private half.
 
     Raises:
@@ -216,7 +216,7 @@ def split_saved(saved: dict[str, Any]) -> tuple[dict[str, Any], PrivateHalf]:
     """
     if saved["version"] != RECORD_VERSION:
         raise ValueError(f"a request saved in version {saved['version']}, not {RECORD_VERSION}")
-    names = PrivateHalf.model_fields
+    names = SavedState.model_fields
     public = {name: value for name, value in saved.items() if name not in names}
     private = {name: value for name, value in saved.items() if name in names}
-    return public, PrivateHalf.model_validate(private)
+    return public, SavedState.model_validate(private)

@@ -10,12 +10,12 @@ from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import CompletionSource, SamplingParams
 from agentrl.errors import Fault, RolloutError
 from agentrl.plugins.watchdog import LoopWatchdog
-from agentrl.rollout.context import House
-from agentrl.rollout.failures import CallJudge, Census
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.failures import CallJudge, FailureSummary
 from agentrl.rollout.records import Budgets, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
-from agentrl.rollout.scheduling import Admission, FreeAdmission, Rounds, rare_collection
+from agentrl.rollout.scheduling import ConcurrentScheduler, LockstepScheduler, Scheduler, rare_gc
 from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
 
@@ -31,7 +31,7 @@ class SamplingPlan(NamedTuple):
     n: int
     """Samples of one prompt."""
     sampling: SamplingParams
-    first_place: int = 0
+    index_offset: int = 0
     """Of the first prompt, among all of its step: one that takes several batches draws for each
     prompt anew, also for one that comes twice."""
 
@@ -40,7 +40,7 @@ class RolloutManager:
     """Makes requests of prompts and drives them to their ends.
 
     Args:
-        house: Engine, template, parser, tools and interactions of the run.
+        context: Engine, template, parser, tools and interactions of the run.
         rollout: Samples per prompt, sampling, budgets, concurrency, failure policy.
         data: Lengths of prompts and responses.
 
@@ -49,11 +49,11 @@ class RolloutManager:
         >>> finished = await manager.rollout(requests)
     """
 
-    def __init__(self, house: House, rollout: RolloutConfig, data: DataConfig) -> None:
-        self.house = house
+    def __init__(self, context: RolloutContext, rollout: RolloutConfig, data: DataConfig) -> None:
+        self.context = context
         self._rollout = rollout
         self._call_judge = CallJudge(rollout.failure.max_failed_calls_frac)
-        self.budgets = make_budgets(rollout, data, house.engine.max_model_len)
+        self.budgets = make_budgets(rollout, data, context.engine.max_model_len)
 
     def train_plan(self) -> SamplingPlan:
         """How training samples."""
@@ -76,7 +76,7 @@ class RolloutManager:
             top_p=heat.top_p,
             top_k=heat.top_k,
             stop=tuple(self._rollout.stop),
-            stop_token_ids=self.house.template.stop_token_ids,
+            stop_token_ids=self.context.template.stop_token_ids,
         )
 
     def make_requests(
@@ -101,7 +101,7 @@ class RolloutManager:
         """
         if samples is None:
             samples = [(place, offset) for place in range(len(prompts)) for offset in range(plan.n)]
-        first = plan.first_place
+        first = plan.index_offset
         return [self._make_request(prompts[at], plan, first + at, step, nth) for at, nth in samples]
 
     def _make_request(
@@ -143,7 +143,7 @@ class RolloutManager:
     ) -> list[AsyncRolloutRequest]:
         """Drive all requests to their ends; the result has their order.
 
-        Meanwhile the garbage collector of the process searches rarely (`rare_collection`).
+        Meanwhile the garbage collector of the process searches rarely (`rare_gc`).
 
         A failed request costs itself alone. Under `retry` the result holds the last attempt of
         each. Cancelling ends every request as ABORTED and releases its plug-ins before the
@@ -175,15 +175,15 @@ class RolloutManager:
         entry = self._open_entry(len(requests))
 
         async def drive(
-            place: int, request: AsyncRolloutRequest, admission: Admission
+            place: int, request: AsyncRolloutRequest, admission: Scheduler
         ) -> AsyncRolloutRequest:
-            async with admission.seat(place) as source:
+            async with admission.admit(place) as source:
                 done = await self._attempt(request, source)
             on_finished(done)
             return done
 
         # A tool that blocks the event loop holds up everybody: it is named while it does.
-        with LoopWatchdog(), rare_collection():
+        with LoopWatchdog(), rare_gc():
             async with entry as admission, asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(drive(place, request, admission))
@@ -191,11 +191,11 @@ class RolloutManager:
                 ]
         return [task.result() for task in tasks]
 
-    def _open_entry(self, num_requests: int) -> AbstractAsyncContextManager[Admission]:
-        engine, room = self.house.engine, self._rollout.max_concurrent_requests
+    def _open_entry(self, num_requests: int) -> AbstractAsyncContextManager[Scheduler]:
+        engine, capacity = self.context.engine, self._rollout.max_concurrent_requests
         if self._rollout.deterministic:
-            return Rounds(engine, num_requests=num_requests, room=room)
-        return nullcontext(FreeAdmission(engine, room=room))
+            return LockstepScheduler(engine, num_requests=num_requests, capacity=capacity)
+        return nullcontext(ConcurrentScheduler(engine, capacity=capacity))
 
     async def _attempt(
         self, request: AsyncRolloutRequest, source: CompletionSource
@@ -203,38 +203,38 @@ class RolloutManager:
         failure = self._rollout.failure
         retries = failure.max_retries if failure.policy == "retry" else 0
         fresh = request.model_copy(deep=True) if retries else request
-        done = await run_request(request, self.house, source)
+        done = await run_request(request, self.context, source)
         while can_be_retried(done) and done.attempt < retries:
             fresh = next_attempt(fresh)
-            done = await run_request(fresh.model_copy(deep=True), self.house, source)
+            done = await run_request(fresh.model_copy(deep=True), self.context, source)
         return done
 
     def apply_failure_policy(
-        self, finished: Sequence[AsyncRolloutRequest], census: Census | None = None
+        self, finished: Sequence[AsyncRolloutRequest], summary: FailureSummary | None = None
     ) -> None:
         """Do what is declared for failed requests; again after scoring, which may fail some too.
 
         Args:
             finished: Requests that have ended.
-            census: Of the whole batch, where other ranks have parts of it; None: of `finished`.
+            summary: Of the whole batch, where other ranks have parts of it; None: of `finished`.
 
         Raises:
             RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
                 the batch failed, or more than `max_failed_calls_frac` of the calls of a tool.
         """
-        census = census or Census.of(finished)
+        summary = summary or FailureSummary.of(finished)
         failure = self._rollout.failure
         allowed = 0.0 if failure.policy == "raise" else failure.max_failed_frac
-        if census.num_failed > allowed * census.num_requests:
+        if summary.num_failed > allowed * summary.num_requests:
             raise RolloutError(
-                f"{census.num_failed} of {census.num_requests} requests failed",
-                reasons=census.in_words(),
+                f"{summary.num_failed} of {summary.num_requests} requests failed",
+                reasons=summary.describe_reasons(),
                 expected=f"at most {allowed:.0%} (rollout.failure)",
             )
-        self._call_judge.judge(census.calls)
+        self._call_judge.judge(summary.calls)
         if failure.policy == "drop_group":
             for request in finished:
-                if request.uid in census.groups:
+                if request.uid in summary.groups:
                     request.dropped = "a sample of its group failed"
 
 

@@ -159,7 +159,7 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-class PublicHalf(Record):
+class RequestFields(Record):
     """The fields of an `AsyncRolloutRequest`."""
 
     # Identity.

@@ -21,7 +21,7 @@ from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import LedgerError, TransitionError
 from agentrl.rollout.ledger import Ledger, make_turn, save_private, split_saved
-from agentrl.rollout.records import Failure, PublicHalf, Turn
+from agentrl.rollout.records import Failure, RequestFields, Turn
 from agentrl.rollout.states import (
     ENDS,
     FINAL_STATES,
@@ -33,10 +33,10 @@ from agentrl.rollout.states import (
 )
 
 
-class AsyncRolloutRequest(PublicHalf):
+class AsyncRolloutRequest(RequestFields):
     """One sample of one prompt, from PENDING to its end.
 
-    Its fields are those of `PublicHalf`, free to read and to write. Tokens enter through
+    Its fields are those of `RequestFields`, free to read and to write. Tokens enter through
     `append_sampled` and `append_observed` alone; the state changes through `take_edge` and `finish`
     alone.
 

@@ -27,12 +27,12 @@ from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import CallOutcome, Message
 from agentrl.plugins.cancellation import finish_despite_cancellation, is_cancelled
-from agentrl.rollout.context import House
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
 from agentrl.rollout.limits import turn_limit, why_not_call, why_not_reply
 from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.seeding import draws_interaction, turn_seed
+from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
 from agentrl.rollout.tool_calls import (
     CheckedCalls,
@@ -45,7 +45,7 @@ from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.registry import select_tools
 from agentrl.tools.runtime.session import ToolSession
 
-Way = RequestState | StopReason
+NextStep = RequestState | StopReason
 """Where a request goes next."""
 
 
@@ -57,11 +57,11 @@ class EngineAbortError(EngineError):
 
 
 async def run_request(
-    request: AsyncRolloutRequest, house: House, source: CompletionSource | None = None
+    request: AsyncRolloutRequest, context: RolloutContext, source: CompletionSource | None = None
 ) -> AsyncRolloutRequest:
     """Drive a request through its states, in place, and return it ended.
 
-    `source` completes its turns; None: the house's engine.
+    `source` completes its turns; None: the context's engine.
 
     Raises:
         TransitionError: for a request that is not pending.
@@ -70,7 +70,7 @@ async def run_request(
     """
     if request.state is not RequestState.PENDING:
         raise TransitionError(f"the request {request.request_id} is {request.state}, not pending")
-    run = _Run(request, house, source or house.engine)
+    run = _Run(request, context, source or context.engine)
     started = time.monotonic()
     try:
         await run.drive()
@@ -89,13 +89,13 @@ async def run_request(
 
 
 class _Run:
-    """One request on its way: the handlers of its states, and what is released behind it."""
+    """One request on its step: the handlers of its states, and what is released behind it."""
 
     def __init__(
-        self, request: AsyncRolloutRequest, house: House, source: CompletionSource
+        self, request: AsyncRolloutRequest, context: RolloutContext, source: CompletionSource
     ) -> None:
         self.request = request
-        self.house = house
+        self.context = context
         self.source = source
         self.last_ids: Sequence[int] = ()
         self.wording: list[Callable[[], str]] = []
@@ -118,12 +118,12 @@ class _Run:
         return self._check_tokens()
 
     async def _follow_states(self) -> None:
-        way: Way = RequestState.PENDING
-        while isinstance(way, RequestState):
-            way = await self._handle(way)
-            self._go(way)
+        step: NextStep = RequestState.PENDING
+        while isinstance(step, RequestState):
+            step = await self._handle(step)
+            self._go(step)
 
-    async def _handle(self, state: RequestState) -> Way:
+    async def _handle(self, state: RequestState) -> NextStep:
         match state:
             case RequestState.PENDING:
                 return await self._start()
@@ -136,11 +136,11 @@ class _Run:
             case _:
                 raise TransitionError(f"nothing is to be done for a request that is {state}")
 
-    def _go(self, way: Way) -> None:
-        if isinstance(way, StopReason):
-            self.request.finish(way)
+    def _go(self, step: NextStep) -> None:
+        if isinstance(step, StopReason):
+            self.request.finish(step)
         else:
-            self.request.take_edge(way)
+            self.request.take_edge(step)
 
     def fail(self, reason: StopReason, error: BaseException) -> None:
         """End a request as failed; one that had completed fails its scoring."""
@@ -175,7 +175,7 @@ class _Run:
     def _check_tokens(self) -> None:
         request = self.request
         try:
-            self.house.check_tokens(request, lambda: [write() for write in self.wording])
+            self.context.check_tokens(request, lambda: [write() for write in self.wording])
         except Exception as error:  # noqa: BLE001 - a check that breaks loses no good request
             what = f"{type(error).__name__}: {error}"
             broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
@@ -183,38 +183,38 @@ class _Run:
 
     # PENDING
 
-    async def _start(self) -> Way:
+    async def _start(self) -> NextStep:
         await self._create_tools()
         await self._start_interaction()
         self._begin()
         return RequestState.RUNNING
 
     async def _create_tools(self) -> None:
-        request, house = self.request, self.house
+        request, context = self.request, self.context
         tools = select_tools(
-            house.tools,
+            context.tools,
             tool_selection=request.tool_selection,
             tools_kwargs=request.tools_kwargs,
-            per_row=house.settings.tools_per_row,
+            per_row=context.settings.tools_per_row,
         )
         request.tool_schemas = [tool.tool_schema for tool in tools]
         self.tools = ToolSession(
             {tool.name: tool for tool in tools},
             instance_id=request.request_id,
             tools_kwargs=request.tools_kwargs,
-            timeout_s=house.settings.tool_timeout_s,
-            max_parallel_calls=house.settings.max_parallel_calls,
+            timeout_s=context.settings.tool_timeout_s,
+            max_parallel_calls=context.settings.max_parallel_calls,
         )
         for opening in await self.tools.create():
-            shown = house.caller.show(opening.response, tool=opening.tool)
+            shown = context.caller.show(opening.response, tool=opening.tool)
             request.messages.append(shown.message)
             request.add_media(opening.response.media)
             request.num_cut_prompt_tokens += shown.num_cut
 
     async def _start_interaction(self) -> None:
-        request, house = self.request, self.house
+        request, context = self.request, self.context
         selected = select_interaction(
-            house.interactions, request.interaction_kwargs, data_source=request.data_source
+            context.interactions, request.interaction_kwargs, data_source=request.data_source
         )
         if selected is None:
             return
@@ -223,18 +223,18 @@ class _Run:
             instance_id=request.request_id,
             kwargs=request.interaction_kwargs,
             offered={"ground_truth": request.ground_truth, "uid": request.uid},
-            timeout_s=house.settings.interaction_timeout_s,
+            timeout_s=context.settings.interaction_timeout_s,
         )
         if opening := await self.interaction.start():
-            fitted = house.fitter.fit(opening)
+            fitted = context.fitter.fit(opening)
             if fitted.num_cut:
-                warn_of_cut_opening(selected.name, house.settings.max_tool_response_length)
+                warn_of_cut_opening(selected.name, context.settings.max_tool_response_length)
             request.messages.append(Message(role="user", content=fitted.text))
             request.num_cut_prompt_tokens += fitted.num_cut
 
     def _begin(self) -> None:
         request = self.request
-        prompt = self.house.encode_prompt(request)
+        prompt = self.context.encode_prompt(request)
         request.begin(prompt.ids)
         self.wording.append(lambda: prompt.text)
         request.num_cut_prompt_tokens += prompt.num_cut
@@ -246,16 +246,16 @@ class _Run:
 
     # RUNNING
 
-    async def _generate(self) -> Way:
+    async def _generate(self) -> NextStep:
         started = time.monotonic()
         completion = await self._complete()
         turn = self._append(completion, time.monotonic() - started)
-        way = self._leave_turn(turn)
-        if way is not RequestState.TOOL_CALLING:
+        step = self._leave_turn(turn)
+        if step is not RequestState.TOOL_CALLING:
             self._note_calls(turn, skip_calls(self.calls))
-        if way is StopReason.ABORTED:
+        if step is StopReason.ABORTED:
             raise EngineAbortError("the engine was told to abort the call")
-        return way
+        return step
 
     async def _complete(self) -> Completion:
         request = self.request
@@ -286,7 +286,7 @@ class _Run:
             turn.cut = "turn" if request.num_tokens_left > 0 else self._spent_budget()
         self.last_ids = completion.token_ids
         self._read(completion.token_ids)
-        if self.calls.malformed and self.house.settings.on_malformed_call == "mask":
+        if self.calls.malformed and self.context.settings.on_malformed_call == "mask":
             request.exclude_turn(turn.index, "malformed tool call")
         return turn
 
@@ -295,20 +295,20 @@ class _Run:
         return "response" if nearest is StopReason.RESPONSE_BUDGET else "model"
 
     def _read(self, ids: Sequence[int]) -> None:
-        request, house = self.request, self.house
+        request, context = self.request, self.context
         read = read_turn(
             ids,
-            house.template,
-            house.parser,
+            context.template,
+            context.parser,
             tools=request.tool_schemas,
-            check_arguments=house.settings.check_tool_arguments,
+            check_arguments=context.settings.check_tool_arguments,
             num_calls_before=request.num_tool_calls,
         )
         self.wording.append(lambda: read.text)
         self.calls, self.call_spans = read.calls, read.call_spans
         request.messages.append(read.message)
 
-    def _leave_turn(self, turn: Turn) -> Way:
+    def _leave_turn(self, turn: Turn) -> NextStep:
         """Where a completion leads."""
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
@@ -320,7 +320,7 @@ class _Run:
 
     def _why_not_call(self) -> StopReason | None:
         """The policy or limit that ends the request where the model wants to call a tool."""
-        policy = self.house.settings.on_malformed_call
+        policy = self.context.settings.on_malformed_call
         if policy == "stop" and self.calls.malformed:
             return StopReason.MALFORMED_CALL
         unreadable = any(not call.is_readable for call in self.calls.malformed)
@@ -330,26 +330,26 @@ class _Run:
 
     def _is_heard(self) -> bool:
         """Whether there is an interaction, and interval and draw let it hear this answer."""
-        request, settings = self.request, self.house.settings
+        request, settings = self.request, self.context.settings
         if self.interaction is None or request.num_assistant_turns % settings.interaction_interval:
             return False
-        return draws_interaction(request, settings.interaction_prob)
+        return should_interact(request, settings.interaction_prob)
 
     # TOOL_CALLING
 
-    async def _call_tools(self) -> Way:
+    async def _call_tools(self) -> NextStep:
         started = time.monotonic()
         try:
             # A tool may have effects: no call is executed that the template could not answer.
-            outline = self.house.caller.outline(self.calls)
-            self.house.template.plan_delta(outline, tools=self.request.tool_schemas)
+            outline = self.context.caller.outline(self.calls)
+            self.context.template.plan_delta(outline, tools=self.request.tool_schemas)
         except TemplateError as error:
             self._note_calls(self.request.turns[-1], skip_calls(self.calls))
             return self._refuse_calls(self.request.turns[-1], error)
-        found = await self.house.caller.answer(self.calls, self.tools)
+        found = await self.context.caller.answer(self.calls, self.tools)
         seconds = time.monotonic() - started
         self._record_calls(self.request.turns[-1], found)
-        if self.house.settings.on_tool_failure == "fail":
+        if self.context.settings.on_tool_failure == "fail":
             raise_tool_failure(found)
         try:
             observed = await self._observe([o.message for o in found], "tool", seconds)
@@ -384,7 +384,7 @@ class _Run:
 
     # INTERACTING
 
-    async def _interact(self, session: InteractionSession) -> Way:
+    async def _interact(self, session: InteractionSession) -> NextStep:
         request = self.request
         started = time.monotonic()
         reply = await session.respond(request.messages)
@@ -395,8 +395,8 @@ class _Run:
             return StopReason.INTERACTION_ENDED
         return why_not_reply(request) or await self._reply(reply.content, seconds)
 
-    async def _reply(self, text: str, seconds: float) -> Way:
-        fitted = self.house.fitter.fit(text)
+    async def _reply(self, text: str, seconds: float) -> NextStep:
+        fitted = self.context.fitter.fit(text)
         turn = await self._observe([Message(role="user", content=fitted.text)], "user", seconds)
         if turn is None:
             return self.request.nearest_limit
@@ -414,7 +414,7 @@ class _Run:
         Returns:
             Their turn; None where they do not fit, and nothing was appended.
         """
-        request, template = self.request, self.house.template
+        request, template = self.request, self.context.template
         planned = template.plan_delta(messages, tools=request.tool_schemas)
         outside = await template.queue.encode(planned.outside)
         delta = planned.encode(self.last_ids, outside)

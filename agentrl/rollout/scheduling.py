@@ -1,7 +1,7 @@
 """Who of a rollout's requests runs when: as there is room, or in rounds that no latency changes.
 
 A forward pass rounds by the rows that share it, so the last bits of a request depend on which other
-requests the engine happens to compute beside it: on how long their tools took. `Rounds`
+requests the engine happens to compute beside it: on how long their tools took. `LockstepScheduler`
 (`rollout.deterministic`) makes that a function of the requests alone. Nothing is generated while a
 tool or a simulated user of any request is at work; then the calls of all begin at once, in the
 order of the requests, and none is answered until all have ended:
@@ -33,10 +33,10 @@ _ENGINES_IN_ROUNDS: set[int] = set()
 """Identities of the engines that a deterministic rollout uses now."""
 
 
-class Admission(Protocol):
+class Scheduler(Protocol):
     """Lets the requests of one rollout in, so many at once, in their order."""
 
-    def seat(self, place: int) -> AbstractAsyncContextManager[CompletionSource]:
+    def admit(self, place: int) -> AbstractAsyncContextManager[CompletionSource]:
         """Wait until the request at `place` may run; its room is free behind the block.
 
         Gives what completes the request's turns.
@@ -44,22 +44,22 @@ class Admission(Protocol):
         ...
 
 
-class FreeAdmission:
+class ConcurrentScheduler:
     """Each request runs as fast as it can, whatever the others do.
 
     Args:
         engine: Completes every turn.
-        room: Requests at once.
+        capacity: Requests at once.
     """
 
-    def __init__(self, engine: Engine, *, room: int) -> None:
+    def __init__(self, engine: Engine, *, capacity: int) -> None:
         self._engine = engine
-        self._room = asyncio.Semaphore(room)
+        self._capacity = asyncio.Semaphore(capacity)
 
     @asynccontextmanager
-    async def seat(self, place: int) -> AsyncIterator[CompletionSource]:
+    async def admit(self, place: int) -> AsyncIterator[CompletionSource]:
         """Wait for room."""
-        async with self._room:
+        async with self._capacity:
             yield self._engine
 
 
@@ -71,28 +71,28 @@ class _Waiting:
     answer: asyncio.Future[Completion | BaseException]
 
 
-class Rounds:
+class LockstepScheduler:
     """Generation in rounds; an async context manager that drops the engine's prefixes on entry.
 
-    A member is a request that has its seat. The next round begins as soon as every member waits in
-    `generate`. Whoever leaves hands its seat on within the same step of the event loop, so that no
+    A member is a request that has its admit. The next round begins as soon as every member waits in
+    `generate`. Whoever leaves hands its admit on within the same step of the event loop, so that no
     round can begin between the two: who takes part in which round depends on the requests alone.
 
     A member that is cancelled in its round (its wall clock, say) is aborted in the engine; the
     others go on, by a batch that has one row less from a moment that the clock chose.
 
     Args:
-        engine: Completes the turns. Nobody else may use it meanwhile; a second `Rounds` is refused
+        engine: Completes the turns. Nobody else may use it meanwhile; a second `LockstepScheduler` is refused
             with a `RolloutError`.
         num_requests: Requests of the rollout, by place 0, 1, ...
-        room: Members at once.
+        capacity: Members at once.
     """
 
-    def __init__(self, engine: Engine, *, num_requests: int, room: int) -> None:
+    def __init__(self, engine: Engine, *, num_requests: int, capacity: int) -> None:
         self._engine = engine
-        self._room = room
-        self._outside = deque(range(num_requests))
-        self._doors = [asyncio.Event() for _ in range(num_requests)]
+        self._capacity = capacity
+        self._queue = deque(range(num_requests))
+        self._admitted = [asyncio.Event() for _ in range(num_requests)]
         self._members: set[int] = set()
         self._waiting: dict[int, _Waiting] = {}
         self._round: asyncio.Task[None] | None = None
@@ -126,11 +126,11 @@ class Rounds:
         _ENGINES_IN_ROUNDS.add(id(self._engine))
 
     @asynccontextmanager
-    async def seat(self, place: int) -> AsyncIterator[CompletionSource]:
+    async def admit(self, place: int) -> AsyncIterator[CompletionSource]:
         """Wait until the request at `place` is a member."""
         try:
-            await self._doors[place].wait()
-            yield _Seat(self, place)
+            await self._admitted[place].wait()
+            yield _Slot(self, place)
         finally:
             self._leave(place)
 
@@ -157,16 +157,16 @@ class Rounds:
             await self._engine.abort(call.request_id)
 
     def _admit(self) -> None:
-        while self._outside and len(self._members) < self._room:
-            place = self._outside.popleft()
+        while self._queue and len(self._members) < self._capacity:
+            place = self._queue.popleft()
             self._members.add(place)
-            self._doors[place].set()
+            self._admitted[place].set()
 
     def _leave(self, place: int) -> None:
         if place in self._members:
             self._members.remove(place)
         else:
-            self._outside.remove(place)
+            self._queue.remove(place)
         self._admit()
         self._begin_where_all_wait()
 
@@ -193,10 +193,10 @@ class Rounds:
         self._begin_where_all_wait()
 
 
-class _Seat:
+class _Slot:
     """One member's view of the rounds."""
 
-    def __init__(self, rounds: Rounds, place: int) -> None:
+    def __init__(self, rounds: LockstepScheduler, place: int) -> None:
         self._rounds = rounds
         self._place = place
 
@@ -245,7 +245,7 @@ _GUESTS = _Guests()
 
 
 @contextmanager
-def rare_collection() -> Iterator[None]:
+def rare_gc() -> Iterator[None]:
     """Raise the garbage collector's first threshold within the block, for the whole process.
 
     Behind the last of several such blocks that overlap, the thresholds are those from before.

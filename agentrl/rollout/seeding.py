@@ -25,12 +25,12 @@ def turn_seed(request: AsyncRolloutRequest) -> int:
     return draw_seed(f"{request.seed}:{request.attempt}:{len(request.turns)}")
 
 
-def draws_interaction(request: AsyncRolloutRequest, probability: float) -> bool:
+def should_interact(request: AsyncRolloutRequest, probability: float) -> bool:
     """Whether the interaction hears the last answer (`interaction_prob`)."""
     return _falls(f"{request.seed}:{request.num_assistant_turns}", probability)
 
 
-def draws_check(request: AsyncRolloutRequest, share: float) -> bool:
+def should_check(request: AsyncRolloutRequest, share: float) -> bool:
     """Whether a finished request is checked (`tokenization_sanity_check_frac`)."""
     return _falls(f"{request.seed}:check", share)
 

@@ -160,7 +160,7 @@ class StepSampler:
         self, samples: StepSamples, number: int, load_prompts: LoadPrompts, roll_out: RollOut
     ) -> list[AsyncRolloutRequest]:
         """Roll out one batch of prompts; returns its training samples."""
-        requests = roll_out(load_prompts(), *self._plans(first_place=number * self._num_prompts))
+        requests = roll_out(load_prompts(), *self._plans(index_offset=number * self._num_prompts))
         for request in requests:
             record_shaping(request, self._config.reward)
         sampled = [request for request in requests if not is_greedy(request)]
@@ -173,10 +173,10 @@ class StepSampler:
         samples.sampled += sampled
         return sampled
 
-    def _plans(self, *, first_place: int) -> list[SamplingPlan]:
+    def _plans(self, *, index_offset: int) -> list[SamplingPlan]:
         plans = [self._manager.train_plan()]
         plans += [self._manager.greedy_plan()] if self._has_baselines else []
-        return [plan._replace(first_place=first_place) for plan in plans]
+        return [plan._replace(index_offset=index_offset) for plan in plans]
 
     def _filter_figures(
         self, samples: StepSamples, num_with_signal: int, num_batches: int

@@ -29,10 +29,10 @@ from agentrl.interactions import BaseInteraction
 from agentrl.protocol import DataProto
 from agentrl.rewards import drive_and_score
 from agentrl.rewards.scoring import ScoreFn
-from agentrl.rollout.failures import Census
+from agentrl.rollout.failures import FailureSummary
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.scheduling import rare_collection
+from agentrl.rollout.scheduling import rare_gc
 from agentrl.trainer.components import Parts, start_parts
 from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.engine_sync import HandOver
@@ -125,7 +125,7 @@ class Trainer:
         self._last = LastStep(self.parts.order, self.parts.actor)
         self._runner = AnyRunner()
         self._is_closed = False
-        self._censuses: list[Census] = []
+        self._failure_summaries: list[FailureSummary] = []
         self._start = ""
         self._success_rules: dict[str, str] = {}
         self._started = time.monotonic()
@@ -143,7 +143,7 @@ class Trainer:
         Raises:
             KeyboardInterrupt: where it was asked to stop, be it while the end was written.
         """
-        with rare_collection(), self._interruption.listening(), self.world.board.explaining():
+        with rare_gc(), self._interruption.listening(), self.world.board.explaining():
             try:
                 self.begin()
                 while self.step < self.parts.total_steps:
@@ -248,10 +248,10 @@ class Trainer:
                 manager, rewards, requests, on_finished=lambda _: advance(1), timer=self._timer
             )
             finished += self._interruption.run(self._runner, scored)
-        census = Census.together(self.world.gather(Census.of(finished)))
-        self._censuses.append(census)
+        summary = FailureSummary.merge(self.world.gather(FailureSummary.of(finished)))
+        self._failure_summaries.append(summary)
         with self.world.agreeing():
-            manager.apply_failure_policy(finished, census)
+            manager.apply_failure_policy(finished, summary)
         return finished
 
     def sample(self, prompts: Sequence[Prompt]) -> list[AsyncRolloutRequest]:
@@ -319,7 +319,7 @@ class Trainer:
         size = self.config.data.val_batch_size or len(rows)
         requests: list[AsyncRolloutRequest] = []
         for start in range(0, len(rows), size):
-            requests += self.roll_out(rows[start : start + size], plan._replace(first_place=start))
+            requests += self.roll_out(rows[start : start + size], plan._replace(index_offset=start))
         self.parts.files.save_validation(self.step, requests, name)
         reward = self.config.reward
         return self.world.gather_flat([read_outcome(request, reward) for request in requests])
@@ -342,8 +342,8 @@ class Trainer:
     def log_step(self, metrics: dict[str, float]) -> None:
         """Log the figures of a step, and in one line which tools and scorers failed in it."""
         self.parts.journal.track(self.step, metrics)
-        censuses, self._censuses = self._censuses, []
-        if troubles := Census.together(censuses).troubles():
+        summaries, self._failure_summaries = self._failure_summaries, []
+        if troubles := FailureSummary.merge(summaries).describe():
             self.parts.journal.say(f"{'':>8}step {self.step}: {troubles}")
 
     def save_last_step(self) -> None:

@@ -20,7 +20,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config
 from tests.fakes.fusion import fusion_service
-from tests.fakes.plugins import calling, make_engine, make_house, make_manager, make_prompts
+from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 
 FILES = {
     "their_tool.py": """
@@ -204,8 +204,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def roll_out(tools: Any, interactions: Any, *answers: str, **row: Any) -> AsyncRolloutRequest:
-    house = make_house(make_engine(*answers), tools=tools, interactions=[*interactions.values()])
-    manager = make_manager(house, n=1)
+    context = make_context(
+        make_engine(*answers), tools=tools, interactions=[*interactions.values()]
+    )
+    manager = make_manager(context, n=1)
     requests = manager.make_requests(make_prompts(1, **row), manager.train_plan())
     return asyncio.run(manager.rollout(requests))[0]
 

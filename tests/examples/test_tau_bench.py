@@ -19,7 +19,7 @@ from agentrl.rewards.managers import make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config
-from tests.fakes.plugins import calling, make_house, make_manager, make_scripted
+from tests.fakes.plugins import calling, make_context, make_manager, make_scripted
 from tests.fakes.runs import write_jsonl, write_yaml
 from tests.fakes.tau_bench import TASKS, install
 
@@ -56,8 +56,8 @@ def play(adapter: Any, folder: Path, turns: list[list[str]]) -> Sequence[AsyncRo
     rows = write_jsonl(folder / "rows.jsonl", [adapter.make_row(task) for task in TASKS])
     prompts = load_prompts([rows], DataConfig())
     engine = make_scripted(lambda ids, sampling, name, turn: turns[int(name.split("-")[2])][turn])
-    house = make_house(engine, tools=tools, interactions=[StatesTheTask({"name": "user"})])
-    manager = make_manager(house, n=1)
+    context = make_context(engine, tools=tools, interactions=[StatesTheTask({"name": "user"})])
+    manager = make_manager(context, n=1)
     custom = CustomRewardConfig(path=str(ADAPTER), name="compute_score")
     rewards = make_reward_manager(RewardConfig(custom_reward_function=custom))
     requests = manager.make_requests(prompts, manager.train_plan())

@@ -22,7 +22,7 @@ from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
     encode,
-    make_house,
+    make_context,
     make_request,
     make_scripted,
     tiny_tokenizer,
@@ -221,7 +221,7 @@ def play(
     ]
     user = PlannedUser(*plan.lines, **plan.behaviours)
     engine = make_scripted(script)
-    house = make_house(
+    context = make_context(
         engine,
         tools=tools,
         interactions=[user],
@@ -229,12 +229,12 @@ def play(
         interaction_timeout_s=0.02,
         **plan.settings,
     )
-    asyncio.run(_play(request, house, plan.cancel_after))
+    asyncio.run(_play(request, context, plan.cancel_after))
     return Played(request, engine, tools, user)
 
 
-async def _play(request: AsyncRolloutRequest, house: Any, cancel_after: int | None) -> None:
-    task = asyncio.create_task(run_request(request, house))
+async def _play(request: AsyncRolloutRequest, context: Any, cancel_after: int | None) -> None:
+    task = asyncio.create_task(run_request(request, context))
     if cancel_after is not None:
         for _ in range(1 + cancel_after):
             await asyncio.sleep(0)

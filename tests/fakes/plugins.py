@@ -23,7 +23,7 @@ from agentrl.engines.protocol import Engine, FinishReason, SamplingParams
 from agentrl.engines.scripted import Answer, Script, ScriptedEngine
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.messages import Message, ToolResponse
-from agentrl.rollout.context import House
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.fitting import PromptEncoder, TextFitter
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -249,7 +249,7 @@ def make_scripted(script: Script) -> ScriptedEngine:
     return ScriptedEngine(script, tokenizer=tiny_tokenizer())
 
 
-def make_house(
+def make_context(
     engine: Engine,
     *,
     tools: Sequence[BaseTool] = (),
@@ -258,7 +258,7 @@ def make_house(
     truncation: Any = "error",
     parser: str = "hermes",
     **multi_turn: Any,
-) -> House:
+) -> RolloutContext:
     """Everything that requests share, round an engine; `multi_turn` are keys of the section."""
     settings = MultiTurnConfig(**{"tokenization_sanity_check_mode": "strict"} | multi_turn)
     template = tiny_template()
@@ -273,7 +273,7 @@ def make_house(
         request.differences = check_request(template, request, mode, wording=wording())
 
     format_ = get_tool_parser(parser)
-    return House(
+    return RolloutContext(
         engine=engine,
         template=template,
         parser=format_,
@@ -289,9 +289,11 @@ def make_house(
     )
 
 
-def make_manager(house: House, *, response: int = 4096, **rollout: Any) -> RolloutManager:
-    config = RolloutConfig(multi_turn=house.settings, **rollout)
-    return RolloutManager(house, config, DataConfig(max_response_length=response))
+def make_manager(
+    context: RolloutContext, *, response: int = 4096, **rollout: Any
+) -> RolloutManager:
+    config = RolloutConfig(multi_turn=context.settings, **rollout)
+    return RolloutManager(context, config, DataConfig(max_response_length=response))
 
 
 def make_prompts(number: int, text: str = "Hi", **fields: Any) -> list[Prompt]:

@@ -17,7 +17,7 @@ from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, ToolError
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
-from agentrl.rollout.context import House
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.records import Budgets, Failure, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
@@ -28,7 +28,7 @@ from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
     encode,
-    make_house,
+    make_context,
     make_request,
     tiny_tokenizer,
 )
@@ -272,7 +272,7 @@ def walk(seed: int) -> Walk:
         FakeTool(name, reply=lambda _: moody_reply(draws), **behaviours)
         for name in ("lookup", "other")
     ]
-    house = make_house(
+    context = make_context(
         engine,
         tools=tools[: draws.choice([0, 2, 2, 2])],
         interactions=[user],
@@ -286,7 +286,7 @@ def walk(seed: int) -> Walk:
         tokenization_sanity_check_mode=draws.choice(["disable", "ignore_strippable"]),
     )
     cancel_after = draws.randrange(60) if draws.random() < 0.1 else None
-    complaints = asyncio.run(_play(request, house, cancel_after))
+    complaints = asyncio.run(_play(request, context, cancel_after))
     return Walk(request, engine, tools, user, cancel_after is not None, complaints)
 
 
@@ -310,11 +310,13 @@ def _draw_behaviours(draws: random.Random) -> dict[str, Any]:
     return {method: draws.choice(["raise", "exit", "cancel_self", "hang"])}
 
 
-async def _play(request: AsyncRolloutRequest, house: House, cancel_after: int | None) -> list[str]:
+async def _play(
+    request: AsyncRolloutRequest, context: RolloutContext, cancel_after: int | None
+) -> list[str]:
     complaints: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(str(context)))
-    task = asyncio.create_task(run_request(request, house))
+    task = asyncio.create_task(run_request(request, context))
     if cancel_after is not None:
         for _ in range(1 + cancel_after):
             await asyncio.sleep(0)

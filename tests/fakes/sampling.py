@@ -102,7 +102,7 @@ class FakeLoop:
         self, prompts: Sequence[Prompt], *plans: SamplingPlan
     ) -> list[AsyncRolloutRequest]:
         return [
-            self._finish(prompt, plan, plan.first_place + at, offset)
+            self._finish(prompt, plan, plan.index_offset + at, offset)
             for plan in plans
             for at, prompt in enumerate(prompts)
             for offset in range(plan.n)

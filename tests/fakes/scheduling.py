@@ -27,7 +27,7 @@ from agentrl.tools import BaseTool
 from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
-    make_house,
+    make_context,
     make_manager,
     make_prompts,
     tiny_tokenizer,
@@ -135,16 +135,16 @@ class Scene:
         return kind.from_model(talking_model(), settings=self.settings)
 
     def make_manager(self, engine: Any) -> RolloutManager:
-        house = make_house(
+        context = make_context(
             engine,
             tools=[self.tool or SlowTool(self.latency)],
             interactions=[self.user or SlowUser(self.latency, "Sure?", "Really?")],
             **MULTI_TURN | self.multi_turn,
         )
         parser = ByLength()
-        house = replace(house, parser=parser, caller=ToolCaller(parser, house.fitter.fit))
+        context = replace(context, parser=parser, caller=ToolCaller(parser, context.fitter.fit))
         given = {"deterministic": True, "failure": FailureConfig(max_failed_frac=1.0)}
-        return make_manager(house, response=240, **given | {"n": self.num_samples} | self.rollout)
+        return make_manager(context, response=240, **given | {"n": self.num_samples} | self.rollout)
 
     async def run(self, engine: Any, *, step: int = 0) -> list[AsyncRolloutRequest]:
         manager = self.make_manager(engine)

@@ -18,7 +18,7 @@ from agentrl.interactions.user_simulator_interaction import UserSimulatorInterac
 from agentrl.rollout.runner import run_request
 from tests.fakes.chat import Answer, FakeChat, in_turn, serving
 from tests.fakes.envs import OPEN
-from tests.fakes.plugins import make_engine, make_house, make_request
+from tests.fakes.plugins import make_context, make_engine, make_request
 from tests.fakes.tools import behave
 
 TIMEOUT_S = 0.1
@@ -58,9 +58,9 @@ def breaking(
 async def roll_out(interaction: BaseInteraction, cancel_after: float | None, **row: Any) -> None:
     """One request, cancelled or not, behind which nothing of it may be left."""
     before = asyncio.all_tasks()
-    house = make_house(make_engine("right", "#### 1", "right"), interactions=[interaction])
+    context = make_context(make_engine("right", "#### 1", "right"), interactions=[interaction])
     request = make_request(interaction_kwargs={"name": "it"}, **row)
-    task = asyncio.create_task(run_request(request, house))
+    task = asyncio.create_task(run_request(request, context))
     if isinstance(cancel_after, int):
         for _ in range(cancel_after):
             await asyncio.sleep(0)

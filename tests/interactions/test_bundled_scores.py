@@ -15,7 +15,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
 from tests.fakes.chat import in_turn, serving
-from tests.fakes.plugins import FakeTool, calling, make_engine, make_house, make_request
+from tests.fakes.plugins import FakeTool, calling, make_context, make_engine, make_request
 
 NAME = {"name": "it"}
 
@@ -54,8 +54,8 @@ async def roll_out(
     interaction: BaseInteraction, *answers: str, **multi_turn: Any
 ) -> AsyncRolloutRequest:
     engine = make_engine(*answers)
-    house = make_house(engine, tools=[FakeTool()], interactions=[interaction], **multi_turn)
-    return await run_request(make_request(interaction_kwargs=NAME, ground_truth="2"), house)
+    context = make_context(engine, tools=[FakeTool()], interactions=[interaction], **multi_turn)
+    return await run_request(make_request(interaction_kwargs=NAME, ground_truth="2"), context)
 
 
 @BUNDLED

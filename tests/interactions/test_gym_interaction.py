@@ -25,7 +25,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
 from tests.fakes.envs import OPEN
-from tests.fakes.plugins import control_ids, decode, make_engine, make_house, make_request
+from tests.fakes.plugins import control_ids, decode, make_context, make_engine, make_request
 
 CORRIDOR = "tests.fakes.envs:Corridor"
 ASKED = {"name": "gym"}
@@ -38,9 +38,9 @@ def gym(env: str = CORRIDOR, **config: Any) -> GymInteraction:
 async def play(interaction: BaseInteraction, *answers: str, **kwargs: Any) -> AsyncRolloutRequest:
     """One request, whose policy says the answers, through the real runner."""
     engine = make_engine(*answers)
-    house = make_house(engine, interactions=[interaction])
+    context = make_context(engine, interactions=[interaction])
     request = make_request(interaction_kwargs=ASKED | kwargs)
-    return await run_request(request, house)
+    return await run_request(request, context)
 
 
 def said(request: AsyncRolloutRequest) -> list[str]:
@@ -163,8 +163,8 @@ async def test_a_space_that_text_cannot_fill_is_refused():
 async def test_life_cycle_an_environment_is_closed_though_its_request_is_cancelled_in_a_step():
     interaction = gym(env_kwargs={"block_s": 0.1, "mark": "cancelled"})
     request = make_request(interaction_kwargs=ASKED)
-    house = make_house(make_engine("right"), interactions=[interaction])
-    task = asyncio.create_task(run_request(request, house))
+    context = make_context(make_engine("right"), interactions=[interaction])
+    task = asyncio.create_task(run_request(request, context))
     await asyncio.sleep(0.25)  # made, reset, in its step
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -24,7 +24,7 @@ from agentrl.interactions.user_simulator_interaction import UserSimulatorSetting
 from agentrl.rewards.scoring import make_extra_info
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from tests.fakes.plugins import make_engine, make_house, make_manager
+from tests.fakes.plugins import make_context, make_engine, make_manager
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/interactions.md").read_text(encoding="utf-8")
@@ -57,8 +57,8 @@ def load(here: Path, text: str, row: str) -> tuple[dict[str, BaseInteraction], P
 def roll_out(
     interactions: dict[str, BaseInteraction], prompt: Prompt, *answers: str
 ) -> AsyncRolloutRequest:
-    house = make_house(make_engine(*answers), interactions=[*interactions.values()])
-    manager = make_manager(house, n=1)
+    context = make_context(make_engine(*answers), interactions=[*interactions.values()])
+    manager = make_manager(context, n=1)
     requests = manager.make_requests([prompt], manager.train_plan())
 
     async def main() -> AsyncRolloutRequest:

@@ -15,7 +15,14 @@ from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
 from agentrl.rollout.runner import run_request, warn_of_cut_opening
 from agentrl.rollout.states import StopReason
-from tests.fakes.plugins import FakeUser, control_ids, decode, make_engine, make_house, make_request
+from tests.fakes.plugins import (
+    FakeUser,
+    control_ids,
+    decode,
+    make_context,
+    make_engine,
+    make_request,
+)
 
 GSM8K = "agentrl.interactions.gsm8k_interaction.Gsm8kInteraction"
 
@@ -90,8 +97,8 @@ async def test_a_row_that_names_none_meets_the_user_of_its_source_with_its_truth
     users = list(initialize_interactions_from_config(file).values())
 
     async def stop_of(**fields: Any) -> StopReason | None:
-        house = make_house(make_engine("#### 41", "#### 42"), interactions=users)
-        return (await run_request(make_request(ground_truth="42", **fields), house)).stop_reason
+        context = make_context(make_engine("#### 41", "#### 42"), interactions=users)
+        return (await run_request(make_request(ground_truth="42", **fields), context)).stop_reason
 
     assert await stop_of(data_source="openai/gsm8k") is StopReason.INTERACTION_ENDED
     assert await stop_of(data_source="my/own") is StopReason.ANSWERED
@@ -134,8 +141,8 @@ async def test_the_rows_truth_is_handed_to_who_has_a_parameter_for_it_and_to_nob
     kwargs: dict[str, Any], truth: str | None, started: str
 ):
     user = Curious()
-    house = make_house(make_engine("Hi."), interactions=[user])
-    await run_request(make_request(interaction_kwargs=kwargs, ground_truth=truth), house)
+    context = make_context(make_engine("Hi."), interactions=[user])
+    await run_request(make_request(interaction_kwargs=kwargs, ground_truth=truth), context)
     beside = {name: value for name, value in kwargs.items() if name != "ground_truth"}
     assert user.seen == [(started, beside), kwargs]
 
@@ -155,10 +162,10 @@ class Opener(FakeUser):
         return instance_id, self.opening
 
 
-async def opened(opening: Any, **house: Any) -> Any:
+async def opened(opening: Any, **context: Any) -> Any:
     user = Opener(opening)
     request = make_request(interaction_kwargs={"name": "fake"})
-    shared = make_house(make_engine("Hi."), interactions=[user], **house)
+    shared = make_context(make_engine("Hi."), interactions=[user], **context)
     return await run_request(request, shared)
 
 

@@ -14,7 +14,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
 from tests.fakes.chat import KEY, FakeChat, in_turn, serving
-from tests.fakes.plugins import FakeTool, calling, make_engine, make_house, make_request
+from tests.fakes.plugins import FakeTool, calling, make_context, make_engine, make_request
 
 ASKED = {"name": "user"}
 
@@ -34,11 +34,11 @@ async def talk(
     user: UserSimulatorInteraction, *answers: str, tools: Any = (), **row: Any
 ) -> AsyncRolloutRequest:
     """One request, whose policy says the answers, through the real runner."""
-    house = make_house(make_engine(*answers), interactions=[user], tools=tools)
+    context = make_context(make_engine(*answers), interactions=[user], tools=tools)
     request = make_request(
         "I want soup.", interaction_kwargs=ASKED | row, ground_truth="leek", request_id="r"
     )
-    return await run_request(request, house)
+    return await run_request(request, context)
 
 
 async def test_the_roles_are_flipped_and_the_part_is_told_once():
@@ -155,9 +155,11 @@ async def test_a_wait_for_a_place_is_no_fault_unless_the_config_says_so():
     for config, any_failed in [({}, False), ({"timeout_s": 0.25}, True)]:
         serve = serving(in_turn("###STOP###"), seconds=0.1)
         async with serve as fake, user_of(fake, chat={"max_concurrency": 1}, **config) as user:
-            house = make_house(make_engine("Hi."), interactions=[user], interaction_timeout_s=0.25)
+            context = make_context(
+                make_engine("Hi."), interactions=[user], interaction_timeout_s=0.25
+            )
             asked = [make_request(interaction_kwargs=ASKED) for _ in range(4)]
-            done = await asyncio.gather(*(run_request(request, house) for request in asked))
+            done = await asyncio.gather(*(run_request(request, context) for request in asked))
         assert any(request.error is not None for request in done) == any_failed
 
 

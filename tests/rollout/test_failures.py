@@ -4,7 +4,7 @@ import pytest
 
 from agentrl.errors import Fault, RolloutError
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.rollout.failures import MIN_CALLS, CallCount, CallJudge, Census, count_calls
+from agentrl.rollout.failures import MIN_CALLS, CallCount, CallJudge, FailureSummary, count_calls
 from agentrl.rollout.records import CallRecord, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes.requests import build_request, observed, said
@@ -47,28 +47,28 @@ def test_crash_on_arguments_that_the_schema_refuses_is_no_failure_of_the_tool():
 
 def test_parts_of_ranks_add_up_and_are_told_in_one_line():
     first, second = with_calls("crashed", "ok"), with_calls("crashed", "timeout")
-    parts = [Census.of([first]), Census.of([second])]
+    parts = [FailureSummary.of([first]), FailureSummary.of([second])]
     request = build_request(said(1))
     why = Failure(fault=Fault.REWARD, kind="KeyError", message="'a' (at score.py:3)", turn=1)
     request.fail_scoring(why)
-    whole = Census.together([*parts, Census.of([request])])
-    assert whole.troubles() == (
+    whole = FailureSummary.merge([*parts, FailureSummary.of([request])])
+    assert whole.describe() == (
         f"tool 'sql' failed in 3 of 4 calls: {LOST}; "
         "1 of 3 requests failed: 1 x reward: KeyError: 'a' (at score.py:3)"
     )
-    assert Census.of([with_calls("ok")]).troubles() == ""
+    assert FailureSummary.of([with_calls("ok")]).describe() == ""
 
 
 def test_most_frequent_message_is_shown():
     count = CallCount(9) + counted(3, 2)["tool 'sql'"]
     count.failures["TypeError: once"] += 1
-    assert count.in_words("it") == f"it failed in 3 of 12 calls: most often {LOST}"
+    assert count.describe("it") == f"it failed in 3 of 12 calls: most often {LOST}"
 
 
 def test_releases_that_fail_are_counted_by_request():
     failing = with_calls(release_failures=["tool 'sql', release: TypeError: no (at a.py:1)"])
     counts = count_calls([failing, with_calls("ok")])
-    assert counts["tool 'sql', release"].in_words("release") == (
+    assert counts["tool 'sql', release"].describe("release") == (
         "release failed in 1 of 2 calls: TypeError: no (at a.py:1)"
     )
 

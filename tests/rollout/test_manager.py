@@ -13,8 +13,8 @@ from agentrl.config.schema.run import FailureConfig, ValKwargsConfig
 from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, RolloutError, TransitionError
-from agentrl.rollout.context import House
-from agentrl.rollout.failures import Census
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.failures import FailureSummary
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
@@ -25,8 +25,8 @@ from tests.fakes.plugins import (
     calling,
     check_life,
     decode,
+    make_context,
     make_engine,
-    make_house,
     make_manager,
     make_prompts,
     make_scripted,
@@ -47,8 +47,10 @@ def failing(*request_ids: str, error: BaseException | None = None) -> ScriptedEn
     return make_scripted(script)
 
 
-def house_of(engine: ScriptedEngine, tool: FakeTool | None = None, **settings: Any) -> House:
-    return make_house(engine, tools=[tool or FakeTool()], **settings)
+def house_of(
+    engine: ScriptedEngine, tool: FakeTool | None = None, **settings: Any
+) -> RolloutContext:
+    return make_context(engine, tools=[tool or FakeTool()], **settings)
 
 
 async def roll_out(
@@ -97,16 +99,16 @@ async def test_an_interaction_that_changes_its_kwargs_changes_those_of_no_other_
             kwargs["hints"].clear()
             return await super().start_interaction(instance_id)
 
-    manager = make_manager(make_house(make_engine("x"), interactions=[Greedy()]), n=3)
+    manager = make_manager(make_context(make_engine("x"), interactions=[Greedy()]), n=3)
     await roll_out(manager, 1, interaction_kwargs={"name": "fake", "hints": ["a", "b"]})
     assert seen == [["a", "b"]] * 3
 
 
 def test_training_and_validation_sample_in_their_own_way():
-    house = house_of(make_engine("x"))
+    context = house_of(make_engine("x"))
     val = ValKwargsConfig(n=2, temperature=0.0)
     manager = make_manager(
-        house, n=4, temperature=0.7, top_p=0.9, top_k=5, stop=["###"], val_kwargs=val
+        context, n=4, temperature=0.7, top_p=0.9, top_k=5, stop=["###"], val_kwargs=val
     )
     plan = manager.train_plan()
     assert (plan.name, plan.n) == ("train", 4)
@@ -119,8 +121,8 @@ def test_training_and_validation_sample_in_their_own_way():
 
 def test_a_greedy_rollout_takes_the_most_probable_token_once():
     manager = make_manager(house_of(make_engine("x")), n=4, temperature=0.7, top_p=0.9, stop=["#"])
-    name, n, sampling, first_place = manager.greedy_plan()
-    assert (name, n, first_place) == ("greedy", 1, 0)
+    name, n, sampling, index_offset = manager.greedy_plan()
+    assert (name, n, index_offset) == ("greedy", 1, 0)
     assert (sampling.temperature, sampling.top_p, sampling.stop) == (0.0, 1.0, ("#",))
 
 
@@ -128,7 +130,7 @@ def test_a_prompt_that_is_taken_again_in_its_step_draws_anew():
     manager = make_manager(house_of(make_engine("x")), n=2)
     first, again = (
         manager.make_requests(
-            make_prompts(2), manager.train_plan()._replace(first_place=place), step=5
+            make_prompts(2), manager.train_plan()._replace(index_offset=place), step=5
         )
         for place in (0, 2)
     )
@@ -139,20 +141,20 @@ def test_a_prompt_that_is_taken_again_in_its_step_draws_anew():
 
 def test_budgets_come_from_the_configuration_and_the_engine():
     engine = make_engine("x", max_model_len=500)
-    house = house_of(engine, max_tokens_per_turn=7, max_user_turns=2, max_tool_calls=3)
-    budgets = make_manager(house, response=300, request_timeout_s=9.0).budgets
+    context = house_of(engine, max_tokens_per_turn=7, max_user_turns=2, max_tool_calls=3)
+    budgets = make_manager(context, response=300, request_timeout_s=9.0).budgets
     assert (budgets.max_response_tokens, budgets.max_model_len) == (300, 500)
     assert (budgets.max_turn_tokens, budgets.max_user_turns, budgets.max_tool_calls) == (7, 2, 3)
     assert (budgets.timeout_s, budgets.max_assistant_turns) == (9.0, None)
-    assert make_manager(house, max_model_len=400).budgets.max_model_len == 400
-    assert make_manager(house, max_model_len=4000).budgets.max_model_len == 500
+    assert make_manager(context, max_model_len=400).budgets.max_model_len == 400
+    assert make_manager(context, max_model_len=4000).budgets.max_model_len == 500
 
 
 async def test_results_have_the_order_of_the_requests_however_long_each_took():
     def script(_ids: Sequence[int], _s: SamplingParams, request_id: str, _turn: int) -> Answer:
         return ScriptedAnswer(request_id, delay_s=0.02 / (1 + int(request_id[-1])))
 
-    manager = make_manager(make_house(make_scripted(script)), n=5)
+    manager = make_manager(make_context(make_scripted(script)), n=5)
     finished: list[str] = []
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
     done = await manager.rollout(requests, on_finished=lambda r: finished.append(r.request_id))
@@ -186,21 +188,21 @@ async def test_no_more_requests_run_at_once_than_there_is_room_for():
 
 
 async def test_a_prompt_is_encoded_once_for_its_group():
-    house = house_of(make_engine(CALL, "Bern."))
+    context = house_of(make_engine(CALL, "Bern."))
     encoded = Counter[str]()
-    encode_prompt = house.template.encode_prompt
+    encode_prompt = context.template.encode_prompt
 
     class CountingTemplate:
         def __getattr__(self, name: str) -> Any:
-            return getattr(house.template, name)
+            return getattr(context.template, name)
 
         def encode_prompt(self, messages: Any, tools: Any = ()) -> list[int]:
             encoded[messages[0].text] += 1
             return encode_prompt(messages, tools)
 
-    encoder: Any = house.encode_prompt
+    encoder: Any = context.encode_prompt
     encoder.__self__._template = CountingTemplate()
-    done = await roll_out(make_manager(house, n=6), 2)
+    done = await roll_out(make_manager(context, n=6), 2)
     assert encoded == {"Hi 0": 1, "Hi 1": 1}
     assert len({tuple(r.prompt_ids) for r in done}) == 2
 
@@ -239,14 +241,14 @@ async def test_failures_of_one_kind_are_counted_together_whatever_ids_they_name(
     def script(_ids: Sequence[int], _s: SamplingParams, request_id: str, turn: int) -> Answer:
         return EngineError(f"lost {request_id}") if request_id[-1] in "123" else "Bern."
 
-    manager = make_manager(make_house(make_scripted(script)), n=4)
+    manager = make_manager(make_context(make_scripted(script)), n=4)
     requests = manager.make_requests(make_prompts(2), manager.train_plan())
     done = await manager.drive(requests)
-    whole = Census.together([Census.of(done[:4]), Census.of(done[4:])])
-    assert whole == Census.of(done)
+    whole = FailureSummary.merge([FailureSummary.of(done[:4]), FailureSummary.of(done[4:])])
+    assert whole == FailureSummary.of(done)
     assert whole.num_failed == 6
     assert whole.reasons == {(Fault.ENGINE, "EngineError"): 6}
-    assert whole.in_words() == f"6 x engine: EngineError: lost {done[1].request_id}"
+    assert whole.describe_reasons() == f"6 x engine: EngineError: lost {done[1].request_id}"
 
 
 @pytest.mark.parametrize(
@@ -263,8 +265,8 @@ async def test_a_tool_that_fails_leaves_the_baseline_to_the_rest_of_its_group(
                 raise ValueError("gone")
             return "found"
 
-    house = house_of(failing(), Flaky(), on_tool_failure="fail")
-    done = await roll_out(make_manager(house, n=3, failure=FailureConfig(policy=policy)), 1)
+    context = house_of(failing(), Flaky(), on_tool_failure="fail")
+    done = await roll_out(make_manager(context, n=3, failure=FailureConfig(policy=policy)), 1)
     assert [r.attempt for r in done] == attempts
     assert [r.in_baseline for r in done] == [r.is_trained for r in done] == in_baseline
 
@@ -303,7 +305,7 @@ async def test_a_retry_is_a_new_request_of_the_same_group():
 async def test_what_was_aborted_is_not_tried_again():
     engine = make_engine(ScriptedAnswer("late", delay_s=60))
     failure = FailureConfig(policy="retry", max_failed_frac=1.0)
-    manager = make_manager(make_house(engine), n=2, failure=failure)
+    manager = make_manager(make_context(engine), n=2, failure=failure)
     task = asyncio.create_task(roll_out(manager, 1))
     await asyncio.sleep(0.05)
     for offset in range(2):
@@ -316,8 +318,8 @@ async def test_what_was_aborted_is_not_tried_again():
 async def test_cancelling_ends_and_releases_everything_even_what_had_not_begun():
     tool, user = FakeTool(), FakeUser()
     engine = make_engine(CALL, ScriptedAnswer("late", delay_s=60))
-    house = make_house(engine, tools=[tool], interactions=[user])
-    manager = make_manager(house, n=6, max_concurrent_requests=2)
+    context = make_context(engine, tools=[tool], interactions=[user])
+    manager = make_manager(context, n=6, max_concurrent_requests=2)
     prompts = make_prompts(1, interaction_kwargs={"name": "fake"})
     requests = manager.make_requests(prompts, manager.train_plan())
     task = asyncio.create_task(manager.rollout(requests))
@@ -415,8 +417,8 @@ async def _group(
             return failure
         return f"I am {request_id}." if turn else CALL
 
-    house = make_house(make_scripted(script), tools=[Tool()], interactions=[User("Sure?")])
+    context = make_context(make_scripted(script), tools=[Tool()], interactions=[User("Sure?")])
     failing_is_fine = FailureConfig(max_failed_frac=1.0)
-    manager = make_manager(house, n=number, failure=failing_is_fine, **mode)
+    manager = make_manager(context, n=number, failure=failing_is_fine, **mode)
     prompts = make_prompts(1, interaction_kwargs={"name": "fake"})
     return await manager.rollout(manager.make_requests(prompts, manager.train_plan()))

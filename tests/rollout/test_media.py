@@ -13,8 +13,8 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes.plugins import (
     FakeTool,
     calling,
+    make_context,
     make_engine,
-    make_house,
     make_manager,
     make_prompts,
 )
@@ -25,8 +25,8 @@ def roll_out(*replies: ToolResponse) -> AsyncRolloutRequest:
     left = iter(replies)
     tool = FakeTool(reply=lambda _: next(left))
     turns = [calling("lookup", q="x")] * len(replies)
-    house = make_house(make_engine(*turns, "Seen."), tools=[tool])
-    manager = make_manager(house, n=1)
+    context = make_context(make_engine(*turns, "Seen."), tools=[tool])
+    manager = make_manager(context, n=1)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
     return asyncio.run(manager.rollout(requests))[0]
 
@@ -81,6 +81,6 @@ def test_pictures_outlive_saving_and_collating() -> None:
 
 def test_a_picture_that_should_be_seen_is_refused() -> None:
     picture = [ContentPart(type="image"), ContentPart(type="text", text="What is this?")]
-    house = make_house(make_engine("A cat."))
+    context = make_context(make_engine("A cat."))
     with pytest.raises(Exception, match="only text is generated on for now"):
-        house.template.encode_prompt([Message(role="user", content=picture)])
+        context.template.encode_prompt([Message(role="user", content=picture)])

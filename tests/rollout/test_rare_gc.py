@@ -4,12 +4,12 @@ import gc
 
 import pytest
 
-from agentrl.rollout.scheduling import ALLOCATIONS, rare_collection
+from agentrl.rollout.scheduling import ALLOCATIONS, rare_gc
 from tests.fakes.plugins import (
     FakeTool,
     calling,
+    make_context,
     make_engine,
-    make_house,
     make_manager,
     make_prompts,
 )
@@ -26,13 +26,13 @@ def usual_thresholds():
 
 
 def test_searches_are_rare_within_the_block_and_as_before_behind_it():
-    with rare_collection():
+    with rare_gc():
         assert gc.get_threshold() == (ALLOCATIONS, 10, 10)
     assert gc.get_threshold() == USUAL
 
 
 def test_of_blocks_that_overlap_the_last_one_restores():
-    first, second = rare_collection(), rare_collection()
+    first, second = rare_gc(), rare_gc()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -44,13 +44,13 @@ def test_of_blocks_that_overlap_the_last_one_restores():
 @pytest.mark.parametrize("own", [(0, 10, 10), (ALLOCATIONS * 2, 5, 5)])
 def test_a_program_that_searches_more_rarely_yet_is_left_alone(own: tuple[int, int, int]):
     gc.set_threshold(*own)
-    with rare_collection():
+    with rare_gc():
         assert gc.get_threshold() == own
     assert gc.get_threshold() == own
 
 
 def test_thresholds_that_the_program_sets_meanwhile_stay():
-    with rare_collection():
+    with rare_gc():
         gc.set_threshold(1000, 7, 7)
     assert gc.get_threshold() == (1000, 7, 7)
 
@@ -62,8 +62,8 @@ async def test_a_rollout_is_such_a_block():
         seen.append(gc.get_threshold()[0])
         return "found"
 
-    house = make_house(make_engine(calling("lookup", q="a"), "b"), tools=[FakeTool(reply=note)])
-    manager = make_manager(house, n=1)
+    context = make_context(make_engine(calling("lookup", q="a"), "b"), tools=[FakeTool(reply=note)])
+    manager = make_manager(context, n=1)
     await manager.rollout(manager.make_requests(make_prompts(1), manager.train_plan()))
     assert seen == [ALLOCATIONS]
     assert gc.get_threshold() == USUAL

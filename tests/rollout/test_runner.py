@@ -10,7 +10,7 @@ from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
 from agentrl.errors import EngineError, Fault, TemplateError
 from agentrl.interactions import InteractionResult
 from agentrl.messages import ToolResponse
-from agentrl.rollout.context import House
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
@@ -25,8 +25,8 @@ from tests.fakes.plugins import (
     check_life,
     decode,
     encode,
+    make_context,
     make_engine,
-    make_house,
     make_request,
 )
 
@@ -36,9 +36,9 @@ CALL = calling("lookup", q="Bern")
 
 
 async def roll_out(
-    engine: ScriptedEngine, house: House | None = None, **fields: Any
+    engine: ScriptedEngine, context: RolloutContext | None = None, **fields: Any
 ) -> AsyncRolloutRequest:
-    request = await run_request(make_request(**fields), house or make_house(engine))
+    request = await run_request(make_request(**fields), context or make_context(engine))
     assert_lawful(request, engine)
     return request
 
@@ -86,7 +86,7 @@ async def test_without_tools_nothing_is_a_call():
 async def test_a_tool_is_called_and_the_answer_stands_behind_its_result():
     tool = FakeTool(reply=lambda arguments: ToolResult(ToolResponse(text="wet"), 0.5, {"mm": 3}))
     engine = make_engine(f"Let me see.{CALL}", "It rains.")
-    request = await roll_out(engine, make_house(engine, tools=[tool]))
+    request = await roll_out(engine, make_context(engine, tools=[tool]))
     assert request.stop_reason is StopReason.ANSWERED
     first, second = f"Let me see.{CALL}{END}", f"It rains.{END}"
     assert response(request) == first + shown("tool", "wet") + second
@@ -111,7 +111,7 @@ async def test_a_tool_is_called_and_the_answer_stands_behind_its_result():
 async def test_an_end_of_turn_that_was_not_sampled_is_appended_as_observed():
     tool = FakeTool()
     engine = make_engine([*encode(CALL), *encode("<|endoftext|>")], "Done.")
-    request = await roll_out(engine, make_house(engine, tools=[tool]))
+    request = await roll_out(engine, make_context(engine, tools=[tool]))
     first = f"{CALL}<|endoftext|>"
     assert response(request) == f"{first}{END}{shown('tool', 'found Bern')}Done.{END}"
     assert trained(request) == f"{first}Done.{END}"
@@ -119,9 +119,9 @@ async def test_an_end_of_turn_that_was_not_sampled_is_appended_as_observed():
 
 async def test_a_turn_cut_by_its_own_budget_is_a_turn_that_ended():
     engine = make_engine("It is a long story", "Short.")
-    house = make_house(engine, interactions=[FakeUser("Shorter!")])
+    context = make_context(engine, interactions=[FakeUser("Shorter!")])
     request = await roll_out(
-        engine, house, interaction_kwargs=ASKED, budgets=Budgets(max_turn_tokens=8)
+        engine, context, interaction_kwargs=ASKED, budgets=Budgets(max_turn_tokens=8)
     )
     assert response(request) == f"It is a {END}{shown('user', 'Shorter!')}Short.{END}"
     assert trained(request) == f"It is a Short.{END}"
@@ -146,8 +146,8 @@ async def test_several_tools_answer_in_parallel_in_the_order_of_the_calls():
     tools = [Slow("a", properties=number), Slow("b", properties=number)]
     wanted = [("a", 4), ("b", 1), ("a", 3), ("b", 0), ("a", 2)]
     engine = make_engine("".join(calling(name, n=n) for name, n in wanted), "Done.")
-    house = make_house(engine, tools=tools, max_parallel_calls=3)
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=tools, max_parallel_calls=3)
+    request = await roll_out(engine, context)
     texts = [m.content for m in request.messages if m.role == "tool"]
     assert texts == [f"{name} {n}" for name, n in wanted]
     assert most == 3
@@ -164,10 +164,10 @@ async def test_an_answer_that_the_interval_skips_ends_the_request(
 ):
     user = FakeUser()
     engine = make_engine(*([CALL] if tool_first else []), "Bern.")
-    house = make_house(
+    context = make_context(
         engine, tools=[FakeTool()], interactions=[user], interaction_interval=interval
     )
-    request = await roll_out(engine, house, interaction_kwargs=ASKED)
+    request = await roll_out(engine, context, interaction_kwargs=ASKED)
     ends = {True: StopReason.INTERACTION_ENDED, False: StopReason.ANSWERED}
     assert request.stop_reason is ends[heard]
     check_life(user.lives, "start", "finalize")
@@ -177,8 +177,8 @@ async def test_an_answer_that_the_interval_skips_ends_the_request(
 async def test_the_chance_of_an_interaction_is_drawn_from_the_requests_seed():
     async def is_heard(seed: int, chance: float) -> bool:
         engine = make_engine("Bern.")
-        house = make_house(engine, interactions=[FakeUser()], interaction_prob=chance)
-        request = await roll_out(engine, house, interaction_kwargs=ASKED, seed=seed)
+        context = make_context(engine, interactions=[FakeUser()], interaction_prob=chance)
+        request = await roll_out(engine, context, interaction_kwargs=ASKED, seed=seed)
         return request.stop_reason is StopReason.INTERACTION_ENDED
 
     drawn = [await is_heard(seed, 0.5) for seed in range(40)]
@@ -191,7 +191,7 @@ async def test_the_chance_of_an_interaction_is_drawn_from_the_requests_seed():
 async def test_a_row_that_asks_for_no_interaction_has_none():
     user = FakeUser()
     engine = make_engine("Bern.")
-    request = await roll_out(engine, make_house(engine, interactions=[user]))
+    request = await roll_out(engine, make_context(engine, interactions=[user]))
     assert request.stop_reason is StopReason.ANSWERED
     assert not user.lives
 
@@ -202,7 +202,7 @@ async def test_a_row_that_asks_for_no_interaction_has_none():
 async def test_a_tool_may_end_its_request():
     tool = FakeTool(reply=lambda _: ToolResult(ToolResponse(text="won"), 1.0, should_stop=True))
     engine = make_engine(CALL, "never said")
-    request = await roll_out(engine, make_house(engine, tools=[tool]))
+    request = await roll_out(engine, make_context(engine, tools=[tool]))
     assert request.stop_reason is StopReason.TOOL_ENDED
     assert request.state is RequestState.COMPLETED
     assert response(request) == f"{CALL}{END}{shown('tool', 'won')}"
@@ -219,8 +219,8 @@ async def test_an_interaction_replies_judges_and_ends():
     last = InteractionResult(True, "well done", 1.0, {"hints": 1})
     user = FakeUser("Are you sure?", last)
     engine = make_engine("Bern.", "Yes.")
-    house = make_house(engine, interactions=[user])
-    request = await roll_out(engine, house, interaction_kwargs=ASKED)
+    context = make_context(engine, interactions=[user])
+    request = await roll_out(engine, context, interaction_kwargs=ASKED)
     assert request.stop_reason is StopReason.INTERACTION_ENDED
     assert response(request) == f"Bern.{END}{shown('user', 'Are you sure?')}Yes.{END}"
     assert trained(request) == f"Bern.{END}Yes.{END}"
@@ -238,8 +238,8 @@ async def test_an_interaction_replies_judges_and_ends():
 async def test_a_malformed_call_stops_the_request_where_the_policy_says_so(bad: str):
     tool = FakeTool()
     engine = make_engine(bad + CALL)
-    house = make_house(engine, tools=[tool], on_malformed_call="stop")
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[tool], on_malformed_call="stop")
+    request = await roll_out(engine, context)
     assert request.stop_reason is StopReason.MALFORMED_CALL
     assert request.end is not None
     assert request.end.fault is Fault.MODEL
@@ -259,8 +259,8 @@ async def test_a_malformed_call_stops_the_request_where_the_policy_says_so(bad: 
 )
 async def test_a_call_that_can_be_read_need_not_stop_the_request(bad: str, stop: StopReason):
     engine = make_engine(bad, "Bern.")
-    house = make_house(engine, tools=[FakeTool()], on_malformed_call="stop_unreadable")
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[FakeTool()], on_malformed_call="stop_unreadable")
+    request = await roll_out(engine, context)
     assert request.stop_reason is stop
 
 
@@ -268,8 +268,8 @@ async def test_a_call_that_can_be_read_need_not_stop_the_request(bad: str, stop:
 @pytest.mark.parametrize("policy", ["observe", "mask"])
 async def test_a_malformed_call_is_answered_by_its_error(bad: str, policy: str):
     engine = make_engine(f"{bad}{CALL}", "Bern.")
-    house = make_house(engine, tools=[FakeTool()], on_malformed_call=policy)
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[FakeTool()], on_malformed_call=policy)
+    request = await roll_out(engine, context)
     assert request.stop_reason is StopReason.ANSWERED
     assert outcomes(request) == ["malformed", "ok"]
     assert "was not executed" in request.messages[2].text
@@ -296,9 +296,9 @@ class RefusingTemplate:
 async def test_calls_that_the_template_cannot_answer_are_the_models_doing():
     tool = FakeTool()
     engine = make_engine(CALL)
-    house = make_house(engine, tools=[tool])
-    refusing: Any = RefusingTemplate(house.template)
-    request = await roll_out(engine, replace(house, template=refusing))
+    context = make_context(engine, tools=[tool])
+    refusing: Any = RefusingTemplate(context.template)
+    request = await roll_out(engine, replace(context, template=refusing))
     assert request.stop_reason is StopReason.MALFORMED_CALL
     assert outcomes(request) == ["skipped"]
     assert request.turns[0].calls[0].message == "not executed: results of two tools"
@@ -313,7 +313,7 @@ async def test_arguments_nested_without_end_are_malformed(depth: int):
         f'<tool_call>{{"name": "lookup", "arguments": {{"q": {deep}}}}}</tool_call>', "Bern."
     )
     tool = FakeTool(properties={"q": {}}, reply=lambda _: "ok")
-    request = await roll_out(engine, make_house(engine, tools=[tool]))
+    request = await roll_out(engine, make_context(engine, tools=[tool]))
     assert outcomes(request) == ["ok" if depth == 60 else "malformed"]
     assert request.stop_reason is StopReason.ANSWERED
     request.model_dump_json()
@@ -326,7 +326,7 @@ async def test_a_call_in_the_last_turn_is_not_executed():
     tool = FakeTool()
     engine = make_engine(CALL)
     request = await roll_out(
-        engine, make_house(engine, tools=[tool]), budgets=Budgets(max_assistant_turns=2)
+        engine, make_context(engine, tools=[tool]), budgets=Budgets(max_assistant_turns=2)
     )
     assert request.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert outcomes(request) == ["ok", "skipped"]
@@ -339,7 +339,7 @@ async def test_an_answer_in_the_last_turn_is_still_judged():
     engine = make_engine("Bern.")
     request = await roll_out(
         engine,
-        make_house(engine, interactions=[user]),
+        make_context(engine, interactions=[user]),
         interaction_kwargs=ASKED,
         budgets=Budgets(max_assistant_turns=1),
     )
@@ -353,7 +353,7 @@ async def test_the_interaction_judges_the_answer_behind_its_last_reply():
     engine = make_engine("Bern.")
     request = await roll_out(
         engine,
-        make_house(engine, interactions=[user]),
+        make_context(engine, interactions=[user]),
         interaction_kwargs=ASKED,
         budgets=Budgets(max_user_turns=2),
     )
@@ -366,8 +366,8 @@ async def test_the_interaction_judges_the_answer_behind_its_last_reply():
 
 async def test_more_calls_than_allowed_end_the_request_unexecuted():
     engine = make_engine(CALL, CALL + CALL)
-    house = make_house(engine, tools=[FakeTool()])
-    request = await roll_out(engine, house, budgets=Budgets(max_tool_calls=2))
+    context = make_context(engine, tools=[FakeTool()])
+    request = await roll_out(engine, context, budgets=Budgets(max_tool_calls=2))
     assert request.stop_reason is StopReason.MAX_TOOL_CALLS
     assert outcomes(request) == ["ok", "skipped", "skipped"]
 
@@ -378,8 +378,10 @@ async def test_more_calls_than_allowed_end_the_request_unexecuted():
 async def test_the_response_budget_cuts_a_turn():
     tool = FakeTool()
     engine = make_engine(f"{CALL} and more")
-    house = make_house(engine, tools=[tool])
-    request = await roll_out(engine, house, budgets=Budgets(max_response_tokens=len(encode(CALL))))
+    context = make_context(engine, tools=[tool])
+    request = await roll_out(
+        engine, context, budgets=Budgets(max_response_tokens=len(encode(CALL)))
+    )
     assert request.stop_reason is StopReason.RESPONSE_BUDGET
     assert request.turns[0].cut == "response"
     assert trained(request) == response(request) == CALL
@@ -394,8 +396,8 @@ async def test_an_observation_that_leaves_no_room_for_an_answer_is_left_out():
         (first + delta + 1, StopReason.RESPONSE_BUDGET),
     ]:
         engine = make_engine(CALL, "B")
-        house = make_house(engine, tools=[FakeTool()])
-        request = await roll_out(engine, house, budgets=Budgets(max_response_tokens=budget))
+        context = make_context(engine, tools=[FakeTool()])
+        request = await roll_out(engine, context, budgets=Budgets(max_response_tokens=budget))
         assert request.stop_reason is reason
         fits = budget > first + delta
         assert len(request.turns) == (3 if fits else 1)
@@ -438,9 +440,9 @@ async def test_the_wall_clock_ends_a_request_anywhere(place: str):
     )
     slow = ScriptedAnswer("late", delay_s=60)
     engine = make_engine(CALL, slow if place == "engine" else "Bern.")
-    house = make_house(engine, tools=[tool], interactions=[user], tool_timeout_s=1.0)
+    context = make_context(engine, tools=[tool], interactions=[user], tool_timeout_s=1.0)
     request = await roll_out(
-        engine, house, interaction_kwargs=ASKED, budgets=Budgets(timeout_s=0.05)
+        engine, context, interaction_kwargs=ASKED, budgets=Budgets(timeout_s=0.05)
     )
     assert request.stop_reason is StopReason.WALL_CLOCK
     assert request.error is not None
@@ -455,7 +457,7 @@ async def test_an_aborted_call_keeps_what_was_sampled():
     engine = make_engine(CALL, ScriptedAnswer("late", delay_s=60))
     tool = FakeTool()
     request = make_request()
-    task = asyncio.create_task(run_request(request, make_house(engine, tools=[tool])))
+    task = asyncio.create_task(run_request(request, make_context(engine, tools=[tool])))
     await asyncio.sleep(0.1)
     assert len(engine.calls) == 2
     await engine.abort(request.request_id)
@@ -477,9 +479,9 @@ async def test_cancelling_releases_everything_and_goes_on(place: str):
     )
     slow = ScriptedAnswer("late", delay_s=60)
     engine = make_engine(CALL, slow if place == "engine" else "Bern.")
-    house = make_house(engine, tools=[tool], interactions=[user], tool_timeout_s=2.0)
+    context = make_context(engine, tools=[tool], interactions=[user], tool_timeout_s=2.0)
     request = make_request(interaction_kwargs=ASKED)
-    task = asyncio.create_task(run_request(request, house))
+    task = asyncio.create_task(run_request(request, context))
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -501,7 +503,7 @@ async def test_cancelling_twice_still_waits_for_the_release():
 
     engine = make_engine("Bern.")
     request = make_request()
-    task = asyncio.create_task(run_request(request, make_house(engine, tools=[Slow()])))
+    task = asyncio.create_task(run_request(request, make_context(engine, tools=[Slow()])))
     await releasing.wait()
     for _ in range(3):
         task.cancel()
@@ -519,7 +521,7 @@ async def test_cancelling_twice_still_waits_for_the_release():
 async def test_a_failure_of_the_engine_is_the_engines(error: Exception):
     tool = FakeTool()
     engine = make_engine(CALL, error)
-    request = await roll_out(engine, make_house(engine, tools=[tool]))
+    request = await roll_out(engine, make_context(engine, tools=[tool]))
     assert request.stop_reason is StopReason.FAILED
     assert request.error is not None
     assert request.error.fault is Fault.ENGINE
@@ -548,7 +550,7 @@ async def test_a_stray_cancellation_of_the_engine_is_a_failure_and_no_cancellati
 )
 async def test_what_is_no_sample_never_enters_the_ledger(answer: ScriptedAnswer):
     engine = make_engine(answer)
-    request = await run_request(make_request(), make_house(engine))
+    request = await run_request(make_request(), make_context(engine))
     assert request.error is not None
     assert (request.error.fault, request.error.kind) == (Fault.ENGINE, "LedgerError")
     assert request.response_ids == []
@@ -560,8 +562,8 @@ async def test_a_failure_of_the_interaction_is_the_interactions(method: str, beh
     tool = FakeTool()
     user = FakeUser(**{method: behaviour})
     engine = make_engine("Bern.")
-    house = make_house(engine, tools=[tool], interactions=[user], interaction_timeout_s=0.05)
-    request = await roll_out(engine, house, interaction_kwargs=ASKED)
+    context = make_context(engine, tools=[tool], interactions=[user], interaction_timeout_s=0.05)
+    request = await roll_out(engine, context, interaction_kwargs=ASKED)
     assert request.stop_reason is StopReason.FAILED
     assert request.error is not None
     assert request.error.fault is Fault.INTERACTION
@@ -571,8 +573,8 @@ async def test_a_failure_of_the_interaction_is_the_interactions(method: str, beh
 
 async def test_an_unknown_interaction_is_the_rows_fault():
     engine = make_engine("Bern.")
-    house = make_house(engine, interactions=[FakeUser()])
-    request = await roll_out(engine, house, interaction_kwargs={"name": "fak"})
+    context = make_context(engine, interactions=[FakeUser()])
+    request = await roll_out(engine, context, interaction_kwargs={"name": "fak"})
     assert request.error is not None
     assert (request.error.fault, request.error.kind) == (Fault.LIMIT, "DataError")
     assert "one of fake" in request.error.message
@@ -583,8 +585,8 @@ async def test_an_unknown_interaction_is_the_rows_fault():
 async def test_a_tool_that_breaks_in_its_own_life_fails_its_request(method: str, behaviour: str):
     tool, other = FakeTool("broken", **{method: behaviour}), FakeTool()
     engine = make_engine("Bern.")
-    house = make_house(engine, tools=[tool, other], tool_timeout_s=0.05)
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[tool, other], tool_timeout_s=0.05)
+    request = await roll_out(engine, context)
     assert request.stop_reason is StopReason.FAILED
     assert request.error is not None
     assert (request.error.fault, request.error.kind) == (Fault.TOOL, "ToolLifeError")
@@ -597,7 +599,7 @@ async def test_a_tool_that_breaks_in_its_own_life_fails_its_request(method: str,
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "much"])
 async def test_a_tools_reward_must_be_a_finite_number(value: Any):
     engine = make_engine("Bern.")
-    request = await roll_out(engine, make_house(engine, tools=[FakeTool(value=value)]))
+    request = await roll_out(engine, make_context(engine, tools=[FakeTool(value=value)]))
     assert request.stop_reason is StopReason.FAILED
     assert request.error is not None
     assert request.error.fault is Fault.TOOL
@@ -608,10 +610,10 @@ async def test_a_release_that_breaks_is_counted_and_nothing_more(behaviour: str)
     tool = FakeTool(value=0.5, release=behaviour)
     user = FakeUser(finalize=behaviour)
     engine = make_engine("Bern.")
-    house = make_house(
+    context = make_context(
         engine, tools=[tool], interactions=[user], tool_timeout_s=0.05, interaction_timeout_s=0.05
     )
-    request = await roll_out(engine, house, interaction_kwargs=ASKED)
+    request = await roll_out(engine, context, interaction_kwargs=ASKED)
     assert request.stop_reason is StopReason.INTERACTION_ENDED
     assert request.metrics["release_failures"] == 2
     assert request.tool_rewards == {"lookup": 0.5}
@@ -624,7 +626,7 @@ async def test_a_release_that_breaks_is_counted_and_nothing_more(behaviour: str)
 async def test_a_call_that_fails_is_an_observation(behaviour: str, outcome: str):
     engine = make_engine(CALL, "Never mind.")
     tool = FakeTool(execute=behaviour)
-    request = await roll_out(engine, make_house(engine, tools=[tool], tool_timeout_s=0.05))
+    request = await roll_out(engine, make_context(engine, tools=[tool], tool_timeout_s=0.05))
     assert request.stop_reason is StopReason.ANSWERED
     assert outcomes(request) == [outcome]
     assert "secret" not in response(request)
@@ -638,8 +640,8 @@ async def test_a_tool_that_fails_ends_its_request_where_the_policy_says_so(
 ):
     engine = make_engine(CALL, "Never mind.")
     tool = FakeTool(execute=behaviour)
-    house = make_house(engine, tools=[tool], tool_timeout_s=0.05, on_tool_failure="fail")
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[tool], tool_timeout_s=0.05, on_tool_failure="fail")
+    request = await roll_out(engine, context)
     assert (request.state, request.stop_reason) == (RequestState.FAILED, StopReason.FAILED)
     assert request.error is not None
     assert (request.error.fault, request.error.kind) == (Fault.TOOL, "ToolCallError")
@@ -654,8 +656,8 @@ async def test_a_tool_that_fails_ends_its_request_where_the_policy_says_so(
 
 async def test_what_a_tool_says_itself_is_no_failure_of_the_tool():
     engine = make_engine(CALL, calling("unknown"), "Never mind.")
-    house = make_house(engine, tools=[FakeTool(execute="tool_error")], on_tool_failure="fail")
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[FakeTool(execute="tool_error")], on_tool_failure="fail")
+    request = await roll_out(engine, context)
     assert request.stop_reason is StopReason.ANSWERED
     assert outcomes(request) == ["tool_error", "malformed"]
 
@@ -665,7 +667,7 @@ async def test_a_token_check_that_breaks_loses_no_request():
         raise RuntimeError("no idea")
 
     engine = make_engine("Bern.")
-    request = await roll_out(engine, replace(make_house(engine), check_tokens=broken))
+    request = await roll_out(engine, replace(make_context(engine), check_tokens=broken))
     assert request.stop_reason is StopReason.ANSWERED
     assert [d.kind for d in request.differences] == ["check_failed"]
 
@@ -678,38 +680,38 @@ async def test_kwargs_reach_the_method_that_they_are_named_after():
     methods = ("create", "execute", "calc_reward", "release")
     kwargs = {"lookup": {f"{method}_kwargs": {"to": method} for method in methods}}
     engine = make_engine(CALL, "Bern.")
-    await roll_out(engine, make_house(engine, tools=[tool]), tools_kwargs=kwargs)
+    await roll_out(engine, make_context(engine, tools=[tool]), tools_kwargs=kwargs)
     assert tool.kwargs == [(method, {"to": method}) for method in methods]
 
 
 async def test_a_row_selects_its_tools():
     tools = [FakeTool("lookup"), FakeTool("other")]
     engine = make_engine(CALL, "Bern.")
-    house = make_house(engine, tools=tools)
-    request = await roll_out(engine, house, tool_selection=["other"])
+    context = make_context(engine, tools=tools)
+    request = await roll_out(engine, context, tool_selection=["other"])
     assert [schema.name for schema in request.tool_schemas] == ["other"]
     assert "lookup" not in decode(request.prompt_ids)
     assert outcomes(request) == ["malformed"]
     assert not tools[0].lives
-    none = await roll_out(engine, house, tool_selection=[])
+    none = await roll_out(engine, context, tool_selection=[])
     assert none.stop_reason is StopReason.ANSWERED
 
 
 async def test_a_row_may_be_shown_the_tools_of_its_tools_kwargs_alone():
     tools = [FakeTool("lookup"), FakeTool("other")]
     engine = make_engine("Bern.")
-    house = make_house(engine, tools=tools, tools_per_row="tools_kwargs")
-    named = await roll_out(engine, house, tools_kwargs={"other": {}})
+    context = make_context(engine, tools=tools, tools_per_row="tools_kwargs")
+    named = await roll_out(engine, context, tools_kwargs={"other": {}})
     assert [schema.name for schema in named.tool_schemas] == ["other"]
-    bare = await roll_out(engine, house)
+    bare = await roll_out(engine, context)
     assert bare.tool_schemas == []
     assert "lookup" not in decode(bare.prompt_ids)
 
 
 async def test_a_row_that_names_an_unknown_tool_fails_alone():
     engine = make_engine("Bern.")
-    house = make_house(engine, tools=[FakeTool()])
-    request = await roll_out(engine, house, tool_selection=["lookdown"])
+    context = make_context(engine, tools=[FakeTool()])
+    request = await roll_out(engine, context, tool_selection=["lookdown"])
     assert request.error is not None
     assert (request.error.fault, request.error.kind) == (Fault.LIMIT, "DataError")
 
@@ -717,8 +719,8 @@ async def test_a_row_that_names_an_unknown_tool_fails_alone():
 async def test_what_a_tool_says_when_it_is_created_opens_the_conversation():
     tool = FakeTool(opening="The door is closed and locked.")
     engine = make_engine("I open it.")
-    house = make_house(engine, tools=[tool], max_tool_response_length=16)
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[tool], max_tool_response_length=16)
+    request = await roll_out(engine, context)
     assert [m.role for m in request.messages] == ["user", "tool", "assistant"]
     assert request.messages[1].content == "The do ... cked."
     assert request.num_cut_prompt_tokens > 0
@@ -731,8 +733,8 @@ async def test_what_a_tool_says_when_it_is_created_opens_the_conversation():
 async def test_a_parser_words_openings_and_results_in_its_own_role():
     tool = FakeTool("search", reply=lambda a: "x" * 50, opening="Ask me.", properties={"query": {}})
     engine = make_engine("<search>Bern</search>", "Rain.")
-    house = make_house(engine, tools=[tool], parser="search_r1", max_tool_response_length=8)
-    request = await roll_out(engine, house)
+    context = make_context(engine, tools=[tool], parser="search_r1", max_tool_response_length=8)
+    request = await roll_out(engine, context)
     roles = [m.role for m in request.messages]
     assert roles == ["user", "user", "assistant", "user", "assistant"]
     assert request.messages[1].content == "<information>Ask me.</information>"
@@ -743,10 +745,10 @@ async def test_a_parser_words_openings_and_results_in_its_own_role():
 
 async def test_a_reply_that_is_cut_says_so():
     engine = make_engine("Bern.")
-    house = make_house(engine, interactions=[FakeUser("a" * 40)], max_tool_response_length=10)
+    context = make_context(engine, interactions=[FakeUser("a" * 40)], max_tool_response_length=10)
     request = await roll_out(
         engine,
-        house,
+        context,
         interaction_kwargs=ASKED,
         budgets=Budgets(max_observation_tokens=10),
     )
@@ -757,8 +759,8 @@ async def test_a_reply_that_is_cut_says_so():
 
 async def test_half_a_surrogate_pair_from_a_user_is_replaced():
     engine = make_engine("Bern.")
-    house = make_house(engine, interactions=[FakeUser("half \ud800")])
-    request = await roll_out(engine, house, interaction_kwargs=ASKED)
+    context = make_context(engine, interactions=[FakeUser("half \ud800")])
+    request = await roll_out(engine, context, interaction_kwargs=ASKED)
     assert request.stop_reason is StopReason.INTERACTION_ENDED
     assert request.messages[2].content == "half ?"
     request.model_dump_json()

@@ -24,7 +24,7 @@ from tests.fakes.plugins import (
     assert_lawful,
     calling,
     check_life,
-    make_house,
+    make_context,
     make_manager,
     make_prompts,
     tiny_tokenizer,
@@ -71,8 +71,8 @@ def _place(request_id: str) -> int:
 
 
 def manager_of(engine: ScriptedEngine, tool: FakeTool | None = None, **rollout: Any) -> Any:
-    house = make_house(engine, tools=[tool or FakeTool()])
-    return make_manager(house, deterministic=True, **rollout)
+    context = make_context(engine, tools=[tool or FakeTool()])
+    return make_manager(context, deterministic=True, **rollout)
 
 
 def requests_of(manager: RolloutManager) -> list[AsyncRolloutRequest]:
@@ -92,7 +92,7 @@ def turns(*numbers: int) -> Any:
 
 
 def expected_rounds(num_turns: Sequence[int], room: int) -> list[list[int]]:
-    """Rounds by hand: everyone inside takes a turn; who is done makes room for the next."""
+    """LockstepScheduler by hand: everyone inside takes a turn; who is done makes room for the next."""
     left = dict(enumerate(num_turns))
     rounds: list[list[int]] = []
     while alive := [place for place, number in left.items() if number > 0][:room]:

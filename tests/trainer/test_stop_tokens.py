@@ -16,8 +16,8 @@ from agentrl.trainer.setup.rollout_setup import probe_model
 from tests.fakes.plugins import (
     decode,
     encode,
+    make_context,
     make_engine,
-    make_house,
     make_manager,
     make_request,
     tiny_tokenizer,
@@ -53,16 +53,16 @@ def test_a_folder_without_generation_config_stops_where_tokenizer_and_template_d
 
 
 def test_both_engines_are_asked_to_stop_there(template: ChatTemplate):
-    house = replace(make_house(make_engine("Yes.")), template=template)
-    sampling = make_manager(house).train_plan().sampling
+    context = replace(make_context(make_engine("Yes.")), template=template)
+    sampling = make_manager(context).train_plan().sampling
     assert StopCheck.of(sampling, decode).first_end([*encode("It is 4."), OTHER_END, 5]) == 9
     assert OTHER_END in sampling_fields(sampling)["stop_token_ids"]
 
 
 async def test_such_a_token_is_trained_and_no_part_of_the_message(template: ChatTemplate):
     engine = make_engine([*encode("It is 4."), OTHER_END])
-    house = replace(make_house(engine), template=template)
-    request = await run_request(make_request(), house)
+    context = replace(make_context(engine), template=template)
+    request = await run_request(make_request(), context)
     assert request.messages[-1].content == "It is 4."
     assert request.response_ids == [*encode("It is 4."), OTHER_END]
     assert request.loss_mask[-1] == 1

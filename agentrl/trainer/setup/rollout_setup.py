@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.schema.run import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
-from agentrl.rollout.context import House, choose_parser
+from agentrl.rollout.context import RolloutContext, choose_parser
 from agentrl.rollout.fitting import PromptEncoder, TextFitter
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.seeding import draws_check
+from agentrl.rollout.seeding import should_check
 from agentrl.rollout.templates import (
     ChatTemplate,
     TemplateNeeds,
@@ -133,7 +133,7 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
         max_tokens=turns.max_tool_response_length,
         side=turns.tool_response_truncate_side,
     )
-    house = House(
+    context = RolloutContext(
         engine=engine,
         template=setup.template,
         parser=setup.parser,
@@ -149,7 +149,7 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
         ).encode,
         check_tokens=make_token_check(setup.template, turns),
     )
-    return RolloutManager(house, config.rollout, config.data)
+    return RolloutManager(context, config.rollout, config.data)
 
 
 def make_token_check(
@@ -160,7 +160,7 @@ def make_token_check(
     share = settings.tokenization_sanity_check_frac
 
     def check(request: AsyncRolloutRequest, wording: Callable[[], Sequence[str]]) -> None:
-        if mode != "disable" and draws_check(request, share):
+        if mode != "disable" and should_check(request, share):
             request.differences = check_request(template, request, mode, wording=wording())
             request.is_checked = True
 

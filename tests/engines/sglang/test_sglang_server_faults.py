@@ -31,7 +31,7 @@ from tests.fakes.plugins import (
     assert_lawful,
     check_life,
     decode,
-    make_house,
+    make_context,
     make_manager,
     make_prompts,
     tiny_tokenizer,
@@ -100,13 +100,13 @@ def converse(
     engine: Watched, user: FakeUser
 ) -> tuple[RolloutManager, asyncio.Task[list[AsyncRolloutRequest]]]:
     """Begin conversations of three answers each."""
-    house = make_house(
+    context = make_context(
         engine,  # type: ignore[arg-type]
         interactions=[user],
         tokenization_sanity_check_mode="disable",
         max_tokens_per_turn=TURN_TOKENS,
     )
-    manager = make_manager(house, response=512, n=NUM_SAMPLES)
+    manager = make_manager(context, response=512, n=NUM_SAMPLES)
     prompts = make_prompts(NUM_PROMPTS, interaction_kwargs={"name": "fake"})
     requests = manager.make_requests(prompts, manager.train_plan())
     return manager, asyncio.create_task(manager.drive(requests))

@@ -10,7 +10,7 @@ from agentrl.config.schema.run import MultiTurnConfig
 from agentrl.messages import Message
 from agentrl.rollout.records import TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.seeding import draws_check
+from agentrl.rollout.seeding import should_check
 from agentrl.rollout.templates import ChatTemplate, CheckMode, check_request
 from agentrl.rollout.templates.text import TextEncoder
 from agentrl.trainer.setup.rollout_setup import make_token_check
@@ -19,8 +19,8 @@ from tests.fakes.conversations import Plan, plans, play
 from tests.fakes.plugins import (
     FakeTool,
     calling,
+    make_context,
     make_engine,
-    make_house,
     make_request,
     tiny_template,
 )
@@ -45,8 +45,8 @@ async def roll_out(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[Any,
 
     kept = Kept()
     monkeypatch.setattr(fakes, "check_request", kept.check)
-    house = make_house(make_engine(*answers), tools=[FakeTool()])
-    return await run_request(make_request(), house), kept.wording
+    context = make_context(make_engine(*answers), tools=[FakeTool()])
+    return await run_request(make_request(), context), kept.wording
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -100,7 +100,7 @@ def test_a_share_of_the_requests_is_checked_and_always_the_same_ones():
         for request in requests:
             check(request, list)
         drawn.append([request.is_checked for request in requests])
-    assert drawn[0] == drawn[1] == [draws_check(finished(seed), 0.25) for seed in range(2000)]
+    assert drawn[0] == drawn[1] == [should_check(finished(seed), 0.25) for seed in range(2000)]
     assert 400 < sum(drawn[0]) < 600
 
 

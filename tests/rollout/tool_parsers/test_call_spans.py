@@ -19,8 +19,8 @@ from tests.fakes.plugins import (
     calling,
     decode,
     encode,
+    make_context,
     make_engine,
-    make_house,
     make_request,
     tiny_template,
 )
@@ -113,7 +113,7 @@ def test_where_no_call_is_nothing_is_decoded():
 
 async def roll_out(*answers: str, **fields: Any) -> AsyncRolloutRequest:
     engine = make_engine(*answers)
-    return await run_request(make_request(**fields), make_house(engine, tools=[FakeTool()]))
+    return await run_request(make_request(**fields), make_context(engine, tools=[FakeTool()]))
 
 
 def texts_of(request: AsyncRolloutRequest) -> list[str | None]:
