@@ -82,7 +82,7 @@ class LockstepScheduler:
     others go on, by a batch that has one row less from a moment that the clock chose.
 
     Args:
-        engine: Completes the turns. Nobody else may use it meanwhile; a second `LockstepScheduler` is refused
+        engine: Completes the turns. A second `LockstepScheduler` on it is refused
             with a `RolloutError`.
         num_requests: Requests of the rollout, by place 0, 1, ...
         capacity: Members at once.

@@ -92,7 +92,7 @@ def turns(*numbers: int) -> Any:
 
 
 def expected_rounds(num_turns: Sequence[int], room: int) -> list[list[int]]:
-    """LockstepScheduler by hand: everyone inside takes a turn; who is done makes room for the next."""
+    """Compute the rounds by hand: members take a turn each; who is done is replaced."""
     left = dict(enumerate(num_turns))
     rounds: list[list[int]] = []
     while alive := [place for place, number in left.items() if number > 0][:room]:
