@@ -24,9 +24,9 @@ from agentrl.tools import (
     OpenAIFunctionPropertySchema,
     OpenAIFunctionToolSchema,
 )
-from agentrl.tools.registry import load_all_tools
 from agentrl.tools.from_verl import as_verl_shows
-from tests.fakes.plugins import calling, make_engine, make_context, make_manager, make_prompts
+from agentrl.tools.registry import load_all_tools
+from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/from_verl.md"
 
@@ -224,7 +224,9 @@ def test_what_breaks_in_them_costs_their_request_alone(here: Path):
 
 
 def roll_out(tools: Any, interactions: Any, *answers: str) -> AsyncRolloutRequest:
-    context = make_context(make_engine(*answers), tools=tools, interactions=[*interactions.values()])
+    context = make_context(
+        make_engine(*answers), tools=tools, interactions=[*interactions.values()]
+    )
     manager = make_manager(context, n=1)
     requests = manager.make_requests(make_prompts(1, **ROW), manager.train_plan())
     return asyncio.run(manager.rollout(requests))[0]

@@ -8,10 +8,10 @@ from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.tool_calls import check_calls
 from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
+from agentrl.tools.from_verl import as_verl_shows
 from agentrl.tools.python_tool import _SCHEMA as PYTHON
 from agentrl.tools.sandbox_fusion_tool import _SCHEMA as FUSION
 from agentrl.tools.search_tool import _SCHEMA as SEARCH
-from agentrl.tools.from_verl import as_verl_shows
 from tests.fakes.tools import schema
 
 OTHER = schema("other", a={"type": "string"}, b={"type": "string"})
