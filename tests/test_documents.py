@@ -1,8 +1,8 @@
 """README and documents say what is."""
 
-import ast
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -43,41 +43,67 @@ def test_page_of_keys_is_the_schema_and_says_what_each_key_means() -> None:
     assert not re.findall(r"^\| `[\w.]+` .*\|  \|$", page, re.M)
 
 
-def test_trees_are_those_of_the_folders_and_files() -> None:
+def test_lists_of_packages_and_files_are_complete() -> None:
     maker = load("make_tree")
     folders, files = maker.trees()
-    assert folders in README, "python docs/make_tree.py"
+    assert folders in (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), "make docs"
     assert files in (ROOT / "docs/tree.md").read_text(encoding="utf-8"), "python docs/make_tree.py"
     there = {str(p.relative_to(ROOT)) for p in (ROOT / "agentrl").rglob("*.py")}
     named = set(re.findall(r"^(agentrl/[\w/.]+)", files, re.M))
-    doors = {path.removesuffix("__init__.py") for path in there} - {"agentrl/"}
-    assert named == doors
+    assert named == {path.removesuffix("__init__.py") for path in there} - {"agentrl/"}
     assert not re.findall(r"^agentrl/\S+$", files, re.M), "a file without a docstring"
 
 
-def test_python_of_the_readme_is_python() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert len(blocks) >= 2
-    for block in blocks:
-        ast.parse(block)
+def readme_command(name: str) -> str:
+    blocks = re.findall(rf"^<!-- command: {name} -->\n```bash\n(.*?)^```", README, re.M | re.S)
+    assert len(blocks) == 1
+    return blocks[0]
 
 
-def test_first_two_commands_install_and_train_and_test() -> None:
-    train, test = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)[:2]
-    assert "pip install" in train
-    assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in train
-    assert "pip install" in test
-    assert "&& pytest -n logical --dist worksteal && pytest -m slow" in test
+def test_commands_that_ci_takes_from_the_readme_are_marked() -> None:
+    ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert re.findall(r"^run_readme_command (\w+)$", ci, re.M) == ["test", "sglang"]
+    assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in readme_command("train")
+    assert '-e ".[dev]" && make test' in readme_command("test")
+    assert '-e ".[sglang,dev]" && make test-sglang' in readme_command("sglang")
 
 
-def test_third_command_installs_sglang_and_ci_runs_it() -> None:
-    command = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)[2]
-    assert ".[sglang,dev]" in command
-    assert "pytest -m sglang" in command
-    assert "for block in blocks[1:3]" in (ROOT / ".ci/run").read_text()
+def test_tasks_that_pages_name_are_in_the_makefile() -> None:
+    tasks = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for page in [*PAGES, ROOT / ".ci/run"]:
+        for named in re.findall(r"(?:^|[`&] ?|\$ )make ([a-z -]+)", page.read_text("utf-8"), re.M):
+            assert set(named.split()) <= tasks, page
 
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+def test_tests_that_the_page_of_invariants_names_exist() -> None:
+    page = (ROOT / "docs/invariants.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) >= 13
+    for file, name in named:
+        assert re.search(rf"def {name}\b", (ROOT / file).read_text(encoding="utf-8")), name
+
+
+def test_files_of_the_walk_exist_and_are_few() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Packages")[0]
+    walk = dict.fromkeys(re.findall(r"`(agentrl/[\w/]+\.py)`", page))
+    assert 10 <= len(walk) <= 25
+    assert all((ROOT / file).is_file() for file in walk)
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s:]+)(?:#[\w-]+)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_paths_that_are_type_checked_strictly_exist() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for path in settings["tool"]["pyright"]["strict"]:
+        found = ROOT / path
+        assert found.is_file() if found.suffix else any(found.rglob("*.py")), path
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def test_pages_name_only_commands_that_exist() -> None:
@@ -107,7 +133,3 @@ def test_no_page_leads_to_the_project_that_owns_the_name_agentrl_on_the_index() 
     for file in files:
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"install (?:-\S+ )*[\"']?agentrl(?![-/\w])", text), file
-
-
-def test_readme_has_no_gap() -> None:
-    assert "@@" not in README

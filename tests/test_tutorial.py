@@ -1,4 +1,4 @@
-"""What README shows of tools and interactions works as it stands there."""
+"""The tool of README and the plug-ins, row and run file of docs/tutorial.md work as printed."""
 
 import asyncio
 import json
@@ -15,17 +15,21 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools.registry import load_all_tools
 from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/tutorial.md")]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+    return [
+        b for page in PAGES for b in re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
+    ]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tools, interaction = blocks("python")[:2]
-    (tmp_path / "my_tools.py").write_text(tools, encoding="utf-8")
+    tool, function, interaction = blocks("python")
+    (tmp_path / "my_tools.py").write_text(tool, encoding="utf-8")
+    (tmp_path / "my_functions.py").write_text(function, encoding="utf-8")
     (tmp_path / "my_interactions.py").write_text(interaction, encoding="utf-8")
     tool_yaml, interaction_yaml = blocks("yaml")[:2]
     (tmp_path / "tools.yaml").write_text(tool_yaml, encoding="utf-8")
@@ -36,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def roll_out(here: Path, *answers: str) -> AsyncRolloutRequest:
-    tools = load_all_tools(here / "tools.yaml", str(here / "my_tools.py"))
+    tools = load_all_tools(here / "tools.yaml", str(here / "my_functions.py"))
     interactions = initialize_interactions_from_config(here / "interactions.yaml")
     context = make_context(
         make_engine(*answers), tools=tools, interactions=[*interactions.values()]
@@ -51,11 +55,11 @@ def roll_out(here: Path, *answers: str) -> AsyncRolloutRequest:
     return asyncio.run(manager.rollout(requests))[0]
 
 
-def test_readme_yaml_is_yaml(here: Path) -> None:
+def test_tool_file_is_yaml(here: Path) -> None:
     assert yaml.safe_load((here / "tools.yaml").read_text())["tools"]
 
 
-def test_tools_of_the_readme_work(here: Path) -> None:
+def test_tools_work(here: Path) -> None:
     request = roll_out(
         here,
         calling("shop", item="apple") + calling("shop", item="pear"),
@@ -70,7 +74,7 @@ def test_tools_of_the_readme_work(here: Path) -> None:
     assert texts == ["took apple", "there is no pear", "2"]
 
 
-def test_interaction_of_the_readme_works(here: Path) -> None:
+def test_interaction_works(here: Path) -> None:
     request = roll_out(here, "It is 41.", "It is 42.")
     users = [message.text for message in request.messages if message.role == "user"]
     assert users[-1] == "Are you sure?"
@@ -79,12 +83,12 @@ def test_interaction_of_the_readme_works(here: Path) -> None:
     assert scores == [0.0, 1.0]
 
 
-def test_run_file_of_the_readme_is_a_run_file(here: Path) -> None:
+def test_run_file_is_accepted(here: Path) -> None:
     config = parse_config(yaml.safe_load(blocks("yaml")[2]))
     assert config.rollout.multi_turn.interaction_config_path == Path("interactions.yaml")
 
 
-def test_row_of_the_readme_is_a_row(here: Path) -> None:
+def test_row_is_read(here: Path) -> None:
     (here / "rows.jsonl").write_text(blocks("json")[1], encoding="utf-8")
     prompt = load_prompts([here / "rows.jsonl"], DataConfig())[0]
     assert prompt.ground_truth == "apple"

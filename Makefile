@@ -1,0 +1,42 @@
+# Tasks for contributors: `make lint types test`. CONTRIBUTING.md says when to run which.
+# They use the active environment: `pip install torch==2.13.0 -e ".[dev]"`.
+
+PYTHON ?= python
+SGLANG_PYTHON ?= .sglang/bin/python
+
+.PHONY: help lint format types test test-slow test-sglang coverage docs
+
+help:  ## Print this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+lint:  ## Check code, formatting, imports between layers, spelling and prose.
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	lint-imports
+	$(PYTHON) -m codespell_lib
+	$(PYTHON) -m pytest -n 0 tests/test_prose.py
+
+format:  ## Sort imports and format the code.
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+types:  ## Check types.
+	$(PYTHON) -m pyright --pythonpath $(shell command -v $(PYTHON))
+
+test:  ## Run the everyday tests (under five minutes on two cores).
+	$(PYTHON) -m pytest -n logical --dist worksteal
+
+test-slow:  ## Run the slow tests (under twenty minutes on two cores).
+	$(PYTHON) -m pytest -n logical --dist worksteal -m slow
+
+test-sglang:  ## Run the tests that start the real SGLang (under ten minutes).
+	$(SGLANG_PYTHON) -m pytest -m sglang
+
+coverage:  ## Run the everyday tests and print which lines they miss.
+	$(PYTHON) -m pytest -n logical --dist worksteal --cov=agentrl --cov-report=term:skip-covered
+
+docs:  ## Write the generated pages again.
+	$(PYTHON) docs/make_tree.py
+	$(PYTHON) docs/make_keys.py
+	$(PYTHON) docs/make_verl_table.py
+	$(PYTHON) docs/make_trust_table.py
