@@ -19,7 +19,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from agentrl.commands.run import RolloutOptions, rollout_from_file
+from agentrl.commands.train import RolloutOptions, rollout_from_file
 from agentrl.commands.run_file import read_run_file
 from agentrl.config import Purpose, load_config
 from agentrl.config.schema.run import RewardConfig

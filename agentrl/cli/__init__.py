@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from agentrl.cli import inspect, prepare, rewards, serve, train
 from agentrl.cli.app import app, refuse_hydra_options
 from agentrl.cli.process import (
     exit_code,
@@ -34,7 +33,7 @@ from agentrl.cli.process import (
 from agentrl.errors import AgentRLError, is_out_of_memory
 from agentrl.trainer.process_exit import end_without_waiting, report_silent_exit
 
-__all__ = ["app", "inspect", "leave_rank", "main", "prepare", "rewards", "serve", "train"]
+__all__ = ["app", "leave_rank", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -44,7 +44,6 @@ from agentrl.trainer.metrics.step import Timer, step_figures
 from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.setup.plugins import EngineFactory, Given, Row, Tool, given_rows
 from agentrl.trainer.setup.preflight import with_absolute_paths
-from agentrl.trainer.state.archive import set_aside_superseded
 from agentrl.trainer.state.data_fingerprint import RECORD
 from agentrl.trainer.state.last_step import LastStep
 from agentrl.trainer.state.resume import (
@@ -53,6 +52,7 @@ from agentrl.trainer.state.resume import (
     config_digest,
     find_checkpoint,
     policy_origin,
+    set_aside_superseded,
 )
 from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.state.summary import Summary

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig
-from agentrl.trainer.state.archive import set_aside_superseded
-from agentrl.trainer.state.resume import checkpoint_folder
+from agentrl.trainer.state.resume import checkpoint_folder, set_aside_superseded
 
 
 def make_config(folder: Path, **settings: Any) -> RunConfig:

@@ -33,7 +33,7 @@ from agentrl.trainer.rollouts.transcript import (
 )
 from tests.fakes.seeing import byte_decode, finish, finished_requests, sample, started, tool_story
 
-TOKENIZERS = Path(__file__).resolve().parents[2].parent / "shared/data/tokenizers"
+TOKENIZERS = Path(__file__).resolve().parents[3].parent / "shared/data/tokenizers"
 
 
 def plain(request):
