@@ -63,7 +63,7 @@ CALLED = ("calculator", "calc_gsm8k_reward")
 
 def scripted_trainer(home: Path, name: str) -> WatchedTrainer:
     trainer = WatchedTrainer(make_config(home, name))
-    truths = {prompt.index: str(prompt.ground_truth) for prompt in trainer.parts.data.train}
+    truths = {prompt.index: str(prompt.ground_truth) for prompt in trainer.components.data.train}
 
     def answer(ids: Sequence[int], _: SamplingParams, request_id: str, turn: int) -> str:
         _, _, index, _, offset = request_id.split("-")
@@ -71,7 +71,7 @@ def scripted_trainer(home: Path, name: str) -> WatchedTrainer:
             return CALLS[offset]
         return f"#### {truths[int(index)]}" if turn == 2 and offset == "0" else "#### -1"
 
-    engine = ScriptedEngine(answer, tokenizer=trainer.parts.setup.tokenizer)
+    engine = ScriptedEngine(answer, tokenizer=trainer.components.setup.tokenizer)
     with_engine(trainer, RecordingEngine(engine))
     trainer.sync_weights()
     return trainer
@@ -102,7 +102,7 @@ def scripted_run(home: Path) -> Iterator[ScriptedRun]:
 
 @pytest.mark.slow
 def test_tools_and_interaction_are_walked_by_every_row(scripted_run: ScriptedRun):
-    engine: Any = scripted_run.trainer.parts.engine
+    engine: Any = scripted_run.trainer.components.engine
     metrics = scripted_run.metrics
     assert_trained_is_what_was_sampled(engine, scripted_run.requests, scripted_run.batch)
     for request in scripted_run.requests:
@@ -133,7 +133,7 @@ def test_rewards_of_the_script_move_the_weights(scripted_run: ScriptedRun):
         sign = 1 if request.rollout_offset == 0 else -1
         assert (advantages[row][mask[row]] * sign > 0).all()
     assert scripted_run.metrics["actor/grad_norm"] > 0
-    engine: Any = trainer.parts.engine
+    engine: Any = trainer.components.engine
     assert trainer.policy_version == engine.version == 1
     after = weights_of(trainer)
     assert all(not torch.equal(old, after[name]) for name, old in scripted_run.before.items())
@@ -150,7 +150,7 @@ def test_checkpoint_is_complete_and_loads_as_written(scripted_run: ScriptedRun):
         "state.json",
         "manifest.json",
     }
-    assert load_run(path, trainer.parts.actor).step == 1
+    assert load_run(path, trainer.components.actor).step == 1
 
 
 @pytest.mark.slow
@@ -162,13 +162,13 @@ def test_resumed_run_takes_the_step_of_the_uninterrupted_one(scripted_run: Scrip
         resumed.resume()
         resumed.sync_weights()
         assert (resumed.step, resumed.policy_version) == (1, 1)
-        assert resumed.parts.order.state_dict() == trainer.parts.order.state_dict()
+        assert resumed.components.order.state_dict() == trainer.components.order.state_dict()
         assert_same_weights(trainer, resumed)
-        moments = [one.parts.actor.optimizer.state_tensors() for one in (trainer, resumed)]
+        moments = [one.components.actor.optimizer.state_tensors() for one in (trainer, resumed)]
         assert moments[0].keys() == moments[1].keys()
         assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
         saved = json.loads((path / "state.json").read_text())
-        again = resumed.parts.actor.counters()
+        again = resumed.components.actor.counters()
         assert saved["actor"] == dataclasses.asdict(again)
         trainer.num_prompts = resumed.num_prompts = 16
         ours, theirs = trainer.train_step(), resumed.train_step()

@@ -14,7 +14,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.tools import BaseTool
 from agentrl.tools.registry import load_all_tools
 from agentrl.tools.runtime.settings import ToolSettings
-from agentrl.trainer.metrics.step import rollout_figures
+from agentrl.trainer.metrics.rollout import rollout_metrics
 from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 from tests.fakes.tools import schema
 
@@ -127,7 +127,7 @@ def test_every_outcome_stands_in_the_table():
 
 
 def test_every_metric_of_the_table_is_logged(finished: AsyncRolloutRequest):
-    logged = set(rollout_figures([finished]))
+    logged = set(rollout_metrics([finished]))
     for name, _ in cells("What is recorded"):
         pattern = re.escape(name).replace("<name>", "library").replace(r"/\*", "/.*")
         pattern = pattern.replace("<outcome>", "ok")

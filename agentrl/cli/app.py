@@ -322,7 +322,7 @@ def prepare_gsm8k(
 ) -> None:
     """Turn the real GSM8K into rows with tools and an interaction."""
     from agentrl.config.schema.run import Gsm8kConfig
-    from agentrl.data.prepare import prepare_gsm8k as prepare
+    from agentrl.data.prepare.gsm8k import prepare_gsm8k as prepare
 
     files = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))
     _list_files([files.train, files.test], made=files.made)

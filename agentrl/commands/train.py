@@ -29,9 +29,9 @@ from agentrl.rewards import drive_and_score
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import TemplateReport
-from agentrl.trainer.components import check_late, prepare_parts
+from agentrl.trainer.components import check_names_and_engine, prepare_components
 from agentrl.trainer.interruption import Interruption
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.files import save_rollouts
 from agentrl.trainer.rollouts.transcript import print_transcript, read_transcript, token_table
 from agentrl.trainer.setup.datasets import RunData, load_run_data
@@ -64,49 +64,51 @@ from agentrl.workers.rng import seed_everything
 from agentrl.workers.tokenizer import check_tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
     """A run file, read and checked, among its ranks."""
 
     config: RunConfig
     world: World
-    journal: Journal
+    run_logger: RunLogger
     plugins: Plugins
 
 
 @contextmanager
-def opened(file: RunFile, console: Console | None = None) -> Iterator[Opened]:
+def open_run(file: RunFile, console: Console | None = None) -> Iterator[PreparedRun]:
     """Join the ranks of a run for the `with` block, after the checks that need torch."""
     quiet_libraries()
     config = with_absolute_paths(file.config)
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
-    journal = Journal(config.trainer, is_main=world.is_main, console=console)
+    run_logger = RunLogger(config.trainer, is_main=world.is_main, console=console)
     try:
         if file.report is not None:
-            journal.say(f"{file.path}: {file.report.in_short()}")
-        journal.say(*(f"note: {note}" for note in file.notes))
+            run_logger.info(f"{file.path}: {file.report.in_short()}")
+        run_logger.info(*(f"note: {note}" for note in file.notes))
         with world.board.explaining():
             with telling_where(file.overrides, file.report), naming_file(file.path):
-                check_late(config, purpose=file.purpose)
-            yield Opened(config=config, world=world, journal=journal, plugins=file.plugins)
+                check_names_and_engine(config, purpose=file.purpose)
+            yield PreparedRun(
+                config=config, world=world, run_logger=run_logger, plugins=file.plugins
+            )
     finally:
-        journal.close()
+        run_logger.close()
         stop_world()
 
 
 def train_from_file(file: RunFile) -> Summary:
     """Prepare what is missing, train, and say what came of it."""
-    with opened(file) as run:
-        parts = prepare_parts(run.config, run.world, run.journal, run.plugins)
+    with open_run(file) as run:
+        parts = prepare_components(run.config, run.world, run.run_logger, run.plugins)
         trainer = Trainer(run.config, parts)
         summary = trainer.fit()
-        run.journal.say(summary.in_words(trainer.folder))
+        run.run_logger.info(summary.describe(trainer.folder))
         return summary
 
 
 def sft_from_file(file: RunFile) -> None:
     """Run a run file's supervised warm-up, and what it needs before it."""
-    with opened(file) as run:
+    with open_run(file) as run:
         prepare = run.config.prepare
         if prepare.sft is None:
             raise ConfigError(
@@ -117,9 +119,9 @@ def sft_from_file(file: RunFile) -> None:
             )
         claim_prepared(run.config)
         with run.world.agreeing():
-            run.journal.claim()
+            run.run_logger.lock_folder()
         now = datetime.now()
-        prepare_run(run.config, run.world, run.journal, run.plugins.tools, now=now)
+        prepare_run(run.config, run.world, run.run_logger, run.plugins.tools, now=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +149,17 @@ def rollout_from_file(
 
     A request that fails is shown like the others, with what it says: it is what one came to see.
     """
-    with opened(file, console) as run:
+    with open_run(file, console) as run:
         if options.out is not None:
             claim_file(options.out, key="--out")
         claim_prepared(run.config)
         config = showing_failures(run.config)
         now = datetime.now()
-        prepare_run(config, run.world, run.journal, run.plugins.tools, now=now)
+        prepare_run(config, run.world, run.run_logger, run.plugins.tools, now=now)
         seed_everything(config.trainer.seed)
         setup = make_rollout_setup(config, run.plugins, probe_model(config, run.plugins, now=now))
         prompts = choose_prompts(load_run_data(config, setup), options)
-        run.journal.say(*announce_start(config))
+        run.run_logger.info(*announce_start(config))
         engine = load_engine(config, setup, run.world)
         manager = make_manager(config, setup, engine)
         plan = manager.val_plan(options.split) if options.greedy else manager.train_plan()
@@ -166,7 +168,7 @@ def rollout_from_file(
         )
         stopping = Interruption(run.world, fate="nothing is shown or saved")
         with stopping.listening() as interruption, asyncio.Runner() as runner:
-            rolled_out = roll_out(manager, requests, run.plugins, run.journal)
+            rolled_out = roll_out(manager, requests, run.plugins, run.run_logger)
             finished = interruption.run(runner, rolled_out)
         show_rollouts(finished, setup, options, config.reward, console)
         return finished
@@ -208,11 +210,11 @@ async def roll_out(
     manager: RolloutManager,
     requests: Sequence[AsyncRolloutRequest],
     plugins: Plugins,
-    journal: Journal,
+    run_logger: RunLogger,
 ) -> list[AsyncRolloutRequest]:
     """Drive requests to their ends, score them, and close plug-ins and engine."""
     try:
-        with journal.bar("rollout", len(requests)) as advance:
+        with run_logger.bar("rollout", len(requests)) as advance:
             finished = await drive_and_score(
                 manager, plugins.rewards, requests, on_finished=lambda _: advance(1)
             )
@@ -249,7 +251,7 @@ def explain_config(file: RunFile, console: Console) -> None:
         _say(console, comment(file.report))
     _say(console, describe(config))
     with telling_where(file.overrides, file.report), naming_file(file.path):
-        notes = [*file.notes, *check_late(config, starts_here=False)]
+        notes = [*file.notes, *check_names_and_engine(config, starts_here=False)]
     for note in notes:
         _say(console, f"note: {note}")
     _say(console, f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")

@@ -151,7 +151,7 @@ def look_at_engine(
         ),
         advice="agentrl rollout FILE shows such conversations token by token",
     )
-    hand_over = look(
+    engine_sync = look(
         "memory hand-over",
         lambda: check_hand_over(
             config.need(), policy.need(), engine.need(), requests.need(), runner
@@ -164,11 +164,11 @@ def look_at_engine(
     )
     look(
         "weight sync: every weight changed",
-        lambda: check_sync(config.need(), hand_over.need(), requests.need(), runner),
+        lambda: check_sync(config.need(), engine_sync.need(), requests.need(), runner),
     )
     look(
         "weight sync: put back",
-        lambda: check_way_back(config.need(), hand_over.need(), requests.need(), runner),
+        lambda: check_way_back(config.need(), engine_sync.need(), requests.need(), runner),
     )
     look("engine end", lambda: check_end(engine.need(), before, runner))
 

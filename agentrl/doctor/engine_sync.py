@@ -21,7 +21,7 @@ from agentrl.doctor.log_probs import (
 from agentrl.doctor.report import Checked
 from agentrl.engines import Engine
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.engine_sync import HandOver
+from agentrl.trainer.engine_sync import EngineSync
 from agentrl.workers.memory import give_back_cached
 from agentrl.workers.model import PolicyModel
 
@@ -39,7 +39,7 @@ class Synced:
 
 def check_sync(
     config: RunConfig,
-    hand_over: HandOver,
+    engine_sync: EngineSync,
     requests: Sequence[AsyncRolloutRequest],
     runner: asyncio.Runner,
 ) -> Checked[Difference]:
@@ -52,9 +52,9 @@ def check_sync(
         EngineError: where the sync fails.
     """
     refuse_script(config)
-    policy, prompts = hand_over.policy, prompts_of(requests)
+    policy, prompts = engine_sync.policy, prompts_of(requests)
     with turned_over(policy):
-        synced = runner.run(_sync(config, hand_over, prompts, CHANGED))
+        synced = runner.run(_sync(config, engine_sync, prompts, CHANGED))
         followed = compare(config, policy, synced.samples)
     stayed = compare(config, policy, synced.samples)
     judged = judge(config, policy, followed)
@@ -73,7 +73,7 @@ def check_sync(
 
 def check_way_back(
     config: RunConfig,
-    hand_over: HandOver,
+    engine_sync: EngineSync,
     requests: Sequence[AsyncRolloutRequest],
     runner: asyncio.Runner,
 ) -> Checked[Difference]:
@@ -84,8 +84,8 @@ def check_way_back(
         EngineError: where the sync fails.
     """
     refuse_script(config)
-    policy = hand_over.policy
-    synced = runner.run(_sync(config, hand_over, prompts_of(requests), AS_BEFORE))
+    policy = engine_sync.policy
+    synced = runner.run(_sync(config, engine_sync, prompts_of(requests), AS_BEFORE))
     judged = judge(config, policy, compare(config, policy, synced.samples))
     told = f"{synced.seconds:.2f} s, then {judged.found}"
     return replace(judged, found=told, faults=(*judged.faults, *_wrong_version(synced, AS_BEFORE)))
@@ -111,14 +111,14 @@ def _change_signs(policy: PolicyModel) -> None:
 
 
 async def _sync(
-    config: RunConfig, hand_over: HandOver, prompts: Sequence[Sequence[int]], version: int
+    config: RunConfig, engine_sync: EngineSync, prompts: Sequence[Sequence[int]], version: int
 ) -> Synced:
     begun = monotonic()
-    await bounded(hand_over.renew(version), "the weight sync")
+    await bounded(engine_sync.sync(version), "the weight sync")
     seconds = monotonic() - begun
-    completions = await bounded(sample(config, hand_over.engine, prompts, version), "sampling")
+    completions = await bounded(sample(config, engine_sync.engine, prompts, version), "sampling")
     # As in a run, nothing is scored beside an engine that is awake.
-    await bounded(hand_over.give_memory(), "giving memory back")
+    await bounded(engine_sync.sleep(), "giving memory back")
     pairs = zip(prompts, completions, strict=True)
     return Synced(
         tuple(Sample.of_completion(prompt, completion) for prompt, completion in pairs),
@@ -140,7 +140,7 @@ def check_hand_over(
     engine: Engine,
     requests: Sequence[AsyncRolloutRequest],
     runner: asyncio.Runner,
-) -> Checked[HandOver]:
+) -> Checked[EngineSync]:
     """Have the engine sleep, wake with the policy's weights, sample, and sleep again.
 
     It is left asleep, as it is while a run scores and trains.
@@ -150,20 +150,20 @@ def check_hand_over(
         EngineError: where one of these fails.
     """
     # Once, whatever the run allows: a sync that fails now and then is to be seen here.
-    hand_over = replace(HandOver.of(config, engine, policy), max_attempts=1)
-    if not hand_over.gives_memory:
-        return Checked(hand_over, "nothing to hand over on this machine")
+    engine_sync = replace(EngineSync.of(config, engine, policy), max_attempts=1)
+    if not engine_sync.gives_memory:
+        return Checked(engine_sync, "nothing to hand over on this machine")
     before, begun = _free_bytes(policy.world.device), monotonic()
-    runner.run(bounded(hand_over.give_memory(), "giving memory back"))
+    runner.run(bounded(engine_sync.sleep(), "giving memory back"))
     given, slept = _free_bytes(policy.world.device) - before, monotonic()
-    runner.run(bounded(hand_over.renew(AS_LOADED), "taking memory again"))
+    runner.run(bounded(engine_sync.sync(AS_LOADED), "taking memory again"))
     woken = monotonic()
     runner.run(bounded(sample(config, engine, prompts_of(requests), AS_LOADED), "sampling"))
-    runner.run(bounded(hand_over.give_memory(), "giving memory back once more"))
+    runner.run(bounded(engine_sync.sleep(), "giving memory back once more"))
     told = f"{given / 1e9:.1f} GB given back in {slept - begun:.1f} s, taken again with the "
     told += f"weights in {woken - slept:.1f} s; answers"
     kept = "the engine gave no memory back: the update has as little as beside an engine awake"
-    return Checked(hand_over, told, (kept,) if given <= 0 else ())
+    return Checked(engine_sync, told, (kept,) if given <= 0 else ())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from agentrl.messages import schema_validator, without_nulls
 from agentrl.tools import BaseTool
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.trainer.components import check_names, make_order
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup.datasets import RunData, load_run_data
 from agentrl.trainer.setup.engine_factory import check_engine
 from agentrl.trainer.setup.plugins import (
@@ -86,7 +86,7 @@ def check_preparation(config: RunConfig, world: World, plugins: Result[Plugins])
         SkipCheckError: where something is to be made for tools that cannot be built.
     """
     claim_prepared(config)
-    silent = Journal(config.trainer, is_main=False)
+    silent = RunLogger(config.trainer, is_main=False)
     if plugins.is_there:
         prepare_run(config, world, silent, plugins.need().tools, now=datetime.now())
     else:

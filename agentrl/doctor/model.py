@@ -10,7 +10,7 @@ from agentrl.rollout.templates import ChatTemplate, TemplateReport
 from agentrl.trainer.components import count_weights, find_doubt, find_endless_turn
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
-from agentrl.trainer.setup.preflight import check_model_folders, check_room
+from agentrl.trainer.setup.preflight import check_disk_space, check_model_folders
 from agentrl.trainer.setup.rollout_setup import (
     ProbedModel,
     RolloutSetup,
@@ -94,7 +94,7 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
     policy = load_policy(config.model, world, config.actor.fsdp_config)
     num_weights = count_weights(policy)
     if not config.trainer.val_only:
-        check_room(nearest_folder(config.trainer.default_local_dir), num_weights, config)
+        check_disk_space(nearest_folder(config.trainer.default_local_dir), num_weights, config)
     told = f"{type(policy.lm).__name__}, {num_weights:,} weights, computes in "
     return Checked(policy, f"{told}{policy.compute_dtype} on {world.device}")
 

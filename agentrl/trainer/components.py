@@ -1,4 +1,4 @@
-"""Build what the loop works with from a configuration, cheap checks first."""
+"""Build the objects that the training loop uses, cheap checks first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from agentrl.rewards import get_reward_manager
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.credit import Credit
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.files import RolloutFiles
 from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.setup.datasets import RunData, load_run_data, prompt_encoder
@@ -29,7 +29,7 @@ from agentrl.trainer.setup.engine_factory import (
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.plugins import NOTHING, Given, Plugins
 from agentrl.trainer.setup.preflight import (
-    check_room,
+    check_disk_space,
     check_run,
     claim_folders,
     with_absolute_paths,
@@ -51,15 +51,15 @@ from agentrl.workers.scoring import Reference, find_implausible, load_reference_
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements
 
 _PROMPT_TOKENS = 512
-"""How much of a prompt is read to see whether policy and tokenizer belong together."""
+"""Prompt tokens that are read to check that policy and tokenizer belong together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the loop works with."""
+class TrainerComponents:
+    """The objects that the training loop uses."""
 
     world: World
-    journal: Journal
+    run_logger: RunLogger
     setup: RolloutSetup
     data: RunData
     order: DataOrder
@@ -71,91 +71,103 @@ class Parts:
     sampler: StepSampler
     files: RolloutFiles
     record: DataRecord
-    """Of the rows, for checkpoints."""
+    """Record of the rows, for checkpoints."""
     total_steps: int
     """Training steps of the whole run."""
     seconds_prepare: float
-    """What making data, policy and warm-up took."""
+    """Seconds that preparing data, policy and warm-up took."""
 
 
-def start_parts(config: RunConfig, given: Given = NOTHING) -> Parts:
-    """Check a run, make what is missing and build everything, from a configuration and objects.
+def start_components(config: RunConfig, given: Given = NOTHING) -> TrainerComponents:
+    """Check a run, prepare what is missing and build everything.
 
     Args:
-        config: Marked with what is given (`Given.mark`).
-        given: Python objects in the place of what a run file names.
+        config: The configuration, marked with the objects that are given (`Given.mark`).
+        given: Python objects that replace names of the run file.
 
     Raises:
-        AgentRLError: with what, where and what was expected.
+        AgentRLError: if the configuration, a file or an object cannot be used.
     """
     quiet_libraries()
     config = with_absolute_paths(config)
     world = start_world(config.trainer.device, timeout_s=config.trainer.collective_timeout_s)
-    journal = Journal(config.trainer, is_main=world.is_main)
+    run_logger = RunLogger(config.trainer, is_main=world.is_main)
     try:
         checked = check_run(config, world_size=world.size, build=given.build_plugins)
-        notes = [*checked.notes, *check_late(config)]
-        journal.say(*(f"note: {note}" for note in notes))
-        return prepare_parts(config, world, journal, checked.plugins, given)
+        run_logger.notes([*checked.notes, *check_names_and_engine(config)])
+        return prepare_components(config, world, run_logger, checked.plugins, given)
     except BaseException:
-        journal.close()
+        run_logger.close()
         raise
 
 
-def prepare_parts(
+def prepare_components(
     config: RunConfig,
     world: World,
-    journal: Journal,
+    run_logger: RunLogger,
     plugins: Plugins,
     given: Given = NOTHING,
-) -> Parts:
-    """Make what a checked run's `prepare` names and is not there, then build everything.
+) -> TrainerComponents:
+    """Prepare what a checked run's `prepare` names and is missing, then build everything.
 
-    The run's folder is locked until the journal is closed.
+    The run's folder is locked until the run logger is closed.
+
+    Raises:
+        AgentRLError: if the configuration, a file or an object cannot be used.
     """
     claim_folders(config)
     with world.agreeing():
-        journal.claim()
+        run_logger.lock_folder()
     now = start_date(config, world)
-    seconds = prepare_run(config, world, journal, plugins.tools, now=now)
+    seconds = prepare_run(config, world, run_logger, plugins.tools, now=now)
     setup = make_rollout_setup(config, plugins, probe_model(config, plugins, now=now))
     seed_everything(config.trainer.seed + world.rank)
     if config.rollout.deterministic:
         choose_exact_kernels(world.device)
-    return build_parts(config, world, journal, setup, given, seconds_prepare=seconds)
+    return build_components(config, world, run_logger, setup, given, seconds_prepare=seconds)
 
 
-def build_parts(
+def build_components(
     config: RunConfig,
     world: World,
-    journal: Journal,
+    run_logger: RunLogger,
     setup: RolloutSetup,
-    given: Given = NOTHING,
+    given: Given,
     *,
-    seconds_prepare: float = 0.0,
-) -> Parts:
-    """Build everything. What a user may have got wrong is found before the model loads.
+    seconds_prepare: float,
+) -> TrainerComponents:
+    """Build everything. User errors are found before the model is loaded.
 
     Raises:
-        AgentRLError: with what, where and what was expected.
+        AgentRLError: if the configuration, a file or an object cannot be used.
     """
     data = load_run_data(config, setup, given)
-    journal.say(*data.notes)
+    run_logger.info(*data.notes)
     order = make_order(config, data)
-    total_steps = count_steps(config, order)
-    record = DataRecord.of(config, data, setup)
-    notes = [*check_rows(record, config), *check_model(config, setup)]
-    journal.say(*(f"note: {note}" for note in notes))
-    policy = load_policy(config.model, world, config.actor.fsdp_config)
-    journal.say(*check_loaded_policy(config, policy, setup, data, total_steps=total_steps))
-    engine = start_engine(config, policy, setup, journal, given)
-    engine_name = type(engine).__name__ if given.engine else describe_engine(config)
-    journal.say(describe_start(policy, engine_name, len(data.train), total_steps))
-    manager = make_manager(config, setup, engine)
     num_batches = order.num_batches(config.prompts_per_rollout)
-    return Parts(
+    total_steps = config.trainer.total_training_steps
+    if total_steps is None:
+        total_steps = config.trainer.total_epochs * num_batches
+    if config.trainer.val_only:
+        total_steps = 0
+    record = DataRecord.of(config, data, setup)
+    run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
+    policy = load_policy(config.model, world, config.actor.fsdp_config)
+    if total_steps:
+        check_disk_space(config.trainer.default_local_dir, count_weights(policy), config)
+    if doubt := find_doubt(config, policy, setup, data):
+        run_logger.notes([doubt])
+    engine = start_engine(config, policy, setup, run_logger, given)
+    engine_name = type(engine).__name__ if given.engine else describe_engine(config)
+    run_logger.info(
+        f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
+        f"on {world.device.type} x {world.size}; engine: {engine_name}; "
+        f"{len(data.train)} training rows, {total_steps} steps"
+    )
+    manager = make_manager(config, setup, engine)
+    return TrainerComponents(
         world=world,
-        journal=journal,
+        run_logger=run_logger,
         setup=setup,
         data=data,
         order=order,
@@ -164,36 +176,19 @@ def build_parts(
         credit=Credit(config.algorithm, world),
         engine=engine,
         manager=manager,
-        sampler=StepSampler(config, manager, world, journal, num_batches=num_batches),
-        files=RolloutFiles(config, world, journal),
+        sampler=StepSampler(config, manager, world, run_logger, num_batches=num_batches),
+        files=RolloutFiles(config, world, run_logger),
         record=record,
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,
     )
 
 
-def check_loaded_policy(
-    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData, *, total_steps: int
-) -> Iterator[str]:
-    """Check that the disk can hold what is saved of the policy, and that it reads a prompt well.
-
-    Yields:
-        What the user should know.
-
-    Raises:
-        ConfigError: if the disk has too little space.
-    """
-    if total_steps:
-        check_room(config.trainer.default_local_dir, count_weights(policy), config)
-    if doubt := find_doubt(config, policy, setup, data):
-        yield f"note: {doubt}"
-
-
 def find_doubt(
     config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData
 ) -> str | None:
-    """Say where policy and tokenizer may not belong together, by how the policy reads a prompt."""
-    if config.prepares_its_policy:  # one that was not trained on prompts finds them unlikely
+    """Return a warning if the policy finds a prompt so unlikely that the tokenizer may be wrong."""
+    if config.prepares_its_policy:  # a policy that was not trained on prompts finds them unlikely
         return None
     prompt = prompt_encoder(setup)(next(chain(data.train, *data.val.values())))
     budget = config.actor.ppo_max_token_len_per_gpu
@@ -204,33 +199,32 @@ def start_engine(
     config: RunConfig,
     policy: PolicyModel,
     setup: RolloutSetup,
-    journal: Journal,
+    run_logger: RunLogger,
     given: Given = NOTHING,
 ) -> Engine:
-    """Start the engine with the policy's weights; what takes long is announced."""
+    """Start the engine with the policy's weights; announce a start that takes long."""
     if given.engine is not None:
         if isinstance(given.engine, Engine):
             return given.engine
         return given.engine(policy.lm, setup.tokenizer)
-    journal.say(*announce_start(config))
+    run_logger.info(*announce_start(config))
     device, dtype = policy.world.device, policy.compute_dtype
     engine = build_engine(config, policy.lm, setup.tokenizer, device=device, dtype=dtype)
     if choose_engine(config) == "scripted":
-        journal.say(
-            "note: the scripted engine has no log-probabilities; do not use this run to train a "
-            "policy"
+        run_logger.notes(
+            ["the scripted engine has no log-probabilities; do not use this run to train a policy"]
         )
     return engine
 
 
 def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
-    """Hold a model's configuration against the tokenizer and the budgets; no weights are read.
+    """Check a model's configuration against the tokenizer and the budgets; read no weights.
 
     Returns:
-        Where they may disagree: a sentence each.
+        Possible disagreements, a sentence each.
 
     Raises:
-        ConfigError: where they cannot work together.
+        ConfigError: if they cannot work together.
     """
     found = load_hf_config(config.model)
     check_tokenizer(setup.tokenizer, found)
@@ -240,20 +234,20 @@ def check_model(config: RunConfig, setup: RolloutSetup) -> list[str]:
 
 
 def find_endless_turn(config: RunConfig, setup: RolloutSetup) -> Iterator[str]:
-    """Say where no token ends a turn as the chat template does: it would go on to its budget."""
+    """Report if no token ends a turn of the chat template: turns would use their whole budget."""
     if not setup.template.structure.end_of_turn.text and not config.rollout.stop:
         stops = ", ".join(map(repr, setup.template.stop_texts.values()))
         yield (
-            "the chat template ends a turn with no token of the tokenizer: a turn goes on to "
-            f"{stops} or to its budget, unless rollout.stop names what ends it"
+            "the chat template ends a turn with no token of the tokenizer: a turn continues to "
+            f"{stops} or to the end of its budget, unless rollout.stop names what ends it"
         )
 
 
 def make_order(config: RunConfig, data: RunData) -> DataOrder:
-    """Say which rows come when.
+    """Make the order of the training rows.
 
     Raises:
-        DataError: where the data has fewer rows than a batch.
+        DataError: if the data has fewer rows than a batch.
     """
     order = DataOrder(
         len(data.train),
@@ -266,33 +260,13 @@ def make_order(config: RunConfig, data: RunData) -> DataOrder:
     return order
 
 
-def count_steps(config: RunConfig, order: DataOrder) -> int:
-    """Count the training steps: as configured, or the epochs' worth."""
-    trainer = config.trainer
-    if trainer.val_only:
-        return 0
-    if trainer.total_training_steps is not None:
-        return trainer.total_training_steps
-    return trainer.total_epochs * order.num_batches(config.prompts_per_rollout)
-
-
 def count_weights(policy: PolicyModel) -> int:
     """Count the policy's weights, tied ones once."""
     return sum(weight.numel() for _, weight in policy.named_weights())
 
 
-def describe_start(policy: PolicyModel, engine: str, num_rows: int, total_steps: int) -> str:
-    """Describe in one line what a run trains, with which engine, on how much."""
-    world = policy.world
-    return (
-        f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
-        f"on {world.device.type} x {world.size}; engine: {engine}; "
-        f"{num_rows} training rows, {total_steps} steps"
-    )
-
-
 def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Actor:
-    """Put the policy and its optimizer together."""
+    """Make the actor: the policy and its optimizer."""
     prompts = config.data.train_batch_size
     mini_batches = prompts // (config.actor.ppo_mini_batch_size or prompts)
     return Actor(
@@ -305,7 +279,7 @@ def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Acto
 
 
 def choose_actor_config(config: RunConfig) -> ActorConfig:
-    """Give the actor its section, and under `bypass_mode` the loss that corrects by itself."""
+    """Return the actor's section; with `bypass_mode`, its loss also does the correction."""
     correction = config.algorithm.rollout_correction.effective
     if not correction.bypass_mode:
         return config.actor
@@ -315,7 +289,7 @@ def choose_actor_config(config: RunConfig) -> ActorConfig:
 
 
 def make_reference(config: RunConfig, world: World) -> Reference | None:
-    """Load the frozen reference, where a KL asks for one: in the loss, or in the reward."""
+    """Load the frozen reference if a KL in the loss or in the reward requires it."""
     if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         return None
     policy = load_reference_policy(config.ref, config.model, world, config.actor.fsdp_config)
@@ -326,18 +300,19 @@ def make_reference(config: RunConfig, world: World) -> Reference | None:
     )
 
 
-def check_late(
+def check_names_and_engine(
     config: RunConfig, *, purpose: Purpose = Purpose.TRAIN, starts_here: bool = True
 ) -> list[str]:
-    """Refuse a run with an unknown method, or an engine that cannot start.
+    """Refuse a run with an unknown method, or with an engine that cannot start.
 
     Args:
-        config: Of the run.
-        purpose: What is to be done with the run.
-        starts_here: Whether it runs on this machine; if not, what is not installed here is a note.
+        config: The run's configuration.
+        purpose: The purpose of the run.
+        starts_here: Whether the run starts on this machine. If not, an engine that is not installed
+            is only reported.
 
     Returns:
-        What its user should know.
+        Notes for the user.
 
     Raises:
         ConfigError: for an unknown name, or an argument that the engine does not know.
@@ -356,10 +331,10 @@ def check_late(
 
 
 def check_names(config: RunConfig) -> None:
-    """Look up what the run file chooses by name, so that a slip is not found at the first step.
+    """Look up all methods that the run file names, so that a typo is not found at the first step.
 
     Raises:
-        ConfigError: with the nearest name that there is.
+        ConfigError: with the nearest known name.
     """
     get_adv_estimator_fn(config.algorithm.adv_estimator)
     get_policy_loss_fn(config.actor.policy_loss.loss_mode)

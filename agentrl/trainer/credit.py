@@ -1,14 +1,15 @@
-"""What each token of a batch is worth, and which tokens are trained.
+"""Compute the reward and advantage of each token of a batch, and which tokens are trained.
 
-    rollout correction    old_log_probs, rollout_log_probs   -> rollout_is_weights, what is rejected
+    log-probabilities     responses                          -> old_log_probs, ref_log_prob
+    rollout correction    old_log_probs, rollout_log_probs   -> rollout_is_weights, rejected tokens
     KL in the reward      token_level_scores, ref_log_prob   -> token_level_rewards
     advantages            token_level_rewards, ...           -> advantages, returns
     rejection             response_mask                      -> response_mask, rejected
 
-Advantages are those of all that was sampled: a sample that is rejected was scored like the others,
-and stays in its group's baseline. What is rejected is then not trained. (`advantages: kept` puts
-the last station second, so that what is left is compared.) On several ranks each one computes the
-whole batch, in the order of one rank, and keeps its own rows.
+Advantages are computed from all samples: a rejected sample is scored like the others and stays in
+its group's baseline; it is only not trained. (With `advantages: kept` the rejection comes right
+after the correction, so that only kept samples are compared.) With several ranks each rank computes
+the whole batch, in the order of a single rank, and keeps its own rows.
 """
 
 import inspect
@@ -34,10 +35,15 @@ from agentrl.algorithms.kl_control import (
 from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
+from agentrl.trainer.metrics.step import Timer
+from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World
+from agentrl.workers.scoring import Reference
 
 CREDIT = "credit"
-"""Under which name a checkpoint keeps the state."""
+"""Key of the state in a checkpoint."""
+SUM_PI_SQUARED = "sum_pi_squared"
+"""`[B, T]`: sum of the vocabulary's squared probabilities."""
 CORRECTED = ("old_log_probs", "rollout_log_probs", "turn_ids")
 COMPUTED = (
     "token_level_rewards", "advantages", "returns", "rollout_is_weights", "response_mask",
@@ -46,8 +52,17 @@ COMPUTED = (
 _REFERENCE_SUFFIX = "_verl"
 
 
+def estimator_requires(config: AlgorithmConfig, column: str) -> bool:
+    """Return whether the chosen estimator has a parameter with the column's name.
+
+    An estimator that takes everything (`batch`, `**kwargs`) gets these columns only if it also
+    names them as parameters.
+    """
+    return column in inspect.signature(get_adv_estimator_fn(config.adv_estimator)).parameters
+
+
 class Credit:
-    """Gives credit, batch by batch, and keeps the weight of the KL in the reward.
+    """Computes credit, batch by batch, and keeps the coefficient of the KL in the reward.
 
     Args:
         config: The estimator, the KL in the reward and the correction.
@@ -61,14 +76,54 @@ class Credit:
         self._world = world
         self._measured: MeasuredKL | None = None
 
-    def compute(self, batch: DataProto) -> dict[str, float]:
-        """Add `COMPUTED` to this rank's rows, by what all rows are worth. A collective.
+    def add_log_probs(
+        self,
+        batch: DataProto,
+        actor: Actor,
+        reference: Reference | None,
+        timer: Timer,
+        *,
+        temperature: float,
+    ) -> None:
+        """Add `old_log_probs`, their entropies and `ref_log_prob`. A collective.
+
+        The same pass adds `sum_pi_squared` if the estimator requires it. With `bypass_mode`,
+        `old_log_probs` are the engine's log-probabilities, and the policy computes none.
 
         Args:
-            batch: This rank's rows, scored, with log-probabilities; it may have none.
+            batch: This rank's rows.
+            actor: The policy before its update.
+            reference: The frozen reference; None if no KL requires it.
+            timer: Times both passes.
+            temperature: The temperature of the rollout.
+        """
+        found: dict[str, Tensor] = {}
+        if self.correction.bypass_mode:
+            found["old_log_probs"] = tensors_of(batch)["rollout_log_probs"]
+        else:
+            with timer("old_log_prob"):
+                scores = actor.compute_log_probs(
+                    batch,
+                    temperature=temperature,
+                    with_sum_pi_squared=estimator_requires(self.config, SUM_PI_SQUARED),
+                )
+            found |= {"old_log_probs": scores.log_probs, "entropies": scores.entropy}
+            if scores.sum_pi_squared is not None:
+                found[SUM_PI_SQUARED] = scores.sum_pi_squared
+        if reference is not None:
+            with timer("ref"):
+                ref_log_prob = reference.compute_ref_log_prob(batch, temperature=temperature)
+            found["ref_log_prob"] = ref_log_prob
+        batch.union(DataProto.from_dict(found))
+
+    def compute(self, batch: DataProto) -> dict[str, float]:
+        """Add the columns `COMPUTED` to this rank's rows, from the rows of all ranks. A collective.
+
+        Args:
+            batch: This rank's rows, scored, with log-probabilities; it may have no rows.
 
         Returns:
-            Figures of the whole batch, the same on every rank.
+            Metrics of the whole batch, the same on every rank.
 
         Raises:
             ConfigError: see `compute_advantage`.
@@ -84,20 +139,20 @@ class Credit:
         return metrics
 
     def commit(self) -> None:
-        """Let the weight of the KL move: the batch that was measured last has been trained on.
+        """Update the KL coefficient, after the last measured batch was trained.
 
-        A step that ends before its update has moved nothing, nor has one whose update was skipped.
+        A step that ends before its update, or whose update is skipped, must not change it.
         """
         if self._measured is not None:
             self.kl_ctrl.update(self._measured.current_kl, self._measured.num_sequences)
             self._measured = None
 
     def state_dict(self) -> dict[str, float]:
-        """What a run goes on from."""
+        """Return the state for a checkpoint."""
         return {"kl_coef": self.kl_ctrl.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from it; a fixed weight is what the configuration says."""
+        """Restore the state; a fixed coefficient is that of the configuration."""
         if self.config.kl_ctrl.type == "adaptive":
             self.kl_ctrl.value = state.get("kl_coef", self.kl_ctrl.value)
 
@@ -106,14 +161,15 @@ class Credit:
         kept, metrics = self._correct(data)
         if kept is not None and compares_kept:
             reject(data, kept)
-        metrics |= self._penalize(data)
+        if self.config.use_kl_in_reward:
+            metrics |= self._penalize(data)
         compute_advantage(data, self.config)
         if kept is not None and not compares_kept:
             reject(data, kept)
         return metrics
 
     def _correct(self, data: DataProto) -> tuple[Tensor | None, dict[str, float]]:
-        """Add weights; returns what is kept, None where nothing can be rejected."""
+        """Add weights; return the mask of kept tokens (None if nothing is rejected) and metrics."""
         tensors = tensors_of(data)
         if self.correction.bypass_mode or not {*CORRECTED[:2]} <= set(tensors.keys()):
             return None, {}
@@ -126,9 +182,7 @@ class Credit:
         return None if self.correction.rollout_rs is None else found.kept, found.metrics
 
     def _penalize(self, data: DataProto) -> dict[str, float]:
-        """Add rewards from which the KL to the reference is taken, on rejected tokens too."""
-        if not self.config.use_kl_in_reward:
-            return {}
+        """Subtract the KL to the reference from the rewards, on rejected tokens too."""
         tensors, coef = tensors_of(data), self.kl_ctrl.value
         mask = tensors["response_mask"].bool()
         mask = mask | tensors["rejected"] if "rejected" in tensors else mask
@@ -136,7 +190,7 @@ class Credit:
             tensors["old_log_probs"], tensors["ref_log_prob"], mask, self.config.kl_penalty
         )
         tensors["token_level_rewards"] = penalize_rewards(
-            tensors["token_level_scores"], kl, coef, find_silent_rows(data, self.config)
+            tensors["token_level_scores"], kl, coef, find_rows_without_signal(data, self.config)
         )
         self._measured = measure_kl(kl, mask)
         return {
@@ -145,7 +199,7 @@ class Credit:
         }
 
     def _columns(self, batch: DataProto) -> tuple[list[str], list[str]]:
-        """What all of this reads."""
+        """Name the tensors and object columns that `_compute_whole` reads."""
         tensors, objects = columns_read(batch, self.config)
         read = {*tensors, "token_level_scores", "response_mask"}
         if not self.correction.bypass_mode:
@@ -155,40 +209,37 @@ class Credit:
         return [name for name in map(str, tensors_of(batch).keys()) if name in read], objects
 
 
-def find_silent_rows(data: DataProto, config: AlgorithmConfig) -> Tensor | None:
-    """Find the rows of groups that say nothing, `[B]` bool, before a KL makes them differ.
+def find_rows_without_signal(data: DataProto, config: AlgorithmConfig) -> Tensor | None:
+    """Find the rows of groups without a signal, `[B]` bool, before a KL makes them differ.
 
-    Of an outcome these are groups whose scores are equal. Where turns are compared, equal scores
-    may say much, and they are groups of which no token has an advantage without the KL.
+    For an outcome these are groups of equal scores. For an estimator that compares turns, equal
+    scores may still give a signal: then they are groups in which every advantage is 0 without the
+    KL.
 
-    None where the estimator compares no groups, and where it is the reference's own, which takes
-    the KL off every row.
+    Returns:
+        None if the estimator compares no groups, or if it is a `_verl` variant, which subtracts the
+        KL from every row.
     """
     name = config.adv_estimator
     parameters = inspect.signature(get_adv_estimator_fn(name)).parameters
     compares = "index" in parameters and "uid" in data.non_tensor_batch
     if not compares or name.endswith(_REFERENCE_SUFFIX):
         return None
+    uid, tensors = data.non_tensor_batch["uid"], tensors_of(data)
+    scores = tensors["token_level_scores"]
     if "turn_ids" in parameters:
-        return _find_groups_without_advantages(data, config)
-    tensors = tensors_of(data)
-    scores, mask = tensors["token_level_scores"], tensors["response_mask"]
+        unpenalized = data.select()
+        tensors = tensors_of(unpenalized)
+        tensors["token_level_rewards"] = scores
+        compute_advantage(unpenalized, config)
+        groups = Groups.of(uid, tensors["advantages"].ne(0).any(dim=-1))
+        return (groups.count() == 0)[groups.rows]
     in_baseline = tensors.get("in_baseline", None)
-    return GroupScores.of(scores, mask, data.non_tensor_batch["uid"], in_baseline).is_silent()
-
-
-def _find_groups_without_advantages(data: DataProto, config: AlgorithmConfig) -> Tensor:
-    unpenalized = data.select()
-    tensors = tensors_of(unpenalized)
-    tensors["token_level_rewards"] = tensors["token_level_scores"]
-    compute_advantage(unpenalized, config)
-    trains = tensors["advantages"].ne(0).any(dim=-1)
-    groups = Groups.of(data.non_tensor_batch["uid"], trains)
-    return (groups.count() == 0)[groups.rows]
+    return GroupScores.of(scores, tensors["response_mask"], uid, in_baseline).is_silent()
 
 
 def reject(data: DataProto, kept: Tensor) -> None:
-    """Train on what is kept alone: `rejected` `[B, T]` says what was trained else."""
+    """Train only kept tokens; mark the other trained tokens in `rejected` `[B, T]`."""
     tensors = tensors_of(data)
     mask = tensors["response_mask"]
     tensors["rejected"] = mask.bool() & ~kept
@@ -198,18 +249,18 @@ def reject(data: DataProto, kept: Tensor) -> None:
 
 
 def tensors_of(data: DataProto) -> TensorDict:
-    """The tensors of a batch.
+    """Return the tensors of a batch.
 
     Raises:
-        DataError: where it has none.
+        DataError: if it has none.
     """
     if data.batch is None:
-        raise DataError("a batch without tensors cannot be credited")
+        raise DataError("a batch without tensors has no advantages to compute")
     return data.batch
 
 
 ORDER = "batch_data_id"
-"""The column by which rows are put in the order of one rank."""
+"""Column by which rows are put in the order of a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,34 +268,32 @@ class WholeBatch:
     """The rows of all ranks."""
 
     data: DataProto
-    """In the order of the batch on one rank."""
+    """In the order of the batch on a single rank."""
     own: Tensor
-    """`[b]` int64: where each of this rank's rows stands in it."""
+    """`[b]` int64: indices of this rank's rows."""
 
 
 def gather_batch(
     batch: DataProto, tensors: Sequence[str], objects: Sequence[str], world: World
 ) -> WholeBatch:
-    """Bring columns of all ranks' rows together. A collective.
+    """Gather columns of all ranks' rows. A collective.
 
-    Rows are ordered by their prompt's place in the batch, and within a group by the rank: that is
-    how `deal_samples` deals them.
+    Rows are sorted by prompt index and then by rank, which is the order in which `deal_samples`
+    assigns samples to ranks.
 
     Args:
         batch: This rank's rows, collated to widths that the ranks share.
         tensors: Names of tensors; every rank names the same.
-        objects: Names of object columns; a row of a rank that has no such column has None there.
+        objects: Names of object columns. Rows of a rank without a column have None in it.
         world: The ranks.
     """
     columns = {} if batch.batch is None else dict(batch.batch.items())
     names = [*tensors, *([ORDER] if ORDER in columns and ORDER not in tensors else [])]
     gathered = {name: world.gather_rows(columns[name]) for name in names}
-    beside = _gather_objects(batch, objects, world)
-    data = DataProto.from_dict(gathered, beside)
-    places = gathered.get(ORDER, torch.zeros(len(data), dtype=torch.int64))
-    order = torch.argsort(places, stable=True)
-    counts = world.gather(len(batch))
-    first = sum(counts[: world.rank])
+    data = DataProto.from_dict(gathered, _gather_objects(batch, objects, world))
+    indices = gathered.get(ORDER, torch.zeros(len(data), dtype=torch.int64))
+    order = torch.argsort(indices, stable=True)
+    first = sum(world.gather(len(batch))[: world.rank])
     own = torch.argsort(order)[first : first + len(batch)]
     return WholeBatch(data.select_idxs(order), own)
 

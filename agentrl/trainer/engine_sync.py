@@ -1,37 +1,36 @@
-"""What the engine is told of a training step: give memory back, take it again, take new weights."""
+"""The engine's side of a training step: sleep, wake, new weights."""
 
-import asyncio
 from dataclasses import dataclass
 
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines import Engine
 from agentrl.engines.protocol import MemoryTag
-from agentrl.trainer.metrics.aggregators import Figures, Largest, Total
+from agentrl.trainer.metrics.aggregators import MaxMetric, MetricDict, SumMetric
 from agentrl.workers.memory import give_back_cached
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.weight_sync import SyncResult, sync_weights
 
 
 @dataclass(slots=True, kw_only=True)
-class HandOver:
-    """The engine's side of a training step, on one rank.
+class EngineSync:
+    """Puts one rank's engine to sleep during the update, and sends it the new weights.
 
-    Where engine and training have one accelerator between them, the engine sleeps while the other
-    computes. It wakes in two steps, so that its cache and what a sync takes beside the weights are
-    never there at once.
+    If engine and training share one accelerator, the engine sleeps while the policy is updated. It
+    wakes in two steps (weights, then KV cache), so that the cache and the buffers of the weight
+    sync never need memory at the same time.
     """
 
     engine: Engine
     policy: PolicyModel
     max_attempts: int
-    """How often one sync is tried."""
+    """Attempts of one weight sync."""
     gives_memory: bool
-    """Whether the engine sleeps through the update."""
+    """Whether the engine sleeps during the update."""
     last_sync: SyncResult | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, engine: Engine, policy: PolicyModel) -> "HandOver":
-        """Read what a run file says of it; servers have their own accelerators."""
+    def of(cls, config: RunConfig, engine: Engine, policy: PolicyModel) -> "EngineSync":
+        """Read the settings from a configuration."""
         is_cpu = policy.world.device.type == "cpu"
         return cls(
             engine=engine,
@@ -40,42 +39,34 @@ class HandOver:
             gives_memory=config.rollout.free_cache_engine and not is_cpu and not engine.is_shared,
         )
 
-    def sleep(self, runner: asyncio.Runner) -> None:
-        """Have the engine give its memory to the update."""
-        runner.run(self.give_memory())
-
-    def sync(self, runner: asyncio.Runner, *, version: int) -> None:
-        """Bring the engine to the policy's weights, and wake it. A collective.
-
-        Raises:
-            EngineError: where its weights cannot be renewed.
-        """
-        runner.run(self.renew(version))
-
-    def figures(self) -> Figures:
-        """Describe the last sync, on this rank."""
-        if self.last_sync is None:
-            return {}
-        return {
-            "weight_sync/seconds": Largest(self.last_sync.seconds),
-            "weight_sync/bytes": Total(float(self.last_sync.num_bytes)),
-            "weight_sync/buckets": Total(float(self.last_sync.num_buckets)),
-            "weight_sync/attempts": Largest(float(self.last_sync.num_attempts)),
-        }
-
-    async def give_memory(self) -> None:
-        """Do what `sleep` does, in its loop."""
+    async def sleep(self) -> None:
+        """Make the engine free its memory for the update."""
         if self.gives_memory:
             with self.policy.world.agreeing():
                 await self.engine.sleep()
 
-    async def renew(self, version: int) -> None:
-        """Do what `sync` does, in its loop."""
+    async def sync(self, version: int) -> None:
+        """Wake the engine and send it the policy's weights. A collective.
+
+        Raises:
+            EngineError: if its weights cannot be updated.
+        """
         await self._wake(MemoryTag.WEIGHTS)
         self.last_sync = await sync_weights(
             self.policy, self.engine, version=version, max_attempts=self.max_attempts
         )
         await self._wake(MemoryTag.KV_CACHE)
+
+    def metrics(self) -> MetricDict:
+        """Measure the last sync, on this rank."""
+        if self.last_sync is None:
+            return {}
+        return {
+            "weight_sync/seconds": MaxMetric(self.last_sync.seconds),
+            "weight_sync/bytes": SumMetric(float(self.last_sync.num_bytes)),
+            "weight_sync/buckets": SumMetric(float(self.last_sync.num_buckets)),
+            "weight_sync/attempts": MaxMetric(float(self.last_sync.num_attempts)),
+        }
 
     async def _wake(self, tag: MemoryTag) -> None:
         if self.gives_memory:

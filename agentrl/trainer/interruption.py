@@ -154,7 +154,7 @@ def _tell(line: bytes) -> None:
         os.write(2, line)
 
 
-class AnyRunner(asyncio.Runner):  # pyright: ignore[reportGeneralTypeIssues] # final in stubs only
+class NestableRunner(asyncio.Runner):  # pyright: ignore[reportGeneralTypeIssues] # final in stubs only
     """Runs coroutines on a loop of its own, whatever runs in the calling thread.
 
     If the calling thread runs an event loop, the coroutine runs on another thread, and the caller
@@ -163,7 +163,7 @@ class AnyRunner(asyncio.Runner):  # pyright: ignore[reportGeneralTypeIssues] # f
 
     def run(self, coro: Coroutine[Any, Any, T], *, context: Context | None = None) -> T:
         """Run a coroutine to its end."""
-        return _aside(lambda: super(AnyRunner, self).run(coro, context=context))
+        return _aside(lambda: super(NestableRunner, self).run(coro, context=context))
 
     def close(self) -> None:
         """Shut the loop down."""

@@ -20,7 +20,7 @@ from agentrl.config.schema.run import RewardConfig
 from agentrl.messages import CallOutcome
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.metrics.plugins import (
+from agentrl.trainer.metrics.rollout import (
     MAX_SCORER_KEYS,
     read_number,
     scorer_dict,

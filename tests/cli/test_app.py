@@ -453,7 +453,7 @@ def test_interrupted_run_releases_its_tools_and_ends_without_a_traceback(
         process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err, err
-    assert out.endswith("interrupted: no step was finished\n")
+    assert out.endswith("interrupted: no step was completed\n")
     assert len(list(tmp_path.glob("released-*"))) == 8
 
 

@@ -18,7 +18,7 @@ from agentrl.doctor.report import Checked, Checkup, Row, Verdict, make_table
 from agentrl.engines import ScriptedEngine, TransformersEngine
 from agentrl.engines.protocol import SyncFigures
 from agentrl.errors import ConfigError, EngineError
-from agentrl.trainer.engine_sync import HandOver
+from agentrl.trainer.engine_sync import EngineSync
 from agentrl.workers.model import PolicyModel, full_tensor, load_causal_lm, load_policy
 from tests.fakes.runs import CALCULATOR, CALL, put, run_agentrl, scripted, tiny_run, write_yaml
 
@@ -460,10 +460,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def share_accelerator(monkeypatch: pytest.MonkeyPatch, *, given: int) -> None:
     free = iter([0, given])
 
-    def of(config: Any, engine: Any, policy: Any) -> HandOver:
-        return HandOver(engine=engine, policy=policy, max_attempts=3, gives_memory=True)
+    def of(config: Any, engine: Any, policy: Any) -> EngineSync:
+        return EngineSync(engine=engine, policy=policy, max_attempts=3, gives_memory=True)
 
-    monkeypatch.setattr(HandOver, "of", of)
+    monkeypatch.setattr(EngineSync, "of", of)
     monkeypatch.setattr("agentrl.doctor.engine_sync._free_bytes", lambda device: next(free))
 
 

@@ -18,7 +18,7 @@ from agentrl.engines import Completion, Engine, SamplingParams
 from agentrl.protocol import DataProto
 from agentrl.rollout import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.engine_sync import HandOver
+from agentrl.trainer.engine_sync import EngineSync
 from agentrl.trainer.setup.rollout_setup import make_manager
 from agentrl.workers.weight_sync import iter_full_weights
 from tests.fakes.runs import ROOT, SHARED, write_yaml
@@ -129,13 +129,13 @@ def make_config(
 
 def with_engine(trainer: Trainer, engine: Engine) -> None:
     """Put another engine into a trainer that has not begun."""
-    manager = make_manager(trainer.config, trainer.parts.setup, engine)
-    trainer.parts = dataclasses.replace(trainer.parts, engine=engine, manager=manager)
-    trainer.hand_over = HandOver.of(trainer.config, engine, trainer.parts.actor.policy)
+    manager = make_manager(trainer.config, trainer.components.setup, engine)
+    trainer.components = dataclasses.replace(trainer.components, engine=engine, manager=manager)
+    trainer.engine_sync = EngineSync.of(trainer.config, engine, trainer.components.actor.policy)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: w.clone() for name, w in iter_full_weights(trainer.parts.actor.policy)}
+    return {name: w.clone() for name, w in iter_full_weights(trainer.components.actor.policy)}
 
 
 class WatchedTrainer(Trainer):
@@ -181,7 +181,7 @@ def walk_all_the_way(config: RunConfig) -> None:
     """One step on what an engine samples, and a look at the engine behind it."""
     trainer = WatchedTrainer(config)
     try:
-        engine = RecordingEngine(trainer.parts.engine)
+        engine = RecordingEngine(trainer.components.engine)
         with_engine(trainer, engine)
         trainer.sync_weights()
         before = weights_of(trainer)
@@ -200,7 +200,9 @@ def walk_all_the_way(config: RunConfig) -> None:
         assert all(not torch.equal(before[name], after[name]) for name in before)
         # The engine's weights are the new ones: it agrees with the trainer again.
         assert trainer.policy_version == 1
-        again = trainer.roll_out(trainer.parts.data.train[:4], trainer.parts.manager.train_plan())
+        again = trainer.roll_out(
+            trainer.components.data.train[:4], trainer.components.manager.train_plan()
+        )
         second = trainer.collate(again)
         trainer.compute_log_probs(second)
         mask = second.batch["response_mask"].bool()

@@ -49,12 +49,12 @@ class FakeManager:
 
 
 @dataclass
-class FakeJournal:
+class FakeRunLogger:
     """Remembers what it was told."""
 
     lines: list[str] = field(default_factory=list)
 
-    def say(self, *lines: str) -> None:
+    def info(self, *lines: str) -> None:
         self.lines += lines
 
 
@@ -82,11 +82,11 @@ class FakeLoop:
         self.outcome = outcome
         self.order = DataOrder(num_rows, seed=0, shuffle=False)
         self.rows = make_prompts(num_rows)
-        self.journal = FakeJournal()
+        self.run_logger = FakeRunLogger()
         manager: Any = FakeManager(self.config.rollout.n)
-        journal: Any = self.journal
+        run_logger: Any = self.run_logger
         batches = self.order.num_batches(self.config.prompts_per_rollout)
-        self.sampler = StepSampler(self.config, manager, world, journal, num_batches=batches)
+        self.sampler = StepSampler(self.config, manager, world, run_logger, num_batches=batches)
 
     def take(self, step: int = 1) -> Any:
         return self.sampler.take(step, self.load_prompts, self.roll_out)

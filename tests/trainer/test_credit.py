@@ -98,14 +98,14 @@ def test_layout_is_invisible_each_estimator_gives_two_ranks_the_credit_of_one(
 ):
     keys = {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, "use_kl_in_reward": name != "maxrl",
             "gdpo_reward_keys": ["style", "length"]}  # fmt: skip
-    expected, figures = credit_rows(world, keys)
+    expected, metrics = credit_rows(world, keys)
     (first, told), (second, same) = credit_of_two(world, keys)
     assert not first.keys() & second.keys()
     assert (first | second).keys() == expected.keys()
     for key, values in (first | second).items():
         torch.testing.assert_close(values, expected[key], rtol=1e-5, atol=1e-6, msg=key)
     assert any(values.any() for key, values in expected.items() if key.startswith("advantages"))
-    assert told == same == pytest.approx(figures, rel=1e-6, abs=1e-9)
+    assert told == same == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_layout_is_invisible_two_ranks_give_the_credit_of_one(world: World, tmp_
     assert both.keys() == expected.keys()
     for name, values in expected.items():
         torch.testing.assert_close(both[name], values, rtol=1e-6, atol=1e-7, msg=name)
-    figures = [json.loads((together / f"figures_{rank}.json").read_text()) for rank in (0, 1)]
-    assert figures[0] == figures[1], "the weight of the KL is the same on every rank"
+    metrics = [json.loads((together / f"figures_{rank}.json").read_text()) for rank in (0, 1)]
+    assert metrics[0] == metrics[1], "the weight of the KL is the same on every rank"
     for name, values in json.loads((alone / "figures_0.json").read_text()).items():
-        assert figures[0][name] == pytest.approx(values, rel=1e-6, abs=1e-9)
+        assert metrics[0][name] == pytest.approx(values, rel=1e-6, abs=1e-9)

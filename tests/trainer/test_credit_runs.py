@@ -95,7 +95,9 @@ def test_a_run_whose_samples_are_all_rejected_leaves_the_weights_alone(
     assert line["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert line["actor/optimizer_steps"] == 0
     assert line["training/rollout_probs_diff_max"] > 0, "their distance is still measured"
-    assert trainer.parts.credit.state_dict() == {"kl_coef": 0.2}, "nor does that of the KL move"
+    assert trainer.components.credit.state_dict() == {"kl_coef": 0.2}, (
+        "nor does that of the KL move"
+    )
     before = load_file(Path(trainer.config.model.path) / "model.safetensors")
     after = load_file(tmp_path / "run/trained/model.safetensors")
     assert all(torch.equal(after[name].float(), before[name].float()) for name in after)
@@ -110,4 +112,4 @@ def test_bypass_takes_the_engine_s_log_probabilities(train: Train, tmp_path: Pat
     assert line["actor/grad_norm"] > 0
     policy_loss = choose_actor_config(trainer.config).policy_loss
     assert policy_loss.loss_mode == "bypass_mode"
-    assert policy_loss.rollout_correction == trainer.parts.credit.correction
+    assert policy_loss.rollout_correction == trainer.components.credit.correction

@@ -10,7 +10,7 @@ import torch
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.errors import EngineError
-from agentrl.trainer.components import start_parts
+from agentrl.trainer.components import start_components
 from agentrl.workers.distributed import stop_world
 from agentrl.workers.rng import choose_exact_kernels
 from tests.fakes.runs import tiny_run
@@ -30,7 +30,7 @@ def _alone() -> Iterator[None]:
 
 
 def start(home: Path, folder: Path, **changes: Any) -> Any:
-    return start_parts(parse_config(tiny_run(home, folder, **changes)))
+    return start_components(parse_config(tiny_run(home, folder, **changes)))
 
 
 def test_kernels_are_exact_in_a_deterministic_run_alone(tiny_home: Path, tmp_path: Path):
@@ -86,7 +86,7 @@ def test_resume_is_exact_two_deterministic_runs_leave_the_same_weights_bit_for_b
         return after
 
     def weights_of(trainer: Trainer) -> list[tuple[str, torch.Tensor]]:
-        policy = trainer.parts.actor.policy
+        policy = trainer.components.actor.policy
         return [(name, weight.detach()) for name, weight in policy.named_weights()]
 
     one, other = train("one"), train("other")

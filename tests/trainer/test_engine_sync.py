@@ -12,8 +12,8 @@ from agentrl.config import parse_config
 from agentrl.engines import ScriptedEngine
 from agentrl.engines.protocol import ALL_MEMORY
 from agentrl.errors import EngineError
-from agentrl.trainer.components import start_parts
-from agentrl.trainer.engine_sync import HandOver
+from agentrl.trainer.components import start_components
+from agentrl.trainer.engine_sync import EngineSync
 from agentrl.trainer.setup.rollout_setup import make_manager
 from tests.fakes.runs import CALL, read_lines, tiny_run
 
@@ -56,7 +56,7 @@ class RecordingEngine(ScriptedEngine):
 
 def make_trainer(home: Path, folder: Path, *, num_failures: int = 0, **changes: Any) -> Trainer:
     config = parse_config(tiny_run(home, folder, **changes))
-    parts = start_parts(config)
+    parts = start_components(config)
     engine = RecordingEngine(
         [CALL, "#### 42"], tokenizer=parts.setup.tokenizer, num_failures=num_failures
     )
@@ -68,17 +68,17 @@ def make_trainer(home: Path, folder: Path, *, num_failures: int = 0, **changes: 
 
 def note_update(trainer: Trainer, engine: RecordingEngine) -> None:
     """Have updates among what the engine was told."""
-    update = trainer.parts.actor.update_policy
+    update = trainer.components.actor.update_policy
 
     def noted(*arguments: Any, **named: Any) -> Any:
         engine.tell("update")
         return update(*arguments, **named)
 
-    trainer.parts.actor.update_policy = noted
+    trainer.components.actor.update_policy = noted
 
 
 def told(trainer: Trainer) -> list[str]:
-    engine: Any = trainer.parts.engine
+    engine: Any = trainer.components.engine
     return engine.told
 
 
@@ -86,7 +86,7 @@ def test_engine_that_shares_the_accelerator_sleeps_through_the_update_and_wakes_
     tiny_home: Path, tmp_path: Path
 ):
     trainer = make_trainer(tiny_home, tmp_path / "run")
-    trainer.hand_over.gives_memory = True
+    trainer.engine_sync.gives_memory = True
     trainer.fit()
     before = ["wake weights", "weights 0", "wake kv_cache", "generate"]
     step = ["generate", SLEEP, "update", "wake weights", "weights {}", "wake kv_cache"]
@@ -116,7 +116,7 @@ def test_engine_sleeps_where_it_has_the_trainers_accelerator_and_the_key_says_so
     engine = ScriptedEngine(["a"])
     engine.is_shared = is_shared
     policy: Any = SimpleNamespace(world=SimpleNamespace(device=SimpleNamespace(type=device)))
-    assert HandOver.of(config, engine, policy).gives_memory is expected
+    assert EngineSync.of(config, engine, policy).gives_memory is expected
 
 
 def test_every_step_says_what_its_sync_cost(tiny_home: Path, tmp_path: Path):

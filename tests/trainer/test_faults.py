@@ -92,7 +92,7 @@ def test_update_that_breaks_off_between_its_steps_is_not_saved(
     faults += ["", "", "", "memory"]
     told = train(actor__policy_loss="faulty")
     assert_refused(told, "memory ran out in the update")
-    assert "step 2 ended after its weights had moved" in told.out
+    assert "step 2 ended after it had changed the weights" in told.out
     assert not (tmp_path / "run/checkpoints").exists()
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from agentrl.atomic_io import naming
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
-from agentrl.trainer.setup.preflight import check_room
+from agentrl.trainer.setup.preflight import check_disk_space
 from tests.fakes.faults import (
     Train,
     assert_refused,
@@ -158,9 +158,9 @@ def remount(folder: Path, *, kilobytes: int) -> None:
 
 def test_run_whose_checkpoint_the_disk_cannot_hold_is_refused(tmp_path: Path):
     config = parse_config({"data": {}, "model": {"path": "policy"}})
-    check_room(tmp_path, 1000, config)
+    check_disk_space(tmp_path, 1000, config)
     with pytest.raises(ConfigError, match=r"a checkpoint takes 12000000000\.00 GB") as raised:
-        check_room(tmp_path, 10**18, config)
+        check_disk_space(tmp_path, 10**18, config)
     assert raised.value.details["key"] == "trainer.default_local_dir"
 
 

@@ -61,7 +61,7 @@ def test_stopped_run_saves_its_last_step_and_goes_on_as_if_never_stopped(
     assert told.code == 130, told
     last = f"{tmp_path}/run/checkpoints/{saved[-1]}"
     assert told.out.endswith(
-        f"interrupted: step {saved[-1][-1]} was finished last; the run goes on from {last}\n"
+        f"interrupted: step {saved[-1][-1]} was completed last; the run resumes from {last}\n"
     )
     assert "Traceback" not in told.out + told.err
     assert not list(workshop.glob("created-*")), "every tool was released"
@@ -86,7 +86,7 @@ def test_signal_while_the_end_is_written_ends_a_whole_run_as_a_stopped_one(
     monkeypatch.setattr(Trainer, "export", signalled)
     told = train(trainer__total_training_steps=1, data__val_files=None)
     assert told.code == 130, told
-    assert "interrupted: step 1 was finished last" in told.out.splitlines()[-1]
+    assert "interrupted: step 1 was completed last" in told.out.splitlines()[-1]
     assert saved_steps(tmp_path / "run") == ["global_step_1"]
     assert (tmp_path / "run/trained/config.json").is_file()
     assert json.loads((tmp_path / "run/summary.json").read_text())["exported"]
@@ -98,7 +98,7 @@ def test_run_stopped_before_its_first_step_is_over_leaves_no_checkpoint(
     (workshop / "armed").write_text("train-1")
     told = train()
     assert told.code == 130
-    assert told.out.endswith("interrupted: no step was finished\n")
+    assert told.out.endswith("interrupted: no step was completed\n")
     assert not (tmp_path / "run/checkpoints").exists()
     assert not list(workshop.glob("created-*"))
 

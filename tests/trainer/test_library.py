@@ -84,14 +84,14 @@ def test_objects_take_the_place_of_paths(tiny_home: Path, tmp_path: Path):
     )
     with trainer:
         trainer.sync_weights()
-        requests = trainer.sample(trainer.parts.data.train)
+        requests = trainer.sample(trainer.components.data.train)
     assert [request.reward for request in requests] == [0.0] * 4 + [1.0] * 2 + [0.0] * 2
     assert all(request.num_tool_calls == 1 for request in requests)
     assert [message.content for message in requests[0].messages if message.role == "tool"] == [
         "two is a word"
     ]
     assert {request.interaction_kwargs["name"] for request in requests} == {"echo"}
-    assert list(trainer.parts.data.val) == ["val"]
+    assert list(trainer.components.data.val) == ["val"]
 
 
 async def test_fit_works_under_a_running_event_loop(tiny_home: Path, tmp_path: Path):

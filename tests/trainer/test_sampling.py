@@ -17,9 +17,9 @@ from agentrl.trainer.sampling import (
     NO_BASELINE,
     NO_SIGNAL,
     SURPLUS,
-    Measured,
-    places_that_differ,
-    source_figures,
+    GroupMember,
+    find_differing_groups,
+    source_metrics,
 )
 from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes.requests import build_request, said
@@ -55,7 +55,7 @@ def rows_of(requests: Any) -> list[str]:
 def metrics_of(samples: Any) -> dict[str, float]:
     return {
         name.removeprefix("filter_groups/"): figure.value
-        for name, figure in samples.figures.items()
+        for name, figure in samples.metrics.items()
     }
 
 
@@ -67,7 +67,7 @@ def test_a_step_is_one_batch_of_prompts_and_all_of_it_is_trained(world: World):
     assert samples.batch == samples.sampled == samples.everything
     assert rows_of(samples.batch) == ["train-0-0", "train-1-1"]
     assert all(request.dropped is None for request in samples.batch)
-    assert samples.figures == {}
+    assert samples.metrics == {}
     assert samples.baselines is None
 
 
@@ -87,7 +87,7 @@ def test_groups_without_signal_give_way_to_the_next_of_the_data(world: World):
         "num_gen_batches": 3, "num_without_signal": 4, "num_surplus": 0, "num_missing": 0,
         "reward/mean": (8 * 1.0 + 2 * 0.5 * 2) / 12,
     }  # fmt: skip
-    assert loop.journal.lines == []
+    assert loop.run_logger.lines == []
 
 
 def test_a_generation_batch_may_be_larger_than_a_step(world: World):
@@ -118,7 +118,7 @@ def test_at_the_bound_what_there_is_is_trained_and_said(world: World):
     assert rows_of(samples.batch) == ["train-3-3"]
     assert loop.order.position == 4
     assert metrics_of(samples)["num_missing"] == 1
-    [line] = loop.journal.lines
+    [line] = loop.run_logger.lines
     assert line == (
         "step 7: 1 of 2 groups have a signal, after 2 batches of prompts "
         "(algorithm.filter_groups): these are trained"
@@ -130,7 +130,7 @@ def test_a_step_without_any_signal_has_rows_and_trains_on_none(world: World):
     samples = loop.take()
     assert rows_of(samples.batch) == ["train-0-0", "train-1-1"]
     assert not collate(samples.batch, pad_token_id=0).batch["response_mask"].any()
-    assert "nothing is trained" in loop.journal.lines[0]
+    assert "nothing is trained" in loop.run_logger.lines[0]
 
 
 def test_without_a_bound_one_epoch_is_sampled_and_no_more(world: World):
@@ -202,7 +202,7 @@ def test_equal_rewards_rewards_are_compared_as_a_batch_holds_them(world: World):
 def test_equal_rewards_groups_that_differ_are_those_of_a_plain_comparison(
     drawn: list[tuple[int, float]],
 ):
-    found = places_that_differ(Measured(place, value) for place, value in drawn)
+    found = find_differing_groups(GroupMember(place, value) for place, value in drawn)
     expected = [
         place
         for place in range(5)
@@ -214,8 +214,8 @@ def test_equal_rewards_groups_that_differ_are_those_of_a_plain_comparison(
 @settings(max_examples=40)
 @given(st.permutations(range(12)))
 def test_layout_is_invisible_the_order_of_the_members_changes_no_decision(order: list[int]):
-    members = [Measured(n // 3, float(n % 3 == n // 6)) for n in range(12)]
-    assert places_that_differ(members[n] for n in order) == places_that_differ(members)
+    members = [GroupMember(n // 3, float(n % 3 == n // 6)) for n in range(12)]
+    assert find_differing_groups(members[n] for n in order) == find_differing_groups(members)
 
 
 # Overlong answers.
@@ -232,7 +232,7 @@ def test_long_answers_lose_reward_and_it_is_written_down(world: World):
     assert scores.tolist() == [1.0, 0.5, -1.0, 1.0]
     extra = [request.reward_extra_info["overlong_reward"] for request in samples.batch]
     assert extra == [0.0, -0.5, -2.0, 0.0]
-    assert {name: figure.value for name, figure in samples.figures.items()} == {
+    assert {name: figure.value for name, figure in samples.metrics.items()} == {
         "rollout/overlong_reward/mean": -0.625, "rollout/overlong_reward/min": -2.0,
         "rollout/overlong_reward/max": 0.0, "rollout/overlong_frac": 0.5,
         "rollout/combined_reward/mean": 0.375, "rollout/combined_reward/min": -1.0,
@@ -251,7 +251,7 @@ def test_a_group_of_equal_scores_has_a_signal_where_its_lengths_differ(world: Wo
 def test_what_failed_has_no_reward_to_lose(world: World):
     samples = FakeLoop(world, lambda *_: FAILED, **BUFFER).take()
     assert {request.reward for request in samples.batch} == {None}
-    assert samples.figures == {}
+    assert samples.metrics == {}
 
 
 # Bonuses and penalties.
@@ -264,7 +264,7 @@ def test_each_source_beside_the_scorer_is_told_apart(world: World):
     samples = loop.take()
     penalties = [request.reward_extra_info["length_penalty"] for request in samples.batch]
     assert penalties == pytest.approx([-0.3, -0.35, -0.5, -0.1])
-    assert {name: figure.value for name, figure in samples.figures.items()} == pytest.approx({
+    assert {name: figure.value for name, figure in samples.metrics.items()} == pytest.approx({
         "rollout/length_penalty/mean": -0.3125, "rollout/length_penalty/min": -0.5,
         "rollout/length_penalty/max": -0.1, "rollout/tool_reward/mean": 0.0,
         "rollout/tool_reward/min": 0.0, "rollout/tool_reward/max": 0.0,
@@ -290,8 +290,8 @@ def test_an_estimator_that_names_baselines_gets_those_of_greedy_rollouts(world: 
     assert batch.batch["reward_baselines"].tolist() == [10.0, 10.0, 0.0, 0.0]
     assert [request.dropped for request in samples.greedy] == [IS_BASELINE] * 2
     assert not any(request.is_trained for request in samples.greedy)
-    assert samples.figures["rollout/greedy_reward/mean"].value == 5.0
-    assert samples.figures["rollout/greedy_failed_frac"].value == 0.0
+    assert samples.metrics["rollout/greedy_reward/mean"].value == 5.0
+    assert samples.metrics["rollout/greedy_failed_frac"].value == 0.0
 
 
 def test_no_estimator_else_pays_for_greedy_rollouts(world: World):
@@ -310,7 +310,7 @@ def test_samples_of_a_prompt_without_its_baseline_are_not_trained(world: World):
     samples.add_baselines(batch)
     assert batch.batch["reward_baselines"].tolist() == [2.0, 2.0, 0.0, 0.0]
     assert batch.batch["response_mask"].any(-1).tolist() == [True, True, False, False]
-    assert samples.figures["rollout/greedy_failed_frac"].value == 0.5
+    assert samples.metrics["rollout/greedy_failed_frac"].value == 0.5
 
 
 def test_the_baseline_is_the_combined_reward_and_loses_by_its_length_too(world: World):
@@ -334,9 +334,9 @@ def test_a_group_without_its_baseline_gives_way_under_dynamic_sampling(world: Wo
 def test_the_combined_reward_is_logged_where_it_may_be_another_than_the_scorers():
     requests = [build_request(said(2), reward=1.0), build_request(said(2), reward=0.0)]
     requests.append(build_request(said(2), stop_reason=StopReason.FAILED))
-    assert source_figures(requests, RewardConfig()) == {}
+    assert source_metrics(requests, RewardConfig()) == {}
     for config in (
         RewardConfig(weights=RewardWeightsConfig(trajectory=3)),
         RewardConfig(weights=RewardWeightsConfig(trajectory=3, tool=1)),
     ):
-        assert source_figures(requests, config)["rollout/combined_reward/mean"].value == 1.5
+        assert source_metrics(requests, config)["rollout/combined_reward/mean"].value == 1.5

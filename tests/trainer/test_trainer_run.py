@@ -15,7 +15,7 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.engines import ScriptedEngine
 from agentrl.errors import CheckpointError, DataError, RolloutError
-from agentrl.trainer.components import start_parts
+from agentrl.trainer.components import start_components
 from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.trainer.setup.rollout_setup import make_manager
 from tests.fakes.runs import CALL, read_lines, scripted, tiny_run
@@ -191,7 +191,7 @@ def test_batch_larger_than_the_data_is_told_before_the_model_loads(tiny_home: Pa
         model__dtype="bfloat16",
     )
     with pytest.raises(DataError, match="a batch of 400 prompts from"):
-        start_parts(parse_config(run))
+        start_components(parse_config(run))
 
 
 # The engine's traps.
@@ -233,7 +233,7 @@ def test_reference_is_the_policy_as_it_began(fit: Fit):
 
 def deterministic(config: Any) -> Trainer:
     """A trainer whose policy says what request, turn and weights' version make it say."""
-    parts = start_parts(config)
+    parts = start_components(config)
     words = ("#### 42", "well 17", "no 3 or 4", CALL, "#### 5 6 7", "it is 8")
 
     def answer(ids: Any, sampling: Any, request_id: str, turn: int) -> str:

@@ -10,8 +10,8 @@ from agentrl.config.schema.run import RewardConfig, RewardFunctionConfig
 from agentrl.rewards.scoring import read_score
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.metrics.aggregators import to_metrics
-from agentrl.trainer.metrics.plugins import reward_figures
+from agentrl.trainer.metrics.aggregators import compute_values
+from agentrl.trainer.metrics.rollout import reward_metrics
 from agentrl.trainer.validation import (
     SuccessRule,
     describe_success,
@@ -100,15 +100,15 @@ def test_validation_logs_combined_reward_turns_and_the_scorers_own_numbers():
 def test_training_logs_the_scorers_own_numbers_once():
     config = RewardConfig(functions=[RewardFunctionConfig(name="qa", weight=2.0)])
     returned = {"score": 2.0, "qa": 1.0, "f1": 0.5, "length_penalty": -0.5}
-    metrics = to_metrics(reward_figures([scored(returned)], config))
+    metrics = compute_values(reward_metrics([scored(returned)], config))
     assert metrics["reward/qa/mean"] == 1.0
     assert {name for name in metrics if name.startswith("scorer/")} == {
         "scorer/f1/mean", "scorer/f1/max", "scorer/f1/min",
     }  # fmt: skip
-    assert not to_metrics(reward_figures([scored(0.5)], PLAIN))
+    assert not compute_values(reward_metrics([scored(0.5)], PLAIN))
 
 
 def test_scorer_that_makes_up_keys_does_not_fill_the_log():
     requests = [scored({"score": 0.0, f"problem {n}": n}) for n in range(200)]
     assert len(validation_metrics("a", [read_outcome(one, PLAIN) for one in requests])) == 58
-    assert len(reward_figures(requests, PLAIN)) == 150
+    assert len(reward_metrics(requests, PLAIN)) == 150

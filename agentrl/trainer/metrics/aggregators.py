@@ -1,16 +1,8 @@
-"""Figures that can be put together: those of two parts of a batch give exactly those of the whole.
+"""Metrics that can be merged: the merged metric of two parts is that of the whole batch.
 
-A rank measures its own rows. A mean of means would be wrong where the ranks averaged over unlike
-numbers of tokens, turns or scored rows; so a figure keeps what it was computed from until the parts
-of all ranks have been merged, and only then becomes a number.
-
-    Mean                 a sum and what it is divided by
-    Largest, Smallest    NaN where any part is
-    Total                a sum
-    Deviation            a standard deviation
-    Percentile           the values themselves
-    Rate                 amounts add up, the seconds are those of the slowest; for each rank
-    Share                of named things (groups), which several parts may know in part
+Each rank measures its own rows. A mean of the ranks' means would be wrong, because ranks have
+different numbers of tokens, turns and scored rows. A metric therefore keeps what its value is
+computed from until the parts of all ranks are merged.
 """
 
 import math
@@ -18,32 +10,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 
 Metrics = dict[str, float]
-"""Flat names and numbers: what a tracker logs."""
+"""Flat names and numbers, as trackers log them."""
 
 
-class Figure(Protocol):
-    """A number in the making."""
+class Metric(Protocol):
+    """A metric of one part of a batch."""
 
     def merge(self, other: Self) -> Self:
-        """Give the figure of both parts together."""
+        """Return the metric of both parts together."""
         ...
 
     @property
     def value(self) -> float:
-        """The number."""
+        """The number that is logged."""
         ...
 
 
-Figures = dict[str, Figure]
-"""Figures by flat name. One over nothing is left out."""
+MetricDict = dict[str, Metric]
+"""Metrics by flat name. A metric of no values is left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """A sum over a count; the count is not 0."""
+class MeanMetric:
+    """A mean: a sum and a count that is not 0."""
 
     total: float
     count: float
@@ -64,40 +57,40 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
-    """The largest of some values."""
+class MaxMetric:
+    """A maximum; NaN if any part is NaN."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Take the larger; NaN whichever of them is."""
-        return type(self)(_first_nan(self.value, other.value) or max(self.value, other.value))
+        """Return the larger one."""
+        return type(self)(float(np.maximum(self.value, other.value)))
 
 
 @dataclass(frozen=True, slots=True)
-class Smallest:
-    """The smallest of some values."""
+class MinMetric:
+    """A minimum; NaN if any part is NaN."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Take the smaller; NaN whichever of them is."""
-        return type(self)(_first_nan(self.value, other.value) or min(self.value, other.value))
+        """Return the smaller one."""
+        return type(self)(float(np.minimum(self.value, other.value)))
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class SumMetric:
     """A sum."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Add."""
+        """Add both."""
         return type(self)(self.value + other.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation:
+class StdMetric:
     """A standard deviation, n in the denominator."""
 
     count: float
@@ -107,138 +100,103 @@ class Deviation:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Self:
-        """Measure values, at least one, in float64."""
+        """Measure at least one value, in float64."""
         values = values.double()
         mean = values.mean()
         return cls(values.numel(), mean.item(), (values - mean).square().sum().item())
 
     def merge(self, other: Self) -> Self:
-        """Move both sums of squares to the common mean."""
+        """Move both sums of squares to the common mean (the parallel variance formula)."""
         count = self.count + other.count
-        apart = other.mean - self.mean
-        return type(self)(
-            count,
-            self.mean + apart * other.count / count,
-            self.squares + other.squares + apart**2 * self.count * other.count / count,
-        )
+        distance = other.mean - self.mean
+        squares = self.squares + other.squares + distance**2 * self.count * other.count / count
+        return type(self)(count, self.mean + distance * other.count / count, squares)
 
     @property
     def value(self) -> float:
-        """The deviation."""
+        """The standard deviation."""
         return math.sqrt(self.squares / self.count)
 
 
 @dataclass(frozen=True, slots=True)
-class Percentile:
-    """The value that a share of all values does not exceed; it is one of them."""
+class P95Metric:
+    """The 95th percentile; it is one of the values."""
 
     values: tuple[float, ...]
-    share: float
 
     def merge(self, other: Self) -> Self:
         """Keep all values."""
-        return type(self)(self.values + other.values, self.share)
+        return type(self)(self.values + other.values)
 
     @property
     def value(self) -> float:
-        """The value at the place."""
-        return sorted(self.values)[math.ceil(self.share * len(self.values)) - 1]
+        """The smallest value that 95 % of the values do not exceed."""
+        return sorted(self.values)[math.ceil(0.95 * len(self.values)) - 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """An amount by time and rank."""
+class ZeroSignalMetric:
+    """Fraction of groups without a learning signal; several ranks may have rows of one group."""
 
-    amount: float
-    seconds: float
-    """More than 0."""
-    num_ranks: int = 1
+    has_signal: Mapping[str, bool]
+    """By group, whether a row of it has a signal."""
 
     def merge(self, other: Self) -> Self:
-        """Add the amounts; the slower one decides the time."""
-        return type(self)(
-            self.amount + other.amount,
-            max(self.seconds, other.seconds),
-            self.num_ranks + other.num_ranks,
-        )
+        """A group has a signal if any part of it has one."""
+        merged = dict(self.has_signal)
+        for group, has_signal in other.has_signal.items():
+            merged[group] = merged.get(group, False) or has_signal
+        return type(self)(merged)
 
     @property
     def value(self) -> float:
-        """The amount a second, of each rank."""
-        return self.amount / self.seconds / self.num_ranks
+        """The fraction."""
+        return list(self.has_signal.values()).count(False) / len(self.has_signal)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The share of named things that nothing speaks against."""
-
-    refuted: Mapping[str, bool]
-    """By name, whether something does."""
-
-    def merge(self, other: Self) -> Self:
-        """What one part knows to be refuted is so."""
-        names = self.refuted.keys() | other.refuted.keys()
-        return type(self)(
-            {name: self.refuted.get(name, False) or other.refuted.get(name, False)
-             for name in names}
-        )  # fmt: skip
-
-    @property
-    def value(self) -> float:
-        """The share."""
-        return sum(not is_refuted for is_refuted in self.refuted.values()) / len(self.refuted)
-
-
-def merge_figures(parts: Iterable[Mapping[str, Figure]]) -> Figures:
-    """Put the figures of several ranks together, name by name.
-
-    A figure that only some ranks have is theirs alone.
-    """
-    merged: Figures = {}
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> MetricDict:
+    """Merge the metrics of several ranks by name; not every rank needs to have each metric."""
+    merged: MetricDict = {}
     for part in parts:
-        for name, figure in part.items():
-            merged[name] = merged[name].merge(figure) if name in merged else figure
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
 
 
-def to_metrics(figures: Mapping[str, Figure]) -> Metrics:
-    """Turn figures into the numbers that are logged."""
-    return {name: figure.value for name, figure in figures.items()}
+def compute_values(metrics: Mapping[str, Metric]) -> Metrics:
+    """Compute the numbers that are logged."""
+    return {name: metric.value for name, metric in metrics.items()}
 
 
-def spread(name: str, values: Sequence[float]) -> Figures:
-    """Describe values by mean, largest and smallest; nothing where there are none."""
+def mean_max_min(name: str, values: Sequence[float]) -> MetricDict:
+    """Summarize values by mean, maximum and minimum; return nothing for no values."""
     if not values:
         return {}
     return {
-        f"{name}/mean": Mean.of(values),
-        f"{name}/max": Largest(float(max(values))),
-        f"{name}/min": Smallest(float(min(values))),
+        f"{name}/mean": MeanMetric.of(values),
+        f"{name}/max": MaxMetric(float(max(values))),
+        f"{name}/min": MinMetric(float(min(values))),
     }
 
 
-def tail(name: str, values: Sequence[float]) -> Figures:
-    """Describe values by mean, 95th percentile and largest; nothing where there are none."""
+def mean_p95_max(name: str, values: Sequence[float]) -> MetricDict:
+    """Summarize values by mean, 95th percentile and maximum; return nothing for no values."""
     if not values:
         return {}
     return {
-        f"{name}/mean": Mean.of(values),
-        f"{name}/p95": Percentile(tuple(values), 0.95),
-        f"{name}/max": Largest(max(values)),
+        f"{name}/mean": MeanMetric.of(values),
+        f"{name}/p95": P95Metric(tuple(values)),
+        f"{name}/max": MaxMetric(max(values)),
     }
 
 
-def tensor_spread(name: str, values: torch.Tensor) -> Figures:
-    """Describe a tensor's values as `spread` does, in float64."""
+def tensor_mean_max_min(name: str, values: torch.Tensor) -> MetricDict:
+    """Summarize a tensor's values as `mean_max_min` does, in float64."""
     if values.numel() == 0:
         return {}
     values = values.double()
     return {
-        f"{name}/mean": Mean(values.sum().item(), values.numel()),
-        f"{name}/max": Largest(values.max().item()),
-        f"{name}/min": Smallest(values.min().item()),
+        f"{name}/mean": MeanMetric(values.sum().item(), values.numel()),
+        f"{name}/max": MaxMetric(values.max().item()),
+        f"{name}/min": MinMetric(values.min().item()),
     }
-
-
-def _first_nan(*values: float) -> float | None:
-    return next((value for value in values if math.isnan(value)), None)

@@ -1,6 +1,6 @@
 """What a run tells of itself while it runs: lines, bars, figures, and the curve at the end."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from agentrl.trainer.state.run_folder import RunLock
 Advance = Callable[[int], None]
 
 
-class Journal:
+class RunLogger:
     """The voice of a run. On every rank but the main one it is silent.
 
     Args:
@@ -35,7 +35,7 @@ class Journal:
         self._bars: RunProgress | None = None
         self._lock = RunLock(config.default_local_dir)
 
-    def claim(self) -> None:
+    def lock_folder(self) -> None:
         """Lock the run's folder until `close`; the main rank does so for all ranks.
 
         Raises:
@@ -61,10 +61,14 @@ class Journal:
             config, resumed_step=resumed_step, total_steps=total_steps, console=self.console
         )
 
-    def say(self, *lines: str) -> None:
+    def info(self, *lines: str) -> None:
         """Print lines."""
         for line in lines if self._is_main else ():
             self.console.print(line, markup=False, soft_wrap=True)
+
+    def notes(self, notes: Iterable[str]) -> None:
+        """Print notes for the user."""
+        self.info(*(f"note: {note}" for note in notes))
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the figures of one step."""
@@ -80,12 +84,12 @@ class Journal:
         return self._bars.task(name, total=total)
 
     @contextmanager
-    def sparing(self, what: str) -> Iterator[None]:
+    def ignoring_write_errors(self, what: str) -> Iterator[None]:
         """Tell what of the block could not be written, and go on: it is only for looking at."""
         try:
             yield
         except OSError as error:
-            self.say(f"note: {what} not written: {error}")
+            self.info(f"note: {what} not written: {error}")
 
     def plot(self) -> None:
         """Draw the learning curve; a run without figures has none."""
@@ -93,14 +97,14 @@ class Journal:
         if not (self._is_main and self._config.plot and metrics.is_file()):
             return
         try:
-            with self.sparing("the learning curve"):
+            with self.ignoring_write_errors("the learning curve"):
                 plot_curve(
                     metrics,
                     self.folder / "curve.png",
                     title=f"{self._config.project_name} / {self._config.experiment_name}",
                 )
         except DataError as error:
-            self.say(f"no learning curve: {error}")
+            self.info(f"no learning curve: {error}")
 
     def close(self) -> None:
         """Close what was opened; may be called twice."""

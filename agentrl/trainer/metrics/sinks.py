@@ -243,7 +243,7 @@ class TensorBoardSink:
         """Write each figure as a scalar."""
         if self._is_broken:
             return
-        with self._sparing():
+        with self._ignoring_write_errors():
             for name, value in metrics.items():
                 self._writer.add_scalar(name, float(value), step)
             self._writer.flush()
@@ -251,12 +251,12 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write what is left and close."""
         if not self._is_broken:
-            with self._sparing():
+            with self._ignoring_write_errors():
                 self._writer.close()
         threading.excepthook = self._excepthook
 
     @contextmanager
-    def _sparing(self) -> Iterator[None]:
+    def _ignoring_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -28,7 +28,7 @@ from agentrl.errors import AgentRLError, DataError
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.workers.actor import BrokenRow, SkippedStep
 from agentrl.workers.distributed import World
 
@@ -270,14 +270,14 @@ class RolloutFiles:
     Args:
         config: Which folders, and how rewards combine.
         world: The ranks, each with rollouts of its own.
-        journal: Told what could not be written.
+        run_logger: Told what could not be written.
     """
 
-    def __init__(self, config: RunConfig, world: World, journal: Journal) -> None:
+    def __init__(self, config: RunConfig, world: World, run_logger: RunLogger) -> None:
         self._config = config.trainer
         self._reward = config.reward
         self._world = world
-        self._journal = journal
+        self._run_logger = run_logger
 
     def save_step(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Save training rollouts, where `trainer.rollout_data_dir` names a folder."""
@@ -307,7 +307,7 @@ class RolloutFiles:
             if row.request_id in own
         ]
         for one in skipped:
-            self._journal.say(f"step {step}: {one.in_words()}; the rows to blame: {path}")
+            self._run_logger.info(f"step {step}: {one.in_words()}; the rows to blame: {path}")
         self._save(path, lines, "the rows to blame")
 
     def _save_all(self, path: Path, requests: Sequence[AsyncRolloutRequest], step: int) -> None:
@@ -323,7 +323,7 @@ class RolloutFiles:
     def _save(self, path: Path, lines: Sequence[_Line], what: str) -> None:
         everyone = sorted(self._world.gather_on_main(lines))
         if self._world.is_main:
-            with self._journal.sparing(what):
+            with self._run_logger.ignoring_write_errors(what):
                 save_lines(path, (line.text for line in everyone))
 
 

@@ -232,7 +232,7 @@ def claim_file(file: Path, *, key: str) -> None:
     claim_folder(file.parent, key=key)
 
 
-def check_room(folder: Path, num_weights: int, config: RunConfig) -> None:
+def check_disk_space(folder: Path, num_weights: int, config: RunConfig) -> None:
     """Refuse a run whose checkpoint the disk has no room for: it may be written after days.
 
     Args:

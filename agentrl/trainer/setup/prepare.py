@@ -14,7 +14,7 @@ from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.quickstart.arithmetic import prepare_arithmetic
 from agentrl.quickstart.tiny_policy import make_tiny_policy
 from agentrl.tools import BaseTool, load_all_tools
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.workers.distributed import World
 from agentrl.workers.sft import SftStep, run_sft
 from agentrl.workers.snapshot import on_main
@@ -24,14 +24,14 @@ _SFT = "sft/2"
 
 
 def prepare_run(
-    config: RunConfig, world: World, journal: Journal, tools: list[BaseTool], *, now: datetime
+    config: RunConfig, world: World, run_logger: RunLogger, tools: list[BaseTool], *, now: datetime
 ) -> float:
     """Make what is missing, in the order of the file; what is there already is left alone.
 
     Args:
         config: The run, whose model settings and template the warm-up shares.
         world: The ranks; files are made by the main one.
-        journal: Told what was made.
+        run_logger: Told what was made.
         tools: The run's tools: a small policy's tokenizer knows their schemas.
         now: The run's date, for templates that write one.
 
@@ -42,30 +42,30 @@ def prepare_run(
     world.board.note("the making of data and policy")
     with world.agreeing():
         if world.is_main:
-            _prepare_files(config.prepare, journal, tools)
+            _prepare_files(config.prepare, run_logger, tools)
     if config.prepare.sft is not None:
         world.board.note("the warm-up")
-        warm_up(config, config.prepare.sft, world, journal, tools, now=now)
+        warm_up(config, config.prepare.sft, world, run_logger, tools, now=now)
     return time.monotonic() - started
 
 
-def _prepare_files(config: PrepareConfig, journal: Journal, tools: list[BaseTool]) -> None:
+def _prepare_files(config: PrepareConfig, run_logger: RunLogger, tools: list[BaseTool]) -> None:
     if (problems := config.arithmetic) is not None:
-        _make(journal, "problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
+        _make(run_logger, "problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
     if (gsm8k := config.gsm8k) is not None:
-        _make(journal, "GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
+        _make(run_logger, "GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
     if (policy := config.tiny_policy) is not None:
         schemas = [tool.tool_schema for tool in tools]
-        _make(journal, "policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
+        _make(run_logger, "policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
 
 
-def _make(journal: Journal, what: str, folder: Path, make: Callable[[], bool]) -> None:
+def _make(run_logger: RunLogger, what: str, folder: Path, make: Callable[[], bool]) -> None:
     """Make what is missing in a folder, and tell whether anything was."""
     why = _why_anew(folder)
     if not make():
-        journal.say(f"{what}: {folder}, made before")
+        run_logger.info(f"{what}: {folder}, made before")
     else:
-        journal.say(f"{what}: {folder}{why}")
+        run_logger.info(f"{what}: {folder}{why}")
 
 
 def _why_anew(folder: Path) -> str:
@@ -77,7 +77,7 @@ def warm_up(
     run: RunConfig,
     config: SftConfig,
     world: World,
-    journal: Journal,
+    run_logger: RunLogger,
     tools: Sequence[BaseTool],
     *,
     now: datetime,
@@ -88,7 +88,7 @@ def warm_up(
         run: The run, whose model settings and template the warm-up shares.
         config: Of the warm-up.
         world: The ranks; the main one decides whether the result is missing.
-        journal: Gets a line on what was made.
+        run_logger: Gets a line on what was made.
         tools: The run's.
         now: The run's date, for templates that write one.
     """
@@ -100,18 +100,18 @@ def warm_up(
         arguments = _arguments(run, config, shown)
         return arguments if must_make(config.out_dir, _SFT, arguments, files) else None
 
-    journal.say(*(f"note: {note}" for note in compare_tools(shown, tools)))
+    run_logger.info(*(f"note: {note}" for note in compare_tools(shown, tools)))
     arguments = on_main(world, find_arguments)
     if arguments is None:
-        return journal.say(f"warmed-up policy: {config.out_dir}, made before")
+        return run_logger.info(f"warmed-up policy: {config.out_dir}, made before")
 
     def train() -> None:
-        _train(run, config, world, journal, shown, now=now)
+        _train(run, config, world, run_logger, shown, now=now)
 
     if not world.is_main:
         return train()
     if why := _why_anew(config.out_dir):
-        journal.say(f"warmed-up policy: {config.out_dir}{why}")
+        run_logger.info(f"warmed-up policy: {config.out_dir}{why}")
     make_once(config.out_dir, _SFT, arguments, files, train)
     return None
 
@@ -156,18 +156,18 @@ def _train(
     run: RunConfig,
     config: SftConfig,
     world: World,
-    journal: Journal,
+    run_logger: RunLogger,
     shown: Sequence[OpenAIFunctionToolSchema],
     *,
     now: datetime,
 ) -> None:
     started = time.monotonic()
-    with journal.bar("warm-up", config.steps) as advance:
+    with run_logger.bar("warm-up", config.steps) as advance:
 
         def on_step(step: SftStep) -> None:
             advance(1)
             if step.step % max(1, config.steps // 4) == 0:
-                journal.say(f"  warm-up step {step.step}: loss {step.loss:.3f}")
+                run_logger.info(f"  warm-up step {step.step}: loss {step.loss:.3f}")
 
         result = run_sft(
             config,
@@ -180,7 +180,7 @@ def _train(
         )
     held_out = result.held_out_loss
     loss = "" if held_out is None else f"loss on held-out conversations {held_out:.3f}, "
-    journal.say(
+    run_logger.info(
         f"warmed-up policy: {config.out_dir}, {result.num_conversations} conversations, "
         f"{loss}{time.monotonic() - started:.0f} s"
     )

@@ -1,4 +1,4 @@
-"""Where a run stood when its last step was finished, for a run that ends in the middle of one."""
+"""A snapshot of the last completed step, for a run that ends in the middle of the next one."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,50 +10,50 @@ from agentrl.workers.rng import RandomState, capture_random_state, restore_rando
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """What a checkpoint of a finished step holds beside tensors."""
+class StepSnapshot:
+    """What a checkpoint of a completed step holds besides tensors."""
 
     step: int
     summary: Summary
     """A copy."""
     unlogged: dict[str, float] | None
-    """Figures of the step whose validation is still to come; None: its line is written."""
+    """Metrics of the step if they are not logged yet, because its validation comes first."""
     data: dict[str, Any]
-    """Of the data's order."""
+    """State of the data's order."""
     random: RandomState
-    """This rank's."""
+    """Random state of this rank."""
     counters: ActorCounters
 
 
-class LastStep:
-    """Keeps the mark of the last finished step, and goes back to it.
+class LastCompletedStep:
+    """Keeps the snapshot of the last completed step, and restores it.
 
-    A step that was begun has taken prompts and drawn numbers, and moves the weights late: until
-    then the run can be given back what it took, and saved as it stood.
+    A started step consumes prompts and random numbers, but changes weights only at its end. Until
+    then, the data position and the random state can be restored and the previous step saved.
 
     Args:
-        order: Of the data.
-        actor: Of this rank.
+        order: The data's order.
+        actor: The actor of this rank.
     """
 
     def __init__(self, order: DataOrder, actor: Actor) -> None:
         self._order = order
         self._actor = actor
-        self.mark: Mark | None = None
+        self._snapshot: StepSnapshot | None = None
 
     @property
     def step(self) -> int:
-        """The step that was finished last; 0: none."""
-        return 0 if self.mark is None else self.mark.step
+        """The number of the last completed step; 0 if there is none."""
+        return 0 if self._snapshot is None else self._snapshot.step
 
     @property
     def unlogged(self) -> dict[str, float] | None:
-        """Figures that are still to be logged."""
-        return None if self.mark is None else self.mark.unlogged
+        """Metrics that are not logged yet."""
+        return None if self._snapshot is None else self._snapshot.unlogged
 
-    def note(self, step: int, summary: Summary, unlogged: dict[str, float] | None = None) -> None:
-        """Note where the run stands: a step is finished, and the next not begun."""
-        self.mark = Mark(
+    def record(self, step: int, summary: Summary, unlogged: dict[str, float] | None = None) -> None:
+        """Take the snapshot of a step that is completed, before the next one starts."""
+        self._snapshot = StepSnapshot(
             step=step,
             summary=replace(summary),
             unlogged=unlogged,
@@ -62,17 +62,18 @@ class LastStep:
             counters=self._actor.counters(),
         )
 
-    def is_lost(self) -> bool:
-        """Whether the weights have moved since."""
-        return self.mark is not None and self.mark.counters != self._actor.counters()
+    def is_overwritten(self) -> bool:
+        """Return whether the weights have changed since the snapshot."""
+        return self._snapshot is not None and self._snapshot.counters != self._actor.counters()
 
-    def go_back(self) -> Mark | None:
-        """Put the data's order and the random streams back; None: there is no step to go back to.
+    def restore(self) -> StepSnapshot | None:
+        """Restore the data's order and the random state; the weights must not have changed.
 
-        The weights must not have moved.
+        Returns:
+            None if no step is completed.
         """
-        if self.mark is None or self.mark.step == 0:
+        if self._snapshot is None or self._snapshot.step == 0:
             return None
-        self._order.load_state_dict(self.mark.data)
-        restore_random_state(self.mark.random)
-        return self.mark
+        self._order.load_state_dict(self._snapshot.data)
+        restore_random_state(self._snapshot.random)
+        return self._snapshot

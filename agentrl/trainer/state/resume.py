@@ -1,15 +1,15 @@
-"""Which checkpoint a run goes on from."""
+"""Find the checkpoint that a run resumes from, and archive outputs of an earlier run."""
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from agentrl.atomic_io import set_aside, written_whole
-from agentrl.config.schema.run import RunConfig, TrainerConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.errors import CheckpointError
 from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
 from agentrl.trainer.rollouts.files import SKIPPED, find_rollouts
@@ -17,30 +17,27 @@ from agentrl.workers.checkpoint import SUPERSEDED, find_latest, set_aside_later
 from agentrl.workers.distributed import World
 from agentrl.workers.snapshot import on_main
 
-CHECKPOINTS = "checkpoints"
+START_FILE = "started"
 _HASHED_ELSEWHERE: Any = {
     "trainer": True,
     "prepare": True,
     "model": {"path"},
     "data": {"train_files", "val_files"},
 }
+_NO_STEP = -1
+"""Before step 0, whose validation has a rollout file."""
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
-    """Where the checkpoints of a run lie."""
-    return config.trainer.default_local_dir / CHECKPOINTS
-
-
-def has_checkpoints(config: RunConfig) -> bool:
-    """Whether a run has written any; none is read."""
-    return any(checkpoint_folder(config).glob("global_step_*"))
+    """Return the folder of a run's checkpoints."""
+    return config.trainer.default_local_dir / "checkpoints"
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
-    """Find the checkpoint that `trainer.resume_mode` asks for; None: begin anew.
+    """Find the checkpoint that `trainer.resume_mode` asks for; None to start from the beginning.
 
     Raises:
-        CheckpointError: where `resume_path` names none.
+        CheckpointError: if `resume_path` names none.
     """
     trainer = config.trainer
     match trainer.resume_mode:
@@ -51,20 +48,20 @@ def find_checkpoint(config: RunConfig) -> Path | None:
         case "resume_path":
             path = trainer.resume_from_path
             if path is None or not path.is_dir():
-                told = "is not set" if path is None else f"no folder {path}"
+                reason = "is not set" if path is None else f"no folder {path}"
+                example = checkpoint_folder(config) / "global_step_10"
                 raise CheckpointError(
-                    f"trainer.resume_from_path: {told}",
+                    f"trainer.resume_from_path: {reason}",
                     key="trainer.resume_from_path",
-                    expected="a checkpoint's folder, such as "
-                    f"{checkpoint_folder(config) / 'global_step_10'}",
+                    expected=f"a checkpoint's folder, such as {example}",
                 )
             return path
 
 
 def policy_origin(config: RunConfig) -> str:
-    """Say which policy a run begins from: what made it, or the sizes of its weights.
+    """Identify the policy that a run begins from, by its manifest or the sizes of its weights.
 
-    A hub's name stands for itself. Weights themselves are not read: they may be hundreds of GiB.
+    A hub name is used as it is. Weights are not read, because they may be hundreds of GiB.
     """
     folder = Path(config.model.path)
     manifest = folder / "manifest.json"
@@ -84,132 +81,114 @@ def check_origin(origin: str, config: RunConfig, path: Path) -> None:
         raise CheckpointError(
             f"{path.name} is of a run that began from another policy than {config.model.path}",
             path=path,
-            expected="trainer.resume_mode=disable to begin anew, another "
+            expected="trainer.resume_mode=disable to start again, another "
             "trainer.default_local_dir, or the policy that the run began from",
         )
 
 
 def config_digest(config: RunConfig, *, total_steps: int, device: str) -> str:
-    """Hash what of a configuration decides what is sampled and trained, step by step.
+    """Hash the part of a configuration that decides what is sampled and trained.
 
-    That is every section but `prepare` and the paths of policy and data, whose files are hashed
-    elsewhere, and `trainer`, of which the seed counts: what a run writes and where changes no step,
-    and how long it goes on none either, unless the learning rate falls towards the last one.
+    This is every section except `prepare`, the paths of policy and data (their content is hashed
+    elsewhere) and `trainer`, of which only the seed counts: outputs change no step, and neither
+    does the number of steps, unless the learning rate decreases towards the last one.
 
     Args:
-        config: Of the run.
+        config: The run's configuration.
         total_steps: Training steps of the whole run.
-        device: The kind that it runs on, `cpu` or `cuda`.
+        device: The type of the run's device, `cpu` or `cuda`.
     """
     kept = config.model_dump(mode="json", exclude=_HASHED_ELSEWHERE)
-    falls = config.actor.optim.lr_scheduler != "constant"
+    decreases = config.actor.optim.lr_scheduler != "constant"
     kept["trainer"] = {
         "seed": config.trainer.seed,
         "device": device,
-        "falls_over": total_steps if falls else None,
+        "falls_over": total_steps if decreases else None,
     }
     return hashlib.sha256(repr(kept).encode()).hexdigest()
 
 
-START_FILE = "started"
-
-
 def start_date(config: RunConfig, world: World) -> datetime:
-    """Give the date of a run: today, or that on which the run that is resumed began.
+    """Return today, or the start date of the run that is resumed; the main rank decides."""
 
-    The main rank decides for all.
-    """
-    return on_main(world, lambda: _start_date(config))
+    def find_or_write() -> datetime:
+        path, now = config.trainer.default_local_dir / START_FILE, datetime.now()
+        has_checkpoints = any(checkpoint_folder(config).glob("global_step_*"))
+        if config.trainer.resume_mode != "disable" and has_checkpoints and path.is_file():
+            try:
+                return datetime.fromisoformat(path.read_text(encoding="utf-8").strip())
+            except ValueError:
+                return now
+        with written_whole(path) as draft:
+            draft.write_text(now.isoformat() + "\n", encoding="utf-8")
+        return now
 
-
-def _start_date(config: RunConfig) -> datetime:
-    path = config.trainer.default_local_dir / START_FILE
-    goes_on = config.trainer.resume_mode != "disable" and has_checkpoints(config)
-    if goes_on and path.is_file():
-        return _read(path)
-    now = datetime.now()
-    with written_whole(path) as draft:
-        draft.write_text(now.isoformat() + "\n", encoding="utf-8")
-    return now
-
-
-def _read(path: Path) -> datetime:
-    try:
-        return datetime.fromisoformat(path.read_text(encoding="utf-8").strip())
-    except ValueError:
-        return datetime.now()
+    return on_main(world, find_or_write)
 
 
-_NO_STEP = -1
-"""Before step 0, whose validation has a file."""
+# Outputs of an earlier run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside:
-    """What was moved, by where it lies now."""
+class ArchivedOutputs:
+    """New paths of the files that were moved."""
 
     damaged: list[Path] = field(default_factory=list[Path])
-    """Checkpoints that were passed over; the run takes their steps again."""
+    """Damaged checkpoints that were skipped; the run repeats their steps."""
     checkpoints: list[Path] = field(default_factory=list[Path])
-    """Those of the other course."""
+    """Checkpoints of the earlier run."""
     rollouts: list[Path] = field(default_factory=list[Path])
     metrics: Path | None = None
 
-    def in_words(self) -> Iterator[str]:
-        """Tell of each damaged checkpoint in a line, and in one of all that was left behind."""
+    def describe(self) -> Iterator[str]:
+        """Yield a line for each damaged checkpoint, and one for all other files."""
         for path in self.damaged:
-            yield f"a damaged checkpoint was passed over, and is now {path}"
-        moves = [*_moves("checkpoint", self.checkpoints), *_moves("rollout file", self.rollouts)]
+            yield f"skipped a damaged checkpoint, which is now {path}"
+        moves = [
+            f"{num} {noun}{'s' if num > 1 else ''} -> {folder}"
+            for noun, paths in (("checkpoint", self.checkpoints), ("rollout file", self.rollouts))
+            for folder, num in Counter(path.parent for path in paths).items()
+        ]
         if self.metrics is not None:
             moves.append(f"{METRICS_FILE} -> {self.metrics}")
         if moves:
-            yield f"set aside, of the run that was here before: {', '.join(moves)}"
+            yield f"moved files of an earlier run: {', '.join(moves)}"
 
 
-def set_aside_superseded(config: RunConfig, path: Path | None, step: int) -> SetAside:
-    """Move aside what would be taken for this run's own.
+def archive_earlier_outputs(config: RunConfig, path: Path | None, step: int) -> ArchivedOutputs:
+    """Move away files of an earlier run that would be mistaken for files of this run.
 
-    Such are checkpoints that a later `auto` would go on from, and rollouts that lie among the new
-    ones. `auto` itself stays on its course: it moves what is damaged, and writes its rollouts anew
-    over those of a killed attempt. A run that only validates writes no checkpoint, and moves none.
-    The main rank alone calls it, once the run has read the checkpoint that it goes on from.
+    These are checkpoints that a later `auto` would resume from, and rollouts between the new ones.
+    A run that resumes with `auto` continues the earlier run: it moves only damaged checkpoints, and
+    overwrites the rollouts of a killed attempt. A run that only validates writes no checkpoints and
+    moves none. Only the main rank calls this, after the run has read its checkpoint.
 
     Args:
-        config: Of the run.
-        path: The checkpoint that it goes on from; None: it begins anew.
-        step: The step that it goes on from.
+        config: The run's configuration.
+        path: The checkpoint that the run resumes from; None if it starts from the beginning.
+        step: The step that it resumes from.
 
     Raises:
-        CheckpointError: where checkpoints cannot be moved.
-        OSError: where another file cannot be.
+        CheckpointError: if checkpoints cannot be moved.
+        OSError: if another file cannot be moved.
     """
     trainer = config.trainer
     metrics = None
     if path is None:
         metrics = move_metrics_aside(trainer.default_local_dir / METRICS_FILE)
     if trainer.val_only:
-        return SetAside(metrics=metrics)
+        return ArchivedOutputs(metrics=metrics)
     root = checkpoint_folder(config)
     is_own = path is not None and path.resolve().parent == root.resolve()
-    kept = step if is_own else _NO_STEP
-    later = set_aside_later(root, kept)
+    last_kept = step if is_own else _NO_STEP
+    later = set_aside_later(root, last_kept)
     if trainer.resume_mode == "auto":
-        return SetAside(damaged=later, metrics=metrics)
-    rollouts = _set_rollouts_aside(trainer, kept)
-    return SetAside(checkpoints=later, rollouts=rollouts, metrics=metrics)
-
-
-def _set_rollouts_aside(trainer: TrainerConfig, kept: int) -> list[Path]:
+        return ArchivedOutputs(damaged=later, metrics=metrics)
     skipped = trainer.default_local_dir / SKIPPED
-    folders = (trainer.rollout_data_dir, trainer.validation_data_dir, skipped)
-    return [
+    rollouts = [
         moved
-        for folder in folders
+        for folder in (trainer.rollout_data_dir, trainer.validation_data_dir, skipped)
         if folder is not None
-        for moved in set_aside(find_rollouts(folder, after=kept), folder / SUPERSEDED)
+        for moved in set_aside(find_rollouts(folder, after=last_kept), folder / SUPERSEDED)
     ]
-
-
-def _moves(what: str, paths: Sequence[Path]) -> Iterator[str]:
-    for folder, num in Counter(path.parent for path in paths).items():
-        yield f"{num} {what}{'s' if num > 1 else ''} -> {folder}"
+    return ArchivedOutputs(checkpoints=later, rollouts=rollouts, metrics=metrics)

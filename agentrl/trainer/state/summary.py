@@ -1,4 +1,4 @@
-"""What came of a run, in one small file."""
+"""The result of a run, in one small file."""
 
 import json
 from collections.abc import Mapping
@@ -14,48 +14,48 @@ from agentrl.workers.actor import UpdateResult
 
 @dataclass(slots=True)
 class Summary:
-    """The figures by which a run is judged. `None`: not measured."""
+    """The numbers by which a run is judged. `None`: not measured."""
 
     seed: int
     steps: int = 0
-    """Training steps done."""
+    """Completed training steps."""
     steps_without_signal: int = 0
-    """Those of them in which no group had a learning signal: every advantage was 0."""
+    """Steps in which no group had a learning signal: every advantage was 0."""
     num_val: int = 0
     """Problems of the first validation set."""
     val_success_before: float | None = None
-    """Share of them solved before the first step."""
+    """Success on the first validation set before the first step."""
     val_success_after: float | None = None
-    """The same after the last."""
+    """Success after the last step."""
     others_before: dict[str, float] = field(default_factory=dict[str, float])
-    """The further validation sets by name, before."""
+    """Success on the other validation sets by name, before the first step."""
     others_after: dict[str, float] = field(default_factory=dict[str, float])
-    """The same, after."""
+    """Success on the other validation sets by name, after the last step."""
     best_val_success: float | None = None
     best_step: int | None = None
     val_step: int | None = None
     """The step that was validated last."""
     best_saved_step: int | None = None
-    """Of the validated steps that have a checkpoint, the best; its checkpoint is kept."""
+    """The best of the validated steps that have a checkpoint; its checkpoint is kept."""
     best_saved_success: float | None = None
     seconds_prepare: float = 0.0
-    """Data, policy and warm-up, where they were missing."""
+    """Seconds that preparing data, policy and warm-up took."""
     seconds_total: float = 0.0
-    """Preparation, training, validation and saving; over all attempts of a resumed run."""
+    """Seconds of preparation, training, validation and saving, over all attempts of a run."""
     skipped_updates: int = 0
-    """The last updates in a row of which every optimizer step was skipped: not finite."""
+    """Consecutive last updates of which every optimizer step was skipped (not finite)."""
     checkpoint: str | None = None
-    """The last one."""
+    """The last checkpoint."""
     exported: str | None = None
     """The trained policy as a Hugging Face folder."""
 
     def count_preparation(self, seconds: float) -> None:
-        """Count what was spent before the loop."""
+        """Add the seconds that preparation took."""
         self.seconds_prepare += seconds
         self.seconds_total += seconds
 
     def note_validation(self, step: int, success: dict[str, float], num_val: int) -> None:
-        """Enter the success rates of one validation."""
+        """Record the success rates of one validation, by set."""
         if not success:
             return
         first, *others = success
@@ -69,7 +69,7 @@ class Summary:
             self.best_val_success, self.best_step = success[first], step
 
     def note_checkpoint(self, step: int) -> None:
-        """Enter that a step is saved, for the best of the saved ones."""
+        """Record that a step is saved; if it is also validated, it may be the best saved step."""
         success = self.val_success_after
         if success is None or self.val_step != step:
             return
@@ -77,81 +77,77 @@ class Summary:
             self.best_saved_step, self.best_saved_success = step, success
 
     def note_update(self, result: UpdateResult) -> None:
-        """Count on while updates take no step, and from 0 behind one that did."""
+        """Count consecutive skipped updates."""
         if result.metrics["actor/optimizer_steps"]:
             self.skipped_updates = 0
         elif result.skipped:
             self.skipped_updates += 1
 
     def note_signal(self, metrics: Mapping[str, float]) -> None:
-        """Count a step in which there was nothing to learn."""
+        """Count a step without a learning signal."""
         self.steps_without_signal += has_no_signal(metrics)
 
-    def refuse_to_idle(self, most: int | None) -> None:
-        """End a run that trains no more.
+    def check_skipped_updates(self, limit: int | None) -> None:
+        """End a run that no longer trains.
 
         Args:
-            most: `actor.max_skipped_updates`.
+            limit: `actor.max_skipped_updates`.
 
         Raises:
-            TrainingError: where more than that were skipped in a row.
+            TrainingError: if at least so many consecutive updates were skipped.
         """
-        if most is not None and self.skipped_updates >= most:
+        if limit is not None and self.skipped_updates >= limit:
             raise TrainingError(
-                f"the last {most} updates took no step: none had a finite loss and gradient",
+                f"the last {limit} updates took no step: none had a finite loss and gradient",
                 key="actor.max_skipped_updates",
                 expected="finite numbers: skipped/ in the run's folder has the rows; a lower "
                 "actor.optim.lr or actor.grad_clip, or model.dtype=float32, may help",
             )
 
-    def back_at(self, finished: Self) -> Self:
-        """Go back to what a finished step left; time goes on, and what was saved stays."""
-        return replace(finished, seconds_total=self.seconds_total, checkpoint=self.checkpoint)
+    def restored(self, snapshot: Self) -> Self:
+        """Return the snapshot of a completed step, with the time and the checkpoint of now."""
+        return replace(snapshot, seconds_total=self.seconds_total, checkpoint=self.checkpoint)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the summary as JSON, whole or not at all."""
         with written_whole(path) as draft:
             draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
-    def in_words(self, folder: Path) -> str:
-        """Say what came of the run, for its last lines."""
-        lines = [f"{self.steps} steps in {self._times_in_words()}; all of it in {folder}"]
+    def describe(self, folder: Path) -> str:
+        """Return the last lines that a run prints."""
+        seconds = f"{self.seconds_total - self.seconds_prepare:.0f} s"
+        if (preparation := f"{self.seconds_prepare:.0f} s") != "0 s":
+            seconds += f", after {preparation} of preparation"
+        lines = [f"{self.steps} steps in {seconds}; all of it in {folder}"]
         if self.steps_without_signal:
             lines.append(
                 f"{self.steps_without_signal} of {self.steps} steps had no learning signal: "
                 "every advantage was 0"
             )
         if self.val_success_after is not None:
-            told = _change(self.val_success_before, self.val_success_after)
-            lines.append(f"success on {self.num_val} held-out problems: {told}")
+            change = _describe_change(self.val_success_before, self.val_success_after)
+            lines.append(f"success on {self.num_val} held-out problems: {change}")
         for name, after in self.others_after.items():
-            lines.append(f"success on {name}: {_change(self.others_before.get(name), after)}")
+            change = _describe_change(self.others_before.get(name), after)
+            lines.append(f"success on {name}: {change}")
         if self.exported is not None and self.best_step not in (None, self.steps):
-            lines.append(self._best_in_words())
+            best = f"the best validation was {self.best_val_success:.3f} at step {self.best_step}"
+            if self.best_saved_step is not None:
+                best += f"; best saved step: global_step_{self.best_saved_step}"
+            lines.append(f"{best}; trained/ is the last step, {self.steps}")
         return "\n".join(lines)
 
-    def _best_in_words(self) -> str:
-        best = f"the best validation was {self.best_val_success:.3f} at step {self.best_step}"
-        saved = self.best_saved_step
-        kept = f"; best saved step: global_step_{saved}" if saved is not None else ""
-        return f"{best}{kept}; trained/ is the last step, {self.steps}"
-
     def at_stop(self, step: int) -> str:
-        """Say where a run stands that was stopped.
+        """Describe the state of a run that was stopped.
 
         Args:
-            step: The one that was finished last; 0: none.
+            step: The last completed step; 0 if there is none.
         """
         if step == 0:
-            return "no step was finished"
-        goes_on = f"the run goes on from {self.checkpoint}" if self.checkpoint else "no checkpoint"
-        return f"step {step} was finished last; {goes_on}"
-
-    def _times_in_words(self) -> str:
-        steps = f"{self.seconds_total - self.seconds_prepare:.0f} s"
-        before = f"{self.seconds_prepare:.0f} s"
-        return steps if before == "0 s" else f"{steps}, after {before} of preparation"
+            return "no step was completed"
+        resumes = f"the run resumes from {self.checkpoint}" if self.checkpoint else "no checkpoint"
+        return f"step {step} was completed last; {resumes}"
 
 
-def _change(before: float | None, after: float) -> str:
+def _describe_change(before: float | None, after: float) -> str:
     return f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"

@@ -67,7 +67,7 @@ def test_ctrl_c_in_the_terminal_saves_the_last_step_and_leaves_no_process(
         process.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=120)
     assert run.returncode == 130, (out, err)
-    assert "was finished last; the run goes on from" in out
+    assert "was completed last; the run resumes from" in out
     assert not psutil.wait_procs(children, timeout=30)[1]
 
 

@@ -12,32 +12,28 @@ from agentrl.protocol import DataProto
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
+from agentrl.trainer.metrics import rollout as rollout_module
+from agentrl.trainer.metrics import step as step_module
 from agentrl.trainer.metrics.aggregators import (
-    Deviation,
-    Figure,
-    Largest,
-    Mean,
+    MaxMetric,
+    MeanMetric,
+    Metric,
     Metrics,
-    Smallest,
-    merge_figures,
-    to_metrics,
+    MinMetric,
+    StdMetric,
+    compute_values,
+    merge_metrics,
 )
-from agentrl.trainer.metrics.step import (
-    Timer,
-    batch_figures,
-    perf_figures,
-    rollout_figures,
-    time_figures,
-)
+from agentrl.trainer.metrics.step import Timer, compute_throughput, perf_metrics, time_metrics
 from tests.fakes.seeing import finish, finished_requests, sample, started, tool_story
 
 
 def rollout_metrics(requests: list[AsyncRolloutRequest]) -> Metrics:
-    return to_metrics(rollout_figures(requests))
+    return compute_values(rollout_module.rollout_metrics(requests))
 
 
 def batch_metrics(data: DataProto) -> Metrics:
-    return to_metrics(batch_figures(data))
+    return compute_values(step_module.batch_metrics(data))
 
 
 def test_lengths_and_turns_of_a_tool_story():
@@ -172,7 +168,7 @@ def test_versions_differences_and_cache():
 def test_nothing_gives_nothing():
     assert rollout_metrics([]) == {}
     assert batch_metrics(DataProto.from_dict({"response_mask": torch.zeros(0, 4)})) == {}
-    assert merge_figures([]) == merge_figures([{}, {}]) == {}
+    assert merge_metrics([]) == merge_metrics([{}, {}]) == {}
 
 
 def test_a_request_that_never_began_gives_finite_figures():
@@ -259,7 +255,7 @@ def test_observations_are_invisible_observed_tokens_change_no_figure(data):
     place = data.draw(st.integers(0, width))
     noise = data.draw(floats)
 
-    def figures(extra: bool) -> dict[str, float]:
+    def metrics(extra: bool) -> dict[str, float]:
         cut = [noise] if extra else []
         tensors = {k: torch.tensor([r[:place] + cut + r[place:]]) for k, r in rows.items()}
         mask = [1.0] * place + [0.0] * extra + [1.0] * (width - place)
@@ -267,7 +263,7 @@ def test_observations_are_invisible_observed_tokens_change_no_figure(data):
             DataProto.from_dict(tensors | {"response_mask": torch.tensor([mask])}, {"uid": ["a"]})
         )
 
-    assert figures(extra=True) == figures(extra=False)
+    assert metrics(extra=True) == metrics(extra=False)
 
 
 # The clock.
@@ -293,10 +289,10 @@ def test_timer_counts_real_seconds():
 
 
 def test_throughput_is_tokens_per_second():
-    metrics = to_metrics(perf_figures(1000, 4.0))
-    assert metrics["perf/throughput"] == 250
+    metrics = compute_values(perf_metrics(1000, 4.0))
+    assert compute_throughput(metrics, 1) == {"perf/throughput": 250}
     assert 0.01 < metrics["perf/max_cpu_memory_gb"] < 1000
-    assert "perf/throughput" not in perf_figures(0, 0.0)
+    assert compute_throughput(compute_values(perf_metrics(0, 0.0)), 1) == {}
 
 
 # Ranks.
@@ -307,7 +303,7 @@ def test_throughput_is_tokens_per_second():
 def test_layout_is_invisible_figures_of_parts_are_those_of_the_whole(requests, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(requests)), max_size=3)))
     parts = [requests[a:b] for a, b in zip([0, *cuts], [*cuts, len(requests)], strict=True)]
-    merged = to_metrics(merge_figures(map(rollout_figures, parts)))
+    merged = compute_values(merge_metrics(map(rollout_module.rollout_metrics, parts)))
     assert merged == pytest.approx(rollout_metrics(requests), rel=1e-12)
 
 
@@ -325,39 +321,44 @@ def test_layout_is_invisible_figures_of_split_tensors_are_those_of_the_whole(dat
     tensors |= {"in_baseline": torch.tensor([bool(n % 3) for n in range(num_rows)])}
     whole = DataProto.from_dict(tensors, {"uid": [f"g{n // 2}" for n in range(num_rows)]})
     cut = data.draw(st.integers(0, num_rows))
-    merged = to_metrics(merge_figures(map(batch_figures, (whole[:cut], whole[cut:]))))
+    merged = compute_values(
+        merge_metrics(map(step_module.batch_metrics, (whole[:cut], whole[cut:])))
+    )
     assert merged == pytest.approx(batch_metrics(whole), rel=1e-9, abs=1e-12)
 
 
 def test_a_mean_weighs_by_what_it_averages_over():
     one_failed = [tool_story(reward=1.0), tool_story(StopReason.FAILED)]
-    figures = merge_figures(
-        [rollout_figures(one_failed), rollout_figures([tool_story(reward=4.0)])]
+    metrics = merge_metrics(
+        map(rollout_module.rollout_metrics, (one_failed, [tool_story(reward=4.0)]))
     )
-    assert to_metrics(figures)["rollout/reward/mean"] == 2.5, "two are scored, of three"
+    assert compute_values(metrics)["rollout/reward/mean"] == 2.5, "two are scored, of three"
 
 
 def test_step_is_as_slow_as_its_slowest_rank():
-    parts = [time_figures({"timing_s/gen": s}) | perf_figures(300, s) for s in (1.0, 3.0)]
-    metrics = to_metrics(merge_figures(parts))
+    parts = [time_metrics({"timing_s/gen": s}) | perf_metrics(300, s) for s in (1.0, 3.0)]
+    metrics = compute_values(merge_metrics(parts))
     assert metrics["timing_s/gen"] == metrics["perf/time_per_step"] == 3.0
     assert metrics["perf/total_num_tokens"] == 600
-    assert metrics["perf/throughput"] == 100, "of each rank"
+    assert compute_throughput(metrics, 2) == {"perf/throughput": 100}, "of each rank"
 
 
-@pytest.mark.parametrize("figure", [Largest, Smallest])
+@pytest.mark.parametrize("figure", [MaxMetric, MinMetric])
 def test_a_nan_of_one_rank_is_not_lost(figure):
     for values in ((1.0, math.nan), (math.nan, 1.0)):
-        merged = merge_figures([{"actor/grad_norm_max": figure(value)} for value in values])
+        merged = merge_metrics([{"actor/grad_norm_max": figure(value)} for value in values])
         assert math.isnan(merged["actor/grad_norm_max"].value)
 
 
 def test_a_figure_that_one_rank_has_is_its_own():
-    parts: list[dict[str, Figure]] = [{"a": Mean(2.0, 2)}, {"a": Mean(5.0, 1), "b": Mean(2.0, 1)}]
-    assert to_metrics(merge_figures(parts)) == {"a": pytest.approx(7 / 3), "b": 2.0}
+    parts: list[dict[str, Metric]] = [
+        {"a": MeanMetric(2.0, 2)},
+        {"a": MeanMetric(5.0, 1), "b": MeanMetric(2.0, 1)},
+    ]
+    assert compute_values(merge_metrics(parts)) == {"a": pytest.approx(7 / 3), "b": 2.0}
 
 
 def test_deviations_about_unlike_means_are_put_together():
     values = torch.tensor([1.0, 1.0, 5.0, 9.0])
-    merged = Deviation.of(values[:2]).merge(Deviation.of(values[2:]))
+    merged = StdMetric.of(values[:2]).merge(StdMetric.of(values[2:]))
     assert merged.value == pytest.approx(values.std(correction=0).item())

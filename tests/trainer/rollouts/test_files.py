@@ -20,7 +20,7 @@ from agentrl.config.schema.run import (
 )
 from agentrl.errors import DataError
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.files import (
     RolloutFiles,
     TrajectorySummary,
@@ -52,8 +52,8 @@ def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
         model=ModelConfig(path="policy"),
         trainer=TrainerConfig(default_local_dir=tmp_path, rollout_data_dir=tmp_path / "rollouts"),
     )
-    journal = Journal(config.trainer)
-    files = RolloutFiles(config, TwoRanks(), journal)  # pyright: ignore[reportArgumentType]
+    run_logger = RunLogger(config.trainer)
+    files = RolloutFiles(config, TwoRanks(), run_logger)  # pyright: ignore[reportArgumentType]
     first, second = tool_story(), tool_story()
     first.batch_data_id, second.batch_data_id = 1, 0
     first.reward_extra_info["lock"] = threading.Lock()

@@ -15,7 +15,7 @@ from agentrl.errors import DataError
 from agentrl.tools import BaseTool, function_tool, load_function_tools
 from agentrl.tools.calculator_tool import CalculatorTool
 from agentrl.tools.function_tool import FunctionTool
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup.prepare import compare_tools, prepare_run
 from agentrl.trainer.state.resume import policy_origin
 from agentrl.workers.distributed import World, start_world
@@ -52,8 +52,8 @@ def config_in(folder: Path, **sizes: int) -> RunConfig:
 def prepare(config: RunConfig, world: World, *tools: BaseTool) -> list[str]:
     """What it tells, one line for each of problems, policy and warm-up (its steps left out)."""
     told = StringIO()
-    journal = Journal(config.trainer, console=Console(file=told))
-    prepare_run(config, world, journal, [CalculatorTool({}), *tools], now=datetime(2031, 1, 1))
+    run_logger = RunLogger(config.trainer, console=Console(file=told))
+    prepare_run(config, world, run_logger, [CalculatorTool({}), *tools], now=datetime(2031, 1, 1))
     return [line for line in told.getvalue().splitlines() if "warm-up step" not in line]
 
 

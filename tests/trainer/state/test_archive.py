@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig
-from agentrl.trainer.state.resume import checkpoint_folder, set_aside_superseded
+from agentrl.trainer.state.resume import archive_earlier_outputs, checkpoint_folder
 
 
 def make_config(folder: Path, **settings: Any) -> RunConfig:
@@ -36,7 +36,7 @@ def names(root: Path) -> list[str]:
 def test_run_that_begins_anew_sets_every_checkpoint_aside(tmp_path: Path):
     config = make_config(tmp_path, resume_mode="disable")
     root = put_checkpoints(config, 20, 40)
-    moved = set_aside_superseded(config, None, 0)
+    moved = archive_earlier_outputs(config, None, 0)
     assert [path.name for path in moved.checkpoints] == ["global_step_40", "global_step_20"]
     assert names(root) == ["superseded"]
 
@@ -44,7 +44,7 @@ def test_run_that_begins_anew_sets_every_checkpoint_aside(tmp_path: Path):
 def test_run_from_an_earlier_checkpoint_sets_the_later_ones_aside(tmp_path: Path):
     config = make_config(tmp_path, resume_mode="resume_path")
     root = put_checkpoints(config, 20, 40, 60)
-    set_aside_superseded(config, root / "global_step_40", 40)
+    archive_earlier_outputs(config, root / "global_step_40", 40)
     assert names(root) == ["global_step_20", "global_step_40", "superseded"]
 
 
@@ -52,7 +52,7 @@ def test_run_from_another_runs_checkpoint_sets_all_of_its_own_folder_aside(tmp_p
     config = make_config(tmp_path / "here", resume_mode="resume_path")
     root = put_checkpoints(config, 20, 60)
     other = put_checkpoints(make_config(tmp_path / "there"), 40)
-    set_aside_superseded(config, other / "global_step_40", 40)
+    archive_earlier_outputs(config, other / "global_step_40", 40)
     assert names(root) == ["superseded"]
     assert names(other) == ["global_step_40"]
 
@@ -61,7 +61,7 @@ def test_run_that_only_validates_moves_no_checkpoint_and_no_rollouts(tmp_path: P
     rollouts = put_files(tmp_path / "rollouts", "step_000001.jsonl")
     config = make_config(tmp_path, resume_mode="disable", val_only=True, rollout_data_dir=rollouts)
     root = put_checkpoints(config, 20)
-    assert list(set_aside_superseded(config, None, 0).in_words()) == []
+    assert list(archive_earlier_outputs(config, None, 0).describe()) == []
     assert names(root) == ["global_step_20"]
     assert names(rollouts) == ["step_000001.jsonl"]
 
@@ -78,9 +78,9 @@ def test_run_that_begins_anew_tells_in_one_line_what_lies_where(tmp_path: Path):
         tmp_path, resume_mode="disable", rollout_data_dir=rollouts, validation_data_dir=rollouts
     )
     put_checkpoints(config, 20, 40)
-    [told] = set_aside_superseded(config, None, 0).in_words()
+    [told] = archive_earlier_outputs(config, None, 0).describe()
     assert told == (
-        "set aside, of the run that was here before: "
+        "moved files of an earlier run: "
         f"2 checkpoints -> {tmp_path}/checkpoints/superseded, "
         f"4 rollout files -> {rollouts}/superseded, "
         f"1 rollout file -> {tmp_path}/skipped/superseded, "
@@ -94,10 +94,10 @@ def test_run_from_an_earlier_checkpoint_keeps_the_rollouts_before_it(tmp_path: P
     rollouts = put_files(tmp_path / "rollouts", "step_000020.jsonl", "step_000021.jsonl")
     config = make_config(tmp_path, resume_mode="resume_path", rollout_data_dir=rollouts)
     root = put_checkpoints(config, 20)
-    set_aside_superseded(config, root / "global_step_20", 20)
+    archive_earlier_outputs(config, root / "global_step_20", 20)
     assert names(rollouts) == ["step_000020.jsonl", "superseded"]
     put_files(rollouts, "step_000021.jsonl")
-    set_aside_superseded(config, root / "global_step_20", 20)
+    archive_earlier_outputs(config, root / "global_step_20", 20)
     assert names(rollouts / "superseded") == ["step_000021.jsonl", "step_000021.jsonl.1"]
 
 
@@ -105,8 +105,8 @@ def test_run_that_goes_on_by_itself_sets_only_what_is_damaged_aside(tmp_path: Pa
     rollouts = put_files(tmp_path / "rollouts", "step_000021.jsonl")
     config = make_config(tmp_path, rollout_data_dir=rollouts)
     root = put_checkpoints(config, 20, 40)
-    [told] = set_aside_superseded(config, root / "global_step_20", 20).in_words()
+    [told] = archive_earlier_outputs(config, root / "global_step_20", 20).describe()
     aside = root / "superseded/global_step_40"
-    assert told == f"a damaged checkpoint was passed over, and is now {aside}"
+    assert told == f"skipped a damaged checkpoint, which is now {aside}"
     assert aside.is_dir()
     assert names(rollouts) == ["step_000021.jsonl"]

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig, SftConfig
 from agentrl.errors import CheckpointError
-from agentrl.trainer.metrics.run_logger import Journal
+from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup import prepare as preparation
 from agentrl.trainer.state.resume import (
     config_digest,
@@ -86,9 +86,9 @@ def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(
         model_path="policy", train_file=tmp_path / "demos.jsonl", out_dir=tmp_path / "warm"
     )
     config = make_config(tmp_path, prepare={"sft": sft})
-    journal = Journal(config.trainer, is_main=False)
+    run_logger = RunLogger(config.trainer, is_main=False)
     world = start_world("cpu", timeout_s=60)
-    preparation.warm_up(config, sft, world, journal, [], now=datetime.now())
+    preparation.warm_up(config, sft, world, run_logger, [], now=datetime.now())
     stop_world()
     assert told == ["trained"]
     assert (tmp_path / "warm/notes.txt").read_text() == "a user's"

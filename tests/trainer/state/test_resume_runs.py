@@ -208,7 +208,7 @@ def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
     told = " ".join(capsys.readouterr().out.split())
     assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in told
     aside = run / "checkpoints/superseded/global_step_2"
-    assert f"a damaged checkpoint was passed over, and is now {aside}" in told
+    assert f"skipped a damaged checkpoint, which is now {aside}" in told
     shutil.rmtree(aside.parent)
     assert differences(finished, run) == []
     assert {path.suffix for path in run.rglob("global_step_*/*")} == {".json", ".safetensors"}
@@ -221,7 +221,7 @@ def test_run_that_begins_anew_leaves_nothing_of_the_earlier_one_beside_its_own(
     shutil.copytree(finished, run)
     train(run, trainer__resume_mode="disable", trainer__total_training_steps=1)
     assert (
-        "set aside, of the run that was here before: "
+        "moved files of an earlier run: "
         f"2 checkpoints -> {run}/checkpoints/superseded, "
         f"2 rollout files -> {run}/rollouts/superseded, "
         f"metrics.jsonl -> {run}/metrics.1.jsonl\n"

@@ -79,6 +79,6 @@ def test_checkpoint_names_its_start_and_a_resumed_run_what_has_changed(
     capsys.readouterr()
     Trainer(config(trainer__total_training_steps=1, actor__optim__lr=0.5)).fit()
     out = capsys.readouterr().out
-    assert "the run's configuration is not the checkpoint's" in out
+    assert "the run's configuration differs from the checkpoint's" in out
     assert "  changed: actor.optim.lr: 0.001 -> 0.5\n" in out
     assert out.count("changed:") == 1

@@ -6,7 +6,7 @@ from agentrl.trainer.state.summary import Summary
 
 
 def told(summary: Summary) -> list[str]:
-    return summary.in_words(Path("runs/x")).splitlines()
+    return summary.describe(Path("runs/x")).splitlines()
 
 
 def test_preparation_is_not_counted_among_the_seconds_of_the_steps():
@@ -26,10 +26,10 @@ def test_steps_without_a_learning_signal_are_counted_at_the_end():
 
 def test_run_that_is_stopped_goes_on_from_what_was_saved_last():
     now = Summary(seed=0, seconds_total=9.0, skipped_updates=1, checkpoint="global_step_3")
-    back = now.back_at(Summary(seed=0, seconds_total=5.0, checkpoint="global_step_2"))
+    back = now.restored(Summary(seed=0, seconds_total=5.0, checkpoint="global_step_2"))
     assert back == Summary(seed=0, seconds_total=9.0, checkpoint="global_step_3")
-    assert back.at_stop(3) == "step 3 was finished last; the run goes on from global_step_3"
-    assert back.at_stop(0) == "no step was finished"
+    assert back.at_stop(3) == "step 3 was completed last; the run resumes from global_step_3"
+    assert back.at_stop(0) == "no step was completed"
 
 
 def test_best_of_the_validated_steps_that_are_saved_is_known():
