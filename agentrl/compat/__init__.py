@@ -1,7 +1,7 @@
-"""Stand-ins for other packages, so that files written for them load as they are.
+"""Run plug-ins that were written for verl 0.6.1 without changes.
 
-`install_verl` puts `agentrl.compat.verl` on the import path as `verl`. The environment variable
-`AGENTRL_VERL=1` does the same in every process that imports agentrl: every command, rank and child.
+`agentrl.compat.verl` has verl's module names. `install_verl` makes it importable as `verl`. The
+environment variable `AGENTRL_VERL=1` does the same in every process that imports agentrl.
 """
 
 import importlib
@@ -22,10 +22,10 @@ _OURS = f"{__name__}."
 
 
 def install_verl() -> None:
-    """Let `import verl` find agentrl's stand-in, here and in the processes that this one starts.
+    """Make `import verl` find `agentrl.compat.verl`, in this process and its children.
 
-    The real verl goes first if it is installed; a checkout in the current folder does not. May be
-    called twice.
+    An installed verl takes precedence. A checkout of verl in the current folder does not. Calling
+    this twice has no further effect.
     """
     os.environ[SWITCH] = "1"
     if not any(isinstance(finder, _VerlFinder) for finder in sys.meta_path):
@@ -38,10 +38,10 @@ class _VerlFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the stand-in.
+        """Find a module of verl's.
 
         Raises:
-            ModuleNotFoundError: for a module of verl's that has no counterpart.
+            ModuleNotFoundError: for a module that has no counterpart here.
         """
         if fullname.partition(".")[0] != _THEIRS or self._is_real(fullname):
             return None
@@ -51,24 +51,24 @@ class _VerlFinder(MetaPathFinder):
                 "(docs/from_verl.md lists those that it has)",
                 name=fullname,
             )
-        return ModuleSpec(fullname, _Alias(), is_package=True)
+        return ModuleSpec(fullname, _AliasLoader(), is_package=True)
 
     def _is_real(self, fullname: str) -> bool:
-        """Whether a name belongs to a verl that is installed."""
+        """Whether a name belongs to an installed verl."""
         if fullname != _THEIRS:
             return sys.modules[_THEIRS].__name__ != _OURS + _THEIRS
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, None) for finder in others)
-        return any(spec and spec.loader and not _is_in_this_folder(spec) for spec in specs)
+        return any(spec and spec.loader and not _is_in_current_folder(spec) for spec in specs)
 
 
-def _is_in_this_folder(spec: ModuleSpec) -> bool:
-    """Whether a package is a folder of the current one: a checkout, which nobody installed."""
+def _is_in_current_folder(spec: ModuleSpec) -> bool:
+    """Whether a package is a folder of the current one: a checkout, which is not installed."""
     return spec.origin is not None and Path(spec.origin).resolve().parents[1] == Path.cwd()
 
 
-class _Alias(Loader):
-    """Gives a module a second name, so that each class of it exists once."""
+class _AliasLoader(Loader):
+    """Gives a module a second name, so that each class exists once."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import the module under its own name."""
@@ -77,5 +77,5 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module what it is: it has run already."""
+        """Restore the module's own spec; the module was executed when it was imported."""
         module.__spec__ = self._own_spec

@@ -29,7 +29,7 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "num_workers": "max_concurrency",
     },
     # There a limit of calls at work, as num_workers is; here one of calls in a second.
-    "agentrl.compat.verl.tools.search_tool.SearchTool": {
+    "agentrl.compat.tools.SearchTool": {
         "rate_limit": None,
         "enable_global_rate_limit": None,
     },

@@ -5,17 +5,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from agentrl.compat.verl.protocol import (
+from agentrl.compat.algorithms import (
+    compute_offpolicy_metrics,
+    compute_rollout_correction_and_rejection_mask,
+)
+from agentrl.compat.data import (
     DataProto,
-    collate_fn,
+    collate_items,
     fold_batch_dim,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
-)
-from agentrl.compat.verl.trainer.ppo.rollout_corr_helper import (
-    compute_offpolicy_metrics,
-    compute_rollout_correction_and_rejection_mask,
 )
 from agentrl.errors import DataError
 
@@ -90,7 +90,7 @@ def test_size_and_contents_are_described(capsys: pytest.CaptureFixture[str]):
 
 def test_rows_become_a_batch():
     data = batch(1, 2)
-    again = collate_fn([data[0], data[1]])
+    again = collate_items([data[0], data[1]])
     assert again.batch["x"].tolist() == [1, 2]
     assert again.non_tensor_batch["uid"].tolist() == ["u1", "u2"]
 

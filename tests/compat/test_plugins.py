@@ -266,5 +266,7 @@ def test_a_reward_function_scores_with_verls_functions(here: Path):
 
 def test_a_reward_manager_of_verls_is_defined_and_says_why_it_cannot_be_chosen(here: Path):
     load_object("their_manager:TheirManager")
-    with pytest.raises(agentrl.errors.ConfigError, match="scores a DataProto, as verl's do"):
+    with pytest.raises(
+        agentrl.errors.ConfigError, match="scores a DataProto, as verl's managers do"
+    ):
         get_reward_manager("their_manager")(lambda: 0, None)

@@ -3,8 +3,8 @@
 import asyncio
 import json
 
-from agentrl.compat.verl.tools.utils.search_r1_like_utils import perform_single_search_batch
-from agentrl.compat.verl.utils.reward_score.sandbox_fusion.utils import _process_single_case
+from agentrl.compat.scoring import process_single_case
+from agentrl.compat.tools import perform_single_search_batch
 from tests.fakes.fusion import fusion_service
 from tests.fakes.services import retriever, serving
 
@@ -23,14 +23,14 @@ async def test_a_search_is_worded_as_in_verl():
     assert metadata["status"] == "api_error"
 
 
-async def test_a_program_is_run_and_its_end_told():
+async def test_a_program_is_run_and_its_end_reported():
     async with fusion_service() as service:
         one = (service.url, "print(1)", 5, 1024, "python")
-        right, metadata = await asyncio.to_thread(_process_single_case, 0, None, None, *one)
-        wrong, _ = await asyncio.to_thread(_process_single_case, 0, None, "2", *one)
+        right, metadata = await asyncio.to_thread(process_single_case, 0, None, None, *one)
+        wrong, _ = await asyncio.to_thread(process_single_case, 0, None, "2", *one)
     assert (right, metadata["run_status"], metadata["stdout"]) == (True, "Finished", "1\n")
     assert wrong is False
     lost, metadata = await asyncio.to_thread(
-        _process_single_case, 0, None, None, "http://127.0.0.1:9", "", 1, -1, "python"
+        process_single_case, 0, None, None, "http://127.0.0.1:9", "", 1, -1, "python"
     )
     assert (lost, metadata["run_status"]) == (-1, None)

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.compat.verl.interactions.gsm8k_interaction import (
-    Gsm8kInteraction as VerlGsm8kInteraction,
-)
+from agentrl.compat.interactions import Gsm8kInteraction as VerlGsm8kInteraction
 from agentrl.errors import AgentRLError, ConfigError, InteractionError, PluginError
 from agentrl.interactions import (
     BaseInteraction,

@@ -1,17 +1,45 @@
-"""`verl.trainer.ppo.rollout_corr_helper`: correction of the rollout, with 0.6.1's arguments."""
+"""Estimators, and the rollout correction with the arguments of verl 0.6.1."""
 
 import math
+from enum import StrEnum
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 
-from agentrl.algorithms import correction
+from agentrl.algorithms import correction, get_adv_estimator_fn
 from agentrl.algorithms.correction.rollout import PREFIX
 from agentrl.config.schema.correction import RolloutCorrectionConfig
+from agentrl.config.schema.training import ActorConfig as OwnActorConfig
 from agentrl.protocol import DataProto
 
+compute_grpo_vectorized_outcome_advantage = get_adv_estimator_fn("grpo_vectorized")
+compute_rloo_vectorized_outcome_advantage = get_adv_estimator_fn("rloo_vectorized")
+
 _TESTS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""What 0.6.1 calls each test."""
+"""The name of each test in 0.6.1, and here."""
+
+
+class AdvantageEstimator(StrEnum):
+    """Names of verl's estimators."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    OPO = "opo"
+    GRPO_PASSK = "grpo_passk"
+    GPG = "gpg"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    GRPO_VECTORIZED = "grpo_vectorized"
+
+
+class ActorConfig(OwnActorConfig):
+    """Settings for a policy loss that is called directly; unknown keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -29,8 +57,8 @@ def compute_rollout_correction_and_rejection_mask(
     """Compute weights and rejection (see `agentrl.algorithms.correction`).
 
     Returns:
-        The weights under `rollout_is_weights`, or None; the mask without what is rejected; metrics
-        under `rollout_corr/`.
+        The weights under `rollout_is_weights`, or None; the mask without the rejected tokens;
+        metrics under `rollout_corr/`.
 
     Raises:
         ValueError: if nothing is trained, or a threshold is missing or not positive.
@@ -82,7 +110,7 @@ def compute_offpolicy_metrics(
 
 
 def _name_in_verl(name: str) -> str:
-    """Leave out the test's name: 0.6.1 has one test."""
+    """Remove the test's name from a metric: 0.6.1 has one test."""
     for test in _TESTS.values():
         name = name.replace(f"rollout_rs_{test}_", "rollout_rs_")
     return name
@@ -91,7 +119,7 @@ def _name_in_verl(name: str) -> str:
 def _veto(
     log_ratio: Tensor, mask: Tensor, threshold: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Reject sequences with a token whose ratio is below a threshold. Returns what is kept."""
+    """Reject sequences in which a token's ratio is below a threshold; return what is kept."""
     if threshold is not None and threshold <= 0:
         raise ValueError(f"rollout_token_veto_threshold is {threshold}, not positive")
     least = -math.inf if threshold is None else math.log(threshold)

@@ -1,0 +1,147 @@
+"""The names of verl 0.6.1 that plug-ins import, as a table of agentrl's own.
+
+Each module keeps the path that it has in verl (`verl.tools.base_tool` is
+`agentrl.compat.verl.tools.base_tool`). A finder makes it from `MODULES` when it is imported. If the
+policy sees verl's behavior (texts of tools and interactions), a small subclass has it; everything
+else is agentrl's. `docs/from_verl.md` lists the modules and every difference.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__version__ = "0.6.1"
+__path__: list[str] = []
+"""Marks this module as a package, whose modules the finder makes."""
+
+_PREFIX = f"{__name__}."
+
+MODULES: dict[str, str] = {
+    "interactions.base": "compat.interactions: BaseInteraction",
+    "interactions.gsm8k_interaction": "compat.interactions: Gsm8kInteraction",
+    "interactions.weather_interaction": "compat.interactions: WeatherInteraction",
+    "interactions.utils.interaction_registry": (
+        "compat.interactions: get_interaction_class; interactions: "
+        "initialize_interactions_from_config"
+    ),
+    "protocol": (
+        "protocol: DataProto DataProtoItem pad_dataproto_to_divisor unpad_dataproto; "
+        "compat.data: all_gather_data_proto collate_fn=collate_items fold_batch_dim "
+        "unfold_batch_dim union_numpy_dict union_tensor_dict"
+    ),
+    "tools.base_tool": (
+        "tools: BaseTool OpenAIFunctionToolSchema ToolResponse; tools.from_verl: rollout_trace_op"
+    ),
+    "tools.geo3k_tool": "compat.tools: Geo3kTool",
+    "tools.gsm8k_tool": "compat.tools: Gsm8kTool",
+    "tools.image_zoom_in_tool": "compat.tools: ImageZoomInTool",
+    "tools.mcp_base_tool": "compat.tools: MCPBaseTool",
+    "tools.mcp_search_tool": "compat.tools: MCPSearchTool",
+    "tools.sandbox_fusion_tools": (
+        "compat.tools: ExecutionPool PoolMode SandboxFusionTool init_execution_pool"
+    ),
+    "tools.schemas": (
+        "compat.tools: OpenAIFunctionCallSchema OpenAIFunctionParsedSchema "
+        "OpenAIFunctionToolCall; messages: OpenAIFunctionSchema OpenAIFunctionToolSchema "
+        "ToolResponse; tools.from_verl: OpenAIFunctionParametersSchema "
+        "OpenAIFunctionPropertySchema"
+    ),
+    "tools.search_tool": "compat.tools: SearchTool",
+    "tools.utils.mcp_clients.McpClientManager": "compat.tools: ClientManager MCPClientManager",
+    "tools.utils.search_r1_like_utils": "compat.tools: DEFAULT_TIMEOUT perform_single_search_batch",
+    "tools.utils.tool_registry": (
+        "compat.tools: get_tool_class; tools: initialize_tools_from_config"
+    ),
+    "trainer.ppo.core_algos": (
+        "algorithms: *; compat.algorithms: AdvantageEstimator "
+        "compute_grpo_vectorized_outcome_advantage compute_rloo_vectorized_outcome_advantage"
+    ),
+    "trainer.ppo.rollout_corr_helper": (
+        "compat.algorithms: compute_offpolicy_metrics compute_rollout_correction_and_rejection_mask"
+    ),
+    "utils": "compat.tools: hf_processor hf_tokenizer",
+    "utils.dataset": "compat.data: RLHFDataset",
+    "utils.dataset.rl_dataset": "compat.data: RLHFDataset collate_fn=collate_rows",
+    "utils.dataset.vision_utils": (
+        "compat.data: process_image=refuse_image process_video=refuse_image"
+    ),
+    "utils.model": "compat.data: compute_position_id_with_mask",
+    "utils.py_functional": "compat.tools: append_to_dict",
+    "utils.reward_score": (
+        "compat.scoring: default_compute_score _default_compute_score=default_compute_score"
+    ),
+    "utils.reward_score.geo3k": (
+        "compat.scoring: acc_reward compute_score=score_geo3k format_reward"
+    ),
+    "utils.reward_score.gsm8k": (
+        "compat.scoring: compute_score=score_gsm8k extract_solution=extract_number"
+    ),
+    "utils.reward_score.math_batch": "compat.scoring: compute_score_batched",
+    "utils.reward_score.math_dapo": (
+        "compat.scoring: compute_score=score_math_dapo last_boxed_only_string remove_boxed; "
+        "rewards.math_answer: normalize_final_answer=normalize_answer"
+    ),
+    "utils.reward_score.math_reward": (
+        "compat.scoring: compute_score=score_math is_equiv last_boxed_only_string remove_boxed"
+    ),
+    "utils.reward_score.math_verify": "compat.scoring: compute_score=score_math_verify",
+    "utils.reward_score.prime_math": "compat.scoring: compute_score=score_math",
+    "utils.reward_score.sandbox_fusion.utils": (
+        "compat.scoring: _process_single_case=process_single_case"
+    ),
+    "utils.reward_score.search_r1_like_qa_em": (
+        "compat.scoring: compute_score=score_exact_match compute_score_subem=score_contained; "
+        "rewards.qa: extract_solution=find_answer normalize_answer=normalize"
+    ),
+    "utils.rollout_trace": "compat.tools: rollout_trace_attr; tools.from_verl: rollout_trace_op",
+    "utils.torch_functional": "algorithms.masked: masked_mean masked_sum masked_var masked_whiten",
+    "workers.config": "compat.algorithms: ActorConfig",
+    "workers.config.actor": "compat.algorithms: ActorConfig",
+    "workers.reward_manager": (
+        "compat.scoring: AbstractRewardManager get_reward_manager_cls register; rewards: "
+        "BatchRewardManager NaiveRewardManager PrimeRewardManager"
+    ),
+    "workers.reward_manager.abstract": "compat.scoring: AbstractRewardManager",
+    "workers.reward_manager.registry": (
+        "compat.scoring: REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
+    ),
+}
+"""verl's modules and their sources: a module of agentrl, then its names
+(`*`: all public ones); `theirs=ours` renames one."""
+
+
+def __getattr__(name: str) -> object:
+    if name == "DataProto":  # imports torch
+        return import_module("agentrl.protocol").DataProto
+    raise AttributeError(f"agentrl's stand-in for verl has no {name!r}")
+
+
+class _TableFinder(MetaPathFinder, Loader):
+    """Makes the modules of the table, and the packages above them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of the table, or a package that holds one."""
+        name = fullname.removeprefix(_PREFIX)
+        is_known = name in MODULES or any(other.startswith(f"{name}.") for other in MODULES)
+        if name == fullname or not is_known:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put agentrl's objects under verl's names."""
+        for source in filter(
+            None, MODULES.get(module.__name__.removeprefix(_PREFIX), "").split("; ")
+        ):
+            path, names = source.split(": ")
+            own = import_module(f"agentrl.{path}")
+            for pair in own.__all__ if names == "*" else names.split():
+                theirs, _, ours = pair.partition("=")
+                setattr(module, theirs, getattr(own, ours or theirs))
+
+
+sys.meta_path.append(_TableFinder())

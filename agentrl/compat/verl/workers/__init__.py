@@ -1,1 +1,0 @@
-"""As in verl; see `agentrl.compat.verl`."""
