@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import Sandbox, Session, make_sandbox
-from agentrl.sandbox.factory import why_not
+from agentrl.sandbox.factory import unavailable_reason
 
 TRIVIAL = "x = 1"
 PROVIDERS = ("sandlock", "bubblewrap", "subprocess")
@@ -170,7 +170,7 @@ def main() -> None:
     bare = bare_python(asked.repeats)
     print(bare.line("bare python -I -S -c, by subprocess.run", bare.p50))
     for name in asked.providers:
-        reason = None if name == "subprocess" else why_not(name)
+        reason = None if name == "subprocess" else unavailable_reason(name)
         if reason is None:
             asyncio.run(measure_provider(name, asked, bare.p50))
         else:

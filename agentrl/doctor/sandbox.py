@@ -9,7 +9,7 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.doctor.report import Checked, Result
 from agentrl.errors import AgentRLError
 from agentrl.rewards.managers import runs_code
-from agentrl.sandbox.factory import WALLS, check_sandbox, why_not
+from agentrl.sandbox.factory import ISOLATING_PROVIDERS, check_sandbox, unavailable_reason
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
 
@@ -40,7 +40,7 @@ def check_sandboxes(config: RunConfig, plugins: Plugins, data: Result[RunData]) 
 
 def describe_providers() -> list[str]:
     """Say of each provider of this machine whether it keeps code in; the first is `auto`."""
-    reasons = {provider: why_not(provider) for provider in WALLS}
+    reasons = {provider: unavailable_reason(provider) for provider in ISOLATING_PROVIDERS}
     return [f"{provider}: {reason or 'keeps code in'}" for provider, reason in reasons.items()]
 
 

@@ -21,7 +21,7 @@ from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionR
 from agentrl.interactions.session import last_answer
 from agentrl.plugins.environment import install_command
 from agentrl.plugins.keys import read_keys
-from agentrl.sandbox.factory import SharedSandbox, check_sandbox, tell_unread
+from agentrl.sandbox.factory import SharedSandbox, check_sandbox, warn_of_unused_keys
 from agentrl.sandbox.grading import (
     Grade,
     GradingLimits,
@@ -172,7 +172,7 @@ class CodeReviewInteraction(BaseInteraction):
         self._settings = read_keys(CodeReviewSettings, config, key="", also_known=SHARED_KEYS)
         self._linter = Linter(self._settings.rules)
         check_sandbox(self._settings.sandbox, key="sandbox")
-        tell_unread(self._settings.sandbox, key=f"{self.name}: config.sandbox")
+        warn_of_unused_keys(self._settings.sandbox, key=f"{self.name}: config.sandbox")
         self._shared = SharedSandbox(self._settings.sandbox)
         self._reviews: dict[str, _Review] = {}
 

@@ -1,4 +1,6 @@
-"""Where code runs that a model wrote: nothing of the machine is seen, and nothing of it is kept."""
+"""Sandboxes for code that a model wrote: it sees nothing of the machine and leaves nothing
+behind.
+"""
 
 from agentrl.sandbox.base import Execution, ExecutionEnd, Sandbox, Session
 from agentrl.sandbox.factory import make_sandbox

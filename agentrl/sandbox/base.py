@@ -1,4 +1,4 @@
-"""What every sandbox can do, whoever keeps the code in."""
+"""The interface of every sandbox: sessions, programs, and the result of one execution."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,32 +10,32 @@ class ExecutionEnd(StrEnum):
     """How an execution ended."""
 
     OK = "ok"
-    """It ran to its end (of a command: with exit code 0)."""
+    """It ran to its end (a command: with exit code 0)."""
     ERROR = "error"
-    """The code raised, or the command ended with another exit code: its own fault."""
+    """The code raised, or the command ended with another exit code."""
     TIMEOUT = "timeout"
-    """Its wall clock was up; it was killed."""
+    """It was killed because its wall clock time was up."""
     CPU = "cpu"
-    """Its CPU seconds were used up; it was killed."""
+    """It was killed because its CPU seconds were used up."""
     MEMORY = "memory"
-    """It asked for more memory than it may have."""
+    """It asked for more memory than its limit."""
     KILLED = "killed"
-    """The interpreter died otherwise: a signal, a forbidden system call."""
+    """It died otherwise: by a signal or by a forbidden system call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What came of one execution."""
+    """The result of one execution."""
 
     end: ExecutionEnd
     stdout: str = ""
     stderr: str = ""
-    """Of Python: the traceback too, without lines of agentrl's own."""
+    """Includes the traceback of Python code, without frames of agentrl."""
     exit_code: int | None = None
-    """Of a command; None where it was killed, and of Python code in a session."""
+    """Exit code of a command; None if it was killed, and for Python code in a session."""
     seconds: float = 0.0
     num_cut_bytes: int = 0
-    """Output that was thrown away, in bytes."""
+    """Bytes of output that were thrown away."""
 
     @property
     def is_ok(self) -> bool:
@@ -44,7 +44,7 @@ class Execution:
 
 
 class Session(Protocol):
-    """One request's place in a sandbox: files, and for Python names, stay from call to call."""
+    """The state of one request in a sandbox: files and, for Python, names stay between calls."""
 
     async def run(
         self,
@@ -54,20 +54,20 @@ class Session(Protocol):
         echo: bool = False,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run Python code, or a shell script, behind what ran before.
+        """Run Python code or a shell script after the earlier calls. Calls run one at a time.
 
-        What kills the interpreter ends its state: the next call begins in a new one, with the
-        files that are left, and its `stderr` says so. Cancelling kills what runs, and its files
-        are gone. Calls of one session run one after another.
+        If the interpreter is killed, its names are lost: the next call starts a new interpreter
+        with the files that are left, and its `stderr` says so. Cancelling kills what runs and
+        deletes the files.
 
         Args:
             source: The code.
-            timeout_s: Seconds of wall clock; None: the configuration's.
-            echo: Whether the value of a last expression of Python is printed, as in a notebook.
-            max_output_bytes: Bytes of output that are kept; None: the configuration's.
+            timeout_s: Seconds of wall clock; None for the configured value.
+            echo: Print the value of a last Python expression, as a notebook does.
+            max_output_bytes: Bytes of output to keep; None for the configured value.
 
         Raises:
-            SandboxError: where the sandbox itself failed, and not the code.
+            SandboxError: If the sandbox itself failed, and not the code.
         """
         ...
 
@@ -77,14 +77,14 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """Runs code that a model wrote. One for a run (and event loop), for every request of it."""
+    """Runs code that a model wrote. All requests of one run and event loop share one sandbox."""
 
     async def open_python(self) -> Session:
-        """Open a session of a Python interpreter. It starts with its first call, or was warm."""
+        """Open a session of a Python interpreter."""
         ...
 
     async def open_shell(self) -> Session:
-        """Open a session of a shell; each call is a new shell in the same folder."""
+        """Open a session of a shell. Each call is a new shell in the same folder."""
         ...
 
     async def run_program(
@@ -96,17 +96,17 @@ class Sandbox(Protocol):
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run one program in a fresh folder that holds `files`, and forget it all.
+        """Run one program in a new folder that holds `files`, and delete the folder.
 
         Args:
-            argv: The program and its arguments; `python` is the sandbox's own interpreter.
+            argv: The program and its arguments; `python` is the sandbox's interpreter.
             files: Texts by relative path.
-            stdin: What it can read.
-            timeout_s: Seconds; None: the configuration's.
-            max_output_bytes: Bytes of output that are kept; None: the configuration's.
+            stdin: The text of its standard input.
+            timeout_s: Seconds; None for the configured value.
+            max_output_bytes: Bytes of output to keep; None for the configured value.
 
         Raises:
-            SandboxError: where the sandbox itself failed, and not the program.
+            SandboxError: If the sandbox itself failed, and not the program.
         """
         ...
 

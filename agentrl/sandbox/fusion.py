@@ -1,9 +1,11 @@
-"""The sandbox of a SandboxFusion service, somewhere else.
+"""Run code on a SandboxFusion service.
 
-The service keeps nothing between two requests. A session therefore sends everything again that ran
-before, which runs once more, silently, ahead of what is new: names and files come back, as far as
-the code does the same twice, and the n-th call costs as much as the first n together. What was
-stopped is not repeated: it took the state with it, as it does in every sandbox.
+Source: https://github.com/bytedance/SandboxFusion, `POST /run_code`: one request runs one program.
+
+The service keeps nothing between two requests. A session therefore sends all earlier sources again
+with each call. They run again without output before the new source, so names and files come back if
+the code is deterministic, and the n-th call costs as much as the first n together. A call that was
+killed is not repeated: it ends the session's state, as in every sandbox.
 """
 
 import asyncio
@@ -21,21 +23,21 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox.base import Execution, ExecutionEnd, Session
 
+if TYPE_CHECKING:
+    import aiohttp
+
 MARGIN_S = 15.0
-"""Seconds beyond the code's own that a request may take: the service may let it wait."""
-
-
-_SHOWN = 300
-
-
+"""Seconds beyond the code's own that a request may take: the service may queue it."""
+_MAX_SHOWN = 300
 _CHUNK_BYTES = 64 * 1024
-
-
 _FLOOD_FACTOR = 256
-"""An answer this often as long as the output that is kept is a flood, as in the other sandboxes."""
-
-
+"""An answer this many times as long as the kept output is a flood, as in the other sandboxes."""
 _SIGKILLED = {-9, 137}
+_NOTES = {
+    ExecutionEnd.TIMEOUT: "[killed: its time was up]\n",
+    ExecutionEnd.KILLED: "[killed by SIGKILL]\n",
+}
+_STATE_IS_GONE = "[begun anew: names and files of earlier calls are gone]\n"
 
 
 class _CommandResult(BaseModel):
@@ -46,6 +48,16 @@ class _CommandResult(BaseModel):
     return_code: int | None = None
     stdout: str | None = None
     stderr: str | None = None
+
+    def end(self) -> ExecutionEnd:
+        if self.status == "TimeLimitExceeded":
+            return ExecutionEnd.TIMEOUT
+        if self.return_code in _SIGKILLED:
+            return ExecutionEnd.KILLED
+        if self.return_code:
+            is_memory = (self.stderr or "").rstrip().endswith("MemoryError")
+            return ExecutionEnd.MEMORY if is_memory else ExecutionEnd.ERROR
+        return ExecutionEnd.OK
 
 
 class _Reply(BaseModel):
@@ -58,12 +70,12 @@ class _Reply(BaseModel):
 
 
 class FusionClient:
-    """Runs code on a service. Belongs to one event loop; `close` it.
+    """Runs code on a service. It belongs to one event loop; call `close` at the end.
 
     Args:
         url: The service's address, with or without `/run_code`.
-        memory_limit_mb: Megabytes that the code may use; -1: the service's own limit.
-        max_output_bytes: What is kept of the output; an answer is read up to 256 times as much.
+        memory_limit_mb: Megabytes that the code may use; -1 for the service's own limit.
+        max_output_bytes: Bytes of output to keep. At most 256 times as much is read.
     """
 
     def __init__(
@@ -84,37 +96,34 @@ class FusionClient:
         files: Mapping[str, str] | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run code, and say what came of it. Cancelling gives the request up.
+        """Run code and return its result. Cancelling abandons the request.
 
-        An answer without end is the code's doing, which printed it: it ends as `killed`.
+        If the answer never ends, the code printed it: the result ends as `killed`.
 
         Raises:
-            SandboxError: where the service cannot be reached, fails, or answers with nonsense.
+            SandboxError: If the service cannot be reached, fails, or sends an invalid answer.
         """
-        asked = {
+        texts = (files or {}).items()
+        request = {
             "code": code,
             "language": language,
             "run_timeout": timeout_s,
             "compile_timeout": timeout_s,
             "memory_limit_MB": self._memory_limit_mb,
             "stdin": stdin,
-            "files": {
-                name: base64.b64encode(text.encode()).decode()
-                for name, text in (files or {}).items()
-            },
+            "files": {name: base64.b64encode(text.encode()).decode() for name, text in texts},
         }
         limit = max_output_bytes or self._max_output_bytes
         max_body_bytes = _FLOOD_FACTOR * limit
-        body = await self._post(asked, 2 * timeout_s + MARGIN_S, max_body_bytes)
+        body = await self._post(request, 2 * timeout_s + MARGIN_S, max_body_bytes)
         if len(body) > max_body_bytes:
-            told = f"[given up: the answer has more than {max_body_bytes} bytes]\n"
-            return Execution(end=ExecutionEnd.KILLED, stderr=told, num_cut_bytes=len(body))
+            note = f"[given up: the answer has more than {max_body_bytes} bytes]\n"
+            return Execution(end=ExecutionEnd.KILLED, stderr=note, num_cut_bytes=len(body))
         try:
-            reply = _Reply.model_validate_json(body)
+            return self._read(_Reply.model_validate_json(body), limit)
         except ValidationError as error:
-            told = f"it answered {body[:_SHOWN]!r}: {error.errors()[0]['msg']}"
-            raise self._failure(told) from error
-        return self._read(reply, limit)
+            reason = f"it answered {body[:_MAX_SHOWN]!r}: {error.errors()[0]['msg']}"
+            raise self._failure(reason) from error
 
     async def close(self) -> None:
         """Close the connections. May be called twice."""
@@ -122,20 +131,26 @@ class FusionClient:
         if http is not None:
             await http.close()
 
-    async def _post(self, asked: Mapping[str, Any], timeout_s: float, max_body_bytes: int) -> bytes:
-        """Send a request; of an answer that is too long, no more is read than shows that."""
+    async def _post(
+        self, request: Mapping[str, Any], timeout_s: float, max_body_bytes: int
+    ) -> bytes:
+        """Send a request and return the answer; stop reading once it is too long."""
         import aiohttp
 
         self._http = self._http or aiohttp.ClientSession()
         try:
-            async with asyncio.timeout(timeout_s), self._http.post(self.url, json=asked) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.post(self.url, json=request) as answer,
+            ):
                 body = bytearray()
                 async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
                     body += chunk
                     if len(body) > max_body_bytes:
                         break  # leaving closes the connection
                 if answer.status != 200:
-                    raise self._failure(f"it answered {answer.status}: {bytes(body[:_SHOWN])!r}")
+                    shown = bytes(body[:_MAX_SHOWN])
+                    raise self._failure(f"it answered {answer.status}: {shown!r}")
                 return bytes(body)
         except TimeoutError as error:
             raise self._failure(f"no answer within {timeout_s:g} s") from error
@@ -144,14 +159,13 @@ class FusionClient:
 
     def _read(self, reply: _Reply, limit: int) -> Execution:
         if reply.status == "SandboxError":
-            raise self._failure(f"its own failure: {(reply.message or '')[:_SHOWN]}")
-        compiled, ran = reply.compile_result, reply.run_result
-        result = ran or compiled
+            raise self._failure(f"it failed itself: {(reply.message or '')[:_MAX_SHOWN]}")
+        result = reply.run_result or reply.compile_result
         if result is None or result.status == "Error":
             raise self._failure("it answered without a result")
         stdout, stderr = (result.stdout or "").encode(), (result.stderr or "").encode()
         kept_stdout, kept_stderr = stdout[:limit], stderr[: max(0, limit - len(stdout))]
-        end = _end(result)
+        end = result.end()
         return Execution(
             end=end,
             stdout=kept_stdout.decode(errors="replace"),
@@ -161,46 +175,22 @@ class FusionClient:
             num_cut_bytes=len(stdout) + len(stderr) - len(kept_stdout) - len(kept_stderr),
         )
 
-    def _failure(self, told: str) -> SandboxError:
+    def _failure(self, reason: str) -> SandboxError:
         return SandboxError(
-            f"the service at {self.url}: {told}",
+            f"the service at {self.url}: {reason}",
             provider="sandbox_fusion",
             expected="a SandboxFusion service at this address",
         )
 
 
-_NOTES = {
-    ExecutionEnd.TIMEOUT: "[killed: its time was up]\n",
-    ExecutionEnd.KILLED: "[killed by SIGKILL]\n",
-}
-
-
-def _end(result: _CommandResult) -> ExecutionEnd:
-    if result.status == "TimeLimitExceeded":
-        return ExecutionEnd.TIMEOUT
-    if result.return_code in _SIGKILLED:
-        return ExecutionEnd.KILLED
-    if result.return_code:
-        is_memory = (result.stderr or "").rstrip().endswith("MemoryError")
-        return ExecutionEnd.MEMORY if is_memory else ExecutionEnd.ERROR
-    return ExecutionEnd.OK
-
-
-if TYPE_CHECKING:
-    import aiohttp
-
-
-_STATE_IS_GONE = "[begun anew: names and files of earlier calls are gone]\n"
-
-
 class FusionSandbox:
-    """Runs code on a service; what keeps the code in there is the service's business.
+    """Runs code on a service. How the service isolates the code is its own concern.
 
-    Of the keys of the sandbox it reads `url`, `timeout_s`, `memory_bytes` and `max_output_bytes`;
-    the service has limits of its own for the rest.
+    It reads the keys `url`, `timeout_s`, `memory_bytes` and `max_output_bytes`. The service has its
+    own limits for the rest.
 
     Raises:
-        ConfigError: where there is no `url`.
+        ConfigError: If there is no `url`.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -214,7 +204,7 @@ class FusionSandbox:
         )
 
     async def open_python(self) -> Session:
-        """Open a session of Python; nothing is sent before the first run."""
+        """Open a session of Python. It sends nothing before the first run."""
         return FusionSession(self.client, "run_python", timeout_s=self._timeout_s)
 
     async def open_shell(self) -> Session:
@@ -230,11 +220,13 @@ class FusionSandbox:
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run one program there; see `Sandbox.run_program`."""
-        code = _call("run_program", list(argv))
-        timeout_s = timeout_s or self._timeout_s
+        """Run one program on the service; see `Sandbox.run_program`."""
         return await self.client.run(
-            code, timeout_s=timeout_s, stdin=stdin, files=files, max_output_bytes=max_output_bytes
+            _call("run_program", list(argv)),
+            timeout_s=timeout_s or self._timeout_s,
+            stdin=stdin,
+            files=files,
+            max_output_bytes=max_output_bytes,
         )
 
     async def close(self) -> None:
@@ -243,7 +235,7 @@ class FusionSandbox:
 
 
 class FusionSession:
-    """One request's code, of which all is sent with each call."""
+    """The sources of one request. Each call sends all of them."""
 
     def __init__(
         self,
@@ -252,10 +244,8 @@ class FusionSession:
         *,
         timeout_s: float,
     ) -> None:
-        self._client = client
-        self._function = function
-        self._timeout_s = timeout_s
-        self._turn = asyncio.Lock()
+        self._client, self._function, self._timeout_s = client, function, timeout_s
+        self._lock = asyncio.Lock()
         self._sources: list[str] = []
         self._note = ""
 
@@ -267,12 +257,13 @@ class FusionSession:
         echo: bool = False,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run a source behind the others; see `Session.run`."""
+        """Run a source after the earlier ones; see `Session.run`."""
         options = {"echo": echo} if self._function == "run_python" else {}
-        async with self._turn:
-            code = _call(self._function, [*self._sources, source], **options)
+        async with self._lock:
             execution = await self._client.run(
-                code, timeout_s=timeout_s or self._timeout_s, max_output_bytes=max_output_bytes
+                _call(self._function, [*self._sources, source], **options),
+                timeout_s=timeout_s or self._timeout_s,
+                max_output_bytes=max_output_bytes,
             )
             note, self._note = self._note, ""
             if execution.end in (ExecutionEnd.TIMEOUT, ExecutionEnd.KILLED):
@@ -287,12 +278,12 @@ class FusionSession:
 
 
 def _call(function: str, argument: list[str], **options: object) -> str:
-    """Write code that calls a function of the guest."""
-    asked = base64.b64encode(json.dumps([argument, options]).encode()).decode()
+    """Return a program that calls a function of `fusion_guest.py`."""
+    encoded = base64.b64encode(json.dumps([argument, options]).encode()).decode()
     return (
         f"{_guest()}\n\nimport base64, json\n"
-        f"_asked = json.loads(base64.b64decode({asked!r}))\n"
-        f"{function}(_asked[0], **_asked[1])\n"
+        f"_arguments = json.loads(base64.b64decode({encoded!r}))\n"
+        f"{function}(_arguments[0], **_arguments[1])\n"
     )
 
 

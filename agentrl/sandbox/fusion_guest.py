@@ -1,7 +1,7 @@
-"""What a session on a service runs: everything again, silently, and the last source aloud.
+"""The program that a session sends to a SandboxFusion service.
 
-The service keeps nothing between two requests, so this text goes before each of them. Standard
-library only.
+The service keeps nothing between two requests. So this program runs all earlier sources again
+without output, and then the last source. It uses the standard library only.
 """
 
 import ast
@@ -10,25 +10,25 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _NAME = "<code>"
 
 
 def run_python(sources: list[str], *, echo: bool) -> None:
-    """Run Python sources in one set of names; the last one's errors end this process."""
+    """Run Python sources in one set of names. An error in the last one ends this process."""
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    with _Silence():
+    with _silence():
         for source in sources[:-1]:
-            try:
+            with suppress(BaseException):  # it was reported when this source was the last
                 _execute(source, names, echo=False)
-            except BaseException:  # noqa: BLE001 - it was shown when it was the last
-                continue
     try:
         _execute(sources[-1], names, echo=echo)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever the code raises is shown
+    except BaseException as error:  # noqa: BLE001 - every error of the code is reported
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != _NAME:
             trace = trace.tb_next
@@ -37,15 +37,15 @@ def run_python(sources: list[str], *, echo: bool) -> None:
 
 
 def run_shell(sources: list[str]) -> None:
-    """Run shell commands in one folder, each in a new shell; exit as the last one does."""
-    with _Silence():
+    """Run shell scripts in one folder, each in a new shell; exit as the last one does."""
+    with _silence():
         for source in sources[:-1]:
             subprocess.run(["bash", "-c", source], check=False)
     sys.exit(subprocess.run(["bash", "-c", sources[-1]], check=False).returncode)
 
 
 def run_program(argv: list[str]) -> None:
-    """Become a program."""
+    """Replace this process by a program."""
     program = sys.executable if argv[0] in ("python", "python3") else argv[0]
     os.execvp(program, [program, *argv[1:]])
 
@@ -59,19 +59,16 @@ def _execute(source: str, names: dict[str, Any], *, echo: bool) -> None:
         exec(compile(ast.Interactive([last]), _NAME, "single"), names)
 
 
-class _Silence:
-    """Throws away what is written, by this process and by those that it starts."""
-
-    def __enter__(self) -> None:
-        self._kept = [os.dup(1), os.dup(2)]
-        null = os.open(os.devnull, os.O_WRONLY)
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Throw away what this process and its children write."""
+    kept = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w") as null:
         for descriptor in (1, 2):
-            os.dup2(null, descriptor)
-        os.close(null)
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, kept in zip((1, 2), self._kept, strict=True):
-            os.dup2(kept, descriptor)
-            os.close(kept)
+            os.dup2(null.fileno(), descriptor)
+    yield
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor, old in zip((1, 2), kept, strict=True):
+        os.dup2(old, descriptor)
+        os.close(old)

@@ -1,30 +1,31 @@
-"""A sandbox on this machine: sessions and programs, each with a guest of its own."""
+"""A sandbox on this machine. Each session and each program has a guest of its own."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox.base import Execution
-from agentrl.sandbox.guest_client import GuestClient, GuestRequest, WarmPool
+from agentrl.sandbox.guest_client import GuestClient, WarmPool
 from agentrl.sandbox.spawner_client import LocalProvider, SpawnerClient
 
 _NEW_SANDBOX = "[a new sandbox: what was left in the old one is gone]\n"
 
 
 class LocalSandbox:
-    """Runs code on this machine behind a provider's walls. Made by `make_sandbox`.
+    """Runs code on this machine under a provider. Made by `make_sandbox`.
 
     Args:
-        config: Its section.
-        provider: Who keeps the code in.
+        config: The sandbox's keys.
+        provider: The provider that isolates the code.
     """
 
     def __init__(self, config: SandboxConfig, provider: LocalProvider) -> None:
         self.config, self.provider = config, provider
-        self._keeper = SpawnerClient(config, provider)
-        self._pool = WarmPool(self._start, config.num_warm)
+        self._spawner = SpawnerClient(config, provider)
+        self._pool = WarmPool(partial(GuestClient.start, self._spawner), config.num_warm)
         self._guests: set[GuestClient] = set()
         self._is_closed = False
 
@@ -33,7 +34,7 @@ class LocalSandbox:
         return LocalSession(self, "python")
 
     async def open_shell(self) -> "LocalSession":
-        """Open a session of a shell: each call is a new one, in the same folder."""
+        """Open a session of a shell: each call is a new one in the same folder."""
         return LocalSession(self, "shell")
 
     async def run_program(
@@ -45,24 +46,27 @@ class LocalSandbox:
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run one program in a fresh folder; see `Sandbox.run_program`."""
+        """Run one program in a new folder; see `Sandbox.run_program`."""
         if not argv:
             raise ValueError("argv is empty: a program was expected")
-        record: dict[str, object] = {"op": "program", "argv": [*argv], "stdin": stdin}
-        record["files"] = {**(files or {})}
+        request = {"op": "program", "argv": [*argv], "stdin": stdin, "files": {**(files or {})}}
         guest = await self.take()
         try:
-            return await guest.ask(self.as_ask(record, timeout_s, max_output_bytes))
+            return await self.ask(guest, request, timeout_s, max_output_bytes)
         finally:
-            await self.give_up(guest)
+            await self.discard(guest)
 
-    def as_ask(
-        self, record: dict[str, object], timeout_s: float | None, max_output_bytes: int | None
-    ) -> GuestRequest:
-        """Make a request of a record; None is the configuration's limit."""
+    async def ask(
+        self,
+        guest: GuestClient,
+        request: Mapping[str, Any],
+        timeout_s: float | None,
+        max_output_bytes: int | None,
+    ) -> Execution:
+        """Run a request on a guest; a limit of None is the configured one."""
         config = self.config
-        return GuestRequest(
-            record,
+        return await guest.ask(
+            request,
             timeout_s=config.timeout_s if timeout_s is None else timeout_s,
             max_output_bytes=config.max_output_bytes
             if max_output_bytes is None
@@ -70,54 +74,49 @@ class LocalSandbox:
         )
 
     async def take(self) -> GuestClient:
-        """Hand out a guest that nobody had before.
+        """Return a guest that was never used before.
 
         Raises:
-            SandboxError: where none starts, or the sandbox is closed.
+            SandboxError: If none starts, or the sandbox is closed.
         """
         self._check_open()
         guest = await self._pool.take()
-        try:
-            self._check_open()  # it may have been closed meanwhile
-        except SandboxError:
-            await guest.close()
-            raise
         self._guests.add(guest)
+        if self._is_closed:  # meanwhile
+            await self.discard(guest)
+            self._check_open()
         return guest
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise SandboxError("the sandbox is closed", provider=self.provider)
 
-    async def give_up(self, guest: GuestClient) -> None:
+    async def discard(self, guest: GuestClient) -> None:
         """End a guest and wait until nothing of it is left."""
         self._guests.discard(guest)
         await guest.close()
-
-    async def _start(self) -> GuestClient:
-        return await GuestClient.start(self._keeper)
 
     async def close(self) -> None:
         """Kill everything and delete every file. May be called twice."""
         self._is_closed = True
         await self._pool.close()
-        await asyncio.gather(*(self.give_up(guest) for guest in [*self._guests]))
-        await self._keeper.close()
+        await asyncio.gather(*(self.discard(guest) for guest in [*self._guests]))
+        await self._spawner.close()
 
 
 class LocalSession:
-    """One request's guest, started with its first call. Made by `LocalSandbox`.
+    """One request's guest, which starts with its first call. Made by `LocalSandbox`.
 
     Args:
-        sandbox: Where it runs.
-        op: What a call is.
+        sandbox: The sandbox that provides the guest.
+        op: What each call runs.
     """
 
     def __init__(self, sandbox: LocalSandbox, op: Literal["python", "shell"]) -> None:
         self._sandbox, self._op = sandbox, op
         self._guest: GuestClient | None = None
-        self._was_lost = self._is_closed = False
-        self._turn = asyncio.Lock()
+        self._is_closed = False
+        self._lock = asyncio.Lock()
 
     async def run(
         self,
@@ -127,30 +126,26 @@ class LocalSession:
         echo: bool = False,
         max_output_bytes: int | None = None,
     ) -> Execution:
-        """Run code behind what ran before; see `Session.run`."""
-        async with self._turn:
-            note = await self._prepare()
-            assert self._guest is not None
-            record: dict[str, object] = {"op": self._op, "source": source, "note": note}
-            record["echo"] = echo
-            return await self._guest.ask(self._sandbox.as_ask(record, timeout_s, max_output_bytes))
+        """Run code after the earlier calls; see `Session.run`."""
+        async with self._lock:
+            guest, note = await self._prepare()
+            request = {"op": self._op, "source": source, "note": note, "echo": echo}
+            return await self._sandbox.ask(guest, request, timeout_s, max_output_bytes)
 
-    async def _prepare(self) -> str:
-        """Have a guest; say what the code should know of it."""
+    async def _prepare(self) -> tuple[GuestClient, str]:
+        """Return a guest, and a note for the code if it is a new one after another."""
         self._check_open()
-        if self._guest is not None and self._guest.is_alive:
-            return ""
-        was_lost = self._guest is not None
-        if self._guest is not None:
-            await self._sandbox.give_up(self._guest)
+        old = self._guest
+        if old is not None and old.is_alive:
+            return old, ""
+        if old is not None:
+            await self._sandbox.discard(old)
         guest = await self._sandbox.take()
-        try:
-            self._check_open()  # it may have been closed meanwhile
-        except SandboxError:
-            await self._sandbox.give_up(guest)
-            raise
+        if self._is_closed:  # meanwhile
+            await self._sandbox.discard(guest)
+            self._check_open()
         self._guest = guest
-        return _NEW_SANDBOX if was_lost else ""
+        return guest, "" if old is None else _NEW_SANDBOX
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -161,4 +156,4 @@ class LocalSession:
         self._is_closed = True
         guest, self._guest = self._guest, None
         if guest is not None:
-            await self._sandbox.give_up(guest)
+            await self._sandbox.discard(guest)

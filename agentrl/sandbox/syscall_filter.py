@@ -1,21 +1,20 @@
-"""A seccomp filter inside the providers' walls: what those leave open, the kernel refuses.
+"""A seccomp filter for the code in a sandbox: the kernel refuses what the providers leave open.
 
-Namespaces hide files, processes and networks, and Landlock refuses to open files and to connect by
-TCP. Both leave the rest of the kernel's interfaces open. The filter refuses five kinds of calls:
+Namespaces hide files, processes and networks. Landlock refuses to open files and to connect by TCP.
+Both leave other interfaces of the kernel open. The filter refuses five kinds of calls:
 
-1. Interfaces that let programs out before (io_uring, userfaultfd, keyrings, bpf), namespaces and
-   mounts.
-2. Sockets of every family but Unix. Landlock checks `connect` and `bind` of plain TCP only: MPTCP,
-   fast open and `listen` without `bind` pass it. The memory of TCP sockets is one budget of the
-   whole machine, which no namespace divides.
-3. Memory that no limit counts, because it is no process's: files without a name, System V's
-   objects, message queues, pages lent to a pipe, shared anonymous mappings (which stay whole while
+1. Interfaces that were used for escapes (io_uring, userfaultfd, keyrings, bpf), namespaces, mounts.
+2. Sockets of every family except Unix. Landlock checks `connect` and `bind` of plain TCP only:
+   MPTCP, fast open and `listen` without `bind` pass it. The memory of TCP sockets is one budget of
+   the whole machine, which no namespace divides.
+3. Memory that counts for no process, so that no limit applies: files without a name, System V
+   objects, message queues, pages lent to a pipe, shared anonymous mappings (they stay whole while
    one page is mapped), and buffers of sockets and pipes beyond their default size. Files in the
    private folder can be mapped shared.
-4. Calls that act on another process of the same user (its limits, priority, processors, memory),
-   and on attributes of files, which Landlock does not check.
-5. Calls that take a budget of the machine or look past the mounts (`io_setup`, inotify), and every
-   call that is newer than Linux 5.13, as if the kernel were older.
+4. Calls that change another process of the same user (its limits, priority, processors, memory),
+   and attributes of files, which Landlock does not check.
+5. Calls that use up a budget of the machine or look past the mounts (`io_setup`, inotify), and
+   every call newer than Linux 5.13, as if the kernel were older.
 
 Python, compilers and shells need none of them.
 
@@ -43,24 +42,24 @@ _SET_PIPE_SIZE = 1031
 _UNIX = 1
 """The family of sockets."""
 _SELF, _OF_PROCESS, _INPUT_OF_PROCESS = 0, 0, 1
-"""The number that names the caller; the kinds of `setpriority` and `ioprio_set` that take it."""
+"""The number that means the caller; the kinds of `setpriority` and `ioprio_set` that accept it."""
 _FIRST_NEW_CALL = 443
-"""All architectures count alike from here on; the calls of x32 are above as well."""
+"""From here on all architectures use the same numbers; the calls of x32 are above too."""
 _CLONE3 = 435
-"""Its flags are in memory, which a filter cannot read: as if there were none, the C library falls
-back to `clone`."""
+"""Its flags are in memory, which a filter cannot read. Without this call the C library falls back
+to `clone`."""
 
 
 class _Rule(NamedTuple):
-    """What one argument of a call must be, or must not be."""
+    """A value that one argument of a call must have, or must not have."""
 
     call: str
     argument: int
     value: int
     is_required: bool = True
-    """Whether the argument must be this value; False: it must not."""
+    """Whether the argument must have this value; False if it must not."""
     mask: int = 0xFFFFFFFF
-    """The bits that are compared. The kernel reads no more than 32 of these arguments."""
+    """The bits to compare. The kernel reads at most 32 bits of these arguments."""
     error: int = errno.EPERM
 
 
@@ -84,14 +83,22 @@ _RULES = (
 )
 
 
+_CALLS = (
+    *("socket", "socketpair", "setsockopt", "fcntl", "mmap", "clone", "prlimit64"),
+    *("setpriority", "ioprio_set", "sched_setparam", "sched_setscheduler"),
+    *("sched_setaffinity", "sched_setattr"),
+)
+"""The calls that the rules name."""
+
+
 class _Machine(NamedTuple):
     architecture: int
-    """Of the audit interface."""
-    numbers: dict[str, int]
-    """Of the calls that the rules name."""
+    """The number in the audit interface."""
+    numbers: tuple[int, ...]
+    """The numbers of `_CALLS`."""
     refused: tuple[int, ...]
     attributes: tuple[int, ...]
-    """The calls that set and remove attributes of files."""
+    """Calls that set and remove attributes of files."""
 
 
 _EVERYWHERE = (
@@ -102,21 +109,7 @@ _EVERYWHERE = (
 _MACHINES = {
     "x86_64": _Machine(
         architecture=0xC000003E,
-        numbers={
-            "socket": 41,
-            "socketpair": 53,
-            "setsockopt": 54,
-            "fcntl": 72,
-            "mmap": 9,
-            "clone": 56,
-            "prlimit64": 302,
-            "setpriority": 141,
-            "ioprio_set": 251,
-            "sched_setparam": 142,
-            "sched_setscheduler": 144,
-            "sched_setaffinity": 203,
-            "sched_setattr": 314,
-        },
+        numbers=(41, 53, 54, 72, 9, 56, 302, 141, 251, 142, 144, 203, 314),
         refused=(
             *(101, 310, 311, 312),  # ptrace, process_vm_readv, process_vm_writev, kcmp
             *(256, 279),  # migrate_pages, move_pages
@@ -134,21 +127,7 @@ _MACHINES = {
     ),
     "aarch64": _Machine(
         architecture=0xC00000B7,
-        numbers={
-            "socket": 198,
-            "socketpair": 199,
-            "setsockopt": 208,
-            "fcntl": 25,
-            "mmap": 222,
-            "clone": 220,
-            "prlimit64": 261,
-            "setpriority": 140,
-            "ioprio_set": 30,
-            "sched_setparam": 118,
-            "sched_setscheduler": 119,
-            "sched_setaffinity": 122,
-            "sched_setattr": 274,
-        },
+        numbers=(198, 199, 208, 25, 222, 220, 261, 140, 30, 118, 119, 122, 274),
         refused=(
             *(117, 270, 271, 272),
             *(238, 239),
@@ -168,10 +147,10 @@ _MACHINES = {
 
 
 def syscall_filter(machine: str | None = None) -> bytes:
-    """Make the filter for a machine; None: this one.
+    """Make the filter for a machine; None for this one.
 
     Raises:
-        SandboxError: where the numbers of its system calls are not known here.
+        SandboxError: If the numbers of its system calls are unknown.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES:
@@ -192,15 +171,16 @@ def _statements(machine: _Machine) -> list[bytes]:
     ]
     for number in (*machine.refused, *_EVERYWHERE):
         statements += _if(_JUMP_EQUAL, number, [_refuse(errno.EPERM)])
-    for number in machine.attributes:  # as on file systems that have none: programs expect this
+    for number in machine.attributes:  # programs expect this of file systems without attributes
         statements += _if(_JUMP_EQUAL, number, [_refuse(errno.EOPNOTSUPP)])
+    numbers = dict(zip(_CALLS, machine.numbers, strict=True))
     for rule in _RULES:
-        statements += _if(_JUMP_EQUAL, machine.numbers[rule.call], _check(rule))
+        statements += _if(_JUMP_EQUAL, numbers[rule.call], _check(rule))
     return [*statements, _statement(_RETURN, _ALLOW)]
 
 
 def _check(rule: _Rule) -> list[bytes]:
-    """Refuse a call by one argument, or load its number again for the next rules."""
+    """Refuse a call by one argument; else load its number again for the next rules."""
     at = _AT_ARGUMENTS + rule.argument * _ARGUMENT_BYTES
     found, other = (1, 0) if rule.is_required else (0, 1)
     return [
@@ -217,10 +197,10 @@ def _refuse(error: int) -> bytes:
 
 
 def _if(code: int, value: int, body: list[bytes]) -> list[bytes]:
-    """Do the body where the comparison holds, and skip it elsewhere."""
+    """Run the body if the comparison holds; else skip it."""
     return [_statement(code, value, is_not=len(body)), *body]
 
 
 def _statement(code: int, value: int, *, then: int = 0, is_not: int = 0) -> bytes:
-    """Pack one statement; `then` and `is_not` say how many a jump skips."""
+    """Pack one statement. A jump skips `then` statements if it holds, else `is_not`."""
     return struct.pack("<HBBI", code, then, is_not, value)

@@ -9,7 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.keys import read_keys
 from agentrl.sandbox import Execution, ExecutionEnd, Sandbox, Session
-from agentrl.sandbox.factory import SharedSandbox, check_sandbox, tell_unread
+from agentrl.sandbox.factory import SharedSandbox, check_sandbox, warn_of_unused_keys
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.runtime.settings import SHARED_KEYS, ToolSettings, refuse_isolation
 
@@ -52,7 +52,7 @@ class SandboxTool(BaseTool, Generic[Keys]):
         self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
         _check_times(ToolSettings.check(config).timeout_s, self._keys.sandbox.timeout_s)
         check_sandbox(self._keys.sandbox, key="config.sandbox")
-        tell_unread(self._keys.sandbox, key=f"{self.name}: config.sandbox")
+        warn_of_unused_keys(self._keys.sandbox, key=f"{self.name}: config.sandbox")
         self._shared = SharedSandbox(self._keys.sandbox)
         self._sessions: dict[str, Session] = {}
 

@@ -288,8 +288,12 @@ def coding(script: dict[str, Any], tmp_path: Path) -> Path:
 @pytest.fixture
 def no_walls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on this machine keeps code in."""
-    monkeypatch.setattr("agentrl.sandbox.factory.why_not", lambda provider: "it is not installed")
-    monkeypatch.setattr("agentrl.doctor.sandbox.why_not", lambda provider: "it is not installed")
+    monkeypatch.setattr(
+        "agentrl.sandbox.factory.unavailable_reason", lambda provider: "it is not installed"
+    )
+    monkeypatch.setattr(
+        "agentrl.doctor.sandbox.unavailable_reason", lambda provider: "it is not installed"
+    )
 
 
 def test_who_keeps_code_in_has_a_row(coding: Path):
@@ -310,7 +314,7 @@ def test_a_tool_that_finds_no_sandbox_says_what_to_install(
     assert looked.text("sandbox") == "because of 'tools and users'"
     told = run_agentrl(capsys, "config", "check", coding)
     assert told.code != 0
-    assert "nothing on this machine keeps in the code" in told.err
+    assert "no sandbox provider on this machine" in told.err
 
 
 @pytest.mark.usefixtures("no_walls")

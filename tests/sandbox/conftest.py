@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.sandbox import Sandbox, make_sandbox
-from agentrl.sandbox.factory import why_not
+from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.spawner_client import LocalProvider
 
 
@@ -22,7 +22,7 @@ MakeSandbox = Callable[..., Sandbox]
 @pytest.fixture(params=["sandlock", "bubblewrap"])
 def provider(request: pytest.FixtureRequest) -> LocalProvider:
     """Each provider that has walls."""
-    if reason := why_not(request.param):
+    if reason := unavailable_reason(request.param):
         pytest.skip(f"{request.param}: {reason}")
     return request.param
 

@@ -12,18 +12,18 @@ import pytest
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import MissingExtraError, SandboxError
 from agentrl.sandbox import make_sandbox
-from agentrl.sandbox.factory import why_not
+from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.sandbox.spawner_client import KEEPER
+from agentrl.sandbox.spawner_client import SPAWNER
 from agentrl.sandbox.syscall_filter import syscall_filter
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """What was found of this machine is forgotten, before and after."""
-    why_not.cache_clear()
+    unavailable_reason.cache_clear()
     yield
-    why_not.cache_clear()
+    unavailable_reason.cache_clear()
 
 
 def nothing_installed(patch: pytest.MonkeyPatch) -> None:
@@ -57,11 +57,11 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("fresh")
 def test_next_best_is_taken(monkeypatch: pytest.MonkeyPatch):
-    if why_not("bubblewrap"):
+    if unavailable_reason("bubblewrap"):
         pytest.skip("bubblewrap cannot run here")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "sandlock" else find(n))
-    why_not.cache_clear()
+    unavailable_reason.cache_clear()
     sandbox = make_sandbox(SandboxConfig())
     assert isinstance(sandbox, LocalSandbox)
     assert sandbox.provider == "bubblewrap"
@@ -76,10 +76,10 @@ def test_a_package_that_fails_to_import_is_passed_over(
     (tmp_path / "sandlock/__init__.py").write_text(broken)
     monkeypatch.delitem(sys.modules, "sandlock", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    if why_not("bubblewrap"):
+    if unavailable_reason("bubblewrap"):
         pytest.skip("bubblewrap cannot run here")
-    assert why_not("sandlock")
-    assert "Error" in (why_not("sandlock") or "")
+    assert unavailable_reason("sandlock")
+    assert "Error" in (unavailable_reason("sandlock") or "")
     assert chosen() == "bubblewrap"
 
 
@@ -95,15 +95,15 @@ def test_a_package_that_cannot_even_be_looked_for_is_passed_over(
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not here")
     assert chosen() == "bubblewrap"
-    assert why_not("sandlock")
+    assert unavailable_reason("sandlock")
 
 
 @pytest.mark.usefixtures("fresh")
 def test_provider_that_is_there_and_does_not_run_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/false")
-    told = why_not("bubblewrap")
+    told = unavailable_reason("bubblewrap")
     assert told is not None
-    with pytest.raises(SandboxError, match="nothing on this machine"):
+    with pytest.raises(SandboxError, match="no sandbox provider on this machine"):
         make_sandbox(SandboxConfig(provider="bubblewrap"))
 
 
@@ -154,7 +154,7 @@ def test_sandlock_without_namespaces_is_not_taken_unless_it_is_asked_for(
     def why(provider: str, *, is_asked_for: bool = False) -> str | None:
         return None if is_asked_for else f"{provider} has no namespaces"
 
-    monkeypatch.setattr("agentrl.sandbox.factory.why_not", why)
+    monkeypatch.setattr("agentrl.sandbox.factory.unavailable_reason", why)
     with pytest.raises(SandboxError, match="sandlock has no namespaces"):
         make_sandbox(SandboxConfig())
     sandbox = make_sandbox(SandboxConfig(provider="sandlock"))
@@ -170,15 +170,15 @@ sys.path.insert(0, sys.argv[1])
 import kernel, namespaces, filesystem_view
 def refuse(_): raise PermissionError(1, "unshare: Operation not permitted")
 kernel.unshare = refuse
-print(namespaces.why_no_namespaces(has_pids=False))
-print(filesystem_view.find_closed(["/usr"]), filesystem_view.find_closed([sys.argv[2]]))
+print(namespaces.find_namespace_error(has_pids=False))
+print(*(filesystem_view.find_closed_folder([path]) for path in ("/usr", sys.argv[2])))
 """
 
 
 def test_missing_namespaces_and_closed_folders_are_found(tmp_path: Path):
     tmp_path.chmod(0o700)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NAMESPACES, str(KEEPER.parent), str(tmp_path)],
+        [sys.executable, "-c", WITHOUT_NAMESPACES, str(SPAWNER.parent), str(tmp_path)],
         capture_output=True,
         text=True,
     )

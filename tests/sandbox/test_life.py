@@ -254,7 +254,7 @@ def is_running(pid: int) -> bool:
 @pytest.fixture
 def folders_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder is so young that its keeper may be about to hold it."""
-    monkeypatch.setattr(folders, "_YOUNG_S", 0.0)
+    monkeypatch.setattr(folders, "_MIN_AGE_S", 0.0)
 
 
 def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -266,14 +266,14 @@ def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
     (closed / "file").touch()
     closed.chmod(0)
     (stale / "out").symlink_to(other)
-    descriptor = folders.hold(str(held))
-    folders.sweep(beginning)
+    descriptor = folders.lock(str(held))
+    folders.delete_abandoned(beginning)
     assert stale.exists()  # too young: its keeper may be about to hold it
-    monkeypatch.setattr(folders, "_YOUNG_S", 0.0)
-    folders.sweep(beginning)
+    monkeypatch.setattr(folders, "_MIN_AGE_S", 0.0)
+    folders.delete_abandoned(beginning)
     assert set(tmp_path.iterdir()) == {held, other}
     os.close(descriptor)
-    folders.sweep(beginning)
+    folders.delete_abandoned(beginning)
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -290,7 +290,7 @@ def test_folder_that_cannot_be_deleted_does_not_prevent_the_next(
     stale = {str(tmp_path / f"mine-{number}") for number in range(2)}
     for path in stale:
         os.mkdir(path)
-    folders.sweep(str(tmp_path / "mine-"))
+    folders.delete_abandoned(str(tmp_path / "mine-"))
     assert set(deleted) == stale
 
 

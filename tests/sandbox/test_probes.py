@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from agentrl.sandbox.factory import why_not
+from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.inside import kernel
 from agentrl.sandbox.spawner_client import LocalProvider, sandlock_folder
 from tests.fakes.modes import NO_ENTRY
@@ -23,7 +23,7 @@ from tests.fakes.probes import PROBES, stopped
 ROOT = Path(__file__).resolve().parents[2]
 TRUST = (ROOT / "docs/trust.md").read_text(encoding="utf-8")
 PROVIDERS: tuple[LocalProvider, ...] = get_args(LocalProvider)
-WALLS: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
+ISOLATING: tuple[LocalProvider, ...] = ("sandlock", "bubblewrap")
 WITHOUT_NAMESPACES = "sandlock without namespaces"
 COLUMNS = ("sandlock", WITHOUT_NAMESPACES, "bubblewrap", "subprocess")
 """Of the page's table."""
@@ -32,12 +32,12 @@ measured = functools.cache(stopped)
 
 
 def skip_without(provider: LocalProvider) -> None:
-    if reason := why_not(provider):
+    if reason := unavailable_reason(provider):
         pytest.skip(f"{provider}: {reason}")
 
 
 @pytest.mark.parametrize("probe", [probe.name for probe in PROBES])
-@pytest.mark.parametrize("provider", WALLS)
+@pytest.mark.parametrize("provider", ISOLATING)
 def test_probe_is_stopped(provider: LocalProvider, probe: str):
     skip_without(provider)
     assert measured(provider)[probe]
@@ -62,9 +62,11 @@ def test_page_on_trust_lists_every_probe_once():
     assert list(table()) == [probe.what for probe in PROBES]
 
 
-@pytest.mark.parametrize("provider", [*WALLS, pytest.param("subprocess", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "provider", [*ISOLATING, pytest.param("subprocess", marks=pytest.mark.slow)]
+)
 def test_page_on_trust_says_what_is_measured(provider: LocalProvider):
-    if provider in WALLS:
+    if provider in ISOLATING:
         skip_without(provider)
     elif os.geteuid() != 0:
         pytest.skip("what a process with limits alone may do is told for root")
@@ -101,8 +103,9 @@ def test_page_on_trust_says_what_is_measured_in_other_modes(
 def test_sandlock_without_namespaces_runs_only_if_it_is_asked_for(mode: str):
     skip_without("sandlock")
     program = (
-        "from agentrl.sandbox.factory import why_not\n"
-        "print(why_not('sandlock'), why_not('sandlock', is_asked_for=True), sep='\\n')"
+        "from agentrl.sandbox.factory import unavailable_reason\n"
+        "print(unavailable_reason('sandlock'))\n"
+        "print(unavailable_reason('sandlock', is_asked_for=True))"
     )
     refused, asked_for = run_in(mode, program).splitlines()
     assert refused.startswith("it has no namespaces here: ")

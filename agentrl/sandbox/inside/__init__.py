@@ -1,5 +1,6 @@
-"""What runs outside the trainer's process: scripts of the standard library alone.
+"""Programs that run outside the trainer's process. They use the standard library only.
 
-`keeper.py` and `guest.py` are started as scripts, which puts this folder first on their path: so
-they import one another by plain names, and nothing of agentrl. The guest's code may read them.
+`spawner.py` and `guest.py` are started as scripts, so Python puts this folder first on the path.
+The files therefore import each other by plain names and import nothing else of agentrl. Code in a
+sandbox can read them.
 """

@@ -1,4 +1,4 @@
-"""The providers: each turns a process into one that runs the guest behind its walls."""
+"""The providers: each function turns this process into one that runs the guest, isolated."""
 
 import importlib
 import json
@@ -8,113 +8,110 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from filesystem_view import SYSTEM_LINKS, Room, is_system
-from limits import Limits
+from filesystem_view import SYSTEM_LINKS, FilesystemView, is_system
+from processes import Limits
 
 _OWN_PROCESSES = 2
-"""Guest and interpreter; bubblewrap's own stand in another user namespace."""
+"""Guest and interpreter. bubblewrap's own process is in another user namespace."""
 _SUPERVISOR_THREADS = 8
-"""Of sandlock, beside one for each core."""
+"""Threads of sandlock, plus one for each core."""
 _FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to be run, and where."""
+class LaunchSpec:
+    """What a provider runs, and where."""
 
-    room: Room
+    view: FilesystemView
     settings: dict[str, Any]
-    """As `agentrl.sandbox.spawner_client` makes them."""
+    """Made by `agentrl.sandbox.spawner_client`."""
     storage: str
-    """A folder on the disk, where the room is one."""
+    """A folder on the disk, used if the view's folder is on the disk."""
+
+    @property
+    def max_processes(self) -> int:
+        """Processes of the sandbox, including the guest's own."""
+        return self.settings["max_processes"] + _OWN_PROCESSES
 
     def guest_argv(
-        self, folder: str, environment: list[str], most_processes: int | None
+        self, folder: str, environment: list[str], max_processes: int | None
     ) -> list[str]:
-        """The guest's command line, where folder and interpreter lie as its code sees them."""
+        """Return the guest's command line, with the paths that its code sees."""
         home, scripts, *packages = environment
         library = f"{home}/lib/python{sys.version_info[0]}.{sys.version_info[1]}"
         hidden = [(f"{path}/", "") for path in (*packages, library, folder, home)]
         limits: Limits = self.settings["limits"]
         rlimits = limits["rlimits"]
-        if most_processes is not None:
-            rlimits = {**rlimits, "RLIMIT_NPROC": most_processes}
-        told = json.dumps({**limits, "rlimits": rlimits, "hidden": hidden})
+        if max_processes is not None:
+            rlimits = {**rlimits, "RLIMIT_NPROC": max_processes}
+        argument = json.dumps({**limits, "rlimits": rlimits, "hidden": hidden})
         python = os.path.join(home, self.settings["executable"])
-        return [python, "-s", "-S", f"{scripts}/guest.py", told]
-
-    @property
-    def most_processes(self) -> int:
-        """What the sandbox may have, with the guest's own."""
-        return self.settings["max_processes"] + _OWN_PROCESSES
+        return [python, "-s", "-S", f"{scripts}/guest.py", argument]
 
 
-def _names(folder: str, environment: list[str]) -> dict[str, str]:
-    """The environment variables: all there are."""
+def _variables(folder: str, environment: list[str]) -> dict[str, str]:
+    """Return all environment variables that the code sees."""
     home, _, *packages = environment
-    names = {
+    variables = {
         "PATH": f"{home}/bin:/usr/bin:/bin",
         "HOME": folder,
         "TMPDIR": folder,
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return {**names, "PYTHONPATH": ":".join(packages)} if packages else names
+    return {**variables, "PYTHONPATH": ":".join(packages)} if packages else variables
 
 
-def behind_sandlock(order: Order) -> None:
+def run_sandlock(spec: LaunchSpec) -> None:
     """Run the guest under Landlock and seccomp."""
     sandlock: Any = importlib.import_module("sandlock")
-    room = order.room
-    most = None
-    if room.is_mounted:
-        # The kernel's count, threads too: it counts by user and namespace, this sandbox alone.
-        most = order.most_processes + _SUPERVISOR_THREADS + (os.cpu_count() or 1)
+    view = spec.view
+    max_threads, on_disk = None, {}
+    if view.is_mounted:
+        # The kernel counts threads too, by user and namespace, so this sandbox alone.
+        max_threads = spec.max_processes + _SUPERVISOR_THREADS + (os.cpu_count() or 1)
+    else:  # sandlock bounds a folder on the disk: it keeps what is written apart
+        on_disk = {
+            "workdir": view.folder,
+            "fs_storage": spec.storage,
+            "max_disk": spec.settings["disk_bytes"],
+            "on_exit": sandlock.BranchAction.ABORT,
+            "on_error": sandlock.BranchAction.ABORT,
+        }
     readable = ["/usr", *SYSTEM_LINKS, *_FILES, *_DEVICES, "/dev/zero"]
     sandbox = sandlock.Sandbox(
-        fs_readable=[path for path in readable if os.path.exists(path)] + room.environment,
-        fs_writable=[room.folder, "/dev/null", *(["/dev/shm"] if room.is_mounted else [])],
-        cwd=room.folder,
+        fs_readable=[path for path in readable if os.path.exists(path)] + view.environment,
+        fs_writable=[view.folder, "/dev/null", *(["/dev/shm"] if view.is_mounted else [])],
+        cwd=view.folder,
         clean_env=True,
-        env=_names(room.folder, room.environment),
-        max_processes=order.most_processes,
-        **({} if room.is_mounted else _on_disk(order, sandlock)),
+        env=_variables(view.folder, view.environment),
+        max_processes=spec.max_processes,
+        **on_disk,
     )
-    argv = order.guest_argv(room.folder, room.environment, most)
+    argv = spec.guest_argv(view.folder, view.environment, max_threads)
     sandbox.popen(argv, *[sandlock.StdioMode.INHERIT] * 3).wait()
 
 
-def _on_disk(order: Order, sandlock: Any) -> dict[str, Any]:
-    """Let sandlock bound a folder on the disk: it keeps apart what is written."""
-    return {
-        "workdir": order.room.folder,
-        "fs_storage": order.storage,
-        "max_disk": order.settings["disk_bytes"],
-        "on_exit": sandlock.BranchAction.ABORT,
-        "on_error": sandlock.BranchAction.ABORT,
-    }
-
-
-def behind_bubblewrap(order: Order) -> None:
+def run_bubblewrap(spec: LaunchSpec) -> None:
     """Run the guest in namespaces of its own."""
     environment: list[str] = []
     binds: list[str] = []
-    for number, path in enumerate(order.room.environment):
+    for number, path in enumerate(spec.view.environment):
         environment.append(path if is_system(path) else f"/mnt/{number}")
         binds += [] if is_system(path) else ["--ro-bind", path, environment[-1]]
-    size = ["--size", str(order.settings["disk_bytes"])]
+    size = ["--size", str(spec.settings["disk_bytes"])]
     argv = [
-        order.settings["bubblewrap"],
+        spec.settings["bubblewrap"],
         *("--unshare-all", "--unshare-user", "--disable-userns", "--hostname", "sandbox"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
         *("--uid", "65534", "--gid", "65534", "--ro-bind", "/usr", "/usr"),
         *(*_system_binds(), *binds, "--proc", "/proc"),
-        *(["--bind", "/tmp", "/tmp"] if order.room.is_mounted else [*size, "--tmpfs", "/tmp"]),
+        *(["--bind", "/tmp", "/tmp"] if spec.view.is_mounted else [*size, "--tmpfs", "/tmp"]),
         *("--remount-ro", "/", "--chdir", "/tmp", "--"),
-        *order.guest_argv("/tmp", environment, order.most_processes),
+        *spec.guest_argv("/tmp", environment, spec.max_processes),
     ]
-    os.execve(argv[0], argv, _names("/tmp", environment))
+    os.execve(argv[0], argv, _variables("/tmp", environment))
 
 
 def _system_binds() -> list[str]:
@@ -128,21 +125,21 @@ def _system_binds() -> list[str]:
         binds += ["--ro-bind-try", path, path]
     for path in _DEVICES:
         binds += ["--dev-bind", path, path]
-    # Who may write to /dev/zero can map it shared, which makes memory that nobody counts; to read,
-    # /dev/full is the same, and it cannot be mapped.
+    # A process that can write to /dev/zero can map it shared: memory that no limit counts. Reading
+    # /dev/full gives the same bytes, and it cannot be mapped.
     binds += ["--dev-bind", "/dev/full", "/dev/zero"]
     return [*binds, "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
 
 
-def behind_nothing(order: Order) -> None:
-    """Run the guest with limits, and with all that this user may do."""
-    room = order.room
-    argv = order.guest_argv(room.folder, room.environment, None)
-    os.execve(argv[0], argv, _names(room.folder, room.environment))
+def run_unsandboxed(spec: LaunchSpec) -> None:
+    """Run the guest with limits alone: the code can do whatever this user can."""
+    view = spec.view
+    argv = spec.guest_argv(view.folder, view.environment, None)
+    os.execve(argv[0], argv, _variables(view.folder, view.environment))
 
 
-PROVIDERS: dict[str, Callable[[Order], None]] = {
-    "sandlock": behind_sandlock,
-    "bubblewrap": behind_bubblewrap,
-    "subprocess": behind_nothing,
+PROVIDERS: dict[str, Callable[[LaunchSpec], None]] = {
+    "sandlock": run_sandlock,
+    "bubblewrap": run_bubblewrap,
+    "subprocess": run_unsandboxed,
 }

@@ -1,4 +1,4 @@
-"""Where the code of a sandbox finds its folder, and what it may read beside the system."""
+"""The files that a sandbox sees: its private folder, Python, and the system's programs."""
 
 import os
 import stat
@@ -7,75 +7,69 @@ from dataclasses import dataclass
 import kernel
 
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SEEN = ("/usr", "/etc", "/dev", "/proc", "/tmp", "/mnt", *SYSTEM_LINKS)
+_VISIBLE = ("/usr", "/etc", "/dev", "/proc", "/tmp", "/mnt", *SYSTEM_LINKS)
 
 
 @dataclass(frozen=True)
-class Room:
-    """The part of the machine's files that one sandbox is given."""
+class FilesystemView:
+    """The part of the machine's files that one sandbox sees."""
 
     folder: str
-    """Where the code may write."""
+    """The private folder, the only one that the code can write to."""
     environment: list[str]
-    """Where the folders of Python lie: the interpreter's, the guest's, those of packages."""
+    """Folders of Python: the interpreter, the guest's scripts, installed packages."""
     is_mounted: bool
     """Whether the folder is a file system of its own, in memory and of bounded size."""
 
 
-def make_room(environment: list[str], user: int | None, size_bytes: int) -> Room:
-    """Mount a folder over /tmp, and what the code may read on /mnt, unseen by everybody else.
+def mount_view(environment: list[str], user: int | None, size_bytes: int) -> FilesystemView:
+    """Mount a private folder over /tmp and what the code may read under /mnt.
 
-    Done in the process that becomes the provider, in the inner namespaces; what is mounted goes
-    with its last process.
+    Call it in the process that becomes the provider, in the inner namespaces. No other process sees
+    the mounts, and they end with the last process of the sandbox.
 
     Args:
         environment: Folders of Python.
-        user: Whom the folder belongs to; None: this one.
-        size_bytes: Of the folder.
+        user: Owner of the folder; None for the current user.
+        size_bytes: Size of the folder.
 
     Raises:
-        OSError: as the kernel refuses.
+        OSError: If the kernel refuses.
     """
     owner = os.geteuid() if user is None else user
     kernel.mount_memory("/mnt", size_bytes=1024**2, user=owner)
-    seen = [_shown(path, f"/mnt/{number}") for number, path in enumerate(environment)]
+    visible = [_bind_read_only(path, f"/mnt/{i}") for i, path in enumerate(environment)]
     kernel.make_read_only("/mnt")
     kernel.mount_memory("/tmp", size_bytes=size_bytes, user=owner)
     kernel.bind("/tmp", "/dev/shm")
-    _hide_the_rest(owner)
-    return Room("/tmp", seen, is_mounted=True)
-
-
-def find_closed(environment: list[str]) -> str | None:
-    """Find a folder that root alone may enter; where nothing is mounted, code cannot see it."""
-    return next((path for path in environment if not _is_open(path)), None)
+    # Cover what the code need not see: Landlock refuses to open a file, not to look it up.
+    for path in (f"/{name}" for name in os.listdir("/")):
+        if path not in _VISIBLE and os.path.isdir(path) and not os.path.islink(path):
+            kernel.mount_memory(path, size_bytes=4096, user=owner)
+            kernel.make_read_only(path)
+    return FilesystemView("/tmp", visible, is_mounted=True)
 
 
 def is_system(path: str) -> bool:
-    """Whether a folder is the system's, which every sandbox sees where it is."""
+    """Whether a folder belongs to the system, which every sandbox sees at its own path."""
     return path == "/usr" or path.startswith("/usr/")
 
 
-def _shown(path: str, place: str) -> str:
+def _bind_read_only(path: str, target: str) -> str:
     if is_system(path):
         return path
-    os.mkdir(place, 0o755)
-    kernel.bind(path, place)
-    kernel.make_read_only(place)
-    return place
+    os.mkdir(target, 0o755)
+    kernel.bind(path, target)
+    kernel.make_read_only(target)
+    return target
 
 
-def _hide_the_rest(owner: int) -> None:
-    """Mount nothing over what the code need not see: Landlock refuses to open, not to look."""
-    for name in os.listdir("/"):
-        path = f"/{name}"
-        if path not in _SEEN and os.path.isdir(path) and not os.path.islink(path):
-            kernel.mount_memory(path, size_bytes=4096, user=owner)
-            kernel.make_read_only(path)
+def find_closed_folder(environment: list[str]) -> str | None:
+    """Find a folder that only root can enter. Without mounts, the code cannot see such a folder."""
+    return next((path for path in environment if not _is_open(path)), None)
 
 
 def _is_open(path: str) -> bool:
-    """Whether everybody may go down to a folder."""
     while path != "/":
         if not os.stat(path).st_mode & stat.S_IXOTH:
             return False

@@ -1,4 +1,4 @@
-"""Frames on a descriptor: a length of four bytes, big-endian, and JSON."""
+"""Messages on a file descriptor: a length of four bytes (big-endian), then JSON."""
 
 import json
 import os
@@ -9,7 +9,7 @@ HEAD = struct.Struct(">I")
 
 
 def read_frame(descriptor: int) -> dict[str, Any] | None:
-    """Read one frame; None at the end."""
+    """Read one frame; return None at the end of the stream."""
     head = _read_exactly(descriptor, HEAD.size)
     body = None if head is None else _read_exactly(descriptor, HEAD.unpack(head)[0])
     return None if body is None else json.loads(body)
@@ -25,9 +25,14 @@ def _read_exactly(descriptor: int, size: int) -> bytes | None:
     return bytes(data)
 
 
+def pack_frame(record: dict[str, Any]) -> bytes:
+    """Encode a record as one frame."""
+    body = json.dumps(record).encode()
+    return HEAD.pack(len(body)) + body
+
+
 def write_frame(descriptor: int, record: dict[str, Any]) -> None:
     """Write one frame."""
-    body = json.dumps(record).encode()
-    data = memoryview(HEAD.pack(len(body)) + body)
+    data = memoryview(pack_frame(record))
     while data:
         data = data[os.write(descriptor, data) :]

@@ -1,11 +1,13 @@
-"""What runs inside a sandbox, ahead of the code: it starts interpreters, shells and programs there.
+"""The guest: the process inside a sandbox that starts interpreters, shells and programs.
 
-It reads requests from descriptor 0, runs one at a time in a process of its own, reads what that
-writes, cuts it, kills it when its time is up, and writes one answer to descriptor 1.
+It reads requests from descriptor 0 and writes one answer each to descriptor 1. It runs one request
+at a time in a process of its own, keeps the first part of its output, and kills it when its time is
+up.
 
-The code never holds these descriptors, and may neither trace this process nor look into it: how a
-program ended is what the kernel told this process. What a Python session says of itself (that the
-code raised, and what) comes from the interpreter that the code shares, and is the code's word.
+The code never holds these descriptors, and cannot trace the guest or read its memory. The guest
+learns from the kernel how a program ended. What a Python session reports about itself (that the
+code raised, and the traceback) comes from the interpreter that the code shares, so the code can
+forge it.
 """
 
 import json
@@ -17,15 +19,12 @@ from typing import Any
 import kernel
 from frames import read_frame, write_frame
 from interpreter import Interpreter
-from limits import Limits
-from output_reader import Watch
-from processes import descendants, kill
-from program import Program, told, write_files
+from output_reader import OutputReader
+from processes import Limits, descendants, kill
+from program import Program, describe, write_files
 
 _SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
-"""What models write is written for bash."""
-_SHELL_NAME = os.path.basename(_SHELL)
-"""As it names itself in its errors."""
+"""Models write scripts for bash."""
 _NEW_INTERPRETER = "[a new interpreter: names are gone, files are still there]\n"
 
 
@@ -39,16 +38,16 @@ def main() -> None:
         kernel.filter_system_calls(bytes.fromhex(limits["syscall_filter"]))
     guest = Guest(limits)
     write_frame(1, {"ready": True})
-    while (asked := read_frame(0)) is not None:
-        write_frame(1, guest.answer(asked))
+    while (request := read_frame(0)) is not None:
+        write_frame(1, guest.answer(request))
     guest.kill_all()
 
 
 class Guest:
-    """Holds the interpreter of a session, and runs one request at a time.
+    """Holds the interpreter of a session and runs one request at a time.
 
     Args:
-        limits: What the code may use.
+        limits: The limits of the code.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -56,35 +55,34 @@ class Guest:
         self._interpreter: Interpreter | None = Interpreter(limits)
         self._was_lost = False
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked."""
-        if asked["op"] == "python":
-            return self._run_python(asked)
-        if asked["op"] == "shell":
-            argv = [_SHELL, "-c", asked["source"], _SHELL_NAME]
-            answer = self._run_program({**asked, "argv": argv})
-        else:
-            answer = self._run_program(asked)
-        return {**answer, "stderr": asked.get("note", "") + answer["stderr"]}
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run a request and return its answer."""
+        if request["op"] == "python":
+            return self._run_python(request)
+        if request["op"] == "shell":
+            argv = [_SHELL, "-c", request["source"], os.path.basename(_SHELL)]
+            request = {**request, "argv": argv}
+        answer = self._run_program(request)
+        return {**answer, "stderr": request.get("note", "") + answer["stderr"]}
 
-    def _run_program(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _run_program(self, request: dict[str, Any]) -> dict[str, Any]:
         self._drop_interpreter()
-        argv = asked["argv"]
+        argv = request["argv"]
         try:
-            write_files(asked.get("files", {}))
-            program = Program(argv, asked.get("stdin", ""), self._limits)
+            write_files(request.get("files", {}))
+            program = Program(argv, request.get("stdin", ""), self._limits)
         except (OSError, ValueError) as error:
-            return {"end": "error", "stderr": f"{argv[0]}: {told(error)}\n", "exit_code": 127}
-        watch = Watch(program.outputs, asked["timeout_s"], asked["max_output_bytes"])
-        watch.until(program.has_ended)
+            return {"end": "error", "stderr": f"{argv[0]}: {describe(error)}\n", "exit_code": 127}
+        reader = OutputReader(program.outputs, request["timeout_s"], request["max_output_bytes"])
+        reader.read_until(program.has_ended)
         self.kill_all()
-        return program.answer(watch)
+        return program.result(reader)
 
-    def _run_python(self, asked: dict[str, Any]) -> dict[str, Any]:
-        note = asked.get("note", "") + (_NEW_INTERPRETER if self._was_lost else "")
+    def _run_python(self, request: dict[str, Any]) -> dict[str, Any]:
+        note = request.get("note", "") + (_NEW_INTERPRETER if self._was_lost else "")
         self._interpreter = self._interpreter or Interpreter(self._limits)
         self._signal_all(signal.SIGCONT)
-        answer = self._interpreter.run(asked, note)
+        answer = self._interpreter.run(request, note)
         # What a call leaves running uses no processor until the next call.
         self._signal_all(signal.SIGSTOP)
         self._was_lost = not self._interpreter.is_alive
@@ -99,12 +97,12 @@ class Guest:
             self.kill_all()
 
     def _signal_all(self, number: int) -> None:
-        """Signal all that runs here but this process."""
-        for pid in [-1] if self._limits["is_alone"] else descendants():
+        """Send a signal to every process of the sandbox except this one."""
+        for pid in [-1] if self._limits["is_isolated"] else descendants():
             kill(pid, number)
 
     def kill_all(self) -> None:
-        """Kill all that runs here but this process, and wait for it."""
+        """Kill every process of the sandbox except this one, and wait for their ends."""
         while True:
             self._signal_all(signal.SIGKILL)
             try:

@@ -1,4 +1,4 @@
-"""The system calls that Python has no name for."""
+"""System calls that Python does not offer."""
 
 import ctypes
 import os
@@ -20,45 +20,45 @@ def prctl(option: int, value: int) -> None:
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Have the kernel judge each system call of this process, and of all that it starts.
+    """Install a seccomp filter for this process and everything that it starts.
 
     Raises:
-        OSError: as the kernel refuses.
+        OSError: If the kernel refuses.
     """
     statements = ctypes.create_string_buffer(program)
-    told = struct.pack("HP", len(program) // _STATEMENT_BYTES, ctypes.addressof(statements))
-    _check(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, told, 0, 0), "seccomp")
+    record = struct.pack("HP", len(program) // _STATEMENT_BYTES, ctypes.addressof(statements))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, record, 0, 0), "seccomp")
 
 
 def unshare(flags: int) -> None:
     """Enter new namespaces.
 
     Raises:
-        OSError: as the kernel refuses.
+        OSError: If the kernel refuses.
     """
     _check(_libc.unshare(flags), "unshare")
 
 
 def hide_mounts() -> None:
-    """Keep what is mounted from here on from everybody else."""
+    """Make later mounts of this namespace invisible to every other one."""
     _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
 
 
 def mount_memory(path: str, *, size_bytes: int, user: int) -> None:
     """Mount a file system in memory, of bounded size and number of files."""
-    told = f"size={size_bytes},nr_inodes={max(1024, size_bytes // 4096)},mode=700,uid={user}"
+    options = f"size={size_bytes},nr_inodes={max(1024, size_bytes // 4096)},mode=700,uid={user}"
     flags = _MS_NOSUID | _MS_NODEV
-    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, told.encode()), f"mount {path}")
+    _check(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options.encode()), f"mount {path}")
 
 
 def mount_processes(path: str) -> None:
-    """Mount what shows the processes of this process's PID namespace, and no other."""
+    """Mount a /proc that shows the processes of this PID namespace only."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _check(_libc.mount(b"proc", path.encode(), b"proc", flags, None), f"mount {path}")
 
 
 def remove_shared_objects(user: int) -> None:
-    """Remove a user's semaphores and shared memory of System V; done by this user."""
+    """Remove a user's System V semaphores and shared memory. Call it as this user."""
     for identifier in _shared_objects("shm", user):
         _libc.shmctl(identifier, _IPC_RMID, None)
     for identifier in _shared_objects("sem", user):
@@ -73,15 +73,15 @@ def _shared_objects(kind: str, user: int) -> list[int]:
 
 
 def make_read_only(path: str) -> None:
-    """Forbid writing to what is mounted."""
+    """Make a mount read-only."""
     flags = _MS_REMOUNT | _MS_RDONLY | _MS_BIND
     _check(_libc.mount(None, path.encode(), None, flags, None), f"mount {path} read-only")
 
 
-def bind(path: str, place: str) -> None:
-    """Show a folder elsewhere too."""
+def bind(path: str, target: str) -> None:
+    """Mount a folder at a second path."""
     flags = _MS_BIND | _MS_REC
-    _check(_libc.mount(path.encode(), place.encode(), None, flags, None), f"bind {path}")
+    _check(_libc.mount(path.encode(), target.encode(), None, flags, None), f"bind {path}")
 
 
 def _check(done: int, what: str) -> None:

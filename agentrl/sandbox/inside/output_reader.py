@@ -1,4 +1,4 @@
-"""Reads what a process writes, and knows when to stop."""
+"""Read what a process writes, and decide when to stop."""
 
 import os
 import select
@@ -6,19 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+TIMED_OUT = "[killed: its time was up]\n"
 _CHUNK = 65536
 _FLOOD_FACTOR = 256
-"""What writes this often the output that is kept is killed: nobody will read it."""
+"""A process that writes this many times the kept output is killed: nothing reads the rest."""
 
 
-class Watch:
-    """Keeps the first of an output, until it ends, its time is up, or it is a flood.
+def output_pipe() -> tuple[int, int]:
+    """Open a pipe whose reading end does not block."""
+    near, far = os.pipe()
+    os.set_blocking(near, False)
+    return near, far
+
+
+class OutputReader:
+    """Keeps the first part of an output until it ends, its time is up, or it is a flood.
 
     Args:
-        outputs: Descriptors of its output and its error output, which do not block.
-        timeout_s: Seconds.
+        outputs: Descriptors of stdout and stderr, which do not block.
+        timeout_s: Seconds from now on.
         max_output_bytes: Bytes of output that are kept.
-        answers: A descriptor on which an answer may come, or None.
+        answers: A descriptor to wait for besides the outputs.
     """
 
     def __init__(
@@ -29,7 +37,8 @@ class Watch:
         *,
         answers: int | None = None,
     ) -> None:
-        self._outputs, self._answers = outputs, answers
+        self._outputs = outputs
+        self._extra = [] if answers is None else [answers]
         self._kept = {descriptor: bytearray() for descriptor in outputs}
         self._max_bytes = max_output_bytes
         self._num_bytes = 0
@@ -38,38 +47,28 @@ class Watch:
         self._open = set(outputs)
 
     @property
-    def is_late(self) -> bool:
-        """Whether its time is up."""
-        return time.monotonic() >= self._deadline
-
-    @property
     def is_flooded(self) -> bool:
-        """Whether it writes without end."""
+        """Whether the process writes without end."""
         return self._num_bytes > _FLOOD_FACTOR * self._max_bytes
 
     @property
     def _num_kept(self) -> int:
         return sum(map(len, self._kept.values()))
 
-    def until(self, is_done: Callable[[], bool]) -> bool:
-        """Read until it is done (True), or its time is up or it is a flood."""
-        while not (done := is_done()) and not self.is_late and not self.is_flooded:
+    def read_until(self, is_done: Callable[[], bool]) -> None:
+        """Read until `is_done`, the deadline, or a flood; then read what the pipes still hold."""
+        while not is_done() and time.monotonic() < self._deadline and not self.is_flooded:
             self._wait()
-        while not self.is_flooded and self._read_all():
-            pass  # what is in the pipes now
-        return done
-
-    def _read_all(self) -> bool:
-        return sum(self._read(descriptor) for descriptor in [*self._open]) > 0
+        while not self.is_flooded and sum([self._read(each) for each in self._open.copy()]):
+            pass
 
     def _wait(self) -> None:
-        extra = [] if self._answers is None else [self._answers]
-        # The end of a program that closed its output wakes nobody: it is looked for, in steps.
+        # The end of a program that closed its output wakes no `select`: look for it in steps.
         step_s = 0.05 if self._open else 0.005
         left_s = max(0.0, self._deadline - time.monotonic())
-        for descriptor in select.select([*self._open, *extra], [], [], min(step_s, left_s))[0]:
-            if descriptor != self._answers:
-                self._read(descriptor)
+        ready, _, _ = select.select([*self._open, *self._extra], [], [], min(step_s, left_s))
+        for descriptor in self._open.intersection(ready):
+            self._read(descriptor)
 
     def _read(self, descriptor: int) -> bool:
         try:
@@ -83,8 +82,8 @@ class Watch:
         self._num_bytes += len(chunk)
         return True
 
-    def told(self) -> dict[str, Any]:
-        """Say what was read, as an answer says it."""
+    def result(self) -> dict[str, Any]:
+        """Return what was read, in the fields of an answer."""
         stdout, stderr = (self._kept[d].decode(errors="replace") for d in self._outputs)
         if self.is_flooded:
             stderr += f"[killed: it wrote more than {_FLOOD_FACTOR * self._max_bytes} bytes]\n"
@@ -94,13 +93,3 @@ class Watch:
             "seconds": time.monotonic() - self._started,
             "num_cut_bytes": self._num_bytes - self._num_kept,
         }
-
-
-LATE = "[killed: its time was up]\n"
-
-
-def output_pipe() -> tuple[int, int]:
-    """Open a pipe of which the near end does not block."""
-    near, far = os.pipe()
-    os.set_blocking(near, False)
-    return near, far

@@ -1,17 +1,16 @@
-"""The process that starts sandboxes, so that the trainer, with its memory and threads, forks none.
+"""The process that starts sandboxes, so that the trainer with its memory and threads never forks.
 
-It imports nothing but the standard library (and sandlock, where that keeps the code in), sees
-nothing of the trainer's environment, and lives until the trainer dies or closes the socket on
-descriptor 0. For each sandbox it gets two sockets: the guest's own, and one whose end means "kill
-it". It forks a warden, which makes the private folder, starts the guest behind the provider's
-walls, looks at the memory of all that runs there, and at the end kills every descendant and deletes
-the folder.
+It imports the standard library only (and sandlock, if that is the provider), sees nothing of the
+trainer's environment, and lives until the trainer dies or closes the socket on descriptor 0. For
+each sandbox it receives two sockets: one for the guest, and a control socket whose end means "kill
+it". It forks a supervisor, which makes the private folder, starts the guest under the provider,
+watches the memory of the sandbox, and at the end kills every process and deletes the folder.
 
-As root it gives each sandbox a user of its own, which owns nothing else on the machine. If it may
-have namespaces (as root, or by a user namespace), each sandbox has its own processes, network and
-mounts: the private folder is a file system in memory over /tmp that nobody else sees, the
-interpreter is bound beside it, read-only, and the rest of the machine's files are covered. Else the
-folder is on the disk.
+As root it gives each sandbox a user of its own, which owns nothing else on the machine. If
+namespaces are available (to root, or through a user namespace), each sandbox has its own processes,
+network and
+mounts: the private folder is a file system in memory over /tmp, the interpreter is bound read-only,
+and the rest of the machine's files is covered. Otherwise the folder is on the disk.
 """
 
 import importlib
@@ -23,8 +22,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from folders import delete, hold, make_folder, random_name, sweep
-from namespaces import why_no_namespaces
+from folders import delete, delete_abandoned, lock, make_folder, random_name
+from namespaces import find_namespace_error
 from supervisor import Supervisor
 
 
@@ -32,53 +31,48 @@ def main() -> None:
     """Start sandboxes until the trainer closes its end."""
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for its children
-    _find_namespaces(settings)
-    sweep(settings["folders"])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
+    _choose_namespaces(settings)
+    delete_abandoned(settings["folders"])
     folder = make_folder(settings["folders"], 0o711 if os.geteuid() == 0 else 0o700)
-    held = hold(folder)  # by every process of this keeper
+    locked = lock(folder)  # held by every process of this spawner
     if settings["provider"] == "sandlock":
         sys.path.append(settings["sandlock_folder"])
-        importlib.import_module("sandlock")  # once, and not in every warden
-    asked = socket.socket(fileno=0)
-    nothing = os.open(os.devnull, os.O_RDWR)
+        importlib.import_module("sandlock")  # once, and not in every supervisor
+    requests = socket.socket(fileno=0)
+    null = os.open(os.devnull, os.O_RDWR)
     number = 0
     while True:
-        message, descriptors, _, _ = socket.recv_fds(asked, 1, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, 1, 2)
         if not message:
             break
         number += 1
         if os.fork() == 0:
-            os.dup2(nothing, asked.fileno())
-            talk, control = descriptors
-            place = os.path.join(folder, random_name())
+            os.dup2(null, requests.fileno())
+            guest, control = descriptors
+            path = os.path.join(folder, random_name())
             try:
-                Supervisor(settings, place, number=number, talk=talk, control=control).keep()
+                Supervisor(settings, path, number=number, guest=guest, control=control).run()
             finally:
                 os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
-    _leave(folder, held)
+    with suppress(ChildProcessError):
+        os.wait()  # SIGCHLD is ignored, so this returns when no supervisor is left
+    os.close(locked)
+    with suppress(OSError):
+        delete(folder)
 
 
-def _find_namespaces(settings: dict[str, Any]) -> None:
+def _choose_namespaces(settings: dict[str, Any]) -> None:
     """Set which namespaces the sandboxes have, or why they have none."""
     settings["has_pids"], reason = False, "it sets limits alone"
     if settings["provider"] != "subprocess":
-        settings["has_pids"] = why_no_namespaces(has_pids=True) is None
-        reason = None if settings["has_pids"] else why_no_namespaces(has_pids=False)
+        settings["has_pids"] = find_namespace_error(has_pids=True) is None
+        reason = None if settings["has_pids"] else find_namespace_error(has_pids=False)
         if reason is not None and settings["needs_namespaces"]:
             sys.exit(f"it has no namespaces here: {reason}")
     settings["no_namespaces"] = reason
-
-
-def _leave(folder: str, held: int) -> None:
-    """Wait for the wardens and delete the folder."""
-    with suppress(ChildProcessError):
-        os.wait()  # with SIGCHLD ignored: until there are none
-    os.close(held)
-    with suppress(OSError):
-        delete(folder)
 
 
 if __name__ == "__main__":
