@@ -6,8 +6,8 @@ from typing import Any
 from agentrl.compat.scoring import score_gsm8k
 from agentrl.interactions.base import BaseInteraction as OwnBaseInteraction
 from agentrl.interactions.base import InteractionResult
-from agentrl.interactions.session import last_answer
 from agentrl.interactions.registry import STAND_INS
+from agentrl.interactions.session import last_answer
 from agentrl.plugins import load_class
 from agentrl.plugins.from_verl import translate
 

@@ -23,8 +23,8 @@ from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.from_verl import STAND_INS
 from agentrl.tools.gsm8k_tool import Gsm8kTool as OwnGsm8kTool
 from agentrl.tools.mcp_tool import MCPTool
-from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool as OwnSandboxFusionTool
 from agentrl.tools.retrieval import Document, ServiceRetriever
+from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool as OwnSandboxFusionTool
 from agentrl.tools.search_tool import SearchTool as OwnSearchTool
 
 DEFAULT_TIMEOUT = 30
