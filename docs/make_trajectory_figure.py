@@ -19,8 +19,8 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from agentrl.commands.train import RolloutOptions, rollout_from_file
 from agentrl.commands.run_file import read_run_file
+from agentrl.commands.train import RolloutOptions, rollout_from_file
 from agentrl.config import Purpose, load_config
 from agentrl.config.schema.run import RewardConfig
 from agentrl.rewards import place_rewards

@@ -12,21 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.engine import check_end, check_engine, check_rollout, child_pids
-from agentrl.doctor.engine_sync import check_hand_over, check_sync, check_way_back
+from agentrl.doctor.engine_sync import check_restored, check_sleep, check_sync
 from agentrl.doctor.inputs import (
     check_data,
     check_plugins,
     check_preparation,
     check_run_file,
+    check_sandboxes,
     check_tool_lives,
 )
 from agentrl.doctor.log_probs import check_log_probs
-from agentrl.doctor.machine import (
-    check_device,
-    check_disk,
-    check_machine,
-    check_versions,
-)
+from agentrl.doctor.machine import check_device, check_disk, check_machine, check_versions
 from agentrl.doctor.model import (
     check_control_tokens,
     check_plausibility,
@@ -34,8 +30,7 @@ from agentrl.doctor.model import (
     check_sampled_tokens,
     check_tokenizer_files,
 )
-from agentrl.doctor.report import Checkup, Result, Row
-from agentrl.doctor.sandbox import check_sandboxes
+from agentrl.doctor.report import CheckRunner, Result, Row
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.plugins import Plugins
@@ -48,35 +43,35 @@ T = TypeVar("T")
 
 
 def examine(run_file: Path, overrides: Sequence[str], console: Console) -> list[Row]:
-    """Look at everything that a run stands on, and show a table of it.
+    """Check everything that a run needs, and print a table of it.
 
-    What can be looked at is, whatever else is wrong. Files are left by `prepare` alone, processes
-    by nobody.
+    A check is made whenever its inputs exist, even if others failed. Only `prepare` leaves files,
+    and no process stays.
 
     Args:
         run_file: A YAML run file.
         overrides: `section.key=value`.
-        console: Where the table goes.
+        console: Prints the table.
     """
     quiet_libraries()
     with ExitStack() as stack:
         stack.callback(stop_world)
-        runner = stack.enter_context(asyncio.Runner())
-        checkup = stack.enter_context(Checkup(console))
-        checkup.look("versions", check_versions)
-        checkup.look("machine", check_machine)
-        config = checkup.look("run file", lambda: check_run_file(run_file, overrides))
-        parts = look_at_parts(checkup, config, stack)
-        look_at_engine(checkup, parts, runner, stack)
-        return checkup.rows
+        loop = stack.enter_context(asyncio.Runner())
+        checks = stack.enter_context(CheckRunner(console))
+        checks.run("versions", check_versions)
+        checks.run("machine", check_machine)
+        config = checks.run("run file", lambda: check_run_file(run_file, overrides))
+        targets = check_parts(checks, config, stack)
+        check_together(checks, targets, loop, stack)
+        return checks.rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the engine is looked at with."""
+class DoctorTargets:
+    """The parts of the run that the checks of the engine use."""
 
     config: Result[RunConfig]
-    """The run, writing nowhere that lasts."""
+    """The run; its files go to a temporary folder."""
     plugins: Result[Plugins]
     tokenizer: Result[PreTrainedTokenizerBase]
     setup: Result[RolloutSetup]
@@ -84,100 +79,98 @@ class Parts:
     policy: Result[PolicyModel]
 
 
-def look_at_parts(checkup: Checkup, config: Result[RunConfig], stack: ExitStack) -> Parts:
-    """Look at what a run is made of, one by one.
+def check_parts(checks: CheckRunner, config: Result[RunConfig], stack: ExitStack) -> DoctorTargets:
+    """Check the parts of a run one by one.
 
     Args:
-        checkup: Makes the checks.
-        config: As the user wrote it.
-        stack: Clears away what they made.
+        checks: Makes the checks.
+        config: The run as the user wrote it.
+        stack: Removes what the checks made.
     """
-    look = checkup.look
-    here = look("disk", lambda: check_disk(config.need(), stack))
-    world = look("device", lambda: check_device(config.need()))
-    plugins = look("tools and users", lambda: check_plugins(config.need()))
-    made = look("prepare", lambda: check_preparation(config.need(), world.need(), plugins))
-    tokenizer = look("tokenizer", lambda: check_tokenizer_files(with_model(config.need(), made)))
-    probed = look(
+    run = checks.run
+    local = run("disk", lambda: check_disk(config.need(), stack))
+    world = run("device", lambda: check_device(config.need()))
+    plugins = run("tools and interactions", lambda: check_plugins(config.need()))
+    made = run("prepare", lambda: check_preparation(config.need(), world.need(), plugins))
+    tokenizer = run("tokenizer", lambda: check_tokenizer_files(with_model(config.need(), made)))
+    probed = run(
         "template: outside text is never a control token",
         lambda: check_control_tokens(after(tokenizer, config.need()), plugins.need()),
     )
-    setup = look(
+    setup = run(
         "template: sampled tokens are kept",
         lambda: check_sampled_tokens(config.need(), plugins.need(), probed.need()),
     )
-    data = look("data", lambda: check_data(here.need(), setup.need()))
-    look("sandbox", lambda: check_sandboxes(config.need(), plugins.need(), data))
-    policy = look(
+    data = run("data", lambda: check_data(local.need(), setup.need()))
+    run("sandbox", lambda: check_sandboxes(config.need(), plugins.need(), data))
+    policy = run(
         "policy",
-        lambda: check_policy(after(tokenizer, here.need()), world.need()),
-        advice="where memory ran out: a smaller model, or actor.fsdp_config on several devices",
+        lambda: check_policy(after(tokenizer, local.need()), world.need()),
+        advice="if memory ran out: a smaller model, or actor.fsdp_config on several devices",
     )
-    look(
+    run(
         "policy and tokenizer",
-        lambda: check_plausibility(here.need(), setup.need(), data.need(), policy.need()),
+        lambda: check_plausibility(local.need(), setup.need(), data.need(), policy.need()),
     )
-    return Parts(
-        config=here, plugins=plugins, tokenizer=tokenizer, setup=setup, data=data, policy=policy
+    return DoctorTargets(
+        config=local, plugins=plugins, tokenizer=tokenizer, setup=setup, data=data, policy=policy
     )
 
 
-def look_at_engine(
-    checkup: Checkup, parts: Parts, runner: asyncio.Runner, stack: ExitStack
+def check_together(
+    checks: CheckRunner, targets: DoctorTargets, loop: asyncio.Runner, stack: ExitStack
 ) -> None:
-    """Look at what happens when the parts run together.
+    """Check that the parts work together.
 
     Args:
-        checkup: Makes the checks.
-        parts: What they are made with.
-        runner: The loop that tools and engine live on.
-        stack: Stops the engine, should a check be interrupted.
+        checks: Makes the checks.
+        targets: The parts.
+        loop: The event loop of tools and engine.
+        stack: Stops the engine if a check is interrupted.
     """
-    look, config, policy = checkup.look, parts.config, parts.policy
-    look(
+    run, config, policy = checks.run, targets.config, targets.policy
+    run(
         "tools: created and released",
-        lambda: check_tool_lives(config.need(), parts.plugins.need(), parts.data.need(), runner),
+        lambda: check_tool_lives(config.need(), targets.plugins.need(), targets.data.need(), loop),
     )
     before = child_pids()
-    engine = look(
+    engine = run(
         "engine start",
-        lambda: check_engine(config.need(), policy.need(), parts.tokenizer.need(), stack, runner),
-        advice="rollout.engine.name=transformers shows whether it is the engine or the model",
+        lambda: check_engine(config.need(), policy.need(), targets.tokenizer.need(), stack, loop),
+        advice="try rollout.engine.name=transformers: if it starts, the engine is the cause",
     )
-    requests = look(
+    requests = run(
         "rollout",
         lambda: check_rollout(
-            config.need(), parts.setup.need(), parts.data.need(), engine.need(), runner
+            config.need(), targets.setup.need(), targets.data.need(), engine.need(), loop
         ),
         advice="agentrl rollout FILE shows such conversations token by token",
     )
-    engine_sync = look(
-        "memory hand-over",
-        lambda: check_hand_over(
-            config.need(), policy.need(), engine.need(), requests.need(), runner
-        ),
-        advice="rollout.free_cache_engine=false keeps the engine awake, where memory allows",
+    sync = run(
+        "engine sleep and wake",
+        lambda: check_sleep(config.need(), policy.need(), engine.need(), requests.need(), loop),
+        advice="rollout.free_cache_engine=false keeps the engine awake, if memory allows",
     )
-    look(
+    run(
         "log-probabilities: engine and trainer",
         lambda: check_log_probs(config.need(), policy.need(), requests.need()),
     )
-    look(
+    run(
         "weight sync: every weight changed",
-        lambda: check_sync(config.need(), engine_sync.need(), requests.need(), runner),
+        lambda: check_sync(config.need(), sync.need(), requests.need(), loop),
     )
-    look(
-        "weight sync: put back",
-        lambda: check_way_back(config.need(), engine_sync.need(), requests.need(), runner),
+    run(
+        "weight sync: weights restored",
+        lambda: check_restored(config.need(), sync.need(), requests.need(), loop),
     )
-    look("engine end", lambda: check_end(engine.need(), before, runner))
+    run("engine end", lambda: check_end(engine.need(), before, loop))
 
 
 def with_model(config: RunConfig, made: Result[None]) -> RunConfig:
-    """Give a run to a check of its model, which may have been made by an earlier run.
+    """Return the run for a check of its model.
 
     Raises:
-        SkipCheckError: where `prepare` came to no end, and has yet to make it.
+        SkipCheckError: if `prepare` failed before it made the model.
     """
     named = (config.model.path, config.model.tokenizer_path or config.model.path)
     is_missing = any(is_made_later(config, Path(name)) for name in named)
@@ -185,10 +178,10 @@ def with_model(config: RunConfig, made: Result[None]) -> RunConfig:
 
 
 def after(first: Result[Any], value: T) -> T:
-    """Give a value to a check that means nothing where another one came to no end.
+    """Return a value for a check that has no meaning if another check failed.
 
     Raises:
-        SkipCheckError: where that is so.
+        SkipCheckError: if it failed.
     """
     first.need()
     return value

@@ -1,4 +1,4 @@
-"""The engine: does it start, do conversations end, does it leave nothing behind."""
+"""Check that the engine starts, answers conversations, and stops without leaving processes."""
 
 import asyncio
 from collections import Counter
@@ -26,15 +26,15 @@ from agentrl.workers.model import PolicyModel
 T = TypeVar("T")
 
 NUM_ROWS = 4
-"""Rows that are rolled out, once each."""
+"""Rows that are rolled out, one conversation each."""
 NUM_TOKENS = 32
-"""Tokens of each answer that `sample` asks for."""
+"""Maximum tokens of each answer of `sample`."""
 AS_LOADED, CHANGED, AS_BEFORE = range(3)
-"""Versions of the syncs; the weights that an engine starts with are 0 as well."""
+"""Policy versions of the syncs; an engine starts with version 0."""
 TIMEOUT_S = 900.0
-"""Seconds of anything that is asked of the engine."""
+"""Maximum seconds of one engine operation."""
 _HELPERS = ("resource_tracker", "forkserver")
-"""Python's own processes, which end with this one."""
+"""Processes of Python itself, which end with this one."""
 
 
 def check_engine(
@@ -42,63 +42,63 @@ def check_engine(
     policy: PolicyModel,
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
-    runner: asyncio.Runner,
+    loop: asyncio.Runner,
 ) -> Checked[Engine]:
     """Start the configured engine.
 
     Args:
-        config: Of the run.
-        policy: Whose weights it is to serve.
-        tokenizer: Of the policy.
+        config: The run.
+        policy: The engine serves its weights.
+        tokenizer: The policy's tokenizer.
         stack: Stops the engine when it unwinds.
-        runner: The loop that the engine will live on.
+        loop: The event loop of the engine.
 
     Raises:
-        AgentRLError: where it does not start, with what to change.
+        AgentRLError: if it does not start; says what to change.
     """
     engine = build_engine(
         config, policy.lm, tokenizer, device=policy.world.device, dtype=policy.compute_dtype
     )
-    stack.callback(lambda: runner.run(engine.close()))
-    told = f"{describe_engine(config)}; sequences of {engine.max_model_len} tokens"
-    return Checked(engine, told)
+    stack.callback(lambda: loop.run(engine.close()))
+    found = f"{describe_engine(config)}; sequences of {engine.max_model_len} tokens"
+    return Checked(engine, found)
 
 
 def check_rollout(
-    config: RunConfig, setup: RolloutSetup, data: RunData, engine: Engine, runner: asyncio.Runner
+    config: RunConfig, setup: RolloutSetup, data: RunData, engine: Engine, loop: asyncio.Runner
 ) -> Checked[list[AsyncRolloutRequest]]:
     """Roll out and score a few rows of the run.
 
     Raises:
-        EngineError: where that takes too long.
+        EngineError: if that takes too long.
     """
     manager = make_manager(config, setup, engine)
     rows = list(islice(chain(data.train, *data.val.values()), NUM_ROWS))
     requests = manager.make_requests(rows, manager.train_plan()._replace(n=1))
-    begun = monotonic()
-    finished = runner.run(bounded(manager.drive(requests), "the rollout"))
-    seconds = monotonic() - begun
-    runner.run(bounded(setup.plugins.rewards.score(finished), "the scoring"))
-    runner.run(bounded(setup.plugins.shutdown(), "the end of the plug-ins"))
+    started = monotonic()
+    finished = loop.run(bounded(manager.drive(requests), "the rollout"))
+    seconds = monotonic() - started
+    loop.run(bounded(setup.plugins.rewards.score(finished), "the scoring"))
+    loop.run(bounded(setup.plugins.shutdown(), "the shutdown of the plug-ins"))
     return Checked(finished, _describe(finished, seconds), faults=tuple(_failures(finished)))
 
 
-def check_end(engine: Engine, before: set[int], runner: asyncio.Runner) -> Checked[None]:
-    """Stop the engine, and look for processes that it left.
+def check_end(engine: Engine, before: set[int], loop: asyncio.Runner) -> Checked[None]:
+    """Stop the engine, and report processes that it left.
 
     Args:
-        engine: Running, or closed already.
-        before: `child_pids` of before its start.
-        runner: The loop that it runs on.
+        engine: The engine, running or already closed.
+        before: `child_pids` before the engine was started.
+        loop: The event loop of the engine.
     """
-    runner.run(bounded(engine.close(), "the end of the engine"))
-    left = child_pids() - before
-    told = tuple(f"process {pid} is left: {_command(pid)}" for pid in sorted(left))
-    return Checked(None, "stopped", faults=told)
+    loop.run(bounded(engine.close(), "the engine's shutdown"))
+    left = sorted(child_pids() - before)
+    faults = tuple(f"process {pid} is still running: {_command(pid)}" for pid in left)
+    return Checked(None, "stopped", faults=faults)
 
 
 def child_pids() -> set[int]:
-    """List this process's children, theirs too, but for Python's own helpers."""
+    """List the descendants of this process, without Python's own helper processes."""
     children = psutil.Process().children(recursive=True)
     return {child.pid for child in children if not any(h in _command(child.pid) for h in _HELPERS)}
 
@@ -106,21 +106,21 @@ def child_pids() -> set[int]:
 async def sample(
     config: RunConfig, engine: Engine, prompts: Sequence[Sequence[int]], version: int
 ) -> list[Completion]:
-    """Have each prompt answered once, in a few tokens.
+    """Sample one short answer to each prompt.
 
     Args:
-        config: Of the run.
-        engine: Awake.
+        config: The run.
+        engine: The engine, awake.
         prompts: Token ids.
-        version: Of the weights, for the names of the requests.
+        version: Policy version, part of the request ids.
 
     Raises:
-        EngineError: where one cannot be.
+        EngineError: if a prompt cannot be answered.
     """
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=config.rollout.temperature)
     calls = [
-        EngineCall(input_ids=prompt, sampling=sampling, request_id=f"doctor-{version}-{place}")
-        for place, prompt in enumerate(prompts)
+        EngineCall(input_ids=prompt, sampling=sampling, request_id=f"doctor-{version}-{index}")
+        for index, prompt in enumerate(prompts)
     ]
     done: list[Completion] = []
     for outcome in await engine.generate_together(calls):
@@ -131,10 +131,10 @@ async def sample(
 
 
 def prompts_of(requests: Sequence[AsyncRolloutRequest]) -> list[list[int]]:
-    """Give the prompts of requests that came so far.
+    """Return the prompts of those requests that have one.
 
     Raises:
-        SkipCheckError: where none did.
+        SkipCheckError: if none has.
     """
     prompts = [request.prompt_ids for request in requests if request.num_prompt_tokens]
     if not prompts:
@@ -143,7 +143,7 @@ def prompts_of(requests: Sequence[AsyncRolloutRequest]) -> list[list[int]]:
 
 
 async def bounded(work: Coroutine[Any, Any, T], what: str) -> T:
-    """Await work of the engine, and not for ever.
+    """Await an engine operation for a bounded time.
 
     Raises:
         EngineError: after `TIMEOUT_S`.
@@ -154,7 +154,7 @@ async def bounded(work: Coroutine[Any, Any, T], what: str) -> T:
     except TimeoutError:
         raise EngineError(
             f"{what} took longer than {TIMEOUT_S:g} s",
-            expected="a faster engine, or a smaller data.max_response_length to look with",
+            expected="a faster engine, or a smaller data.max_response_length for this check",
         ) from None
 
 

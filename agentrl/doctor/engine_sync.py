@@ -1,4 +1,4 @@
-"""Weights that really change: does the engine follow, there and back."""
+"""Check that the engine sleeps and wakes, and that it follows changed weights."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from agentrl.doctor.log_probs import (
     Sample,
     compare,
     judge,
-    refuse_script,
+    skip_scripted,
 )
 from agentrl.doctor.report import Checked
 from agentrl.engines import Engine
@@ -28,97 +28,125 @@ from agentrl.workers.model import PolicyModel
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What an engine sampled by weights that it was just given."""
+    """What an engine sampled after a weight sync."""
 
     samples: tuple[Sample, ...]
     versions: frozenset[int | None]
-    """By which weights, as the engine says."""
+    """Policy versions that the engine reported."""
     seconds: float
-    """Of the sync alone."""
+    """Seconds of the sync alone."""
+
+
+def check_sleep(
+    config: RunConfig,
+    policy: PolicyModel,
+    engine: Engine,
+    requests: Sequence[AsyncRolloutRequest],
+    loop: asyncio.Runner,
+) -> Checked[EngineSync]:
+    """Let the engine sleep, wake with the policy's weights, sample, and sleep again.
+
+    It stays asleep, as it does while a run scores and trains.
+
+    Raises:
+        SkipCheckError: if no request has a prompt to sample from.
+        EngineError: if an operation fails.
+    """
+    # One attempt, whatever the run allows: a sync that fails sometimes must fail here.
+    sync = replace(EngineSync.of(config, engine, policy), max_attempts=1)
+    if not sync.gives_memory:
+        return Checked(sync, "engine and trainer share no accelerator")
+    before, started = _free_bytes(policy.world.device), monotonic()
+    loop.run(bounded(sync.sleep(), "freeing memory"))
+    freed, slept = _free_bytes(policy.world.device) - before, monotonic()
+    loop.run(bounded(sync.sync(AS_LOADED), "waking"))
+    woken = monotonic()
+    loop.run(bounded(sample(config, engine, prompts_of(requests), AS_LOADED), "sampling"))
+    loop.run(bounded(sync.sleep(), "freeing memory again"))
+    found = f"freed {freed / 1e9:.1f} GB in {slept - started:.1f} s, woke with the weights in "
+    found += f"{woken - slept:.1f} s; answers"
+    doubt = "the engine freed no memory: the update has no more than while the engine is awake"
+    return Checked(sync, found, (doubt,) if freed <= 0 else ())
 
 
 def check_sync(
     config: RunConfig,
-    engine_sync: EngineSync,
+    sync: EngineSync,
     requests: Sequence[AsyncRolloutRequest],
-    runner: asyncio.Runner,
+    loop: asyncio.Runner,
 ) -> Checked[Difference]:
-    """Change every weight, bring the engine to them, and see that it samples by them.
+    """Change every weight, sync the engine, and check that it samples by the new weights.
 
-    The policy is as it was when this returns or raises; the engine is not (`check_way_back`).
+    The policy is restored when this returns or raises. `check_restored` restores the engine.
 
     Raises:
         SkipCheckError: for an engine without weights.
-        EngineError: where the sync fails.
+        EngineError: if the sync fails.
     """
-    refuse_script(config)
-    policy, prompts = engine_sync.policy, prompts_of(requests)
-    with turned_over(policy):
-        synced = runner.run(_sync(config, engine_sync, prompts, CHANGED))
+    skip_scripted(config)
+    policy, prompts = sync.policy, prompts_of(requests)
+    with negated_weights(policy):
+        synced = loop.run(_sync(config, sync, prompts, CHANGED))
         followed = compare(config, policy, synced.samples)
     stayed = compare(config, policy, synced.samples)
-    judged = judge(config, policy, followed)
-    told = f"{synced.seconds:.2f} s, then {judged.found}; by the weights of before: mean "
-    told += f"{stayed.mean:.1e}"
-    judged = replace(judged, found=told, faults=(*judged.faults, *_wrong_version(synced, CHANGED)))
+    checked = _with_sync(judge(config, policy, followed), synced, CHANGED)
+    found = f"{checked.found}; with the old weights: mean {stayed.mean:.1e}"
     tolerance = TOLERANCES[policy.compute_dtype]
     if stayed.mean <= tolerance.doubtful < followed.mean:
-        stale = "the engine still samples by the weights of before"
-        return replace(judged, faults=(stale, *judged.faults))
+        stale = "the engine still samples with the old weights"
+        return replace(checked, found=found, faults=(stale, *checked.faults))
     if stayed.mean <= tolerance.wrong:
-        weak = "the change moved too little to tell new weights from old ones"
-        return replace(judged, doubts=(weak, *judged.doubts))
-    return judged
+        weak = "the change was too small to distinguish new weights from old ones"
+        return replace(checked, found=found, doubts=(weak, *checked.doubts))
+    return replace(checked, found=found)
 
 
-def check_way_back(
+def check_restored(
     config: RunConfig,
-    engine_sync: EngineSync,
+    sync: EngineSync,
     requests: Sequence[AsyncRolloutRequest],
-    runner: asyncio.Runner,
+    loop: asyncio.Runner,
 ) -> Checked[Difference]:
-    """Bring the engine back to the policy's weights, and compare once more.
+    """Sync the engine to the policy's own weights, and compare again.
 
     Raises:
         SkipCheckError: for an engine without weights.
-        EngineError: where the sync fails.
+        EngineError: if the sync fails.
     """
-    refuse_script(config)
-    policy = engine_sync.policy
-    synced = runner.run(_sync(config, engine_sync, prompts_of(requests), AS_BEFORE))
-    judged = judge(config, policy, compare(config, policy, synced.samples))
-    told = f"{synced.seconds:.2f} s, then {judged.found}"
-    return replace(judged, found=told, faults=(*judged.faults, *_wrong_version(synced, AS_BEFORE)))
+    skip_scripted(config)
+    synced = loop.run(_sync(config, sync, prompts_of(requests), AS_BEFORE))
+    checked = judge(config, sync.policy, compare(config, sync.policy, synced.samples))
+    return _with_sync(checked, synced, AS_BEFORE)
 
 
 @contextmanager
-def turned_over(policy: PolicyModel) -> Iterator[None]:
-    """Change the sign of every weight during a block.
+def negated_weights(policy: PolicyModel) -> Iterator[None]:
+    """Change the sign of every weight during the block.
 
-    This moves every tensor, needs no copy of one, and is undone to the last bit.
+    This changes every tensor, copies none, and is undone to the last bit.
     """
-    _change_signs(policy)
+    _negate(policy)
     try:
         yield
     finally:
-        _change_signs(policy)
+        _negate(policy)
 
 
 @torch.no_grad()
-def _change_signs(policy: PolicyModel) -> None:
+def _negate(policy: PolicyModel) -> None:
     for _, weight in policy.named_weights():
         weight.neg_()
 
 
 async def _sync(
-    config: RunConfig, engine_sync: EngineSync, prompts: Sequence[Sequence[int]], version: int
+    config: RunConfig, sync: EngineSync, prompts: Sequence[Sequence[int]], version: int
 ) -> Synced:
-    begun = monotonic()
-    await bounded(engine_sync.sync(version), "the weight sync")
-    seconds = monotonic() - begun
-    completions = await bounded(sample(config, engine_sync.engine, prompts, version), "sampling")
-    # As in a run, nothing is scored beside an engine that is awake.
-    await bounded(engine_sync.sleep(), "giving memory back")
+    started = monotonic()
+    await bounded(sync.sync(version), "the weight sync")
+    seconds = monotonic() - started
+    completions = await bounded(sample(config, sync.engine, prompts, version), "sampling")
+    # As in a run, the engine sleeps while the trainer scores.
+    await bounded(sync.sleep(), "freeing memory")
     pairs = zip(prompts, completions, strict=True)
     return Synced(
         tuple(Sample.of_completion(prompt, completion) for prompt, completion in pairs),
@@ -127,46 +155,16 @@ async def _sync(
     )
 
 
-def _wrong_version(synced: Synced, version: int) -> list[str]:
-    if synced.versions <= {version}:
-        return []
-    found = ", ".join(map(str, sorted(synced.versions, key=str)))
-    return [f"tokens came back as of the weights {found}, not {version}"]
-
-
-def check_hand_over(
-    config: RunConfig,
-    policy: PolicyModel,
-    engine: Engine,
-    requests: Sequence[AsyncRolloutRequest],
-    runner: asyncio.Runner,
-) -> Checked[EngineSync]:
-    """Have the engine sleep, wake with the policy's weights, sample, and sleep again.
-
-    It is left asleep, as it is while a run scores and trains.
-
-    Raises:
-        SkipCheckError: where no request has a prompt to sample from.
-        EngineError: where one of these fails.
-    """
-    # Once, whatever the run allows: a sync that fails now and then is to be seen here.
-    engine_sync = replace(EngineSync.of(config, engine, policy), max_attempts=1)
-    if not engine_sync.gives_memory:
-        return Checked(engine_sync, "nothing to hand over on this machine")
-    before, begun = _free_bytes(policy.world.device), monotonic()
-    runner.run(bounded(engine_sync.sleep(), "giving memory back"))
-    given, slept = _free_bytes(policy.world.device) - before, monotonic()
-    runner.run(bounded(engine_sync.sync(AS_LOADED), "taking memory again"))
-    woken = monotonic()
-    runner.run(bounded(sample(config, engine, prompts_of(requests), AS_LOADED), "sampling"))
-    runner.run(bounded(engine_sync.sleep(), "giving memory back once more"))
-    told = f"{given / 1e9:.1f} GB given back in {slept - begun:.1f} s, taken again with the "
-    told += f"weights in {woken - slept:.1f} s; answers"
-    kept = "the engine gave no memory back: the update has as little as beside an engine awake"
-    return Checked(engine_sync, told, (kept,) if given <= 0 else ())
+def _with_sync(checked: Checked[Difference], synced: Synced, version: int) -> Checked[Difference]:
+    """Add the sync's time, and a fault if the engine reported another policy version."""
+    faults = checked.faults
+    if not synced.versions <= {version}:
+        found = ", ".join(map(str, sorted(synced.versions, key=str)))
+        faults += (f"the engine reported policy version {found}, not {version}",)
+    return replace(checked, found=f"{synced.seconds:.2f} s, then {checked.found}", faults=faults)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Count what the trainer could take of its device."""
+    """Return the bytes that the trainer could allocate on its device."""
     give_back_cached(device)
     return torch.get_device_module(device).mem_get_info(device)[0]

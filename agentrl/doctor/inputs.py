@@ -1,26 +1,28 @@
-"""What the user wrote: the run file, its tools, its rows."""
+"""Check what the user wrote: the run file, its plug-ins, its rows, the sandboxes they need."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from jsonschema import SchemaError
 
 from agentrl.config import (
     RunConfig,
-    SftConfig,
-    TinyPolicyConfig,
     check_config,
     read_config,
     telling_where,
 )
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.data.prepare.manifest import is_made
 from agentrl.data.rows import Prompt
 from agentrl.doctor.report import Checked, Result
 from agentrl.errors import AgentRLError
 from agentrl.messages import schema_validator, without_nulls
+from agentrl.rewards.managers import runs_code
+from agentrl.sandbox.factory import ISOLATING_PROVIDERS, check_sandbox, unavailable_reason
 from agentrl.tools import BaseTool
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.trainer.components import check_names, make_order
@@ -42,31 +44,41 @@ from agentrl.trainer.state.data_fingerprint import DataRecord, check_rows
 from agentrl.workers.distributed import World
 
 
+@runtime_checkable
+class RunsCode(Protocol):
+    """A plug-in that runs code in a sandbox."""
+
+    @property
+    def sandbox_config(self) -> SandboxConfig:
+        """The settings of its sandbox."""
+        ...
+
+
 def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfig]:
-    """Read a run file: unknown, contradictory and dead keys, names, files that are not there.
+    """Check the run file: keys, contradictions, names, missing files, engine arguments.
 
     Raises:
-        ConfigError: where its single keys mean nothing.
+        ConfigError: if a single key is invalid.
     """
     config, report = read_config(run_file, overrides)
     notes: list[str] = []
     faults: list[str] = []
-    for look in (check_config, _import, check_names, check_inputs, check_engine):
+
+    def import_named(config: RunConfig) -> None:
+        import_plugins(config.plugins)
+
+    for check in (check_config, import_named, check_names, check_inputs, check_engine):
         try:
             with telling_where(overrides, report):
-                notes += map(str, look(config) or ())
+                notes += map(str, check(config) or ())
         except AgentRLError as error:
             faults.append(str(error))
-    told = str(run_file) if report is None else f"{run_file}: {report.in_short()}"
-    return Checked(config, told, tuple(notes), tuple(faults))
-
-
-def _import(config: RunConfig) -> None:
-    import_plugins(config.plugins)
+    found = str(run_file) if report is None else f"{run_file}: {report.in_short()}"
+    return Checked(config, found, tuple(notes), tuple(faults))
 
 
 def check_plugins(config: RunConfig) -> Checked[Plugins]:
-    """Build what the run file names by path, and look at the tools' schemas.
+    """Build the plug-ins that the run file names, and check the tools' schemas.
 
     Raises:
         AgentRLError: for a YAML or a class path that cannot be used.
@@ -74,47 +86,52 @@ def check_plugins(config: RunConfig) -> Checked[Plugins]:
     plugins = load_plugins(config)
     tools = ", ".join(tool.name for tool in plugins.tools) or "none"
     users = ", ".join(plugins.interactions) or "none"
-    told = f"tools: {tools}; interactions: {users}; reward: {config.reward.manager}"
-    wrong = tuple(filter(None, map(_wrong_schema, plugins.tools)))
-    return Checked(plugins, told, tuple(find_classes_of_verl(config)), wrong)
+    found = f"tools: {tools}; interactions: {users}; reward: {config.reward.manager}"
+    wrong = tuple(_wrong_schemas(plugins.tools))
+    return Checked(plugins, found, tuple(find_classes_of_verl(config)), wrong)
+
+
+def _wrong_schemas(tools: Sequence[BaseTool]) -> Iterator[str]:
+    for tool in tools:
+        try:
+            parameters = tool.tool_schema.function.parameters
+            schema_validator(parameters).check_schema(without_nulls(parameters))
+        except SchemaError as error:
+            yield f"the parameters of {tool.name!r} are no JSON Schema: {error.message}"
 
 
 def check_preparation(config: RunConfig, world: World, plugins: Result[Plugins]) -> Checked[None]:
-    """Make what the run file's `prepare` names and is not there: the one thing that stays.
+    """Make what the run file's `prepare` names and does not exist yet. It stays on disk.
 
     Raises:
-        SkipCheckError: where something is to be made for tools that cannot be built.
+        SkipCheckError: if something must be made for tools that could not be built.
     """
     claim_prepared(config)
     silent = RunLogger(config.trainer, is_main=False)
-    if plugins.is_there:
+    if plugins.checked:
         prepare_run(config, world, silent, plugins.need().tools, now=datetime.now())
     else:
-        prepare_run(leave_as_made(config, plugins), world, silent, [], now=datetime.now())
+        prepare_run(without_made(config, plugins), world, silent, [], now=datetime.now())
     named = [name for name, maker in config.prepare if maker is not None]
-    return Checked(None, f"there: {', '.join(named)}" if named else "nothing to make")
+    return Checked(None, f"ready: {', '.join(named)}" if named else "nothing to make")
 
 
-def leave_as_made(config: RunConfig, plugins: Result[Plugins]) -> RunConfig:
-    """Leave out of a run's `prepare` what was made for its tools, which cannot be built now.
+def without_made(config: RunConfig, plugins: Result[Plugins]) -> RunConfig:
+    """Drop the steps of `prepare` that depend on the tools, which could not be built.
 
     Raises:
-        SkipCheckError: where it is yet to be made.
+        SkipCheckError: if one of these steps has not been done yet.
     """
     prepare = config.prepare
-    knowing: dict[str, TinyPolicyConfig | SftConfig] = {}
-    if prepare.tiny_policy is not None:
-        knowing["tiny_policy"] = prepare.tiny_policy
-    if prepare.sft is not None:
-        knowing["sft"] = prepare.sft
-    if not all(is_made(maker.out_dir) for maker in knowing.values()):
+    steps = {"tiny_policy": prepare.tiny_policy, "sft": prepare.sft}
+    if not all(is_made(step.out_dir) for step in steps.values() if step is not None):
         plugins.need()
-    left = prepare.model_copy(update=dict.fromkeys(knowing))
+    left = prepare.model_copy(update=dict.fromkeys(steps))
     return config.model_copy(update={"prepare": left})
 
 
 def check_data(config: RunConfig, setup: RolloutSetup) -> Checked[RunData]:
-    """Load every row, and hold them against tools, interactions, scorers and budgets.
+    """Load every row, and check it against tools, interactions, scorers and budgets.
 
     Raises:
         AgentRLError: for rows that cannot be used, or too few for a batch.
@@ -123,19 +140,57 @@ def check_data(config: RunConfig, setup: RolloutSetup) -> Checked[RunData]:
     make_order(config, data)
     notes = [*data.notes, *check_rows(DataRecord.of(config, data, setup), config)]
     sets = {"train": data.train, **data.val}
-    told = ", ".join(f"{len(rows)} of {name}" for name, rows in sets.items() if rows)
-    return Checked(data, f"rows: {told}", tuple(notes))
+    found = ", ".join(f"{len(rows)} of {name}" for name, rows in sets.items() if rows)
+    return Checked(data, f"rows: {found}", tuple(notes))
+
+
+def check_sandboxes(config: RunConfig, plugins: Plugins, data: Result[RunData]) -> Checked[None]:
+    """Report which sandbox providers work on this machine, and check those that the run uses."""
+    used = find_sandboxes(config, plugins, data)
+    faults: list[str] = []
+    for name, keys in used.items():
+        try:
+            check_sandbox(keys, key=f"sandbox of {name}")
+        except AgentRLError as error:
+            faults.append(str(error))
+    users = ", ".join(f"{name} ({keys.provider})" for name, keys in used.items())
+    reasons = {provider: unavailable_reason(provider) for provider in ISOLATING_PROVIDERS}
+    found = [f"used by {users}" if users else "nothing in the run uses one"]
+    found += [f"{provider}: {reason or 'works'}" for provider, reason in reasons.items()]
+    return Checked(None, "\n".join(found), faults=tuple(faults))
+
+
+def find_sandboxes(
+    config: RunConfig, plugins: Plugins, data: Result[RunData]
+) -> Mapping[str, SandboxConfig]:
+    """Find the plug-ins and rewards that run a model's code, and the settings of their sandboxes.
+
+    Args:
+        config: The run.
+        plugins: Its tools and interactions.
+        data: Its rows, which select scorers by their source. If they could not be read, only the
+            reward's own settings count.
+    """
+    named = chain(((tool.name, tool) for tool in plugins.tools), plugins.interactions.items())
+    used = {name: one.sandbox_config for name, one in named if isinstance(one, RunsCode)}
+    sources: set[str] = set()
+    if data.checked:
+        rows = data.need()
+        sources.update(rows.train.sources(), *(one.sources() for one in rows.val.values()))
+    if runs_code(config.reward, sources):
+        used["reward"] = config.reward.sandbox
+    return used
 
 
 def check_tool_lives(
-    config: RunConfig, plugins: Plugins, data: RunData, runner: asyncio.Runner
+    config: RunConfig, plugins: Plugins, data: RunData, loop: asyncio.Runner
 ) -> Checked[None]:
     """Create and release each tool once, with the settings of a row that has some for it."""
     rows = list(chain(data.train, *data.val.values()))
     faults: list[str] = []
     for tool in plugins.tools:
         row = next((row for row in rows if row.tools_kwargs.get(tool.name)), None)
-        faults += runner.run(_live_once(tool, row, config.rollout.multi_turn.tool_timeout_s))
+        faults += loop.run(_live_once(tool, row, config.rollout.multi_turn.tool_timeout_s))
     if not plugins.tools:
         return Checked(None, "no tools")
     names = ", ".join(tool.name for tool in plugins.tools)
@@ -154,12 +209,3 @@ async def _live_once(tool: BaseTool, row: Prompt | None, timeout_s: float) -> li
         failed.append(error)
     failed += await session.release()
     return [f"{tool.name}: {error}" for error in failed]
-
-
-def _wrong_schema(tool: BaseTool) -> str | None:
-    try:
-        parameters = tool.tool_schema.function.parameters
-        schema_validator(parameters).check_schema(without_nulls(parameters))
-    except SchemaError as error:
-        return f"the parameters of {tool.name!r} are no JSON Schema: {error.message}"
-    return None

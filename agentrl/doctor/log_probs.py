@@ -1,6 +1,6 @@
-"""The engine's log-probabilities against the trainer's, token by token.
+"""Compare the engine's log-probabilities with the trainer's, token by token.
 
-Shape key: B samples, P the longest prompt, T the longest response.
+Shape key: B samples, P longest prompt, T longest response.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from agentrl.workers.scoring import score_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A sequence with what the engine said of its sampled tokens."""
+    """A sequence with the engine's log-probabilities of its sampled tokens."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -33,7 +33,7 @@ class Sample:
 
     @classmethod
     def of_request(cls, request: AsyncRolloutRequest) -> Self:
-        """Take a whole conversation."""
+        """Make a sample of a whole conversation."""
         return cls(
             prompt_ids=request.prompt_ids,
             response_ids=request.response_ids,
@@ -43,7 +43,7 @@ class Sample:
 
     @classmethod
     def of_completion(cls, prompt_ids: Sequence[int], completion: Completion) -> Self:
-        """Take one engine call."""
+        """Make a sample of one engine call."""
         return cls(
             prompt_ids=prompt_ids,
             response_ids=completion.token_ids,
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two accounts of the same tokens are apart, in nats."""
+    """Absolute difference of two log-probabilities of the same tokens, in nats."""
 
     mean: float
     largest: float
@@ -66,50 +66,50 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far the engine may be from the trainer, in nats."""
+    """Accepted differences between engine and trainer, in nats."""
 
     doubtful: float
-    """Mean difference above which something is odd."""
+    """Mean difference above which the row warns."""
     wrong: float
-    """Mean difference above which the engine serves another distribution."""
+    """Mean difference above which the engine samples from another distribution."""
 
 
 TOLERANCES = {
     torch.float32: Tolerance(doubtful=1e-4, wrong=1e-2),
     torch.bfloat16: Tolerance(doubtful=3e-2, wrong=1.5e-1),
 }
-"""By what the trainer computes in. In float32 the two differ by rounding alone, some 1e-6; in
-bfloat16 every kernel rounds otherwise, some 1e-2."""
+"""By the trainer's dtype. In float32 the two differ only by rounding, about 1e-6; in bfloat16 each
+kernel rounds differently, about 1e-2."""
 
 
 def check_log_probs(
     config: RunConfig, policy: PolicyModel, requests: Sequence[AsyncRolloutRequest]
 ) -> Checked[Difference]:
-    """Hold what the engine said of whole conversations against the trainer's account.
+    """Compare the engine's log-probabilities of whole conversations with the trainer's.
 
     Raises:
         SkipCheckError: for an engine without log-probabilities of its own.
     """
-    refuse_script(config)
+    skip_scripted(config)
     samples = [Sample.of_request(request) for request in requests]
     return judge(config, policy, compare(config, policy, samples))
 
 
-def refuse_script(config: RunConfig) -> None:
-    """Skip what means nothing where answers come from a list.
+def skip_scripted(config: RunConfig) -> None:
+    """Skip a check that has no meaning for scripted answers.
 
     Raises:
         SkipCheckError: for a scripted engine.
     """
     if choose_engine(config) == "scripted":
-        raise SkipCheckError("a script has no log-probabilities")
+        raise SkipCheckError("the scripted engine has no log-probabilities")
 
 
 def compare(config: RunConfig, policy: PolicyModel, samples: Sequence[Sample]) -> Difference:
-    """Score samples by the policy as it is, and hold the engine's account against it.
+    """Score samples with the policy, and compare the engine's log-probabilities.
 
     Raises:
-        SkipCheckError: where nothing was sampled.
+        SkipCheckError: if nothing was sampled.
     """
     rows, theirs = lay_out([sample for sample in samples if any(sample.mask)], policy)
     scores = score_rows(
@@ -126,10 +126,10 @@ def compare(config: RunConfig, policy: PolicyModel, samples: Sequence[Sample]) -
 
 
 def lay_out(samples: Sequence[Sample], policy: PolicyModel) -> tuple[PaddedRows, torch.Tensor]:
-    """Lay samples side by side: `[B, P + T]`, and the engine's log-probabilities `[B, T]`.
+    """Pad samples to `[B, P + T]`, and the engine's log-probabilities to `[B, T]`.
 
     Raises:
-        SkipCheckError: where there are none.
+        SkipCheckError: if there are no samples.
     """
     if not samples:
         raise SkipCheckError("because no token was sampled")
@@ -154,32 +154,32 @@ def lay_out(samples: Sequence[Sample], policy: PolicyModel) -> tuple[PaddedRows,
 
 
 def judge(config: RunConfig, policy: PolicyModel, apart: Difference) -> Checked[Difference]:
-    """Say what a difference means."""
+    """Judge a difference by the tolerance of the trainer's dtype."""
     tolerance = TOLERANCES[policy.compute_dtype]
-    told = f"{apart} (in {policy.compute_dtype}: up to {tolerance.doubtful:g} is rounding)"
+    found = f"{apart} (in {policy.compute_dtype}: up to {tolerance.doubtful:g} is rounding)"
     if apart.mean <= tolerance.doubtful:
-        return Checked(apart, told)
+        return Checked(apart, found)
     causes = "usual causes: " + "; ".join(usual_causes(config, policy))
     if apart.mean <= tolerance.wrong:
-        return Checked(apart, told, doubts=(causes,))
-    what = "the engine serves another distribution than the trainer trains; "
-    return Checked(apart, told, faults=(what + causes,))
+        return Checked(apart, found, doubts=(causes,))
+    what = "the engine samples from another distribution than the trainer trains; "
+    return Checked(apart, found, faults=(what + causes,))
 
 
 def usual_causes(config: RunConfig, policy: PolicyModel) -> Iterator[str]:
-    """List why engines differ from trainers, with what is known of this run."""
+    """List the usual causes of a difference, with the settings of this run."""
     rollout, given = config.rollout, config.rollout.engine.sglang.server_arguments
-    dtype = given.get("dtype", "the same, unless its server was told otherwise")
+    dtype = given.get("dtype", "the same, unless its server was started with another")
     yield f"dtype (the trainer computes in {policy.compute_dtype}, the engine in: {dtype})"
     for name in ("quantization", "kv_cache_dtype"):
         if name in given:
             yield f"rollout.engine.sglang.{name}={given[name]}"
     backend = given.get("attention_backend", "by device")
     yield f"another attention kernel (rollout.engine.sglang.attention_backend: {backend})"
-    yield "stale weights: an engine that was started from another checkpoint, or missed a sync"
-    yield f"a tokenizer, chat template or model that is not the one of {config.model.path}"
+    yield "stale weights: the engine was started from another checkpoint, or missed a sync"
+    yield f"a tokenizer, chat template or model other than that of {config.model.path}"
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.temperature != 1:
         yield (
-            "scores behind the sampling and not before it (rollout.temperature="
+            "log-probabilities after temperature, top-p or top-k were applied (rollout.temperature="
             f"{rollout.temperature:g}, top_p={rollout.top_p:g}, top_k={rollout.top_k})"
         )

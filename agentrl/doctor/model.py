@@ -25,35 +25,36 @@ from agentrl.workers.tokenizer import check_tokenizer, find_disagreements, load_
 
 
 def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]:
-    """Hold the tokenizer against the model's configuration; no weights are read.
+    """Check the tokenizer against the model's configuration, without reading weights.
 
     Raises:
-        ConfigError: where they cannot work together.
+        ConfigError: if they cannot work together.
     """
     check_model_folders(config)
-    tokenizer, found = load_tokenizer(config.model), load_hf_config(config.model)
-    check_tokenizer(tokenizer, found)
-    check_model_length(config, found.max_position_embeddings)
-    told = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens; {found.model_type}, "
-    told += f"{found.max_position_embeddings} positions"
-    return Checked(tokenizer, told, tuple(find_disagreements(tokenizer, found, config.model.path)))
+    tokenizer, model = load_tokenizer(config.model), load_hf_config(config.model)
+    check_tokenizer(tokenizer, model)
+    check_model_length(config, model.max_position_embeddings)
+    found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens; {model.model_type}, "
+    found += f"{model.max_position_embeddings} positions"
+    doubts = find_disagreements(tokenizer, model, config.model.path)
+    return Checked(tokenizer, found, tuple(doubts))
 
 
 def check_control_tokens(config: RunConfig, plugins: Plugins) -> Checked[ProbedModel]:
-    """See that text from outside stays text in the run's own template and tokenizer.
+    """Check that no outside text becomes a control token, with the run's template and tokenizer.
 
     Raises:
-        TemplateError: where there is no template, or none that can be read.
+        TemplateError: if there is no template, or the template is invalid.
     """
     probed = probe_model(config, plugins)
     forged = tuple(find_forged(probed.template))
-    told = f"{len(probed.template.structure.encoder.control)} control tokens stay text; "
-    told += f"stops at {' '.join(probed.report.stop_tokens)}"
-    return Checked(probed, told, tuple(_text_doubts(probed.report)), forged)
+    found = f"{len(probed.template.structure.encoder.control)} control tokens stay text; "
+    found += f"stops at {' '.join(probed.report.stop_tokens)}"
+    return Checked(probed, found, tuple(_text_doubts(probed.report)), forged)
 
 
 def find_forged(template: ChatTemplate) -> list[str]:
-    """Find the control tokens that a text from outside could write."""
+    """Find the control tokens that an outside text could write."""
     control = template.structure.encoder.control
     written = template.encode_texts([f"a{token}b" for token in control])
     return [
@@ -66,52 +67,54 @@ def find_forged(template: ChatTemplate) -> list[str]:
 def check_sampled_tokens(
     config: RunConfig, plugins: Plugins, probed: ProbedModel
 ) -> Checked[RolloutSetup]:
-    """See that the template carries what the run needs and rewrites nothing that was sampled.
+    """Check that the template supports the run's conversations and rewrites no sampled turn.
 
     Raises:
-        TemplateError: with what it cannot carry, or rewrites, and the choices.
-        ConfigError: where no known tool-call format fits it.
+        TemplateError: names what the template does not support, or rewrites, and the choices.
+        ConfigError: if no known tool-call format fits the template.
     """
     setup = make_rollout_setup(config, plugins, probed)
     asked = template_needs(config, plugins).histories(probed.report)
     rewritten = [
-        f"{found.history}: rewritten, and shown as sampled all the same ({found.difference})"
+        f"the template rewrites {found.history} ({found.difference}); the policy is shown the "
+        "tokens as sampled"
         for found in asked
         if found.stable is False
     ]
-    told = f"keeps {len(asked) - len(rewritten)} of {len(asked)} kinds of history that the run has"
-    told += f"; tool calls: {config.rollout.multi_turn.format or type(setup.parser).__name__}"
-    return Checked(setup, told, (*rewritten, *find_endless_turn(config, setup)))
+    kept = f"keeps {len(asked) - len(rewritten)} of {len(asked)} kinds of history that the run has"
+    found = f"{kept}; tool calls: "
+    found += config.rollout.multi_turn.format or type(setup.parser).__name__
+    return Checked(setup, found, (*rewritten, *find_endless_turn(config, setup)))
 
 
 def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
-    """Load the policy, and see that a checkpoint of it has room.
+    """Load the policy, and check that the disk has space for a checkpoint of it.
 
     Raises:
-        ConfigError: where it cannot be loaded or trained, or the disk is full.
+        ConfigError: if it cannot be loaded or trained, or if the disk is full.
     """
     seed_everything(config.trainer.seed)
     policy = load_policy(config.model, world, config.actor.fsdp_config)
     num_weights = count_weights(policy)
     if not config.trainer.val_only:
         check_disk_space(nearest_folder(config.trainer.default_local_dir), num_weights, config)
-    told = f"{type(policy.lm).__name__}, {num_weights:,} weights, computes in "
-    return Checked(policy, f"{told}{policy.compute_dtype} on {world.device}")
+    found = f"{type(policy.lm).__name__}, {num_weights:,} weights, computes in "
+    return Checked(policy, f"{found}{policy.compute_dtype} on {world.device}")
 
 
 def check_plausibility(
     config: RunConfig, setup: RolloutSetup, data: RunData, policy: PolicyModel
 ) -> Checked[None]:
-    """Let the policy judge the first prompt: a tokenizer of another family shows here."""
+    """Score the first prompt with the policy, which reveals a tokenizer of another family."""
     doubt = find_doubt(config, policy, setup, data)
-    found = "prepare makes both" if config.prepares_its_policy else "judged by the first prompt"
+    found = "prepare makes both" if config.prepares_its_policy else "the first prompt was scored"
     return Checked(None, found, (doubt,) if doubt else ())
 
 
 def _text_doubts(report: TemplateReport) -> list[str]:
     lost = ", ".join(f"U+{ord(character):04X}" for character in report.lost_characters)
     found = [*report.notes]
-    found += [f"characters that do not come back from the tokenizer: {lost}"] if lost else []
+    found += [f"the tokenizer loses these characters: {lost}"] if lost else []
     if not report.round_trip:
-        found.append("the tokenizer does not give texts back as they were")
+        found.append("the tokenizer does not decode texts to what they were")
     return found

@@ -1,4 +1,4 @@
-"""Make one check after the other; each has a row, and what one raises ends no other."""
+"""Make one check after the other. Each has a row; an error of a check fails its row only."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,68 +21,58 @@ class Verdict(StrEnum):
 
     OK = "ok"
     WARN = "warn"
-    """A run may go on; its user should know."""
+    """The run can start, but its user should read the row."""
     FAIL = "FAIL"
-    """A run would not do what it is meant to."""
+    """The run would not work as intended."""
     SKIPPED = "skipped"
-    """What it needs is not there, or it means nothing for this run."""
+    """An input of the check is missing, or the check has no meaning for this run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked(Generic[T]):
-    """What a check that came to its end found."""
+    """What a completed check found."""
 
     value: T
-    """What later checks work with."""
+    """The value that later checks use."""
     found: str
-    """For the table: in words, with figures."""
+    """The finding for the table."""
     doubts: tuple[str, ...] = ()
-    """What the user should know: a sentence each."""
+    """Warnings for the user, a sentence each."""
     faults: tuple[str, ...] = ()
-    """What is wrong, and what to do: a sentence each."""
+    """What is wrong and how to fix it, a sentence each."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of what was found."""
+        """The worst finding."""
         if self.faults:
             return Verdict.FAIL
         return Verdict.WARN if self.doubts else Verdict.OK
 
 
 class SkipCheckError(Exception):
-    """A check that cannot be made, or says nothing here; its text says why."""
+    """A check cannot be made, or has no meaning here; the text is the reason."""
 
 
+@dataclass(frozen=True, slots=True)
 class Result(Generic[T]):
-    """What a check leaves for those behind it.
+    """The result of a check, for later checks."""
 
-    Args:
-        name: Of the check.
-        checked: None where it came to no end.
-        skipped: Why it was not made; None: it was.
-    """
-
-    def __init__(
-        self, name: str, checked: Checked[T] | None, skipped: SkipCheckError | None = None
-    ) -> None:
-        self._name = name
-        self._checked = checked
-        self._skipped = skipped
-
-    @property
-    def is_there(self) -> bool:
-        """Whether there is a value."""
-        return self._checked is not None
+    name: str
+    """The check's name."""
+    checked: Checked[T] | None
+    """None if the check failed with an error or was skipped."""
+    skipped: SkipCheckError | None = None
+    """Why the check was skipped; None if it was not."""
 
     def need(self) -> T:
-        """Give the check's value to a check that cannot do without it.
+        """Return the check's value.
 
         Raises:
-            SkipCheckError: where there is none; it names the first that came to no end.
+            SkipCheckError: if there is none; names the first check that did not complete.
         """
-        if self._checked is None:
-            raise self._skipped or SkipCheckError(f"because of {self._name!r}")
-        return self._checked.value
+        if self.checked is None:
+            raise self.skipped or SkipCheckError(f"because of {self.name!r}")
+        return self.checked.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +82,11 @@ class Row:
     name: str
     verdict: Verdict
     lines: tuple[str, ...]
-    """What was found; then doubts and faults, a line each."""
+    """The finding, then one line for each fault and doubt."""
     seconds: float
 
 
-_COLOURS = {
+_COLORS = {
     Verdict.OK: "green",
     Verdict.WARN: "yellow",
     Verdict.FAIL: "bold red",
@@ -104,47 +94,47 @@ _COLOURS = {
 }
 
 
-class Checkup:
-    """Collects the rows, and shows the table as it grows.
+class CheckRunner:
+    """Makes checks, collects their rows, and updates the table after each.
 
     Args:
-        console: Where it is shown.
+        console: Prints the table.
 
     Example:
-        >>> with Checkup(console) as checkup:
-        ...     config = checkup.look("run file", read)
-        ...     checkup.look("data", lambda: load(config.need()))
+        >>> with CheckRunner(console) as checks:
+        ...     config = checks.run("run file", read)
+        ...     checks.run("data", lambda: load(config.need()))
     """
 
     def __init__(self, console: Console) -> None:
         self.rows: list[Row] = []
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False)
 
-    def __enter__(self) -> "Checkup":
+    def __enter__(self) -> "CheckRunner":
         self._live.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._live.__exit__(None, None, None)
 
-    def look(self, name: str, check: Callable[[], Checked[T]], *, advice: str = "") -> Result[T]:
+    def run(self, name: str, check: Callable[[], Checked[T]], *, advice: str = "") -> Result[T]:
         """Make one check.
 
         Args:
-            name: Of its row.
-            check: Finds something out. What it raises is a fault; a `SkipCheckError` is none.
-            advice: What to do where an error does not say it itself.
+            name: The name of its row.
+            check: The check. An error that it raises is a fault; `SkipCheckError` skips it.
+            advice: What to do about an error that does not say what was expected.
         """
-        begun, checked, skipped = time.monotonic(), None, None
+        started, checked, skipped = time.monotonic(), None, None
         self._show(f"{name} ...")
         try:
             checked = check()
             verdict, lines = checked.verdict, _lines(checked)
-        except SkipCheckError as why:
-            verdict, lines, skipped = Verdict.SKIPPED, (str(why),), why
-        except Exception as error:  # noqa: BLE001 - the boundary round one check
-            verdict, lines = Verdict.FAIL, _told(error, advice)
-        self.rows.append(Row(name, verdict, lines, time.monotonic() - begun))
+        except SkipCheckError as reason:
+            verdict, lines, skipped = Verdict.SKIPPED, (str(reason),), reason
+        except Exception as error:  # noqa: BLE001 - the error boundary of one check
+            verdict, lines = Verdict.FAIL, _error_lines(error, advice)
+        self.rows.append(Row(name, verdict, lines, time.monotonic() - started))
         self._show()
         return Result(name, checked, skipped)
 
@@ -153,27 +143,29 @@ class Checkup:
 
 
 def make_table(rows: Sequence[Row], running: str = "") -> Table:
-    """Lay the rows out, and below them the check under way."""
+    """Make the table, with the running check as its caption."""
     table = Table("check", "verdict", "found", "seconds", caption=running or None)
-    table.columns[2].overflow = "fold"  # a path that is cut leads nowhere
+    table.columns[2].overflow = "fold"  # never truncate a path
     table.columns[3].justify = "right"
     for row in rows:
-        verdict = f"[{_COLOURS[row.verdict]}]{row.verdict}[/]"
+        verdict = f"[{_COLORS[row.verdict]}]{row.verdict}[/]"
         found = escape("\n".join(row.lines))
         table.add_row(row.name, verdict, found, f"{row.seconds:.1f}")
     return table
 
 
 def _lines(checked: Checked[T]) -> tuple[str, ...]:
-    told = [f"fault: {fault}" for fault in checked.faults]
-    told += [f"note: {doubt}" for doubt in checked.doubts]
-    return (*filter(None, [checked.found]), *told)
+    found = [checked.found] if checked.found else []
+    faults = [f"fault: {fault}" for fault in checked.faults]
+    return (*found, *faults, *(f"note: {doubt}" for doubt in checked.doubts))
 
 
-def _told(error: Exception, advice: str) -> tuple[str, ...]:
-    """Word an error; ours say themselves what was expected."""
+def _error_lines(error: Exception, advice: str) -> tuple[str, ...]:
+    """Describe an error; add the advice unless the error itself says what was expected."""
     if isinstance(error, AgentRLError):
-        says_it = error.details.keys() & {"expected", "install", "choices"}
-        return tuple(str(error).splitlines()) + (() if says_it or not advice else (advice,))
-    told = f"{type(error).__name__}: {error}".splitlines()
-    return (*told[:5], *filter(None, [advice]))
+        lines = str(error).splitlines()
+        if error.details.keys() & {"expected", "install", "choices"}:
+            advice = ""
+    else:
+        lines = f"{type(error).__name__}: {error}".splitlines()[:5]
+    return (*lines, advice) if advice else tuple(lines)

@@ -14,7 +14,7 @@ from rich.console import Console
 from agentrl.doctor import log_probs
 from agentrl.doctor.command import examine
 from agentrl.doctor.machine import find_broken_pins
-from agentrl.doctor.report import Checked, Checkup, Row, Verdict, make_table
+from agentrl.doctor.report import Checked, CheckRunner, Row, Verdict, make_table
 from agentrl.engines import ScriptedEngine, TransformersEngine
 from agentrl.engines.protocol import SyncFigures
 from agentrl.errors import ConfigError, EngineError
@@ -109,7 +109,7 @@ def weights_of(policy: PolicyModel) -> list[torch.Tensor]:
     return [full_tensor(weight) for _, weight in policy.named_weights()]
 
 
-def test_a_healthy_run_passes_and_nothing_is_left_of_it(healthy: Healthy):
+def test_a_healthy_run_passes_and_leaves_no_files(healthy: Healthy):
     assert {row.verdict for row in healthy.looked.rows.values()} <= {Verdict.OK, Verdict.WARN}
     assert list(healthy.folder.iterdir()) == [healthy.file]
 
@@ -119,11 +119,11 @@ def test_rows_say_what_was_found(healthy: Healthy):
     assert "torch" in looked.text("versions")
     assert "14 of train" in looked.text("data")
     assert "4 conversations" in looked.text("rollout")
-    assert "calculator" in looked.text("tools and users")
-    assert "nothing in the run asks for one" in looked.text("sandbox")
+    assert "calculator" in looked.text("tools and interactions")
+    assert "nothing in the run uses one" in looked.text("sandbox")
     assert "nats" in looked.text("log-probabilities")
-    assert looked.text("memory hand-over") == "nothing to hand over on this machine"
-    assert "by the weights of before" in looked.text("weight sync: every weight changed")
+    assert looked.text("engine sleep and wake") == "engine and trainer share no accelerator"
+    assert "with the old weights" in looked.text("weight sync: every weight changed")
 
 
 def test_the_policy_is_left_as_it_was(healthy: Healthy):
@@ -171,7 +171,7 @@ def test_a_script_is_rolled_out_and_has_no_log_probabilities(
     assert looked.faults() == []
     assert "calculator ok x 4" in looked.text("rollout")
     assert looked.verdict("log-probabilities") == "skipped"
-    assert "a script" in looked.text("weight sync: every weight changed")
+    assert "scripted engine" in looked.text("weight sync: every weight changed")
 
 
 # Faults.
@@ -193,7 +193,7 @@ def test_a_model_that_is_not_there_takes_no_other_check_with_it(run_file: Path, 
     looked = look(run_file, f"model.path={tmp_path}/nowhere/at/all")
     assert looked.faults() == ["run file", "tokenizer"]
     assert "no folder" in looked.text("run file")
-    assert looked.verdict("tools and users") == "ok"
+    assert looked.verdict("tools and interactions") == "ok"
     assert looked.verdict("rollout") == "skipped"
 
 
@@ -217,7 +217,7 @@ def test_sampled_tokens_a_template_that_drops_thoughts_is_a_fault(forgetful: Pat
     assert looked.verdict("rollout") == "skipped"
 
 
-def test_sampled_tokens_a_template_that_may_rewrite_is_told_of(forgetful: Path):
+def test_sampled_tokens_a_template_that_may_rewrite_is_reported(forgetful: Path):
     looked = look(forgetful, "model.on_rewritten_history=keep")
     assert looked.faults() == []
     assert looked.verdict("template: sampled tokens are kept") == "warn"
@@ -253,7 +253,7 @@ class Broken(BaseTool):
 @pytest.mark.parametrize(
     ("where", "row", "why"),
     [
-        ("built", "tools and users", "no key for the service"),
+        ("built", "tools and interactions", "no key for the service"),
         ("created", "tools: created", "the service is down"),
         ("released", "tools: created", "it does not let go"),
         ("executed", "rollout", "tool 'broken' failed in 4 of 4 calls: RuntimeError: no answer"),
@@ -286,45 +286,41 @@ def coding(script: dict[str, Any], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def no_walls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing on this machine keeps code in."""
-    monkeypatch.setattr(
-        "agentrl.sandbox.factory.unavailable_reason", lambda provider: "it is not installed"
-    )
-    monkeypatch.setattr(
-        "agentrl.doctor.sandbox.unavailable_reason", lambda provider: "it is not installed"
-    )
+def no_sandbox_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sandbox provider works on this machine."""
+    for module in ("agentrl.sandbox.factory", "agentrl.doctor.inputs"):
+        monkeypatch.setattr(f"{module}.unavailable_reason", lambda provider: "it is not installed")
 
 
-def test_who_keeps_code_in_has_a_row(coding: Path):
+def test_the_sandbox_has_a_row(coding: Path):
     looked = look(coding)
     assert looked.verdict("sandbox") == "ok"
-    assert "asked for by python (auto)" in looked.text("sandbox")
-    assert "keeps code in" in looked.text("sandbox")
+    assert "used by python (auto)" in looked.text("sandbox")
+    assert ": works" in looked.text("sandbox")
 
 
-@pytest.mark.usefixtures("no_walls")
+@pytest.mark.usefixtures("no_sandbox_provider")
 def test_a_tool_that_finds_no_sandbox_says_what_to_install(
     capsys: Capture, coding: Path, tmp_path: Path
 ):
     looked = look(coding)
-    assert "tools and users" in looked.faults()
-    assert "pip install 'sandlock<" in looked.text("tools and users")
-    assert "tools[0].config.sandbox" in looked.text("tools and users")
-    assert looked.text("sandbox") == "because of 'tools and users'"
+    assert "tools and interactions" in looked.faults()
+    assert "pip install 'sandlock<" in looked.text("tools and interactions")
+    assert "tools[0].config.sandbox" in looked.text("tools and interactions")
+    assert looked.text("sandbox") == "because of 'tools and interactions'"
     told = run_agentrl(capsys, "config", "check", coding)
     assert told.code != 0
     assert "no sandbox provider on this machine" in told.err
 
 
-@pytest.mark.usefixtures("no_walls")
-def test_a_scorer_that_finds_no_sandbox_is_told_before_the_run(
+@pytest.mark.usefixtures("no_sandbox_provider")
+def test_a_scorer_that_finds_no_sandbox_is_reported_before_the_run(
     capsys: Capture, script: dict[str, Any], tmp_path: Path
 ):
     put(script, "reward.functions", [{"name": "code"}])
     file = write_yaml(tmp_path / "run.yaml", script)
     looked = look(file)
-    assert "reward.sandbox" in looked.text("tools and users")
+    assert "reward.sandbox" in looked.text("tools and interactions")
     told = run_agentrl(capsys, "config", "check", file)
     assert "reward.sandbox" in told.err
 
@@ -366,12 +362,12 @@ def test_broken_tools_take_no_row_with_them_that_needs_none(made: dict[str, Any]
     assert look(write_yaml(tmp_path / "run.yaml", made)).faults() == []
     there = {path: path.read_bytes() for path in tmp_path.glob("*/*") if path.is_file()}
     looked = look(break_tools(made, tmp_path))
-    assert looked.faults() == ["tools and users"]
-    assert "did you mean 'CalculatorTool'?" in looked.text("tools and users")
+    assert looked.faults() == ["tools and interactions"]
+    assert "did you mean 'CalculatorTool'?" in looked.text("tools and interactions")
     for row in ("prepare", "tokenizer", "policy", "engine start", "engine end"):
         assert Verdict.SKIPPED not in [r.verdict for n, r in looked.rows.items() if n == row], row
     skipped = [row for row in looked.rows.values() if row.verdict is Verdict.SKIPPED]
-    assert {row.lines for row in skipped} == {("because of 'tools and users'",)}
+    assert {row.lines for row in skipped} == {("because of 'tools and interactions'",)}
     assert "rollout" in [row.name for row in skipped]
     assert {path.parent.name for path in there} == {"data", "policy", "warm"}
     assert {path: path.read_bytes() for path in there} == there
@@ -379,9 +375,9 @@ def test_broken_tools_take_no_row_with_them_that_needs_none(made: dict[str, Any]
 
 def test_a_policy_that_is_yet_to_be_made_waits_for_its_tools(made: dict[str, Any], tmp_path: Path):
     looked = look(break_tools(made, tmp_path))
-    assert looked.faults() == ["tools and users"]
+    assert looked.faults() == ["tools and interactions"]
     for row in ("prepare", "tokenizer", "engine start"):
-        assert looked.text(row) == "because of 'tools and users'"
+        assert looked.text(row) == "because of 'tools and interactions'"
 
 
 # Engines that are not what they seem.
@@ -425,14 +421,14 @@ def test_an_engine_of_other_weights_is_a_fault_with_its_usual_causes(
     assert looked.verdict("log-probabilities") == "FAIL"
     for cause in ("dtype", "attention kernel", "stale weights", "tokenizer"):
         assert cause in looked.text("log-probabilities"), cause
-    assert looked.verdict("weight sync: put back") == "FAIL"
+    assert looked.verdict("weight sync: weights restored") == "FAIL"
 
 
 def test_an_engine_that_misses_a_sync_is_a_fault(run_file: Path, monkeypatch: pytest.MonkeyPatch):
     give_engine(monkeypatch, lambda model: None)
     looked = look(run_file)
     assert looked.faults() == ["weight sync: every weight changed"]
-    assert "still samples by the weights of before" in looked.text("weight sync: every")
+    assert "still samples with the old weights" in looked.text("weight sync: every")
 
 
 # Memory that goes to and fro.
@@ -474,7 +470,7 @@ def share_accelerator(monkeypatch: pytest.MonkeyPatch, *, given: int) -> None:
 def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, told: list[str]):
     looked = look(run_file)
     assert looked.faults() == []
-    assert looked.text("memory hand-over").startswith("1.0 GB given back")
+    assert looked.text("engine sleep and wake").startswith("freed 1.0 GB")
 
     def renewed(version: int) -> list[str]:
         return ["wake weights", f"weights {version}", "wake kv_cache", "generate", "sleep"]
@@ -485,12 +481,12 @@ def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, told: li
     ]  # fmt: skip
 
 
-def test_an_engine_that_keeps_its_memory_is_told_of(
+def test_an_engine_that_keeps_its_memory_is_reported(
     script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     share_accelerator(monkeypatch, given=0)
     looked = look(write_yaml(tmp_path / "run.yaml", script))
-    assert looked.verdict("memory hand-over") == "warn"
+    assert looked.verdict("engine sleep and wake") == "warn"
 
 
 def test_an_engine_that_cannot_wake_is_a_fault_and_gets_no_new_weights(
@@ -502,9 +498,9 @@ def test_an_engine_that_cannot_wake_is_a_fault_and_gets_no_new_weights(
     share_accelerator(monkeypatch, given=10**9)
     monkeypatch.setattr(ScriptedEngine, "wake", failing)
     looked = look(write_yaml(tmp_path / "run.yaml", script))
-    assert looked.faults() == ["memory hand-over"]
-    assert "out of memory" in looked.text("memory hand-over")
-    assert looked.text("weight sync: put back") == "because of 'memory hand-over'"
+    assert looked.faults() == ["engine sleep and wake"]
+    assert "out of memory" in looked.text("engine sleep and wake")
+    assert looked.text("weight sync: weights restored") == "because of 'engine sleep and wake'"
 
 
 def test_an_engine_that_does_not_start_is_a_fault_and_nothing_is_rolled_out(
@@ -543,10 +539,10 @@ def test_an_interrupted_examination_closes_the_engine(
 
 
 def test_a_check_that_raises_ends_no_other():
-    with Checkup(silent()) as checkup:
-        broken = checkup.look("first", lambda: 1 // 0, advice="divide by less")
-        checkup.look("second", lambda: Checked(broken.need(), "never"))
-        checkup.look("third", lambda: Checked(3, "three [of them]", doubts=("odd",)))
+    with CheckRunner(silent()) as checkup:
+        broken = checkup.run("first", lambda: 1 // 0, advice="divide by less")
+        checkup.run("second", lambda: Checked(broken.need(), "never"))
+        checkup.run("third", lambda: Checked(3, "three [of them]", doubts=("odd",)))
     first, second, third = checkup.rows
     assert (first.verdict, first.lines[-1]) == (Verdict.FAIL, "divide by less")
     assert (second.verdict, second.lines) == (Verdict.SKIPPED, ("because of 'first'",))
@@ -557,8 +553,8 @@ def test_an_error_that_says_what_it_expected_gets_no_other_advice():
     def refuse() -> Any:
         raise ConfigError("too long", key="a.b", expected="a shorter one")
 
-    with Checkup(silent()) as checkup:
-        checkup.look("only", refuse, advice="call somebody")
+    with CheckRunner(silent()) as checkup:
+        checkup.run("only", refuse, advice="call somebody")
     assert checkup.rows[0].lines == ("too long", "  key: a.b", "  expected: a shorter one")
 
 
@@ -586,5 +582,5 @@ def test_broken_pins_of_an_installed_package_are_found(
     (folder / "METADATA").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     first, second = find_broken_pins("pinning")
-    assert first.startswith("pinning asks for torch<1; installed: ")
-    assert second == "pinning asks for no-such-thing>=2; installed: none"
+    assert first.startswith("pinning requires torch<1; installed: ")
+    assert second == "pinning requires no-such-thing>=2; installed: none"
