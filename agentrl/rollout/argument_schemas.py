@@ -24,11 +24,11 @@ _LONGEST_REASON = 500
 _MOST_VALIDATORS = 256
 
 
-def objection_to(arguments: Mapping[str, Any], schema: dict[str, Any]) -> str | None:
+def find_argument_error(arguments: Mapping[str, Any], schema: dict[str, Any]) -> str | None:
     """Say what is wrong with the arguments of a call; None if nothing is.
 
     Example:
-        >>> objection_to({"n": "x"}, {"type": "object", "properties": {"n": {"type": "integer"}}})
+        >>> find_argument_error({"n": "x"}, {"type": "object", "properties": {"n": {"type": "integer"}}})
         "arguments['n']: 'x' is not of type 'integer'"
     """
     try:

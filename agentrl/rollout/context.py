@@ -1,4 +1,4 @@
-"""What all requests of a run share: who generates, who reads, who answers."""
+"""What all requests of a run share, and the choice of the tool-call format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from agentrl.tools.base import BaseTool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What all requests of a run share."""
+    """The parts of a run that all its requests share."""
 
     engine: Engine
     template: ChatTemplate
@@ -29,54 +29,57 @@ class RolloutContext:
     interactions: Mapping[str, BaseInteraction]
     settings: MultiTurnConfig
     encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
-    """Renders a request's prompt within its budget."""
+    """Renders the prompt of a request within its budget."""
     check_tokens: Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]
-    """Holds a finished ledger against its conversation, and records what differs; the function
-    gives the ledger's wording, part by part."""
+    """Compares a finished ledger with its conversation, and records the differences. The second
+    argument returns the text of the ledger, part by part."""
 
 
-_IN_ORDER = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "json")
-"""From the most particular format to the most general."""
+_FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "json")
+"""Formats to try, from the most specific to the most general."""
 
 
 def choose_parser(name: str | None, report: TemplateReport) -> ToolParser:
-    """Choose the parser that reads what the template itself writes of a tool call.
+    """Choose the parser that reads the tool calls of a chat template.
 
     Args:
-        name: `rollout.multi_turn.format`; None looks at the template.
-        report: What the probe found out about the template.
+        name: `rollout.multi_turn.format`; None: the first format that reads the template's calls.
+        report: Result of probing the template.
 
     Raises:
-        ConfigError: for an unknown name, or a template whose calls no known format reads.
+        ConfigError: If the name is unknown, or no known format reads the calls of the template.
     """
     if name is not None:
         return get_tool_parser(name)
-    for candidate in _IN_ORDER:
+    for candidate in _FORMATS:
         parser = get_tool_parser(candidate)
         if reads_example(parser, report.call_example):
             return parser
     if report.call_example is None:
         reason = report.capability(Capability.CALLS).reason
-        what = f"the chat template {report.template!r} writes no tool call to read a format from"
+        what = f"the chat template {report.template!r} does not render tool calls"
         what += f": {reason}" if reason else ""
     else:
         what = (
-            f"no tool-call format of agentrl's own reads what the chat template "
-            f"{report.template!r} writes: {report.call_example!r}"
+            f"no tool-call format of agentrl reads the tool calls of the chat template "
+            f"{report.template!r}: {report.call_example!r}"
         )
     raise ConfigError(what, key="rollout.multi_turn.format", expected=expected_formats())
 
 
-def reads_example(parser: ToolParser, example: str | None) -> bool:
-    """Whether a parser reads the probe's call out of the template's rendering of it."""
-    schema = {
+_EXAMPLE_TOOL = OpenAIFunctionToolSchema.model_validate(
+    {
         "type": "function",
         "function": {
             "name": "probe_tool",
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
         },
     }
-    tools = [OpenAIFunctionToolSchema.model_validate(schema)]
-    parsed = parser.parse(example or "", tools=tools)
+)
+
+
+def reads_example(parser: ToolParser, example: str | None) -> bool:
+    """Whether a parser reads the example call as the template rendered it."""
+    parsed = parser.parse(example or "", tools=[_EXAMPLE_TOOL])
     found = [(call.name, call.arguments) for call in parsed.calls]
     return found == [("probe_tool", {"city": "Oslo"})] and not parsed.malformed

@@ -1,4 +1,10 @@
-"""Whose fault a failure is, and how it is written down."""
+"""Failures of a rollout: their records, their counts over a batch, and when a run must end.
+
+A call fails if it crashes, times out or finds the tool unavailable. A `ToolError` is not a failure.
+A call that crashes on arguments that do not match the tool's schema is a mistake of the policy and
+is not counted; it reaches the tool only if `check_tool_arguments` is off (verl run files). Releases
+are counted like calls, one per request, and so are the ends of interactions.
+"""
 
 import traceback
 from collections import Counter, defaultdict
@@ -17,13 +23,21 @@ from agentrl.errors import (
 )
 from agentrl.messages import CallOutcome
 from agentrl.plugins.call import at_place_of
-from agentrl.rollout.argument_schemas import objection_to
+from agentrl.rollout.argument_schemas import find_argument_error
 from agentrl.rollout.records import CallRecord, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
+NEVER_RAN = frozenset({CallOutcome.MALFORMED, CallOutcome.SKIPPED})
+"""Outcomes of calls that did not reach a tool."""
+FAILED = frozenset({CallOutcome.TIMEOUT, CallOutcome.CRASHED, CallOutcome.UNAVAILABLE})
+"""Outcomes of calls in which the tool failed."""
+MIN_CALLS = 16
+"""Calls of one tool before its share of failures is judged."""
+_MAX_REASONS = 3
+_MAX_LINE_CHARS = 300
 _MAX_MESSAGE_CHARS = 2000
-_LONGEST_TRACEBACK = 4000
+_MAX_TRACEBACK_CHARS = 4000
 
 _FAULT_OF_TYPE = {
     EngineError: Fault.ENGINE,
@@ -41,78 +55,63 @@ _FAULT_IN_STATE = {
 
 
 def find_fault(error: BaseException, state: RequestState) -> Fault:
-    """Say whose fault an exception is: by its type, else by the state in which it came.
+    """Return whose fault an exception is: by its type, else by the state in which it was raised.
 
-    What breaks before the first turn, and is no plug-in's, is a row that this run cannot roll out.
+    An error before the first turn that no plug-in caused means that the run cannot use the row.
     """
     by_type = (fault for kind, fault in _FAULT_OF_TYPE.items() if isinstance(error, kind))
     return next(by_type, _FAULT_IN_STATE[state])
 
 
 def describe_failure(error: BaseException, fault: Fault, *, turn: int) -> Failure:
-    """Write an exception down; raises nothing, even where the exception cannot be printed.
+    """Make the record of an exception. Never raises, even if the exception cannot be printed.
 
     Args:
-        error: What was raised.
-        fault: Whose doing it is.
-        turn: Turns that the request had.
+        error: The exception.
+        fault: Whose fault it is.
+        turn: Number of turns that the request had.
     """
+    message, source_line = text_of(error), at_place_of(error)
+    if source_line not in message:
+        message += source_line
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - formatting calls the code of users' exceptions
+        trace = "".join(traceback.format_tb(error.__traceback__))
     return Failure(
         fault=fault,
         kind=type(error).__name__,
-        message=_with_place(text_of(error), error)[:_MAX_MESSAGE_CHARS],
+        message=message[:_MAX_MESSAGE_CHARS],
         turn=turn,
-        traceback=_traceback_of(error)[-_LONGEST_TRACEBACK:],
+        traceback=trace[-_MAX_TRACEBACK_CHARS:],
     )
-
-
-def _with_place(message: str, error: BaseException) -> str:
-    """Add the line of users' code that raised, unless the message names it already."""
-    place = at_place_of(error)
-    return message if place in message else f"{message}{place}"
-
-
-def _traceback_of(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 - users' errors may break when their notes are asked for
-        return "".join(traceback.format_tb(error.__traceback__))
-
-
-NEVER_RAN = frozenset({CallOutcome.MALFORMED, CallOutcome.SKIPPED})
-"""Outcomes of calls that did not reach a tool."""
-FAILED = frozenset({CallOutcome.TIMEOUT, CallOutcome.CRASHED, CallOutcome.UNAVAILABLE})
-"""Outcomes of calls in which the tool failed."""
-MIN_CALLS = 16
-"""Calls of one tool before its share of failures is judged."""
-_LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True)
 class CallCount:
-    """Calls of one tool, or releases of it; parts of several ranks or batches add up."""
+    """Calls of one tool, or releases of it. Counts of several ranks or batches can be added."""
 
     num_calls: int = 0
     failures: Counter[str] = field(default_factory=Counter[str])
-    """Failed calls by message."""
+    """Number of failed calls for each message."""
 
     @property
     def num_failed(self) -> int:
-        """Calls that failed."""
+        """Number of failed calls."""
         return self.failures.total()
 
     def __add__(self, other: Self) -> "CallCount":
         return CallCount(self.num_calls + other.num_calls, self.failures + other.failures)
 
     def describe(self, what: str) -> str:
-        """Say how many failed, and the most frequent message."""
+        """Describe how many calls failed, and the most frequent message."""
         [(message, count)] = self.failures.most_common(1)
         often = "" if count == self.num_failed else "most often "
         return f"{what} failed in {self.num_failed} of {self.num_calls} calls: {often}{message}"
 
 
 CallCounts = dict[str, CallCount]
-"""By tool (`tool 'sql'`), or by what was released (`tool 'sql', release`)."""
+"""Counts by tool (`tool 'sql'`), or by what was released (`tool 'sql', release`)."""
 
 
 def count_calls(finished: Sequence[AsyncRolloutRequest]) -> CallCounts:
@@ -120,21 +119,32 @@ def count_calls(finished: Sequence[AsyncRolloutRequest]) -> CallCounts:
     num_calls: Counter[str] = Counter()
     failures: dict[str, Counter[str]] = defaultdict(Counter)
     for request in finished:
-        calls = (call for turn in request.turns for call in turn.calls)
-        for call in (call for call in calls if _is_judged(call, request)):
-            tool = f"tool {call.name!r}"
-            num_calls[tool] += 1
-            if call.outcome in FAILED:
-                failures[tool][_short(call.message or call.outcome)] += 1
+        for call in (call for turn in request.turns for call in turn.calls):
+            if _is_counted(call, request):
+                tool = f"tool {call.name!r}"
+                num_calls[tool] += 1
+                if call.outcome in FAILED:
+                    failures[tool][_to_line(call.message or call.outcome)] += 1
         for failure in request.release_failures:
             what, _, message = failure.partition(": ")
             num_calls[what] = len(finished)
-            failures[what][_short(message)] += 1
+            failures[what][_to_line(message)] += 1
     return {what: CallCount(number, failures[what]) for what, number in num_calls.items()}
 
 
-def add_counts(parts: Iterable[Mapping[str, CallCount]]) -> CallCounts:
-    """Add counts, name by name."""
+def _is_counted(call: CallRecord, request: AsyncRolloutRequest) -> bool:
+    """Whether a call reached a tool, and did not crash on invalid arguments."""
+    if call.outcome != CallOutcome.CRASHED:
+        return call.outcome not in NEVER_RAN
+    schemas = (tool.function.parameters for tool in request.tool_schemas if tool.name == call.name)
+    return not any(find_argument_error(call.arguments, schema) for schema in schemas)
+
+
+def _to_line(message: str) -> str:
+    return " ".join(message.split())[:_MAX_LINE_CHARS]
+
+
+def _add_counts(parts: Iterable[Mapping[str, CallCount]]) -> CallCounts:
     whole: CallCounts = {}
     for part in parts:
         for what, count in part.items():
@@ -143,9 +153,9 @@ def add_counts(parts: Iterable[Mapping[str, CallCount]]) -> CallCounts:
 
 
 class CallJudge:
-    """Ends a run in which too many calls of a tool fail.
+    """End a run in which too many calls of a tool fail.
 
-    Calls are added up until there are `MIN_CALLS` of a tool, so that small batches are judged too.
+    Calls are added up until a tool has `MIN_CALLS` of them, so that small batches count too.
 
     Args:
         max_failed_frac: `rollout.failure.max_failed_calls_frac`.
@@ -156,12 +166,12 @@ class CallJudge:
         self._pending: CallCounts = {}
 
     def judge(self, counts: Mapping[str, CallCount]) -> None:
-        """Add the calls of a batch, and judge every tool that was called often enough.
+        """Add the calls of a batch, and judge every tool that has enough calls.
 
         Raises:
-            RolloutError: naming the tools, with their most frequent messages.
+            RolloutError: If too many calls of a tool failed. It names the tools and the messages.
         """
-        self._pending = add_counts([self._pending, counts])
+        self._pending = _add_counts([self._pending, counts])
         ready = {what: c for what, c in self._pending.items() if c.num_calls >= MIN_CALLS}
         for what in ready:
             del self._pending[what]
@@ -175,28 +185,12 @@ class CallJudge:
             )
 
 
-def _is_judged(call: CallRecord, request: AsyncRolloutRequest) -> bool:
-    """Whether a call reached a tool, and does not owe its crash to the policy's arguments."""
-    if call.outcome != CallOutcome.CRASHED:
-        return call.outcome not in NEVER_RAN
-    schemas = (tool.function.parameters for tool in request.tool_schemas if tool.name == call.name)
-    return not any(objection_to(call.arguments, schema) for schema in schemas)
-
-
-def _short(message: str) -> str:
-    return " ".join(message.split())[:_LONGEST_MESSAGE]
-
-
-MAX_TOLD = 3
-"""Kinds of failures that are told of a batch."""
-
-
 class Reason(NamedTuple):
-    """What failures that are counted together share: their messages may name ids and times."""
+    """What failures have in common that are counted as one kind. Their messages may differ."""
 
     fault: Fault
     kind: str
-    """The exception's type."""
+    """Type name of the exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,64 +199,57 @@ class FailureSummary:
 
     num_requests: int
     reasons: Counter[Reason]
-    """How many requests failed for it."""
+    """Number of failed requests by reason."""
     examples: dict[Reason, str]
-    """What the first of them says."""
+    """The first message for each reason."""
     groups: frozenset[str]
-    """Groups in which one failed."""
+    """Ids of the groups with a failed request."""
     calls: CallCounts
-    """Calls of each tool, and how many of them failed."""
+    """Calls and failed calls of each tool."""
 
     @classmethod
     def of(cls, finished: Sequence[AsyncRolloutRequest]) -> Self:
         """Count the failures of finished requests."""
         failed = [request for request in finished if request.state is RequestState.FAILED]
         errors = [request.error for request in failed if request.error is not None]
+        reasons = [Reason(error.fault, error.kind) for error in errors]
+        examples = [(why, _to_line(e.message)) for why, e in zip(reasons, errors, strict=True)]
         return cls(
             num_requests=len(finished),
-            reasons=Counter(map(_reason, errors)),
-            examples={_reason(error): _example(error) for error in reversed(errors)},
+            reasons=Counter(reasons),
+            examples=dict(reversed(examples)),  # the first of each reason remains
             groups=frozenset(request.uid for request in failed),
             calls=count_calls(finished),
         )
 
     @classmethod
     def merge(cls, parts: Iterable[Self]) -> Self:
-        """Add the parts of all ranks."""
-        whole = list(parts)
-        told = [item for part in reversed(whole) for item in part.examples.items()]
+        """Merge the summaries of all ranks."""
+        parts = list(parts)
         return cls(
-            num_requests=sum(part.num_requests for part in whole),
-            reasons=sum((part.reasons for part in whole), Counter[Reason]()),
-            examples=dict(told),
-            groups=frozenset[str]().union(*(part.groups for part in whole)),
-            calls=add_counts(part.calls for part in whole),
+            num_requests=sum(part.num_requests for part in parts),
+            reasons=sum((part.reasons for part in parts), Counter[Reason]()),
+            examples={k: v for part in reversed(parts) for k, v in part.examples.items()},
+            groups=frozenset[str]().union(*(part.groups for part in parts)),
+            calls=_add_counts(part.calls for part in parts),
         )
 
     @property
     def num_failed(self) -> int:
-        """Requests that failed."""
+        """Number of failed requests."""
         return self.reasons.total()
 
     def describe(self) -> str:
-        """Say in one line which tools and requests failed; empty if none did."""
-        troubles = [count.describe(what) for what, count in self.calls.items() if count.num_failed]
+        """Describe in one line which tools and requests failed; empty if none did."""
+        failed = [count.describe(what) for what, count in self.calls.items() if count.num_failed]
         if self.num_failed:
             requests = f"{self.num_failed} of {self.num_requests} requests failed"
-            troubles.append(f"{requests}: {self.describe_reasons()}")
-        return "; ".join(troubles)
+            failed.append(f"{requests}: {self.describe_reasons()}")
+        return "; ".join(failed)
 
     def describe_reasons(self) -> str:
-        """The commonest failures in one line, with what one of each says."""
+        """Describe in one line the most frequent reasons, with an example of each."""
         return "; ".join(
             f"{count} x {reason.fault}: {reason.kind}: {self.examples[reason]}"
-            for reason, count in self.reasons.most_common(MAX_TOLD)
+            for reason, count in self.reasons.most_common(_MAX_REASONS)
         )
-
-
-def _reason(error: Failure) -> Reason:
-    return Reason(error.fault, error.kind)
-
-
-def _example(error: Failure) -> str:
-    return " ".join(error.message.split())[:_LONGEST_MESSAGE]

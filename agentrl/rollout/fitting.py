@@ -1,4 +1,4 @@
-"""Cut a prompt to its budget."""
+"""Fit prompts, and the texts of tools and users, into their token budgets."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,18 +10,29 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.templates import ChatTemplate
 
 Truncation = Literal["error", "left", "right", "middle"]
+"""The part of a prompt that is removed. `error` refuses to cut."""
+Side = Literal["left", "middle", "right"]
+"""The part of an observation that is kept, as verl names it: `left` keeps the beginning, `right`
+the end, `middle` both ends."""
+
+MAX_CACHED_GROUPS = 1024
+"""Number of groups whose prompts are cached. More are not in flight at the same time for long."""
+CUT_MARKER = " ... "
+"""Replaces the text that was cut out."""
+_MAX_TOKEN_CHARS = 64
+"""A token of ordinary text has fewer characters. Longer texts are clipped before encoding."""
 
 
 def fit_prompt(ids: Sequence[int], max_length: int, truncation: Truncation) -> list[int]:
-    """Cut a prompt's tokens to `max_length`; a prompt that fits comes back as it is.
+    """Cut the tokens of a prompt to `max_length`. A prompt that fits is returned unchanged.
 
     Args:
         ids: The rendered prompt.
-        max_length: Tokens that may be left, at least 1.
-        truncation: The side that is cut away; `error` refuses to cut.
+        max_length: Tokens to keep, at least 1.
+        truncation: The side to remove; `error` refuses to cut.
 
     Raises:
-        DataError: for an overlong prompt under `error`.
+        DataError: If the prompt is too long and `truncation` is `error`.
 
     Example:
         >>> fit_prompt([1, 2, 3, 4, 5], 3, "middle")
@@ -39,14 +50,75 @@ def fit_prompt(ids: Sequence[int], max_length: int, truncation: Truncation) -> l
     return [*ids[:head], *ids[len(ids) - (max_length - head) :]]
 
 
-Side = Literal["left", "middle", "right"]
-"""Which end of a text is kept, as verl names it: `left` keeps the beginning, `right` the end,
-`middle` cuts the middle out and keeps both ends."""
+class EncodedPrompt(NamedTuple):
+    """A prompt within its budget."""
 
-CUT_MARKER = " ... "
-"""Stands where something was cut."""
-_CHARACTERS_PER_TOKEN = 64
-"""No tokenizer packs more of ordinary text into a token: what is longer is clipped unencoded."""
+    ids: list[int]
+    """Its tokens, generation prompt included."""
+    num_cut: int
+    """Number of tokens that were cut."""
+    text: str
+    """Text of the tokens; empty if tokens were cut."""
+
+
+class _CachedPrompt(NamedTuple):
+    messages: list[Message]
+    tools: list[str]
+    prompt: EncodedPrompt
+
+
+class PromptEncoder:
+    """Render the prompt of each group once, within its budget.
+
+    Args:
+        template: The chat template of the run.
+        max_tokens: Budget of a prompt.
+        truncation: The side of a longer prompt to remove, or `error`. The generation prompt is
+            always kept.
+    """
+
+    def __init__(self, template: ChatTemplate, *, max_tokens: int, truncation: Truncation) -> None:
+        self._template = template
+        self._max_tokens = max_tokens
+        self._truncation: Truncation = truncation
+        self._cached: dict[str, _CachedPrompt] = {}
+
+    def encode(self, request: AsyncRolloutRequest) -> EncodedPrompt:
+        """Return the prompt of a request.
+
+        Raises:
+            DataError: If the prompt exceeds its budget and `truncation` is `error`.
+            TemplateError: If the template cannot render the messages.
+        """
+        tools = [tool.name for tool in request.tool_schemas]
+        cached = self._cached.get(request.uid)
+        # Compare the contents: tools may start each sample of a group with other messages, and
+        # users may reuse a uid.
+        if cached and cached.messages == request.messages and cached.tools == tools:
+            return cached.prompt
+        conversation = request.messages, request.tool_schemas
+        ids = self._template.encode_prompt(*conversation)
+        prompt = self._fit(ids, self._template.write_prompt(*conversation))
+        if len(self._cached) >= MAX_CACHED_GROUPS:
+            del self._cached[next(iter(self._cached))]
+        self._cached[request.uid] = _CachedPrompt(list(request.messages), tools, prompt)
+        return prompt
+
+    def _fit(self, ids: Sequence[int], text: str) -> EncodedPrompt:
+        kept = self._generation_prompt(ids) if self._truncation != "error" else []
+        head = ids[: len(ids) - len(kept)]
+        fitted = fit_prompt(head, self._max_tokens - len(kept), self._truncation)
+        num_cut = len(head) - len(fitted)
+        return EncodedPrompt([*fitted, *kept], num_cut, "" if num_cut else text)
+
+    def _generation_prompt(self, ids: Sequence[int]) -> list[int]:
+        """Return the last tokens, which are not cut; none if nothing else would fit."""
+        decode, end = self._template.decode, self._template.generation_prompt_ids
+        text = decode(end)
+        # The first token of some generation prompts is merged with the text before it.
+        lengths = (n for n in range(1, len(end) + 1) if decode(ids[-n:]).endswith(text))
+        kept = next(lengths, 0)
+        return list(ids[-kept:]) if 0 < kept < self._max_tokens else []
 
 
 class FittedText(NamedTuple):
@@ -54,16 +126,16 @@ class FittedText(NamedTuple):
 
     text: str
     num_cut: int
-    """Tokens that it lost; an estimate where it was too long to be encoded whole."""
+    """Number of tokens that were cut; an estimate if the text was clipped before encoding."""
 
 
 class TextFitter:
-    """Cut texts to a budget of tokens, and leave those alone that cannot exceed it.
+    """Cut texts to a token budget.
 
     Args:
-        template: Encodes and decodes outside text.
+        template: Encodes and decodes the texts.
         max_tokens: Budget of one observation.
-        side: Which end is kept (`tool_response_truncate_side`).
+        side: The part to keep (`tool_response_truncate_side`).
     """
 
     def __init__(self, template: ChatTemplate, *, max_tokens: int, side: Side) -> None:
@@ -72,11 +144,11 @@ class TextFitter:
         self._side: Side = side
 
     def fit(self, text: str) -> FittedText:
-        """Return the text, cut where it is longer than the budget."""
-        # Clipped before all else: encoding and decoding megabytes holds up the event loop.
-        clipped = clip_text(text, self._max_tokens * _CHARACTERS_PER_TOKEN, self._side)
+        """Return the text, cut if it exceeds the budget."""
+        # Clip first: encoding megabytes would block the event loop.
+        clipped = clip_text(text, self._max_tokens * _MAX_TOKEN_CHARS, self._side)
         clipped = as_unicode(clipped)
-        # A token is at least one byte: a text of fewer bytes than the budget fits unencoded.
+        # A token has at least one byte, so a text with fewer bytes than the budget fits.
         if len(text) <= self._max_tokens and len(clipped.encode()) <= self._max_tokens:
             return FittedText(clipped, 0)
         ids = self._template.encode_text(clipped)
@@ -88,18 +160,18 @@ class TextFitter:
             return self._cut(ids, self._max_tokens)
         return FittedText(clipped, 0)
 
-    def _cut(self, ids: Sequence[int], room: int) -> FittedText:
-        """Cut tokens so that their text keeps to the budget.
+    def _cut(self, ids: Sequence[int], max_tokens: int) -> FittedText:
+        """Cut tokens until their text fits.
 
-        Encoded again, a cut text can be a little longer: a character is torn, two pieces meet.
+        A cut text may encode to more tokens: a character is split, or two parts are joined.
         """
         while True:
-            cut = cut_observation(ids, room, self._side, marker_ids=self._marker_ids)
+            cut = cut_observation(ids, max_tokens, self._side, marker_ids=self._marker_ids)
             text = self._template.decode(cut.ids)
             excess = len(self._template.encode_text(text)) - self._max_tokens
             if excess <= 0:
                 return FittedText(text, cut.num_cut)
-            room = max(room - excess, 0)
+            max_tokens = max(max_tokens - excess, 0)
 
     @cached_property
     def _marker_ids(self) -> list[int]:
@@ -111,19 +183,19 @@ class Cut(NamedTuple):
 
     ids: list[int]
     num_cut: int
-    """Tokens of the observation that are gone."""
+    """Number of tokens that were cut."""
 
 
 def cut_observation(
     ids: Sequence[int], max_tokens: int, side: Side = "middle", *, marker_ids: Sequence[int] = ()
 ) -> Cut:
-    """Cut an observation to its budget, in tokens.
+    """Cut the tokens of an observation to their budget.
 
     Args:
-        ids: Token ids of the observation's text.
-        max_tokens: The budget; the marker counts. A marker that leaves no room is left out.
-        side: Which end is kept.
-        marker_ids: Token ids that stand where something was cut.
+        ids: Token ids of the text.
+        max_tokens: The budget, marker included. If the marker does not fit, it is omitted.
+        side: The part to keep.
+        marker_ids: Token ids that replace the part that is cut out.
 
     Example:
         >>> cut_observation([1, 2, 3, 4, 5, 6], 5, "middle", marker_ids=[0])
@@ -140,10 +212,9 @@ def cut_observation(
 
 
 def clip_text(text: str, max_characters: int, side: Side = "middle") -> str:
-    """Clip a text before it is encoded, so that a megabyte costs no megabyte of tokens.
+    """Clip a long text before it is encoded, so that encoding takes bounded time.
 
-    Choose `max_characters` so that what is left is still more than the token budget, and
-    `cut_observation` cuts the rest.
+    Choose `max_characters` so large that the clipped text still exceeds the token budget.
     """
     if len(text) <= max_characters:
         return text
@@ -153,85 +224,5 @@ def clip_text(text: str, max_characters: int, side: Side = "middle") -> str:
 
 
 def as_unicode(text: str) -> str:
-    """Replace what no tokenizer can encode (lone surrogates)."""
+    """Replace lone surrogates, which no tokenizer can encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-MAX_CACHED_GROUPS = 1024
-"""Groups whose prompt is kept; more are never in flight at once for long."""
-
-
-class EncodedPrompt(NamedTuple):
-    """A prompt within its budget."""
-
-    ids: list[int]
-    """Its tokens, generation prompt included."""
-    num_cut: int
-    """Tokens that it lost."""
-    text: str
-    """What the tokens say; empty where they were cut."""
-
-
-class _Cached(NamedTuple):
-    messages: list[Message]
-    tools: list[str]
-    prompt: EncodedPrompt
-
-
-class PromptEncoder:
-    """Render each group's prompt once, within its budget.
-
-    Args:
-        template: The run's chat template.
-        max_tokens: Budget of a prompt.
-        truncation: What becomes of a longer one: `error`, or the side that is cut away. The
-            generation prompt is kept, whichever side it is.
-    """
-
-    def __init__(self, template: ChatTemplate, *, max_tokens: int, truncation: Truncation) -> None:
-        self._template = template
-        self._max_tokens = max_tokens
-        self._truncation: Truncation = truncation
-        self._cached: dict[str, _Cached] = {}
-
-    def encode(self, request: AsyncRolloutRequest) -> EncodedPrompt:
-        """Give the prompt's tokens.
-
-        Raises:
-            DataError: for a prompt over its budget under `truncation: error`.
-            TemplateError: where the template cannot carry its messages.
-        """
-        tools = [tool.name for tool in request.tool_schemas]
-        cached = self._cached.get(request.uid)
-        # Compared, not trusted: tools may open each sample of a group in another way, and a uid of
-        # the user's own may come again.
-        if cached and cached.messages == request.messages and cached.tools == tools:
-            return cached.prompt
-        conversation = request.messages, request.tool_schemas
-        ids = self._template.encode_prompt(*conversation)
-        prompt = self._fit(ids, self._template.write_prompt(*conversation))
-        self._remember(request.uid, _Cached(list(request.messages), tools, prompt))
-        return prompt
-
-    def _fit(self, ids: Sequence[int], text: str) -> EncodedPrompt:
-        kept = self._generation_prompt(ids) if self._truncation != "error" else []
-        head = ids[: len(ids) - len(kept)]
-        fitted = fit_prompt(head, self._max_tokens - len(kept), self._truncation)
-        num_cut = len(head) - len(fitted)
-        return EncodedPrompt([*fitted, *kept], num_cut, "" if num_cut else text)
-
-    def _generation_prompt(self, ids: Sequence[int]) -> list[int]:
-        """The end of a prompt that no cut may touch; none where it would be all that is left."""
-        end = self._template.generation_prompt_ids
-        text = self._template.decode(end)
-        # The first token of some generation prompts is joined with the text before it.
-        kept = next((n for n in range(1, len(end) + 1) if self._ends_with(ids[-n:], text)), 0)
-        return list(ids[-kept:]) if 0 < kept < self._max_tokens else []
-
-    def _ends_with(self, ids: Sequence[int], text: str) -> bool:
-        return self._template.decode(ids).endswith(text)
-
-    def _remember(self, uid: str, cached: _Cached) -> None:
-        if len(self._cached) >= MAX_CACHED_GROUPS:
-            del self._cached[next(iter(self._cached))]
-        self._cached[uid] = cached

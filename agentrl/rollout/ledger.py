@@ -1,7 +1,7 @@
-"""The ledger of one request: its tokens, what is trained of them, and what sampled them.
+"""The ledger of one request: its tokens, their mask and log-probabilities; and its saved form.
 
-Tokens enter by two doors and never leave. The checks stand at the doors and cost what the new
-tokens cost, so that a long conversation is not validated again at every turn.
+Tokens are appended by two methods and never removed. Appending checks only the new tokens, so its
+cost does not grow with the conversation. A saved request is checked once, when it is loaded.
 """
 
 import math
@@ -16,11 +16,12 @@ from agentrl.rollout.records import Failure, Record, Turn, to_plain
 from agentrl.rollout.states import ENDS, FINAL_STATES, RequestState, StopReason
 
 _ROUNDING = 1e-4
-"""How far above 0 the log-probability of a certain token may come out of an engine."""
+"""How far above 0 an engine may report the log-probability of a certain token."""
+_NUMBER = "a finite number <= 0"
 
 
 class Ledger:
-    """Four lists that agree at every moment (ledger consistency).
+    """Four lists that always agree (ledger consistency).
 
     Attributes:
         prompt_ids: Tokens before the first sampled one, generation prompt included.
@@ -45,92 +46,38 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
-    def append_sampled(self, ids: Sequence[int], log_probs: Sequence[float]) -> tuple[int, int]:
-        """Append what the policy sampled, verbatim. Returns its span in the response.
+    def append_sampled(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append sampled tokens, verbatim, with mask 1.
 
         Raises:
-            LedgerError: where lengths differ, or a log-probability is not a finite number <= 0.
+            LedgerError: If the lengths differ, or a log-probability is not a finite number <= 0.
         """
         if len(ids) != len(log_probs):
             raise LedgerError(f"{len(ids)} sampled tokens with {len(log_probs)} log-probabilities")
-        numbers = _as_numbers(log_probs)
-        # One number that is not finite leaves a sum that is not.
+        try:
+            numbers = list(map(float, log_probs))
+        except (TypeError, ValueError) as error:
+            raise LedgerError(f"not a log-probability: {error}", expected=_NUMBER) from None
+        # A sum is not finite if one of its numbers is not. If only the sum overflows, all is well.
         if not math.isfinite(sum(numbers)) or max(numbers, default=0.0) > _ROUNDING:
-            _check_each(numbers)
-        return self._append(ids, 1, numbers)
+            for number in numbers:
+                if not (math.isfinite(number) and number <= _ROUNDING):
+                    raise LedgerError(f"{number} is not a log-probability", expected=_NUMBER)
+        self._append(ids, 1, numbers)
 
-    def append_observed(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Append what the policy was shown. Returns its span in the response."""
-        return self._append(ids, 0, [0.0] * len(ids))
+    def append_observed(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy was shown, with mask 0."""
+        self._append(ids, 0, [0.0] * len(ids))
 
     def exclude(self, start: int, end: int) -> None:
-        """Leave the tokens `[start, end)` of the response out of the loss."""
+        """Exclude the tokens `[start, end)` of the response from the loss."""
         self.loss_mask[start:end] = [0] * (end - start)
 
-    def _append(self, ids: Sequence[int], mask: int, log_probs: list[float]) -> tuple[int, int]:
+    def _append(self, ids: Sequence[int], mask: int, log_probs: list[float]) -> None:
         new = _as_ids(ids)
-        start = len(self.response_ids)
         self.response_ids += new
         self.loss_mask += [mask] * len(new)
         self.rollout_log_probs += log_probs
-        return start, len(self.response_ids)
-
-
-def make_turn(**fields: Any) -> Turn:
-    """Make the record of a turn.
-
-    Raises:
-        LedgerError: for fields that a turn does not have, or versions of other tokens than its own.
-    """
-    try:
-        turn = Turn(**fields)
-    except ValidationError as error:
-        raise LedgerError(f"no record of a turn: {error}") from None
-    spans = turn.weight_versions
-    if spans and not _covers([(span.start, span.end) for span in spans], turn.num_tokens):
-        raise LedgerError(f"the versions {spans} do not cover {turn.num_tokens} tokens")
-    return turn
-
-
-def check_ledger(ledger: Ledger, turns: Sequence[Turn]) -> None:
-    """Hold a ledger that comes from outside, such as a saved one, against its turns (ledger
-    consistency).
-
-    Raises:
-        LedgerError: where the lists do not agree, or the turns do not account for each token.
-    """
-    num_tokens = len(ledger.response_ids)
-    if {len(ledger.loss_mask), len(ledger.rollout_log_probs)} != {num_tokens}:
-        raise LedgerError("tokens, mask and log-probabilities of different lengths")
-    if not _covers([(turn.start, turn.end) for turn in turns], num_tokens):
-        raise LedgerError("turns that do not cover the response")
-    for turn in turns:
-        _check_turn(ledger, turn)
-
-
-def _covers(spans: Sequence[tuple[int, int]], num_tokens: int) -> bool:
-    """Whether spans follow each other without a gap, from the first token to the last."""
-    behind = 0
-    for start, end in spans:
-        if not behind == start <= end:
-            return False
-        behind = end
-    return behind == num_tokens
-
-
-def _check_turn(ledger: Ledger, turn: Turn) -> None:
-    own = slice(turn.start, turn.end)
-    is_sampled = turn.role == "assistant"
-    mask = [int(is_sampled and turn.excluded is None)] * turn.num_tokens
-    if ledger.loss_mask[own] != mask or not (is_sampled or not any(ledger.rollout_log_probs[own])):
-        raise LedgerError(f"turn {turn.index} is {turn.role}'s, and its tokens say otherwise")
-
-
-def _check_each(log_probs: Sequence[float]) -> None:
-    """Find the number that is no log-probability; there is none where only their sum overflows."""
-    for number in log_probs:
-        if not (math.isfinite(number) and number <= _ROUNDING):
-            raise LedgerError(f"{number} is no log-probability", expected="a finite number <= 0")
 
 
 def _as_ids(ids: Sequence[int]) -> list[int]:
@@ -138,27 +85,65 @@ def _as_ids(ids: Sequence[int]) -> list[int]:
         checked = array("Q", ids)
     except (TypeError, OverflowError) as error:
         raise LedgerError(f"not a token id: {error}", expected="an integer >= 0") from None
-    # A sum of plain integers is plain; one of numpy's or torch's is theirs.
+    # The sum of plain integers is a plain integer; that of numpy's or torch's integers is not.
     return list(ids) if type(sum(ids)) is int else checked.tolist()
 
 
-def _as_numbers(log_probs: Sequence[float]) -> list[float]:
+def make_turn(**fields: Any) -> Turn:
+    """Make the record of a turn.
+
+    Raises:
+        LedgerError: For unknown fields, or weight versions that do not cover the turn's tokens.
+    """
     try:
-        return list(map(float, log_probs))
-    except (TypeError, ValueError) as error:
-        expected = "a finite number <= 0"
-        raise LedgerError(f"not a log-probability: {error}", expected=expected) from None
+        turn = Turn(**fields)
+    except ValidationError as error:
+        raise LedgerError(f"not a record of a turn: {error}") from None
+    spans = turn.weight_versions
+    if spans and not _covers([(span.start, span.end) for span in spans], turn.num_tokens):
+        raise LedgerError(f"the versions {spans} do not cover {turn.num_tokens} tokens")
+    return turn
+
+
+def _covers(spans: Sequence[tuple[int, int]], num_tokens: int) -> bool:
+    """Whether the spans follow each other without a gap, from the first token to the last."""
+    covered = 0
+    for start, end in spans:
+        if not covered == start <= end:
+            return False
+        covered = end
+    return covered == num_tokens
+
+
+def check_ledger(ledger: Ledger, turns: Sequence[Turn]) -> None:
+    """Check a loaded ledger against its turns (ledger consistency).
+
+    Raises:
+        LedgerError: If the lists do not agree, or the turns do not account for each token.
+    """
+    num_tokens = len(ledger.response_ids)
+    if {len(ledger.loss_mask), len(ledger.rollout_log_probs)} != {num_tokens}:
+        raise LedgerError("tokens, mask and log-probabilities have different lengths")
+    if not _covers([(turn.start, turn.end) for turn in turns], num_tokens):
+        raise LedgerError("the turns do not cover the response")
+    for turn in turns:
+        own = slice(turn.start, turn.end)
+        is_sampled = turn.role == "assistant"
+        mask = [int(is_sampled and turn.excluded is None)] * turn.num_tokens
+        has_log_probs = any(ledger.rollout_log_probs[own])
+        if ledger.loss_mask[own] != mask or (has_log_probs and not is_sampled):
+            raise LedgerError(f"turn {turn.index} of {turn.role} does not match its tokens")
 
 
 RECORD_VERSION = 1
-"""Version of the saved form of a request; raised when its meaning changes."""
+"""Version of the saved form of a request. It increases when the meaning changes."""
 
 
 class SavedState(Record):
-    """State, turns and ledger of a request."""
+    """State, turns and ledger of a saved request."""
 
     version: int
-    """`RECORD_VERSION` of whoever saved it."""
+    """`RECORD_VERSION` at saving."""
     state: RequestState
     stop_reason: StopReason | None
     error: Failure | None
@@ -170,7 +155,7 @@ class SavedState(Record):
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger that the lists are."""
+        """The ledger of the saved lists."""
         ledger = Ledger(self.prompt_ids)
         ledger.response_ids = self.response_ids
         ledger.loss_mask = self.loss_mask
@@ -178,11 +163,11 @@ class SavedState(Record):
         return ledger
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
+    def _check(self) -> Self:
         check_ledger(self.ledger, self.turns)
         end = None if self.stop_reason is None else ENDS[self.stop_reason].state
-        is_explained = (self.error is not None) is (self.state is RequestState.FAILED)
-        if end is not (self.state if self.state in FINAL_STATES else None) or not is_explained:
+        has_error = (self.error is not None) is (self.state is RequestState.FAILED)
+        if end is not (self.state if self.state in FINAL_STATES else None) or not has_error:
             raise ValueError(
                 f"a request that is {self.state}, with the stop reason {self.stop_reason} and "
                 f"{'an' if self.error else 'no'} error"
@@ -190,14 +175,14 @@ class SavedState(Record):
         return self
 
 
-def save_private(
+def save_state(
     state: RequestState,
     stop_reason: StopReason | None,
     error: Failure | None,
-    turns: list[Turn],
+    turns: Sequence[Turn],
     ledger: Ledger,
 ) -> dict[str, Any]:
-    """Write the private half of a request as plain values."""
+    """Return the fields of `SavedState` as plain values."""
     return {
         "version": RECORD_VERSION,
         "state": str(state),
@@ -209,14 +194,14 @@ def save_private(
 
 
 def split_saved(saved: dict[str, Any]) -> tuple[dict[str, Any], SavedState]:
-    """Split a saved request into its public fields and its checked private half.
+    """Split a saved request into its fields and its checked state.
 
     Raises:
-        ValueError: where it was saved in another version, or its parts do not agree.
+        ValueError: If it was saved in another version, or its parts do not agree.
     """
     if saved["version"] != RECORD_VERSION:
         raise ValueError(f"a request saved in version {saved['version']}, not {RECORD_VERSION}")
     names = SavedState.model_fields
-    public = {name: value for name, value in saved.items() if name not in names}
-    private = {name: value for name, value in saved.items() if name in names}
-    return public, SavedState.model_validate(private)
+    fields = {name: value for name, value in saved.items() if name not in names}
+    state = {name: value for name, value in saved.items() if name in names}
+    return fields, SavedState.model_validate(state)

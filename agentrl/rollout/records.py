@@ -1,4 +1,4 @@
-"""What is written down of a rollout: budgets, turns, tool calls, failures, differences."""
+"""Records of a rollout: budgets, tool calls, turns, failures, and the fields of a request."""
 
 import uuid
 from base64 import b64encode
@@ -12,33 +12,32 @@ from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 
 
 def to_plain(value: Any) -> Any:
-    """Give a value that JSON cannot hold the nearest form that it can.
+    """Convert a value that JSON cannot hold.
 
-    Arrays are lists, images of PIL the address of their PNG (`data:image/png;base64,...`).
+    Arrays become lists, PIL images become data URLs (`data:image/png;base64,...`), other values
+    become strings.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
-    return _to_png(value) if hasattr(value, "_repr_png_") else str(value)
-
-
-def _to_png(image: Any) -> str:
-    return f"data:image/png;base64,{b64encode(image._repr_png_()).decode()}"
+    if hasattr(value, "_repr_png_"):
+        return f"data:image/png;base64,{b64encode(value._repr_png_()).decode()}"
+    return str(value)
 
 
 class Record(BaseModel):
-    """A checked record that refuses unknown fields."""
+    """A validated record without unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid",
         use_attribute_docstrings=True,
         ser_json_bytes="base64",
-        # As Python's `json` writes them: `null` would read back as another value, or not at all.
+        # As Python's `json` writes them. `null` would be loaded as another value, or not at all.
         ser_json_inf_nan="constants",
     )
 
 
 class Budgets(Record):
-    """Budgets of one request. Each has its own key, and each cut is recorded."""
+    """What one request may use (budgets are separate). Each cut by a budget is recorded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -61,27 +60,27 @@ class Budgets(Record):
 
 
 class CallRecord(Record):
-    """One tool call: what was asked, what came of it, how long it took."""
+    """One tool call: its arguments, its outcome, its times."""
 
     call_id: str = ""
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
     outcome: CallOutcome = CallOutcome.OK
     message: str = ""
-    """What went wrong, in words; empty where nothing did."""
+    """What went wrong; empty if nothing did."""
     traceback: str = ""
     """The end of the traceback of a call that crashed."""
     seconds: float = 0.0
-    """Of the execution, all its attempts together."""
+    """Duration of all executions together."""
     queue_seconds: float = 0.0
-    """Waited: for a place (parallel calls, concurrency, rate), for an equal call, and between two
-    attempts."""
+    """Time of waiting: for a free slot (parallel calls, concurrency, rate limit), for an identical
+    call, and between attempts."""
     num_attempts: int = 1
-    """Executions, repeated ones included; 0 where a cache answered or nothing was asked."""
+    """Executions, retries included; 0 if a cache answered or the tool was not called."""
     is_cached: bool = False
-    """Whether a cache answered, or an equal call that was under way."""
+    """Whether the result came from a cache, or from an identical call in progress."""
     span: tuple[int, int] | None = None
-    """The call's own tokens in the response: the first, and behind the last; None: not located."""
+    """Tokens of the call in the response, as `[start, end)`; None if they were not located."""
     reward: float | None = None
     num_tokens: int = 0
     """Tokens of the observation as appended."""
@@ -92,44 +91,44 @@ class CallRecord(Record):
 
 
 class Turn(Record):
-    """What one party added to the response: a completion, tool results, or a user's reply."""
+    """A part of the response: a completion, tool results, or a reply of the user."""
 
     index: int
     role: Literal["assistant", "tool", "user"]
     start: int
     """First token, as an index into the response."""
     end: int
-    """Behind the last token."""
+    """Index after the last token."""
     reward: float | None = None
-    """Reward of this turn; an interaction's score stands on the completion that it judges."""
+    """Reward of this turn. The score of an interaction is on the completion that it judges."""
     seconds: float = 0.0
     finish_reason: FinishReason | None = None
-    """Of a completion: why the engine stopped."""
+    """Why the engine stopped; for completions only."""
     weight_versions: tuple[VersionSpan, ...] = ()
-    """Of a completion: which weights sampled its tokens (spans count from `start`)."""
+    """The weights that sampled the tokens of a completion. Spans count from `start`."""
     cached_tokens: int = 0
-    """Of a completion: input tokens that a prefix cache served."""
+    """Input tokens of a completion that a prefix cache served."""
     calls: list[CallRecord] = Field(default_factory=list[CallRecord])
-    """Of a completion: its tool calls, in order, with their outcomes."""
+    """Tool calls of a completion, in order, with their outcomes."""
     excluded: str | None = None
-    """Why a sampled turn was left out of the loss; None where it was not."""
+    """Why a sampled turn was excluded from the loss; None if it was not."""
     cut: Literal["turn", "response", "model", "observation"] | None = None
-    """Which budget cut this turn short: `response` and `model` left no token, `turn` ended a
-    completion early, `observation` shortened a reply of the interaction (that of a tool is written
-    down with its call); None where none did."""
+    """The budget that cut this turn; None if none did. After `response` and `model` no token is
+    left; `turn` ended a completion early; `observation` shortened a reply of the interaction. (For
+    the result of a tool, see its `CallRecord`.)"""
     num_cut_tokens: int = 0
-    """Of a reply of the interaction: tokens that it lost to its budget."""
+    """Tokens that a reply of the interaction lost to its budget."""
     metadata: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Of a completion: what else the interaction that judged it reported."""
+    """What the interaction that judged a completion reported besides the score."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the turn."""
+        """Number of tokens of the turn."""
         return self.end - self.start
 
 
 class Failure(Record):
-    """Why a request failed: whose fault, what was raised, in which turn."""
+    """Why a request failed: whose fault, which exception, in which turn."""
 
     fault: Fault
     kind: str
@@ -141,80 +140,76 @@ class Failure(Record):
 
 
 class TokenDifference(Record):
-    """One place where the ledger and the rendering of the whole conversation differ."""
+    """A difference between the ledger and the rendering of the whole conversation."""
 
     turn: int
     """Index of the turn; -1 for the prompt."""
     kind: str
-    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`; `rendering`: the template
-    writes something else if it sees the texts; `other_tokens`: other tokens than the tokenizer's
-    for the same text."""
+    """`sampled_text`, `observed_tokens`, `whitespace` or `missing`; `rendering`: the output of the
+    template depends on the texts; `other_tokens`: the same text, but not the tokens of the
+    tokenizer."""
     expected: str
     """Excerpt of the rendering."""
     actual: str
     """Excerpt of the ledger."""
 
 
-def _new_id() -> str:
-    return uuid.uuid4().hex
-
-
 class RequestFields(Record):
     """The fields of an `AsyncRolloutRequest`."""
 
     # Identity.
-    request_id: str = Field(default_factory=_new_id)
+    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     """Unique to this attempt: a retry has a new one."""
     batch_data_id: int = 0
-    """Place of the prompt in its batch."""
+    """Index of the prompt in the global batch."""
     rollout_offset: int = 0
-    """Place of the sample in its group."""
-    uid: str = Field(default_factory=_new_id)
-    """The group: samples of one prompt share it."""
+    """Index of the sample in its group."""
+    uid: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    """Id of the group. The samples of one prompt share it."""
     attempt: int = 0
-    """0, or how many attempts failed before this one."""
+    """Number of failed attempts before this one."""
 
-    # What it was made from.
+    # Inputs.
     messages: list[Message]
-    """The conversation so far; assistant messages hold what the parser read in sampled tokens."""
+    """The conversation so far. Assistant messages are parsed from the sampled tokens."""
     multi_modal_data: dict[str, list[Any]] = Field(default_factory=dict[str, list[Any]])
-    """Images and videos of the conversation, by kind (`image`, `video`): one for each part of that
-    type in `messages`, in their order."""
+    """Images and videos of the conversation, by kind (`image`, `video`), in the order of the parts
+    of that type in `messages`."""
     tool_schemas: list[OpenAIFunctionToolSchema] = Field(
         default_factory=list[OpenAIFunctionToolSchema]
     )
     tools_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
-    """By tool: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`."""
+    """For each tool: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`."""
     interaction_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """`name` of the interaction, and what it is started and asked with."""
+    """`name` of the interaction, and the arguments of its methods."""
     tool_selection: list[str] | None = None
     """Names of the tools that this row may use; None: all."""
     data_source: str = "unknown"
     ground_truth: Any = None
     extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
     columns: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """The row's own further columns, carried through."""
+    """Further columns of the row. They are carried through to the batch."""
     sampling: SamplingParams = SamplingParams(max_new_tokens=1 << 30)
-    """How its turns are sampled; each turn's token limit is derived from the budgets."""
+    """Sampling parameters. The budgets determine the token limit of each turn."""
     budgets: Budgets = Budgets()
     seed: int = 0
-    """Seed of the request's own draws."""
+    """Seed of all random draws of the request."""
 
-    # What came of it.
+    # Results.
     reward: float | None = None
-    """The scorer's number for the finished request; None where it was not scored."""
+    """Reward of the finished request; None if it was not scored."""
     reward_extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """What else the scorer returned."""
+    """What the scorer returned besides the reward."""
     tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])
-    """`calc_reward` of each tool, asked once at the end."""
+    """Result of `calc_reward` of each tool, called once at the end."""
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
     release_failures: list[str] = Field(default_factory=list[str])
-    """What went wrong when tools were released and the interaction was finalized."""
+    """Errors of releasing the tools and finalizing the interaction."""
     num_cut_prompt_tokens: int = 0
-    """Tokens that the prompt lost to its budget, those of the tools' opening messages included."""
+    """Tokens that the prompt lost to its budget, including those of opening messages."""
     dropped: str | None = None
-    """Why it was left out of baseline and loss though it may have ended well; None: it was not."""
+    """Why the request was excluded from baseline and loss; None if it was not."""
     is_checked: bool = False
-    """Whether the tokenization check held its ledger against its conversation."""
+    """Whether the token check compared the ledger with the conversation."""
     differences: list[TokenDifference] = Field(default_factory=list[TokenDifference])
-    """What the tokenization check found."""
+    """What the token check found."""

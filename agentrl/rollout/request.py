@@ -1,7 +1,7 @@
-"""One rollout: its conversation, its ledger, its state, and all that is known of each token.
+"""One rollout: its conversation, its tokens, its state, and a record of each turn.
 
 A request is made from a `Prompt`, driven by `agentrl.rollout.runner`, scored by `agentrl.rewards`
-and turned into a row of tensors by `agentrl.collate`. Everything that can be derived is a property.
+and turned into a row of tensors by `agentrl.collate`. What can be derived is a property.
 """
 
 import copy
@@ -20,7 +20,7 @@ from pydantic import (
 from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import LedgerError, TransitionError
-from agentrl.rollout.ledger import Ledger, make_turn, save_private, split_saved
+from agentrl.rollout.ledger import Ledger, make_turn, save_state, split_saved
 from agentrl.rollout.records import Failure, RequestFields, Turn
 from agentrl.rollout.states import (
     ENDS,
@@ -36,9 +36,9 @@ from agentrl.rollout.states import (
 class AsyncRolloutRequest(RequestFields):
     """One sample of one prompt, from PENDING to its end.
 
-    Its fields are those of `RequestFields`, free to read and to write. Tokens enter through
-    `append_sampled` and `append_observed` alone; the state changes through `take_edge` and `finish`
-    alone.
+    The fields of `RequestFields` are free to read and write. Tokens enter only through
+    `append_sampled` and `append_observed`. The state changes only through `take_edge`, `finish` and
+    `fail_scoring`.
 
     Example:
         >>> request = AsyncRolloutRequest(messages=[Message(role="user", content="Hi")])
@@ -48,8 +48,8 @@ class AsyncRolloutRequest(RequestFields):
         ([1, 2, 3, 7, 8], [1, 1])
     """
 
-    # The private half. Pydantic does not see it: it would look for each of these in many places,
-    # and a turn asks some twenty times.
+    # Pydantic does not see the private attributes: its attribute lookup is slow, and the runner
+    # reads them about twenty times per turn.
     if TYPE_CHECKING:
         _state: RequestState = PrivateAttr()
         _stop_reason: StopReason | None = PrivateAttr()
@@ -58,14 +58,14 @@ class AsyncRolloutRequest(RequestFields):
         _turns: list[Turn] = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Begin the private half."""
+        """Initialize the private attributes."""
         vars(self).update(
             _state=RequestState.PENDING, _stop_reason=None, _error=None, _ledger=Ledger(), _turns=[]
         )
 
     @classmethod
     def from_prompt(cls, prompt: Prompt, **fields: Any) -> "AsyncRolloutRequest":
-        """Make a request from a row; `fields` are identity, budgets, sampling, schemas, seed."""
+        """Make a request from a row. `fields` are its other fields: ids, budgets, sampling."""
         return cls(
             messages=[message.model_copy(deep=True) for message in prompt.messages],
             tools_kwargs=prompt.tools_kwargs,
@@ -78,21 +78,21 @@ class AsyncRolloutRequest(RequestFields):
             **fields,
         )
 
-    # The state.
+    # State
 
     @property
     def state(self) -> RequestState:
-        """Where the request stands; changed by `take_edge` and `finish` alone."""
+        """Current state."""
         return self._state
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why it ended; None while it lives."""
+        """Why the request ended; None before its end."""
         return self._stop_reason
 
     @property
     def error(self) -> Failure | None:
-        """What broke; None unless it failed."""
+        """What failed; None if nothing did."""
         return self._error
 
     @property
@@ -102,55 +102,54 @@ class AsyncRolloutRequest(RequestFields):
 
     @property
     def end(self) -> End | None:
-        """What its stop reason means for the rest of the data's way; None while it lives."""
+        """What the stop reason means for baseline and loss; None before the end."""
         return None if self._stop_reason is None else ENDS[self._stop_reason]
 
     @property
     def is_trained(self) -> bool:
-        """Whether its sampled tokens enter the loss."""
+        """Whether the sampled tokens enter the loss."""
         return self.end is not None and self.end.trained and self.dropped is None
 
     @property
     def in_baseline(self) -> bool:
-        """Whether its group's statistics count it."""
+        """Whether the statistics of the group count this request."""
         return self.end is not None and self.end.in_baseline and self.dropped is None
 
     def take_edge(self, target: RequestState) -> None:
-        """Follow an edge between living states (one state machine); ends are taken by `finish`.
+        """Change to another live state (one state machine). `finish` changes to a final one.
 
         Raises:
-            TransitionError: where the table has no such edge.
+            TransitionError: If the table has no such edge, or the target is a final state.
         """
         if target in FINAL_STATES:
-            raise TransitionError(f"{target} is an end: it needs a stop reason", expected="finish")
+            raise TransitionError(f"{target} is a final state: use finish", expected="finish")
         self._follow(target)
 
     def finish(self, reason: StopReason, error: Failure | None = None) -> None:
         """End the request, once.
 
         Raises:
-            TransitionError: where it has ended before, or cannot end so from its state; for a
-                failure without an error, or an error without a failure.
+            TransitionError: If it has ended, if its state has no edge to this end, if a failure has
+                no error, or if a completion has one.
         """
         if self._stop_reason is not None:
             raise TransitionError(f"the request has ended already: {self._stop_reason}")
         self._end(reason, error)
 
     def fail_scoring(self, error: Failure, reason: StopReason = StopReason.FAILED) -> None:
-        """Turn a completed request whose scorer broke, or was cancelled, into a failed one (a
-        failed request is data).
+        """Fail a completed request, because its scoring failed or was cancelled.
 
-        The conversation stands; only its account changes: it leaves baseline and loss.
+        The conversation stays. The request leaves baseline and loss.
 
         Raises:
-            TransitionError: where it is not completed, or the reason is none of a failure.
+            TransitionError: If it is not completed, or the reason is not that of a failure.
         """
         if self._state is not RequestState.COMPLETED:
             raise TransitionError(f"only a completed request can fail scoring, not {self._state}")
         self._end(reason, error)
 
     def _end(self, reason: StopReason, error: Failure | None) -> None:
-        self._follow(check_end(reason, is_explained=error is not None))
+        self._follow(check_end(reason, has_error=error is not None))
         self._stop_reason = reason
         self._error = error
 
@@ -158,7 +157,7 @@ class AsyncRolloutRequest(RequestFields):
         check_edge(self._state, target)
         self._state = target
 
-    # The ledger.
+    # Tokens
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -172,23 +171,23 @@ class AsyncRolloutRequest(RequestFields):
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 for each response token that is trained (a copy)."""
+        """1 for each response token that is trained, 0 for the others (a copy)."""
         return list(self._ledger.loss_mask)
 
     @property
     def rollout_log_probs(self) -> list[float]:
-        """Log-probability at sampling, 0.0 for observed tokens (a copy)."""
+        """Log-probability at sampling; 0.0 for observed tokens (a copy)."""
         return list(self._ledger.rollout_log_probs)
 
     @property
     def input_ids(self) -> list[int]:
-        """Prompt and response: what the engine is sent, exactly (train what was sampled)."""
+        """Prompt and response: exactly the tokens that the engine gets (train what was sampled)."""
         ledger = self._ledger
         return ledger.prompt_ids + ledger.response_ids
 
     @property
     def attention_mask(self) -> list[int]:
-        """1 for each of `input_ids`: a request holds no padding."""
+        """1 for each of `input_ids`: a request has no padding."""
         return [1] * len(self._ledger)
 
     @property
@@ -206,25 +205,11 @@ class AsyncRolloutRequest(RequestFields):
         """Length of the response."""
         return len(self._ledger.response_ids)
 
-    @property
-    def num_tokens_left(self) -> int:
-        """Tokens that still fit into the response budget and the model's length."""
-        ledger, budgets = self._ledger, self.budgets
-        of_response = budgets.max_response_tokens - len(ledger.response_ids)
-        return min(of_response, budgets.max_model_len - len(ledger))
-
-    @property
-    def nearest_limit(self) -> StopReason:
-        """Which of the two limits on its tokens is the nearer one."""
-        of_response = self.budgets.max_response_tokens - self.num_response_tokens
-        is_response = of_response <= self.num_tokens_left
-        return StopReason.RESPONSE_BUDGET if is_response else StopReason.MODEL_LENGTH
-
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Set the prompt's tokens, once, before anything is appended.
+        """Set the tokens of the prompt, once, before anything is appended.
 
         Raises:
-            LedgerError: for an empty prompt, where there is one already, or behind the end.
+            LedgerError: If the prompt is empty, or the request has begun or ended.
         """
         if self._ledger.prompt_ids or self.is_finished:
             raise LedgerError("the request has begun already, or ended")
@@ -242,13 +227,13 @@ class AsyncRolloutRequest(RequestFields):
         cached_tokens: int = 0,
         seconds: float = 0.0,
     ) -> Turn:
-        """Append a completion of the policy, verbatim, with mask 1; opens its turn's record.
+        """Append a completion of the policy, verbatim, with mask 1, as a new turn.
 
         Raises:
-            LedgerError: where tokens, log-probabilities and versions do not agree, where they do
-                not fit into the budgets, before the prompt, or behind the end; nothing is appended.
+            LedgerError: If tokens, log-probabilities and versions do not agree, if the tokens do
+                not fit into the budgets, before the prompt, and after the end. Nothing is appended.
         """
-        turn = self._next_turn(
+        turn = self._make_turn(
             len(ids),
             role="assistant",
             finish_reason=finish_reason,
@@ -257,57 +242,95 @@ class AsyncRolloutRequest(RequestFields):
             seconds=seconds,
         )
         self._ledger.append_sampled(ids, log_probs)
-        return self._open(turn)
+        self._turns.append(turn)
+        return turn
 
     def append_observed(
         self, ids: Sequence[int], *, role: Literal["tool", "user"], seconds: float = 0.0
     ) -> Turn:
-        """Append what the policy is shown, with mask 0; opens its turn's record.
+        """Append what the policy is shown, with mask 0, as a new turn.
 
         Raises:
-            LedgerError: as `append_sampled`; nothing is appended.
+            LedgerError: As for `append_sampled`. Nothing is appended.
         """
-        turn = self._next_turn(len(ids), role=role, seconds=seconds)
+        turn = self._make_turn(len(ids), role=role, seconds=seconds)
         if turn.role == "assistant":
-            raise LedgerError("what an assistant says was sampled", expected="append_sampled")
+            raise LedgerError("tokens of the assistant are sampled", expected="append_sampled")
         self._ledger.append_observed(ids)
-        return self._open(turn)
+        self._turns.append(turn)
+        return turn
 
     def exclude_turn(self, index: int, reason: str) -> None:
-        """Leave a sampled turn out of the loss, by a declared policy; its ids stay.
+        """Exclude a sampled turn from the loss. Its tokens and log-probabilities stay.
 
         Raises:
-            LedgerError: where there is no such turn, or it was not sampled.
+            LedgerError: If there is no such turn, or it was not sampled.
         """
         if not 0 <= index < len(self._turns) or self._turns[index].role != "assistant":
-            raise LedgerError(f"turn {index} is no sampled turn of {len(self._turns)} turns")
+            raise LedgerError(f"turn {index} is not a sampled turn ({len(self._turns)} turns)")
         turn = self._turns[index]
         turn.excluded = reason
         self._ledger.exclude(turn.start, turn.end)
 
-    def _next_turn(self, num_tokens: int, **fields: Any) -> Turn:
-        """Make the record of a turn that may be appended; `fields` are the turn's own."""
+    def _make_turn(self, num_tokens: int, **fields: Any) -> Turn:
         if self.is_finished or not self._ledger.prompt_ids:
-            raise LedgerError("no token enters a request before its prompt or behind its end")
+            raise LedgerError("tokens cannot be appended before the prompt or after the end")
         if num_tokens > (left := self.num_tokens_left):
-            raise LedgerError(f"{num_tokens} tokens where {left} fit", limit=self.nearest_limit)
+            raise LedgerError(f"{num_tokens} tokens, but {left} are left", limit=self.nearest_limit)
         start = self.num_response_tokens
         return make_turn(index=len(self._turns), start=start, end=start + num_tokens, **fields)
 
-    def _open(self, turn: Turn) -> Turn:
-        self._turns.append(turn)
-        return turn
-
     def add_media(self, media: Mapping[str, Sequence[Any]]) -> None:
-        """Add the images and videos of a message that was appended, by kind."""
+        """Add the images and videos of an appended message, by kind."""
         for kind, values in media.items():
             self.multi_modal_data.setdefault(kind, []).extend(values)
 
-    # The turns.
+    # Budgets
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that still fit into the response budget and the model's length."""
+        ledger, budgets = self._ledger, self.budgets
+        of_response = budgets.max_response_tokens - len(ledger.response_ids)
+        return min(of_response, budgets.max_model_len - len(ledger))
+
+    @property
+    def max_next_tokens(self) -> int:
+        """Tokens that the next turn may sample."""
+        left = self.num_tokens_left
+        return min(left, self.budgets.max_turn_tokens or left)
+
+    @property
+    def nearest_limit(self) -> StopReason:
+        """The token limit that is reached first."""
+        of_response = self.budgets.max_response_tokens - self.num_response_tokens
+        is_response = of_response <= self.num_tokens_left
+        return StopReason.RESPONSE_BUDGET if is_response else StopReason.MODEL_LENGTH
+
+    def limit_for_calls(self, num_calls: int) -> StopReason | None:
+        """Return the limit that more calls, or the turn after them, would exceed, if any."""
+        limit = self.budgets.max_tool_calls
+        if limit is not None and self.num_tool_calls + num_calls > limit:
+            return StopReason.MAX_TOOL_CALLS
+        return self._limit_for_turn()
+
+    def limit_for_reply(self) -> StopReason | None:
+        """Return the limit that a user reply, or the turn after it, would exceed, if any."""
+        limit = self.budgets.max_user_turns
+        if limit is not None and self.num_user_turns >= limit:
+            return StopReason.MAX_USER_TURNS
+        return self._limit_for_turn()
+
+    def _limit_for_turn(self) -> StopReason | None:
+        limit = self.budgets.max_assistant_turns
+        is_reached = limit is not None and self.num_assistant_turns >= limit
+        return StopReason.MAX_ASSISTANT_TURNS if is_reached else None
+
+    # Turns
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """A record for each turn, in order; their spans cover the response without a gap."""
+        """A record for each turn, in order. Their spans cover the response without a gap."""
         return tuple(self._turns)
 
     @property
@@ -332,25 +355,30 @@ class AsyncRolloutRequest(RequestFields):
 
     @property
     def reward_scores(self) -> dict[str, Any]:
-        """Rewards of tools by name, and of the turns under `user_turn_rewards`."""
+        """Rewards of tools by name, and those of the turns under `user_turn_rewards`."""
         scored = [turn.reward for turn in self._turns if turn.reward is not None]
         return {**self.tool_rewards, "user_turn_rewards": scored}
 
+    # Comparing, copying and saving include the private attributes.
+
     def __eq__(self, other: object) -> bool:
-        """Compare all that is known of both; pydantic would compare the public half alone."""
+        """Compare all fields and the private attributes."""
         if not isinstance(other, AsyncRolloutRequest):
             return NotImplemented
-        return self._private_half == other._private_half and super().__eq__(other)
+        return self._private_values() == other._private_values() and super().__eq__(other)
 
-    @property
-    def _private_half(self) -> tuple[Any, ...]:
+    def __copy__(self) -> Self:
+        """Copy with a ledger and turns of its own, so that copies do not share tokens."""
+        twin = super().__copy__()
+        twin._ledger, twin._turns = copy.deepcopy((self._ledger, self._turns))
+        return twin
+
+    def _private_values(self) -> tuple[RequestState, StopReason | None, Any, list[Turn], Ledger]:
         return self._state, self._stop_reason, self._error, self._turns, self._ledger
-
-    # Saving: the private half travels with the public one.
 
     @model_serializer(mode="wrap")
     def _save(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return handler(self) | save_private(*self._private_half)
+        return handler(self) | save_state(*self._private_values())
 
     @model_validator(mode="wrap")
     @classmethod
@@ -359,15 +387,9 @@ class AsyncRolloutRequest(RequestFields):
     ) -> "AsyncRolloutRequest":
         if not isinstance(data, dict) or "version" not in data:
             return handler(data)
-        public, private = split_saved(cast("dict[str, Any]", data))
-        request = handler(public)
-        request._ledger, request._turns = private.ledger, private.turns
-        request._stop_reason, request._error = private.stop_reason, private.error
-        request._state = private.state
+        fields, saved = split_saved(cast("dict[str, Any]", data))
+        request = handler(fields)
+        request._ledger, request._turns = saved.ledger, saved.turns
+        request._stop_reason, request._error = saved.stop_reason, saved.error
+        request._state = saved.state
         return request
-
-    def __copy__(self) -> Self:
-        """Copy with a ledger and turns of its own: no copy appends to another's tokens."""
-        twin = super().__copy__()
-        twin._ledger, twin._turns = copy.deepcopy((self._ledger, self._turns))
-        return twin

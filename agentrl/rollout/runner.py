@@ -1,9 +1,9 @@
 """Drive one request from PENDING to its end.
 
-`run_request` is the one boundary at which a failure of a plug-in or an engine becomes data (a
-failed request is data): whatever happens inside, it returns a request that has ended. Cancellation
-alone passes through, behind the clean-up. Each living state has one handler, which says where the
-request goes next: to another state, or to its end.
+`run_request` is the error boundary around plug-ins and engine calls: it always returns a request
+that has ended, and a failure is recorded on it (a failed request is data). Only a cancellation of
+the caller is raised, after clean-up. Each live state has one handler. A handler returns the next
+state, or the reason why the request ends.
 """
 
 import asyncio
@@ -15,45 +15,30 @@ from functools import cache
 from typing import Literal
 
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
-from agentrl.errors import (
-    DataError,
-    EngineError,
-    Fault,
-    TemplateError,
-    TransitionError,
-    text_of,
-)
+from agentrl.errors import DataError, EngineError, Fault, TemplateError, TransitionError, text_of
 from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import CallOutcome, Message
-from agentrl.plugins.cancellation import finish_despite_cancellation, is_cancelled
+from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
-from agentrl.rollout.limits import turn_limit, why_not_call, why_not_reply
 from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
-from agentrl.rollout.tool_calls import (
-    CheckedCalls,
-    Observation,
-    raise_tool_failure,
-    read_turn,
-    skip_calls,
-)
+from agentrl.rollout.tool_calls import CheckedCalls, raise_tool_failure, read_turn, skip_calls
 from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.registry import select_tools
 from agentrl.tools.runtime.session import ToolSession
 
 NextStep = RequestState | StopReason
-"""Where a request goes next."""
-
+"""What a handler returns: the next state, or the reason why the request ends."""
 
 logger = logging.getLogger(__name__)
 
 
 class EngineAbortError(EngineError):
-    """The engine was told to end a call, and with it its request."""
+    """The engine aborted a call. The request of the call ends as ABORTED."""
 
 
 async def run_request(
@@ -61,12 +46,15 @@ async def run_request(
 ) -> AsyncRolloutRequest:
     """Drive a request through its states, in place, and return it ended.
 
-    `source` completes its turns; None: the context's engine.
+    Args:
+        request: A pending request.
+        context: Engine, template, parser, tools and interactions of the run.
+        source: Generates the completions; None: the engine of the context.
 
     Raises:
-        TransitionError: for a request that is not pending.
-        asyncio.CancelledError: where the caller cancels. The request has then ended, as ABORTED
-            unless it had before, its tools are released and its interaction is finalised.
+        TransitionError: If the request is not pending.
+        asyncio.CancelledError: If the caller cancels. The request has ended then (as ABORTED if it
+            had not ended before), its tools are released and its interaction is finalized.
     """
     if request.state is not RequestState.PENDING:
         raise TransitionError(f"the request {request.request_id} is {request.state}, not pending")
@@ -80,7 +68,7 @@ async def run_request(
             raise
     except EngineAbortError as error:
         run.fail(StopReason.ABORTED, error)
-    except Exception as error:  # noqa: BLE001 - the boundary: a failure becomes data (a failed request is data)
+    except Exception as error:  # noqa: BLE001 - the boundary: a failed request is data
         run.fail(StopReason.FAILED, error)
     finally:
         await run.release()
@@ -89,7 +77,7 @@ async def run_request(
 
 
 class _Run:
-    """One request on its step: the handlers of its states, and what is released behind it."""
+    """One request while it runs: a handler for each state, its sessions, and the last turn."""
 
     def __init__(
         self, request: AsyncRolloutRequest, context: RolloutContext, source: CompletionSource
@@ -97,31 +85,32 @@ class _Run:
         self.request = request
         self.context = context
         self.source = source
-        self.last_ids: Sequence[int] = ()
-        self.wording: list[Callable[[], str]] = []
-        self.calls = CheckedCalls()
-        self.call_spans: list[Span | None] = []
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
+        self.last_ids: Sequence[int] = ()
+        self.calls = CheckedCalls()
+        self.call_spans: list[Span | None] = []
+        self.texts: list[Callable[[], str]] = []
+        """Return the text of each part of the ledger. The token check calls them."""
 
     async def drive(self) -> None:
-        """Follow the states to an end, within the wall clock; then ask for the tools' rewards."""
+        """Follow the states to an end within the wall clock, then collect the tools' rewards."""
         clock = asyncio.timeout(self.request.budgets.timeout_s)
         try:
             async with clock:
-                await self._follow_states()
+                step: NextStep = RequestState.PENDING
+                while isinstance(step, RequestState):
+                    step = await self._handle(step)
+                    if isinstance(step, StopReason):
+                        self.request.finish(step)
+                    else:
+                        self.request.take_edge(step)
         except TimeoutError as error:
             if not clock.expired():
                 raise
             return self.fail(StopReason.WALL_CLOCK, error)
         self.request.tool_rewards = await self.tools.calc_rewards()
         return self._check_tokens()
-
-    async def _follow_states(self) -> None:
-        step: NextStep = RequestState.PENDING
-        while isinstance(step, RequestState):
-            step = await self._handle(step)
-            self._go(step)
 
     async def _handle(self, state: RequestState) -> NextStep:
         match state:
@@ -134,16 +123,10 @@ class _Run:
             case RequestState.INTERACTING if self.interaction:
                 return await self._interact(self.interaction)
             case _:
-                raise TransitionError(f"nothing is to be done for a request that is {state}")
-
-    def _go(self, step: NextStep) -> None:
-        if isinstance(step, StopReason):
-            self.request.finish(step)
-        else:
-            self.request.take_edge(step)
+                raise TransitionError(f"a request that is {state} has no handler")
 
     def fail(self, reason: StopReason, error: BaseException) -> None:
-        """End a request as failed; one that had completed fails its scoring."""
+        """End the request as failed. If it has completed already, its scoring fails."""
         request = self.request
         is_limit = reason is not StopReason.FAILED
         fault = Fault.LIMIT if is_limit else find_fault(error, request.state)
@@ -154,39 +137,51 @@ class _Run:
             request.finish(reason, failure)
 
     async def release(self) -> None:
-        """Release the tools and finalise the interaction, also where this is cancelled."""
+        """Release the tools and finalize the interaction, also if this task is cancelled."""
         self.request.metrics["release_failures"] = 0.0
         if self.interaction or self.tools.needs_release:
-            await finish_despite_cancellation(self._release())
+            task = asyncio.create_task(self._release())
+            await wait_despite_cancellation([task])
+            task.result()
 
     async def _release(self) -> None:
-        releasing = self.tools.release()
         if self.interaction is None:
-            failures = await releasing
+            failures = await self.tools.release()
         else:
             released, finalized = await asyncio.gather(
-                releasing, self.interaction.finalize(), return_exceptions=True
+                self.tools.release(), self.interaction.finalize(), return_exceptions=True
             )
             failures = [*(released if isinstance(released, list) else [released]), finalized]
-        told = [text_of(failure).partition("\n")[0] for failure in failures if failure is not None]
-        self.request.release_failures = told
-        self.request.metrics["release_failures"] = float(len(told))
+        raised = [failure for failure in failures if failure is not None]
+        messages = [text_of(failure).partition("\n")[0] for failure in raised]
+        self.request.release_failures = messages
+        self.request.metrics["release_failures"] = float(len(messages))
 
     def _check_tokens(self) -> None:
         request = self.request
         try:
-            self.context.check_tokens(request, lambda: [write() for write in self.wording])
-        except Exception as error:  # noqa: BLE001 - a check that breaks loses no good request
+            self.context.check_tokens(request, lambda: [text() for text in self.texts])
+        except Exception as error:  # noqa: BLE001 - a broken check must not fail the request
             what = f"{type(error).__name__}: {error}"
-            broken = TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
-            request.differences.append(broken)
+            request.differences.append(
+                TokenDifference(turn=-1, kind="check_failed", expected="", actual=what)
+            )
 
     # PENDING
 
     async def _start(self) -> NextStep:
         await self._create_tools()
         await self._start_interaction()
-        self._begin()
+        request = self.request
+        prompt = self.context.encode_prompt(request)
+        request.begin(prompt.ids)
+        self.texts.append(lambda: prompt.text)
+        request.num_cut_prompt_tokens += prompt.num_cut
+        if request.num_tokens_left <= 0:
+            raise DataError(
+                f"a prompt of {request.num_prompt_tokens} tokens leaves no room for a response",
+                expected=f"less than {request.budgets.max_model_len} tokens",
+            )
         return RequestState.RUNNING
 
     async def _create_tools(self) -> None:
@@ -228,38 +223,26 @@ class _Run:
         if opening := await self.interaction.start():
             fitted = context.fitter.fit(opening)
             if fitted.num_cut:
-                warn_of_cut_opening(selected.name, context.settings.max_tool_response_length)
+                warn_opening_cut(selected.name, context.settings.max_tool_response_length)
             request.messages.append(Message(role="user", content=fitted.text))
             request.num_cut_prompt_tokens += fitted.num_cut
-
-    def _begin(self) -> None:
-        request = self.request
-        prompt = self.context.encode_prompt(request)
-        request.begin(prompt.ids)
-        self.wording.append(lambda: prompt.text)
-        request.num_cut_prompt_tokens += prompt.num_cut
-        if request.num_tokens_left <= 0:
-            raise DataError(
-                f"a prompt of {request.num_prompt_tokens} tokens leaves no room for a response",
-                expected=f"less than {request.budgets.max_model_len} tokens",
-            )
 
     # RUNNING
 
     async def _generate(self) -> NextStep:
         started = time.monotonic()
         completion = await self._complete()
-        turn = self._append(completion, time.monotonic() - started)
-        step = self._leave_turn(turn)
+        turn = self._append_completion(completion, time.monotonic() - started)
+        step = self._choose_step(turn)
         if step is not RequestState.TOOL_CALLING:
-            self._note_calls(turn, skip_calls(self.calls))
+            self._record_calls(turn, skip_calls(self.calls))
         if step is StopReason.ABORTED:
-            raise EngineAbortError("the engine was told to abort the call")
+            raise EngineAbortError("the engine aborted the call")
         return step
 
     async def _complete(self) -> Completion:
         request = self.request
-        limit = turn_limit(request)
+        limit = request.max_next_tokens
         completion = await self.source.generate(
             request.input_ids,
             replace(request.sampling, max_new_tokens=limit, seed=turn_seed(request)),
@@ -267,13 +250,14 @@ class _Run:
         )
         if len(completion.token_ids) > limit:
             raise EngineError(
-                f"the engine sampled {len(completion.token_ids)} tokens", expected=f"{limit}"
+                f"the engine sampled {len(completion.token_ids)} tokens",
+                expected=f"at most {limit}",
             )
         return completion
 
-    def _append(self, completion: Completion, seconds: float) -> Turn:
-        """Enter a completion into the ledger, and what the parser reads in it into the messages."""
-        request = self.request
+    def _append_completion(self, completion: Completion, seconds: float) -> Turn:
+        """Append a completion to the ledger, and the message parsed from it to the conversation."""
+        request, context = self.request, self.context
         turn = request.append_sampled(
             completion.token_ids,
             completion.log_probs,
@@ -283,102 +267,93 @@ class _Run:
             seconds=seconds,
         )
         if completion.finish_reason is FinishReason.LENGTH:
-            turn.cut = "turn" if request.num_tokens_left > 0 else self._spent_budget()
-        self.last_ids = completion.token_ids
-        self._read(completion.token_ids)
-        if self.calls.malformed and self.context.settings.on_malformed_call == "mask":
-            request.exclude_turn(turn.index, "malformed tool call")
-        return turn
-
-    def _spent_budget(self) -> Literal["response", "model"]:
-        nearest = self.request.nearest_limit
-        return "response" if nearest is StopReason.RESPONSE_BUDGET else "model"
-
-    def _read(self, ids: Sequence[int]) -> None:
-        request, context = self.request, self.context
+            is_response = request.nearest_limit is StopReason.RESPONSE_BUDGET
+            spent = "response" if is_response else "model"
+            turn.cut = "turn" if request.num_tokens_left > 0 else spent
         read = read_turn(
-            ids,
+            completion.token_ids,
             context.template,
             context.parser,
             tools=request.tool_schemas,
             check_arguments=context.settings.check_tool_arguments,
+            # Earlier calls only: the new turn has no records yet.
             num_calls_before=request.num_tool_calls,
         )
-        self.wording.append(lambda: read.text)
+        self.texts.append(lambda: read.text)
+        self.last_ids = completion.token_ids
         self.calls, self.call_spans = read.calls, read.call_spans
         request.messages.append(read.message)
+        if self.calls.malformed and context.settings.on_malformed_call == "mask":
+            request.exclude_turn(turn.index, "malformed tool call")
+        return turn
 
-    def _leave_turn(self, turn: Turn) -> NextStep:
-        """Where a completion leads."""
+    def _choose_step(self, turn: Turn) -> NextStep:
+        """Choose the step after a completion: call tools, ask the user, or end."""
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         if turn.cut in ("response", "model"):
             return self.request.nearest_limit
         if self.calls.num_calls:
-            return self._why_not_call() or RequestState.TOOL_CALLING
-        return RequestState.INTERACTING if self._is_heard() else StopReason.ANSWERED
+            return self._reason_not_to_call() or RequestState.TOOL_CALLING
+        return RequestState.INTERACTING if self._should_interact() else StopReason.ANSWERED
 
-    def _why_not_call(self) -> StopReason | None:
-        """The policy or limit that ends the request where the model wants to call a tool."""
-        policy = self.context.settings.on_malformed_call
-        if policy == "stop" and self.calls.malformed:
+    def _reason_not_to_call(self) -> StopReason | None:
+        """Return the policy for malformed calls, or the limit, that ends the request."""
+        policy, malformed = self.context.settings.on_malformed_call, self.calls.malformed
+        is_unreadable = any(not call.is_readable for call in malformed)
+        if (policy == "stop" and malformed) or (policy == "stop_unreadable" and is_unreadable):
             return StopReason.MALFORMED_CALL
-        unreadable = any(not call.is_readable for call in self.calls.malformed)
-        if policy == "stop_unreadable" and unreadable:
-            return StopReason.MALFORMED_CALL
-        return why_not_call(self.request, self.calls.num_calls)
+        return self.request.limit_for_calls(self.calls.num_calls)
 
-    def _is_heard(self) -> bool:
-        """Whether there is an interaction, and interval and draw let it hear this answer."""
+    def _should_interact(self) -> bool:
+        """Whether the interaction replies to this answer, by interval and by draw."""
         request, settings = self.request, self.context.settings
         if self.interaction is None or request.num_assistant_turns % settings.interaction_interval:
             return False
         return should_interact(request, settings.interaction_prob)
 
-    # TOOL_CALLING
-
-    async def _call_tools(self) -> NextStep:
-        started = time.monotonic()
-        try:
-            # A tool may have effects: no call is executed that the template could not answer.
-            outline = self.context.caller.outline(self.calls)
-            self.context.template.plan_delta(outline, tools=self.request.tool_schemas)
-        except TemplateError as error:
-            self._note_calls(self.request.turns[-1], skip_calls(self.calls))
-            return self._refuse_calls(self.request.turns[-1], error)
-        found = await self.context.caller.answer(self.calls, self.tools)
-        seconds = time.monotonic() - started
-        self._record_calls(self.request.turns[-1], found)
-        if self.context.settings.on_tool_failure == "fail":
-            raise_tool_failure(found)
-        try:
-            observed = await self._observe([o.message for o in found], "tool", seconds)
-        except TemplateError as error:
-            return self._refuse_calls(self.request.turns[-1], error)
-        if observed:
-            for observation in found:
-                self.request.add_media(observation.response.media)
-        if any(observation.should_stop for observation in found):
-            return StopReason.TOOL_ENDED
-        return RequestState.RUNNING if observed else self.request.nearest_limit
-
-    def _record_calls(self, turn: Turn, found: Sequence[Observation]) -> None:
-        self._note_calls(turn, [observation.record for observation in found])
-        rewards = [call.reward for call in turn.calls if call.reward is not None]
-        if rewards:
-            turn.reward = sum(rewards)
-
-    def _note_calls(self, turn: Turn, records: list[CallRecord]) -> None:
+    def _record_calls(self, turn: Turn, records: list[CallRecord]) -> None:
         turn.calls = records
         for call, span in zip(records, self.call_spans, strict=True):
             call.span = span and (turn.start + span[0], turn.start + span[1])
 
+    # TOOL_CALLING
+
+    async def _call_tools(self) -> NextStep:
+        request, context = self.request, self.context
+        turn = request.turns[-1]
+        started = time.monotonic()
+        try:
+            # A tool may have effects. Do not execute a call whose answer the template cannot show.
+            outline = context.caller.outline(self.calls)
+            context.template.plan_delta(outline, tools=request.tool_schemas)
+        except TemplateError as error:
+            self._record_calls(turn, skip_calls(self.calls))
+            return self._refuse_calls(turn, error)
+        found = await context.caller.answer(self.calls, self.tools)
+        seconds = time.monotonic() - started
+        self._record_calls(turn, [observation.record for observation in found])
+        rewards = [call.reward for call in turn.calls if call.reward is not None]
+        if rewards:
+            turn.reward = sum(rewards)
+        if context.settings.on_tool_failure == "fail":
+            raise_tool_failure(found)
+        try:
+            observed = await self._observe([o.message for o in found], "tool", seconds)
+        except TemplateError as error:
+            return self._refuse_calls(turn, error)
+        if observed:
+            for observation in found:
+                request.add_media(observation.response.media)
+        if any(observation.should_stop for observation in found):
+            return StopReason.TOOL_ENDED
+        return RequestState.RUNNING if observed else request.nearest_limit
+
     def _refuse_calls(self, turn: Turn, error: TemplateError) -> StopReason:
-        """The model made calls that its template cannot answer, such as two tools in one turn."""
+        """End the request: the template cannot show the answers, such as two tools in one turn."""
         for call in turn.calls:
-            what = (
-                "not executed" if call.outcome == CallOutcome.SKIPPED else "not shown to the model"
-            )
+            is_skipped = call.outcome == CallOutcome.SKIPPED
+            what = "not executed" if is_skipped else "not shown to the model"
             call.message = call.message or f"{what}: {error.args[0]}"
         return StopReason.MALFORMED_CALL
 
@@ -393,26 +368,25 @@ class _Run:
         judged.reward, judged.metadata = reply.score, reply.metadata or {}
         if reply.should_terminate:
             return StopReason.INTERACTION_ENDED
-        return why_not_reply(request) or await self._reply(reply.content, seconds)
-
-    async def _reply(self, text: str, seconds: float) -> NextStep:
-        fitted = self.context.fitter.fit(text)
+        if limit := request.limit_for_reply():
+            return limit
+        fitted = self.context.fitter.fit(reply.content)
         turn = await self._observe([Message(role="user", content=fitted.text)], "user", seconds)
         if turn is None:
-            return self.request.nearest_limit
+            return request.nearest_limit
         turn.cut = "observation" if fitted.num_cut else None
         turn.num_cut_tokens = fitted.num_cut
         return RequestState.RUNNING
 
-    # What the policy is shown.
+    # TOOL_CALLING and INTERACTING
 
     async def _observe(
         self, messages: Sequence[Message], role: Literal["tool", "user"], seconds: float
     ) -> Turn | None:
-        """Append messages behind a sampled turn, where they leave room for one more token.
+        """Append messages after a sampled turn, if at least one token is left after them.
 
         Returns:
-            Their turn; None where they do not fit, and nothing was appended.
+            Their turn. None if they do not fit; nothing is appended then.
         """
         request, template = self.request, self.context.template
         planned = template.plan_delta(messages, tools=request.tool_schemas)
@@ -420,7 +394,7 @@ class _Run:
         delta = planned.encode(self.last_ids, outside)
         if len(delta.ids) >= request.num_tokens_left:
             return None
-        self.wording.append(lambda: delta.written().text)
+        self.texts.append(lambda: delta.written().text)
         request.messages.extend(messages)
         calls = request.turns[-1].calls
         for index, start, end in delta.message_spans:
@@ -430,11 +404,11 @@ class _Run:
 
 
 @cache
-def warn_of_cut_opening(interaction: str, max_tokens: int) -> None:
-    """Log, once for each interaction, that what it says first was cut."""
+def warn_opening_cut(interaction: str, max_tokens: int) -> None:
+    """Warn, once for each interaction, that its first message was cut."""
     logger.warning(
-        "the first message of interaction %r is longer than "
-        "rollout.multi_turn.max_tool_response_length, %d tokens, and is cut",
+        "the first message of interaction %r was cut: it is longer than "
+        "rollout.multi_turn.max_tool_response_length (%d tokens)",
         interaction,
         max_tokens,
     )

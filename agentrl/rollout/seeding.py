@@ -1,39 +1,39 @@
-"""What is drawn for a request: functions of its seed, so that the same run draws the same."""
+"""Seeds and random decisions of a request: functions of its seed, so a run can be repeated."""
 
 from hashlib import blake2b
 
 from agentrl.rollout.request import AsyncRolloutRequest
 
 SEED_BITS = 63
-"""Of a seed."""
+"""Number of bits in a seed."""
 
 
 def draw_seed(name: str) -> int:
-    """Draw a seed for what is called so: any two names give seeds that know nothing of each other.
+    """Hash a name to a seed. The seeds of different names are independent.
 
-    A hash: to make a generator of `random` out of a string costs ten times as much.
+    A hash is ten times faster than a generator of `random` that is seeded with a string.
     """
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> (64 - SEED_BITS)
 
 
 def turn_seed(request: AsyncRolloutRequest) -> int:
-    """Seed the next completion: a function of the request's seed, the attempt and the turn.
+    """Return the seed of the next completion: a function of request seed, attempt and turn.
 
-    So what is sampled depends neither on which requests share the engine, nor on what it sampled
-    before: a resumed run goes on as the run that was never stopped.
+    So the samples depend neither on the other requests in the engine nor on its earlier calls. A
+    resumed run continues exactly as a run that was not stopped (resume is exact).
     """
     return draw_seed(f"{request.seed}:{request.attempt}:{len(request.turns)}")
 
 
 def should_interact(request: AsyncRolloutRequest, probability: float) -> bool:
-    """Whether the interaction hears the last answer (`interaction_prob`)."""
-    return _falls(f"{request.seed}:{request.num_assistant_turns}", probability)
+    """Draw whether the interaction replies to the last answer (`interaction_prob`)."""
+    return _draw_bool(f"{request.seed}:{request.num_assistant_turns}", probability)
 
 
 def should_check(request: AsyncRolloutRequest, share: float) -> bool:
-    """Whether a finished request is checked (`tokenization_sanity_check_frac`)."""
-    return _falls(f"{request.seed}:check", share)
+    """Draw whether a finished request is checked (`tokenization_sanity_check_frac`)."""
+    return _draw_bool(f"{request.seed}:check", share)
 
 
-def _falls(name: str, probability: float) -> bool:
+def _draw_bool(name: str, probability: float) -> bool:
     return draw_seed(name) < probability * 2**SEED_BITS

@@ -1,7 +1,7 @@
-"""The states of a request, the legal edges between them, and the ways in which it can end.
+"""The states of a request, the legal edges between them, and what each stop reason means.
 
-This file is the whole state machine: a table of edges, a table of ends, no I/O. The diagram in the
-documentation is drawn from `TRANSITIONS` by `state_diagram`.
+This file is the whole state machine: a table of edges and a table of ends, without I/O.
+`state_diagram` draws the diagram of the documentation from `TRANSITIONS`.
 """
 
 from enum import StrEnum
@@ -12,20 +12,20 @@ from agentrl.errors import Fault, TransitionError
 
 
 class RequestState(StrEnum):
-    """Where a request stands."""
+    """What a request is doing."""
 
     PENDING = "pending"
-    """Made, not yet started: its tools and interaction do not exist."""
+    """Not yet started. Its tools and interaction do not exist."""
     RUNNING = "running"
-    """The policy is asked for its next turn."""
+    """The policy generates its next turn."""
     TOOL_CALLING = "tool_calling"
     """The calls of the last turn are being executed."""
     INTERACTING = "interacting"
-    """The last answer is before the simulated user."""
+    """The interaction replies to the last answer."""
     COMPLETED = "completed"
-    """Ended as a result of what the policy did; scored and trained."""
+    """Ended as a result of what the policy did. It is scored and trained."""
     FAILED = "failed"
-    """Ended by something that is not the policy's doing; its row is kept and masked."""
+    """Ended by something that the policy did not cause. Its row is kept and masked."""
 
 
 _S = RequestState
@@ -36,11 +36,11 @@ TRANSITIONS: MappingProxyType[RequestState, frozenset[RequestState]] = MappingPr
         _S.RUNNING: frozenset({_S.TOOL_CALLING, _S.INTERACTING, _S.COMPLETED, _S.FAILED}),
         _S.TOOL_CALLING: frozenset({_S.RUNNING, _S.COMPLETED, _S.FAILED}),
         _S.INTERACTING: frozenset({_S.RUNNING, _S.COMPLETED, _S.FAILED}),
-        _S.COMPLETED: frozenset({_S.FAILED}),  # only where its scorer breaks
+        _S.COMPLETED: frozenset({_S.FAILED}),  # only if its scoring fails
         _S.FAILED: frozenset(),
     }
 )
-"""Every legal edge. One method of `AsyncRolloutRequest` follows them; nothing else does."""
+"""Every legal edge. Only one method of `AsyncRolloutRequest` changes the state."""
 
 FINAL_STATES = frozenset({_S.COMPLETED, _S.FAILED})
 """States in which nothing more is generated."""
@@ -50,72 +50,72 @@ class StopReason(StrEnum):
     """Why a request ended. Every finished request has exactly one."""
 
     ANSWERED = "answered"
-    """The policy ended its turn without a call, and nobody had anything to add."""
+    """The policy answered without a tool call, and no interaction replied."""
     TOOL_ENDED = "tool_ended"
-    """A tool said that the request is over."""
+    """A tool ended the request."""
     INTERACTION_ENDED = "interaction_ended"
-    """The interaction said that the conversation is over."""
+    """The interaction ended the conversation."""
     MALFORMED_CALL = "malformed_call"
     """A malformed call under the policy `on_malformed_call: stop` (or `stop_unreadable`)."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
-    """The policy had as many turns as it may have, and wanted more."""
+    """The policy used all its turns and needed another one."""
     MAX_USER_TURNS = "max_user_turns"
-    """The interaction had as many replies as it may have."""
+    """The interaction used all its replies."""
     MAX_TOOL_CALLS = "max_tool_calls"
-    """The policy asked for more tool calls than it may make."""
+    """The policy asked for more tool calls than allowed."""
     RESPONSE_BUDGET = "response_budget"
-    """The response reached its tokens, or the next observation would not fit into them."""
+    """The response reached its token budget, or the next observation does not fit into it."""
     MODEL_LENGTH = "model_length"
-    """Prompt and response reached the model's length."""
+    """Prompt and response reached the length of the model."""
     WALL_CLOCK = "wall_clock"
-    """The request's time was up."""
+    """The request ran out of time."""
     ABORTED = "aborted"
     """The run cancelled the request."""
     FAILED = "failed"
-    """Something that the request depends on broke; `error` says what."""
+    """A tool, an interaction, the engine or the scorer failed; see `error`."""
 
 
 class End(NamedTuple):
-    """What a stop reason means for the rest of the data's way."""
+    """What a stop reason means for scoring and training."""
 
     state: RequestState
     fault: Fault | None
-    """Whose doing it is; None where nothing went wrong, or (FAILED) where `error` says."""
+    """Who caused the end. None if nothing went wrong, and for FAILED (see the `error`)."""
     in_baseline: bool
-    """Whether the group's statistics count the request."""
+    """Whether the statistics of the group count the request."""
     trained: bool
-    """Whether its sampled tokens enter the loss."""
+    """Whether the sampled tokens enter the loss."""
 
 
-_BY_THE_MODEL = End(_S.COMPLETED, Fault.MODEL, in_baseline=True, trained=True)
-_AS_IT_SHOULD = End(_S.COMPLETED, None, in_baseline=True, trained=True)
-_BY_THE_HOUSE = End(_S.FAILED, Fault.LIMIT, in_baseline=False, trained=False)
+_MODEL = End(_S.COMPLETED, Fault.MODEL, in_baseline=True, trained=True)
+_SUCCESS = End(_S.COMPLETED, None, in_baseline=True, trained=True)
+_INFRASTRUCTURE = End(_S.FAILED, Fault.LIMIT, in_baseline=False, trained=False)
 
 ENDS: MappingProxyType[StopReason, End] = MappingProxyType(
     {
-        StopReason.ANSWERED: _AS_IT_SHOULD,
-        StopReason.TOOL_ENDED: _AS_IT_SHOULD,
-        StopReason.INTERACTION_ENDED: _AS_IT_SHOULD,
-        StopReason.MALFORMED_CALL: _BY_THE_MODEL,
-        StopReason.MAX_ASSISTANT_TURNS: _BY_THE_MODEL,
-        StopReason.MAX_USER_TURNS: _BY_THE_MODEL,
-        StopReason.MAX_TOOL_CALLS: _BY_THE_MODEL,
-        StopReason.RESPONSE_BUDGET: _BY_THE_MODEL,
-        StopReason.MODEL_LENGTH: _BY_THE_MODEL,
-        StopReason.WALL_CLOCK: _BY_THE_HOUSE,
-        StopReason.ABORTED: _BY_THE_HOUSE,
+        StopReason.ANSWERED: _SUCCESS,
+        StopReason.TOOL_ENDED: _SUCCESS,
+        StopReason.INTERACTION_ENDED: _SUCCESS,
+        StopReason.MALFORMED_CALL: _MODEL,
+        StopReason.MAX_ASSISTANT_TURNS: _MODEL,
+        StopReason.MAX_USER_TURNS: _MODEL,
+        StopReason.MAX_TOOL_CALLS: _MODEL,
+        StopReason.RESPONSE_BUDGET: _MODEL,
+        StopReason.MODEL_LENGTH: _MODEL,
+        StopReason.WALL_CLOCK: _INFRASTRUCTURE,
+        StopReason.ABORTED: _INFRASTRUCTURE,
         StopReason.FAILED: End(_S.FAILED, None, in_baseline=False, trained=False),
     }
 )
-"""For each stop reason: the final state, whose fault, in the group's baseline or not, trained or
-not. Limits of turns, tokens and calls are the model's; the wall clock is not."""
+"""What each stop reason means. Limits of turns, tokens and calls are the model's fault; the wall
+clock is not."""
 
 
 def check_edge(source: RequestState, target: RequestState) -> None:
-    """Refuse an edge that the table does not have.
+    """Check that the table has an edge.
 
     Raises:
-        TransitionError: naming both states and the edges that there are.
+        TransitionError: If it does not. The error names both states and the existing edges.
     """
     if target not in TRANSITIONS[source]:
         raise TransitionError(
@@ -124,20 +124,19 @@ def check_edge(source: RequestState, target: RequestState) -> None:
         )
 
 
-def check_end(reason: StopReason, *, is_explained: bool) -> RequestState:
-    """Give the state in which a reason ends a request.
+def check_end(reason: StopReason, *, has_error: bool) -> RequestState:
+    """Return the final state for a stop reason.
 
     Args:
-        reason: Why it ends.
-        is_explained: Whether an error says what broke.
+        reason: Why the request ends.
+        has_error: Whether the request has an error.
 
     Raises:
-        TransitionError: for a failure without an error, or an error without a failure (a failed
-        request is data).
+        TransitionError: If a failure has no error, or a completion has one.
     """
     state = ENDS[reason].state
-    if is_explained is not (state is RequestState.FAILED):
-        expected = "an error" if not is_explained else "no error"
+    if has_error is not (state is RequestState.FAILED):
+        expected = "an error" if not has_error else "no error"
         raise TransitionError(f"{reason} ends a request as {state}", expected=expected)
     return state
 

@@ -1,13 +1,14 @@
-"""From the calls of a turn to the messages that answer them.
+"""Read a completion, check its tool calls, execute them, and make the messages that answer them.
 
-The calls that a parser read are checked against the tools' JSON Schemas; those that stand the check
-are executed in parallel, and every call, malformed or not, is answered by one message, in the order
-of the calls.
+    sampled tokens -> text -> parsed calls -> checked calls -> outcomes -> one message per call
+
+Calls are checked against the JSON Schemas of the tools. Valid calls are executed in parallel. Every
+call, valid or malformed, is answered by one message, in the order of the calls.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.errors import ToolCallError
 from agentrl.messages import (
@@ -17,7 +18,7 @@ from agentrl.messages import (
     OpenAIFunctionToolSchema,
     ToolResponse,
 )
-from agentrl.rollout.argument_schemas import objection_to
+from agentrl.rollout.argument_schemas import find_argument_error
 from agentrl.rollout.fitting import FittedText
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.templates import ChatTemplate
@@ -29,25 +30,116 @@ from agentrl.tools.runtime.session import ToolSession
 
 
 class CheckedCalls(NamedTuple):
-    """The calls of a turn, sorted into those to execute and those to complain about."""
+    """The calls of a turn: those to execute, and the malformed ones."""
 
     calls: Sequence[ParsedCall] = ()
     malformed: Sequence[MalformedCall] = ()
 
     @property
     def num_calls(self) -> int:
-        """Calls of the turn, malformed ones included."""
+        """Number of calls, malformed ones included."""
         return len(self.calls) + len(self.malformed)
 
     @property
-    def spans(self) -> list[Span | None]:
-        """Where each call stands in the turn's text, in their order."""
-        calls = sorted([*self.calls, *self.malformed], key=lambda call: call.index)
-        return [call.span for call in calls]
+    def in_order(self) -> list[ParsedCall | MalformedCall]:
+        """All calls, in the order of the turn."""
+        return sorted([*self.calls, *self.malformed], key=lambda call: call.index)
+
+
+class CompletedTurn(NamedTuple):
+    """The content of a completion."""
+
+    text: str
+    """The whole text, stop token included."""
+    message: Message
+    """The assistant message, to be appended to the conversation."""
+    calls: CheckedCalls
+    call_spans: list[Span | None]
+    """Tokens of each call within the turn, malformed calls included; None: not located."""
+
+
+def read_turn(
+    ids: Sequence[int],
+    template: ChatTemplate,
+    parser: ToolParser,
+    *,
+    tools: Sequence[OpenAIFunctionToolSchema],
+    check_arguments: bool = True,
+    num_calls_before: int = 0,
+) -> CompletedTurn:
+    """Read a completion. The ledger keeps its tokens unchanged (train what was sampled).
+
+    Args:
+        ids: The sampled tokens.
+        template: Decodes the tokens and knows the stop tokens.
+        parser: Finds the calls in the text.
+        tools: Tools of the request; without tools, nothing is parsed as a call.
+        check_arguments: See `check_calls`.
+        num_calls_before: Number of earlier calls in the conversation; numbering continues from it.
+    """
+    stop = template.stop_texts.get(ids[-1], "") if ids else ""
+    content_ids = ids[:-1] if stop else ids
+    text = template.decode(content_ids)
+    parsed = ParsedTurn(text)
+    if tools:
+        parsed = parser.parse(text, starts_in_thought=template.starts_in_thought, tools=tools)
+        parsed = parsed.numbered(num_calls_before)
+    checked = check_calls(parsed, tools, check_arguments=check_arguments)
+    calls = [call.tool_call for call in parsed.calls]
+    frames = template.learn_once("frames", parser, lambda: find_frames(template, parser))
+    framed = frames.read(parsed.content, num_calls=len(calls))
+    message = Message(role="assistant", content=framed.content, tool_calls=calls or None)
+    if framed.fields:
+        message = message.model_copy(update=framed.fields)
+    text_spans = [call.span for call in checked.in_order]
+    return CompletedTurn(
+        text=text + stop,
+        message=message,
+        calls=checked,
+        call_spans=template.token_spans.locate(content_ids, text, text_spans),
+    )
+
+
+def check_calls(
+    parsed: ParsedTurn,
+    tools: Iterable[OpenAIFunctionToolSchema],
+    *,
+    check_arguments: bool = True,
+) -> CheckedCalls:
+    """Check the calls of a turn against the names and JSON Schemas of the tools.
+
+    Args:
+        parsed: The turn, as the parser read it.
+        tools: Tools of the request.
+        check_arguments: Whether arguments that do not match the schema make a call malformed
+            (`rollout.multi_turn.check_tool_arguments`); if not, the tool gets them.
+
+    Returns:
+        The calls to execute, and the malformed ones: unparsable, of an unknown tool, or with
+        arguments that do not match the schema.
+    """
+    schemas = {tool.name: tool.function.parameters if check_arguments else {} for tool in tools}
+    calls: list[ParsedCall] = []
+    malformed = list(parsed.malformed)
+    for call in parsed.calls:
+        if call.name not in schemas:
+            known = ", ".join(schemas) or "none"
+            reason = f"there is no tool {call.name[:80]!r}; the tools are: {known}"
+        else:
+            reason = find_argument_error(call.arguments, schemas[call.name])
+        if reason is None:
+            calls.append(call)
+        else:
+            text = f"{call.name}({call.arguments})"
+            refused = MalformedCall(
+                text, reason, call.name, call.index, call.span, call.arguments, call.given_id, True
+            )
+            malformed.append(refused)
+    return CheckedCalls(calls, sorted(malformed, key=lambda call: call.index))
 
 
 class ShownText(NamedTuple):
-    """What a tool said, worded and within its budget."""
+    """The text of a tool as a message, cut to its budget."""
 
     message: Message
     num_cut: int
@@ -59,22 +151,22 @@ class Observation:
     """The answer to one call."""
 
     message: Message
-    """To be appended: the result, or what is wrong with the call."""
+    """The message to append: the result, or the reason why the call is malformed."""
     response: ToolResponse
-    """What the tool gave, images and videos included."""
+    """The response of the tool, images and videos included."""
     record: CallRecord
-    """For the turn's record; the tokens are filled in by whoever encodes the message."""
+    """Record of the call. The runner sets its `num_tokens`."""
     should_stop: bool = False
-    """The tool ends the request."""
+    """Whether the tool ends the request."""
     is_infrastructure_failure: bool = False
-    """The tool crashed, hung or was down: the call says nothing of the model."""
+    """Whether the tool failed (crash, time-out, unavailable), so the model is not at fault."""
 
 
 class ToolCaller:
-    """Check, execute and answer the calls of a turn, for every request of a run.
+    """Execute and answer the calls of a turn, for every request of a run.
 
     Args:
-        parser: Says how results are worded, and in which role they come.
+        parser: Formats results, and determines their role.
         fit: Cuts a text to the budget of one observation.
     """
 
@@ -87,27 +179,26 @@ class ToolCaller:
 
         Args:
             checked: The calls of the turn.
-            session: The request's tools. Cancelling this call cancels what they execute.
+            session: The tools of the request. Cancellation cancels the running calls.
         """
         outcomes = await session.execute([call.tool_call for call in checked.calls])
-        answered = {
+        answers = {
             call.index: self._observe(outcome)
             for call, outcome in zip(checked.calls, outcomes, strict=True)
         }
-        answered |= {call.index: self._complain(call) for call in checked.malformed}
-        return [answered[index] for index in sorted(answered)]
+        answers |= {call.index: self._answer_malformed(call) for call in checked.malformed}
+        return [answers[index] for index in sorted(answers)]
 
     def outline(self, checked: CheckedCalls) -> list[Message]:
-        """Make a message for each call that has the shape of its answer, in order of the calls."""
-        calls = sorted([*checked.calls, *checked.malformed], key=lambda call: call.index)
-        return [self._message("?", call.name or None, call.id) for call in calls]
+        """Return messages with the shape of the answers, in the order of the calls."""
+        return [self._message("?", call.name or None, call.id) for call in checked.in_order]
 
     def show(
         self, response: ToolResponse, *, tool: str | None, call_id: str | None = None
     ) -> ShownText:
-        """Word what a tool said (or what is said of it) as a message, its text cut to its budget.
+        """Format the response of a tool as a message, and cut its text to its budget.
 
-        Images and videos stand in it as parts of their own, before the text.
+        Images and videos become parts of their own, before the text.
         """
         fitted = self._fit(response.wording)
         content = response.content(self._parser.render_result(fitted.text))
@@ -147,146 +238,45 @@ class ToolCaller:
             is_infrastructure_failure=outcome.is_infrastructure_failure,
         )
 
-    def _complain(self, call: MalformedCall) -> Observation:
+    def _answer_malformed(self, call: MalformedCall) -> Observation:
         response = ToolResponse(text=describe_malformed(call))
-        record = _record_of(call, CallOutcome.MALFORMED)
+        record = _record_unexecuted(call)
         shown = self.show(response, tool=record.name or None, call_id=record.call_id)
         record.num_cut_tokens = shown.num_cut
         return Observation(shown.message, response, record)
 
 
-def check_calls(
-    parsed: ParsedTurn,
-    tools: Iterable[OpenAIFunctionToolSchema],
-    *,
-    check_arguments: bool = True,
-) -> CheckedCalls:
-    """Check the calls of a turn against the tools' names and JSON Schemas.
-
-    Args:
-        parsed: What the parser read.
-        tools: Of the request.
-        check_arguments: Whether arguments that the schema refuses make a call malformed
-            (`rollout.multi_turn.check_tool_arguments`); if not, they reach the tool.
-
-    Returns:
-        The calls that may be executed; those that were malformed before, and those that are found
-        to be now: an unknown tool, arguments that the schema refuses.
-    """
-    schemas = {tool.name: tool.function.parameters if check_arguments else {} for tool in tools}
-    calls: list[ParsedCall] = []
-    malformed = list(parsed.malformed)
-    for call in parsed.calls:
-        reason = _objection(call, schemas)
-        if reason is None:
-            calls.append(call)
-        else:
-            malformed.append(_refused(call, reason))
-    return CheckedCalls(calls, sorted(malformed, key=lambda call: call.index))
+def describe_malformed(call: MalformedCall) -> str:
+    """Return the text that shows the model what is wrong with a call."""
+    what = f"the call of {call.name!r}" if call.name else "the tool call"
+    return f"Error: {what} was not executed: {call.reason}"
 
 
 def skip_calls(checked: CheckedCalls) -> list[CallRecord]:
-    """Record the calls of a turn behind which the request ends: none is executed."""
-    by_index = {call.index: _record_of(call, CallOutcome.SKIPPED) for call in checked.calls}
-    by_index |= {call.index: _record_of(call, CallOutcome.MALFORMED) for call in checked.malformed}
-    return [by_index[index] for index in sorted(by_index)]
+    """Record the calls of the last turn of a request. They are not executed."""
+    return [_record_unexecuted(call) for call in checked.in_order]
+
+
+def _record_unexecuted(call: ParsedCall | MalformedCall) -> CallRecord:
+    is_malformed = isinstance(call, MalformedCall)
+    return CallRecord(
+        call_id=call.id,
+        name=call.name,
+        arguments=call.arguments,
+        outcome=CallOutcome.MALFORMED if is_malformed else CallOutcome.SKIPPED,
+        message=call.reason if is_malformed else "",
+        num_attempts=0,
+    )
 
 
 def raise_tool_failure(found: Iterable[Observation]) -> None:
-    """End a request for the first of its calls that the tool, and not the model, failed.
+    """Fail the request if a tool failed in one of its calls (`on_tool_failure: fail`).
 
     Raises:
-        ToolCallError: where there is one.
+        ToolCallError: For the first call in which the tool failed.
     """
     for observation in found:
         if observation.is_infrastructure_failure:
             call = observation.record
             why = f"tool {call.name!r}, {call.outcome}: {call.message}"
             raise ToolCallError(why, tool=call.name, call=call.call_id)
-
-
-def describe_malformed(call: MalformedCall) -> str:
-    """Say to the model what is wrong with a call."""
-    what = f"the call of {call.name!r}" if call.name else "the tool call"
-    return f"Error: {what} was not executed: {call.reason}"
-
-
-def _objection(call: ParsedCall, schemas: Mapping[str, dict[str, Any]]) -> str | None:
-    """Say why a call cannot be executed; None where it can."""
-    if call.name not in schemas:
-        known = ", ".join(schemas) or "none"
-        return f"there is no tool {call.name[:80]!r}; the tools are: {known}"
-    return objection_to(call.arguments, schemas[call.name])
-
-
-def _refused(call: ParsedCall, reason: str) -> MalformedCall:
-    text = f"{call.name}({call.arguments})"
-    return MalformedCall(
-        text, reason, call.name, call.index, call.span, call.arguments, call.given_id, True
-    )
-
-
-def _record_of(call: ParsedCall | MalformedCall, outcome: CallOutcome) -> CallRecord:
-    return CallRecord(
-        call_id=call.id,
-        name=call.name,
-        arguments=call.arguments,
-        outcome=outcome,
-        message=call.reason if isinstance(call, MalformedCall) else "",
-        num_attempts=0,
-    )
-
-
-class ReadTurn(NamedTuple):
-    """What a completion says."""
-
-    text: str
-    """All of it, its stop token too."""
-    message: Message
-    """To be appended to the conversation."""
-    calls: CheckedCalls
-    call_spans: list[Span | None]
-    """Of each call, malformed ones included: its tokens in the turn; None: not located."""
-
-
-def read_turn(
-    ids: Sequence[int],
-    template: ChatTemplate,
-    parser: ToolParser,
-    *,
-    tools: Sequence[OpenAIFunctionToolSchema],
-    check_arguments: bool = True,
-    num_calls_before: int = 0,
-) -> ReadTurn:
-    """Read a completion. Its tokens stay what they are, whatever is read in them (train what was
-    sampled).
-
-    Args:
-        ids: What was sampled.
-        template: Decodes, and knows its stop tokens.
-        parser: Finds calls in the text.
-        tools: Of the request; where there are none, nothing is a call.
-        check_arguments: See `check_calls`.
-        num_calls_before: Calls of the conversation so far, after which those of this turn count.
-    """
-    stop = template.stop_texts.get(ids[-1], "") if ids else ""
-    said = ids[:-1] if stop else ids
-    text = template.decode(said)
-    parsed = ParsedTurn(text)
-    if tools:
-        in_thought = template.starts_in_thought
-        parsed = parser.parse(text, starts_in_thought=in_thought, tools=tools)
-        parsed = parsed.numbered(num_calls_before)
-    checked = check_calls(parsed, tools, check_arguments=check_arguments)
-    calls = [call.tool_call for call in parsed.calls]
-    frames = template.learn_once("frames", parser, lambda: find_frames(template, parser))
-    framed = frames.read(parsed.content, num_calls=len(calls))
-    message = Message(role="assistant", content=framed.content, tool_calls=calls or None)
-    if framed.fields:
-        message = message.model_copy(update=framed.fields)
-    return ReadTurn(
-        text=text + stop,
-        message=message,
-        calls=checked,
-        call_spans=template.token_spans.locate(said, text, checked.spans),
-    )

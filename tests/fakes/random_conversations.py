@@ -103,13 +103,13 @@ class WatchedRequest(AsyncRolloutRequest):
         self._stepped()
 
     def finish(self, reason: StopReason, error: Failure | None = None) -> None:
-        assert self._model.can_end(str(reason), is_explained=error is not None)
+        assert self._model.can_end(str(reason), has_error=error is not None)
         super().finish(reason, error)
         self._model.end(str(reason))
         self._stepped()
 
     def fail_scoring(self, error: Failure, reason: StopReason = StopReason.FAILED) -> None:
-        assert self._model.can_fail_scoring(str(reason), is_explained=True)
+        assert self._model.can_fail_scoring(str(reason), has_error=True)
         super().fail_scoring(error, reason)
         self._model.end(str(reason))
         self._stepped()

@@ -79,13 +79,13 @@ class RequestModel:
     def ways(self) -> list[str]:
         return [target for target in sorted(EDGES[self.state]) if self.can_go(target)]
 
-    def can_end(self, reason: str, *, is_explained: bool) -> bool:
+    def can_end(self, reason: str, *, has_error: bool) -> bool:
         target = "failed" if reason in FAILURES else "completed"
         is_open = self.reason is None and target in EDGES[self.state]
-        return is_open and is_explained == (reason in FAILURES)
+        return is_open and has_error == (reason in FAILURES)
 
-    def can_fail_scoring(self, reason: str, *, is_explained: bool) -> bool:
-        return self.state == "completed" and reason in FAILURES and is_explained
+    def can_fail_scoring(self, reason: str, *, has_error: bool) -> bool:
+        return self.state == "completed" and reason in FAILURES and has_error
 
     def is_sampled(self, index: int) -> bool:
         return 0 <= index < len(self.turns) and self.turns[index].role == "assistant"

@@ -13,7 +13,7 @@ from agentrl.interactions import (
 )
 from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
-from agentrl.rollout.runner import run_request, warn_of_cut_opening
+from agentrl.rollout.runner import run_request, warn_opening_cut
 from agentrl.rollout.states import StopReason
 from tests.fakes.plugins import (
     FakeUser,
@@ -204,8 +204,8 @@ async def test_a_start_that_gives_anything_else_is_the_interactions_failure(valu
 
 
 async def test_a_first_message_that_is_cut_is_reported_once(caplog: pytest.LogCaptureFixture):
-    warn_of_cut_opening.cache_clear()
+    warn_opening_cut.cache_clear()
     for _ in range(2):
         await opened("a" * 40, max_tool_response_length=10)
     (record,) = caplog.records
-    assert "max_tool_response_length, 10 tokens, and is cut" in record.getMessage()
+    assert "max_tool_response_length (10 tokens)" in record.getMessage()

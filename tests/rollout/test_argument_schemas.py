@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from agentrl.rollout.argument_schemas import objection_to
+from agentrl.rollout.argument_schemas import find_argument_error
 
 SLOW = "^(a|a)*$"
 TEXT = "a" * 40 + "b"
@@ -30,7 +30,7 @@ def of(**properties: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_pattern_is_stopped_in_time(arguments: Any, schema: Any):
     started = time.monotonic()
-    objection = objection_to(arguments, schema)
+    objection = find_argument_error(arguments, schema)
     assert time.monotonic() - started < 1
     assert objection is not None
     assert "cannot be checked: a pattern takes more than 0.1 s" in objection
@@ -39,7 +39,7 @@ def test_a_pattern_is_stopped_in_time(arguments: Any, schema: Any):
 def test_many_items_are_compared_in_linear_time():
     schema = of(x={"type": "array", "uniqueItems": True})
     started = time.monotonic()
-    assert objection_to({"x": [{"a": i} for i in range(10_000)]}, schema) is None
+    assert find_argument_error({"x": [{"a": i} for i in range(10_000)]}, schema) is None
     assert time.monotonic() - started < 1
 
 
@@ -65,4 +65,4 @@ def test_many_items_are_compared_in_linear_time():
 def test_the_bounded_keywords_say_what_the_library_says(value: Any, schema: Any):
     whole = of(x=schema)
     is_valid = jsonschema.Draft202012Validator(whole).is_valid({"x": value})
-    assert (objection_to({"x": value}, whole) is None) == is_valid
+    assert (find_argument_error({"x": value}, whole) is None) == is_valid

@@ -48,7 +48,7 @@ ARGUMENTS = "{{ c.function.arguments | tojson }}"
 
 
 def test_a_template_whose_calls_nobody_reads_needs_a_format():
-    with pytest.raises(ConfigError, match=r"no tool-call format of agentrl's own reads") as caught:
+    with pytest.raises(ConfigError, match=r"no tool-call format of agentrl reads") as caught:
         choose_parser(None, report_of("!{{ c.function.name }}! " + ARGUMENTS))
     message = str(caught.value)
     assert "rollout.multi_turn.format" in message
@@ -58,7 +58,7 @@ def test_a_template_whose_calls_nobody_reads_needs_a_format():
 
 
 def test_a_template_that_writes_no_calls_is_refused_in_these_words():
-    with pytest.raises(ConfigError, match="writes no tool call to read a format from") as caught:
+    with pytest.raises(ConfigError, match="does not render tool calls") as caught:
         choose_parser(None, report_of("!{{ c.function.name }}!"))
     assert "leaves out the name or the arguments" in str(caught.value)
     assert "None" not in str(caught.value)

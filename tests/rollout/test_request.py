@@ -137,7 +137,7 @@ def test_finite_log_probabilities_are_taken_though_their_sum_overflows() -> None
     request.begin([1])
     request.append_sampled([3, 4], [-1e308, -1e308])
     assert request.rollout_log_probs == [-1e308, -1e308]
-    with pytest.raises(LedgerError, match="nan is no log-probability"):
+    with pytest.raises(LedgerError, match="nan is not a log-probability"):
         request.append_sampled([3, 4, 5], [-1e308, -1e308, float("nan")])
 
 

@@ -189,10 +189,10 @@ class RequestMachine(RuleBasedStateMachine):
 
     # Walks that end at once try little else: no end before the second turn.
     @precondition(lambda self: self.model.reason or len(self.model.turns) > 1)
-    @rule(reason=REASONS, is_explained=st.booleans())
-    def finish(self, reason: StopReason, is_explained: bool) -> None:
-        error = BROKEN if is_explained else None
-        may = self.model.can_end(reason, is_explained=is_explained)
+    @rule(reason=REASONS, has_error=st.booleans())
+    def finish(self, reason: StopReason, has_error: bool) -> None:
+        error = BROKEN if has_error else None
+        may = self.model.can_end(reason, has_error=has_error)
         call = partial(self.request.finish, reason, error)
         if self.step(f"finish {reason}", call, may=may, error=TransitionError):
             self.model.end(str(reason))
@@ -205,17 +205,17 @@ class RequestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state == "completed")
     @rule(reason=st.sampled_from(sorted(FAILURES)))
     def break_the_scorer(self, reason: str) -> None:
-        self.fail_scoring(StopReason(reason), is_explained=True)
+        self.fail_scoring(StopReason(reason), has_error=True)
 
     @rule(reason=st.sampled_from([reason for reason in StopReason if reason not in FAILURES]))
     def finish_with_an_error_that_is_none(self, reason: StopReason) -> None:
         call = partial(self.request.finish, reason, BROKEN)
         self.step("finish well with an error", call, may=False, error=TransitionError)
 
-    @rule(reason=REASONS, is_explained=st.booleans())
-    def fail_scoring(self, reason: StopReason, is_explained: bool) -> None:
-        error: Any = BROKEN if is_explained else None
-        may = self.model.can_fail_scoring(reason, is_explained=is_explained)
+    @rule(reason=REASONS, has_error=st.booleans())
+    def fail_scoring(self, reason: StopReason, has_error: bool) -> None:
+        error: Any = BROKEN if has_error else None
+        may = self.model.can_fail_scoring(reason, has_error=has_error)
         call = partial(self.request.fail_scoring, error, reason)
         if self.step("fail scoring", call, may=may, error=TransitionError):
             self.model.end(str(reason))

@@ -6,7 +6,7 @@ from agentrl.messages import Message
 from agentrl.rollout.records import Turn
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.rollout.templates.check import check_ledger
-from agentrl.rollout.tool_calls import ReadTurn, read_turn
+from agentrl.rollout.tool_calls import CompletedTurn, read_turn
 from agentrl.rollout.tool_parsers import get_tool_parser
 from tests.fakes.templates import load_template, load_tokenizer, make_template, schema, user
 
@@ -26,7 +26,7 @@ FINAL = "<|channel|>final<|message|>"
 ANALYSIS = "<|channel|>analysis<|message|>"
 
 
-def read(template: ChatTemplate, text: str, *, tools: bool = False) -> ReadTurn:
+def read(template: ChatTemplate, text: str, *, tools: bool = False) -> CompletedTurn:
     ids = load_tokenizer().encode(text, add_special_tokens=False)
     known = [schema()] if tools else []
     return read_turn([*ids], template, get_tool_parser("hermes"), tools=known)

@@ -24,9 +24,9 @@ from agentrl.engines.sglang.weights.sync import (
     RELEASE_TIMEOUT_S,
     Roster,
     Target,
-    settled,
 )
 from agentrl.errors import EngineError
+from agentrl.plugins.cancellation import wait_despite_cancellation
 
 POLL_S = 0.001
 GROUP_TIMEOUT_S = 120.0
@@ -80,7 +80,7 @@ class DistributedTransport:
                 del bucket  # its memory may be given back before the next one's is taken
             await self._ask(roster, "end_weight_update")
         except BaseException:
-            await settled([asyncio.ensure_future(self.close())])
+            await wait_despite_cancellation([asyncio.ensure_future(self.close())])
             raise
         return figures
 
@@ -157,7 +157,7 @@ class DistributedTransport:
         finally:
             if not (_went_well(theirs) and _went_well(ours)):
                 self._leave()  # so that nobody waits for the one that failed
-            await settled([theirs, ours])
+            await wait_despite_cancellation([theirs, ours])
         for error in (theirs.exception(), ours.exception()):
             if error is not None:
                 raise error if isinstance(error, EngineError) else self._broken(error)

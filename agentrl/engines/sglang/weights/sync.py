@@ -38,6 +38,7 @@ from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.backend import Backend, JsonFields
 from agentrl.engines.sglang.weights.buckets import NamedTensor
 from agentrl.errors import EngineError
+from agentrl.plugins.cancellation import wait_despite_cancellation
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 UNFIT_VERSION = "-1"
@@ -97,7 +98,7 @@ class Roster:
             )
             for target in self.targets
         ]
-        await settled(asked)
+        await wait_despite_cancellation(asked)
         errors = [answer.exception() for answer in asked]
         for target, error in zip(list(self.targets), errors, strict=True):
             if isinstance(error, EngineError):
@@ -182,7 +183,7 @@ async def update_weights(
         await roster.ask("update_weight_version", _version_fields(f"{version}"))
         await roster.ask("continue_generation")
     except BaseException as error:
-        await settled([asyncio.ensure_future(roster.drop_all(error))])
+        await wait_despite_cancellation([asyncio.ensure_future(roster.drop_all(error))])
         raise
     return SyncReport(figures=figures, failures=roster.failures)
 
@@ -198,15 +199,3 @@ _RELEASE: Sequence[tuple[str, JsonFields]] = (
     ("continue_generation", {}),
 )
 """What puts a SGLang whose update failed back into a state from which a new one can begin."""
-
-
-async def settled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait until all have ended, whatever came of them, also where this is cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    while pending := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(pending)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
