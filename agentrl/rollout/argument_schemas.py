@@ -1,8 +1,8 @@
-"""Check the arguments of a call by its tool's JSON Schema, in bounded time.
+"""Check the arguments of a call by the tool's JSON Schema, in bounded time.
 
 The check runs on the event loop. The policy chooses the texts, and the author of the tool chooses
-the patterns: `^(a+)+$` takes Python's `re` seconds for 28 characters. So patterns are matched by
-the package `regex`, which can be stopped.
+the patterns. Python's `re` needs seconds to match `^(a+)+$` against 28 characters. The package
+`regex` supports a time-out, so it matches the patterns.
 """
 
 import json
@@ -20,47 +20,44 @@ from agentrl.messages import schema_validator, without_nulls
 
 MAX_PATTERN_S = 0.1
 """Seconds that all patterns of one call may take."""
-_LONGEST_REASON = 500
-_MOST_VALIDATORS = 256
+_MAX_REASON_CHARS = 500
+_MAX_VALIDATORS = 256
 
 
 def find_argument_error(arguments: Mapping[str, Any], schema: dict[str, Any]) -> str | None:
-    """Say what is wrong with the arguments of a call; None if nothing is.
+    """Describe what is wrong with the arguments of a call; None if nothing is.
 
     Example:
-        >>> find_argument_error({"n": "x"}, {"type": "object", "properties": {"n": {"type": "integer"}}})
+        >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+        >>> find_argument_error({"n": "x"}, schema)
         "arguments['n']: 'x' is not of type 'integer'"
     """
     try:
-        validator = _VALIDATORS.of(schema)
-        _CLOCK.start()
+        validator = _get_validator(schema)
+        _CLOCK.due = time.monotonic() + MAX_PATTERN_S
         error = cast("ValidationError | None", best_match(validator.iter_errors(arguments)))
     except TimeoutError:
         return f"its arguments cannot be checked: a pattern takes more than {MAX_PATTERN_S:g} s"
-    except Exception as broken:  # noqa: BLE001 - a schema that cannot be applied to these arguments
+    except Exception as broken:  # noqa: BLE001 - the schema cannot be applied to these arguments
         return f"its arguments cannot be checked: {type(broken).__name__}: {broken}"
     if error is None:
         return None
-    place = "".join(f"[{part!r}]" for part in error.absolute_path)
-    return f"arguments{place}: {error.message[:_LONGEST_REASON]}"
+    keys = "".join(f"[{part!r}]" for part in error.absolute_path)
+    return f"arguments{keys}: {error.message[:_MAX_REASON_CHARS]}"
 
 
 class _Clock:
-    """Time that patterns have left in the check that runs; checks never run side by side."""
+    """The deadline of the current check. Checks do not run concurrently."""
 
-    def __init__(self) -> None:
-        self._due = 0.0
-
-    def start(self) -> None:
-        self._due = time.monotonic() + MAX_PATTERN_S
+    due = 0.0
 
     def search(self, pattern: str, text: str) -> bool:
-        """Search, as `re` does.
+        """Search like `re.search`.
 
         Raises:
-            TimeoutError: if no time is left.
+            TimeoutError: If no time is left.
         """
-        left_s = self._due - time.monotonic()
+        left_s = self.due - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         return regex.search(pattern, text, timeout=left_s) is not None
@@ -93,8 +90,11 @@ def _additional_properties(
     if not validator.is_type(instance, "object"):
         return
     named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    extras = [key for key in instance if key not in named]
-    extras = [key for key in extras if not any(_CLOCK.search(each, key) for each in patterns)]
+    extras = [
+        key
+        for key in instance
+        if key not in named and not any(_CLOCK.search(each, key) for each in patterns)
+    ]
     if validator.is_type(allowed, "object"):
         for extra in extras:
             yield from validator.descend(instance[extra], allowed, path=extra)
@@ -105,17 +105,17 @@ def _additional_properties(
 
 
 def _unique_items(
-    validator: Any, is_asked: Any, instance: Any, _: Mapping[str, Any]
+    validator: Any, is_required: Any, instance: Any, _: Mapping[str, Any]
 ) -> Iterator[ValidationError]:
-    """Compare by texts: comparing each item with each takes quadratic time."""
-    if is_asked and validator.is_type(instance, "array"):
+    """Compare the JSON of the items: comparing all pairs takes quadratic time."""
+    if is_required and validator.is_type(instance, "array"):
         texts = {json.dumps(_plain(item), sort_keys=True) for item in instance}
         if len(texts) < len(instance):
             yield ValidationError(f"{instance!r} has non-unique elements")
 
 
 def _plain(value: Any) -> Any:
-    """Write numbers of one value in one way."""
+    """Convert whole floats to integers, so that equal numbers have equal JSON."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -137,27 +137,22 @@ def _unchecked(*_: Any) -> Iterator[ValidationError]:
     return iter(())
 
 
-class _Validators:
-    """The validator of each schema, made once: a run checks many calls of few tools."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[dict[str, Any], Validator]] = {}
-
-    def of(self, schema: dict[str, Any]) -> Validator:
-        made = self._made.get(id(schema))
-        if made is not None and made[0] is schema:
-            return made[1]
-        read = without_nulls(schema)
-        keywords: dict[str, Any] = dict(_BOUNDED)
-        if "patternProperties" in json.dumps(read, default=str):
-            keywords["unevaluatedProperties"] = _unchecked  # jsonschema matches with `re` for it
-        kind = extend(schema_validator(read), keywords)
-        # An empty registry: a `$ref` to somewhere on the network is never followed.
-        validator: Validator = kind(read, registry=Registry())
-        if len(self._made) >= _MOST_VALIDATORS:
-            self._made.clear()
-        self._made[id(schema)] = schema, validator
-        return validator
+_validators: dict[int, tuple[dict[str, Any], Validator]] = {}
+"""The validator of each schema, by the schema's id: a run checks many calls of few tools."""
 
 
-_VALIDATORS = _Validators()
+def _get_validator(schema: dict[str, Any]) -> Validator:
+    cached = _validators.get(id(schema))
+    if cached is not None and cached[0] is schema:
+        return cached[1]
+    read = without_nulls(schema)
+    keywords: dict[str, Any] = dict(_BOUNDED)
+    if "patternProperties" in json.dumps(read, default=str):
+        keywords["unevaluatedProperties"] = _unchecked  # jsonschema uses `re` for it
+    kind = extend(schema_validator(read), keywords)
+    # An empty registry: a `$ref` to the network is never followed.
+    validator: Validator = kind(read, registry=Registry())
+    if len(_validators) >= _MAX_VALIDATORS:
+        _validators.clear()
+    _validators[id(schema)] = schema, validator
+    return validator

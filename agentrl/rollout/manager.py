@@ -1,4 +1,4 @@
-"""Roll out many requests at once: groups, bounded concurrency, and what becomes of failures."""
+"""Roll out many requests at once: groups, bounded concurrency, and the failure policy."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,29 +20,29 @@ from agentrl.rollout.seeding import draw_seed
 from agentrl.rollout.states import RequestState, StopReason
 
 _UNBOUNDED = 1 << 30
-"""Token limit of a call before its request's budgets are applied."""
+"""Token limit of a call; the budgets of the request set the real one."""
 
 
 class SamplingPlan(NamedTuple):
-    """For what, how often and how hot prompts are sampled."""
+    """Purpose, number of samples and sampling parameters of a rollout."""
 
     name: str
-    """Begins the ids of the plan's groups: `train`, `greedy`, or `val-` and the set's name."""
+    """Prefix of the group ids: `train`, `greedy`, or `val-` and the name of the set."""
     n: int
-    """Samples of one prompt."""
+    """Samples per prompt."""
     sampling: SamplingParams
     index_offset: int = 0
-    """Of the first prompt, among all of its step: one that takes several batches draws for each
-    prompt anew, also for one that comes twice."""
+    """Index of the first prompt among all prompts of the step. A prompt that is repeated in a later
+    batch of the step gets other seeds."""
 
 
 class RolloutManager:
-    """Makes requests of prompts and drives them to their ends.
+    """Make requests from prompts and drive them to their ends.
 
     Args:
         context: Engine, template, parser, tools and interactions of the run.
         rollout: Samples per prompt, sampling, budgets, concurrency, failure policy.
-        data: Lengths of prompts and responses.
+        data: Maximum lengths of prompts and responses.
 
     Example:
         >>> requests = manager.make_requests(prompts, manager.train_plan())
@@ -56,25 +56,25 @@ class RolloutManager:
         self.budgets = make_budgets(rollout, data, context.engine.max_model_len)
 
     def train_plan(self) -> SamplingPlan:
-        """How training samples."""
+        """The plan of training."""
         rollout = self._rollout
         return SamplingPlan("train", rollout.n, self._sampling(rollout))
 
     def greedy_plan(self) -> SamplingPlan:
-        """How a prompt's greedy rollout is sampled, beside its training samples."""
+        """The plan of one greedy rollout per prompt, in addition to the training samples."""
         return SamplingPlan("greedy", 1, self._sampling(ValKwargsConfig(temperature=0.0)))
 
     def val_plan(self, name: str) -> SamplingPlan:
-        """How validation on the set `name` samples (`val_kwargs`)."""
+        """The plan of validation on the set `name` (`val_kwargs`)."""
         val = self._rollout.val_kwargs
         return SamplingPlan(f"val-{name}", val.n, self._sampling(val))
 
-    def _sampling(self, heat: RolloutConfig | ValKwargsConfig) -> SamplingParams:
+    def _sampling(self, settings: RolloutConfig | ValKwargsConfig) -> SamplingParams:
         return SamplingParams(
             max_new_tokens=_UNBOUNDED,
-            temperature=heat.temperature,
-            top_p=heat.top_p,
-            top_k=heat.top_k,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
             stop=tuple(self._rollout.stop),
             stop_token_ids=self.context.template.stop_token_ids,
         )
@@ -87,37 +87,36 @@ class RolloutManager:
         step: int = 0,
         samples: Sequence[tuple[int, int]] | None = None,
     ) -> list[AsyncRolloutRequest]:
-        """Expand each prompt to a group of `plan.n` samples, which stand together in order.
+        """Make a group of `plan.n` requests for each prompt; groups are contiguous and in order.
 
-        Group ids and seeds are functions of the configuration's seed, the plan, the step and the
-        row, so that the same run makes the same requests, on one rank or on several.
+        Group ids and seeds are functions of the configured seed, the plan, the step and the row. So
+        the same run makes the same requests, on one rank or on several.
 
         Args:
             prompts: The whole batch.
-            plan: How often and how hot each is sampled.
-            step: Enters ids and seeds.
-            samples: Which to make: places in `prompts`, each with a number below `plan.n`; None:
-                all of them.
+            plan: Number of samples and sampling parameters.
+            step: Training step; part of ids and seeds.
+            samples: The requests to make, as (index in `prompts`, index in the group); None: all
+                of them.
         """
         if samples is None:
-            samples = [(place, offset) for place in range(len(prompts)) for offset in range(plan.n)]
-        first = plan.index_offset
-        return [self._make_request(prompts[at], plan, first + at, step, nth) for at, nth in samples]
-
-    def _make_request(
-        self, prompt: Prompt, plan: SamplingPlan, place: int, step: int, offset: int
-    ) -> AsyncRolloutRequest:
-        uid = f"{plan.name}-{step}-{prompt.index}-{place}"
-        return AsyncRolloutRequest.from_prompt(
-            prompt,
-            request_id=f"{uid}-{offset}",
-            batch_data_id=place,
-            rollout_offset=offset,
-            uid=uid,
-            sampling=plan.sampling,
-            budgets=self.budgets,
-            seed=draw_seed(f"{self._rollout.seed}:{uid}:{offset}"),
-        )
+            samples = [(index, offset) for index in range(len(prompts)) for offset in range(plan.n)]
+        requests: list[AsyncRolloutRequest] = []
+        for index, offset in samples:
+            prompt_index = plan.index_offset + index
+            uid = f"{plan.name}-{step}-{prompts[index].index}-{prompt_index}"
+            request = AsyncRolloutRequest.from_prompt(
+                prompts[index],
+                request_id=f"{uid}-{offset}",
+                batch_data_id=prompt_index,
+                rollout_offset=offset,
+                uid=uid,
+                sampling=plan.sampling,
+                budgets=self.budgets,
+                seed=draw_seed(f"{self._rollout.seed}:{uid}:{offset}"),
+            )
+            requests.append(request)
+        return requests
 
     async def rollout(
         self,
@@ -125,11 +124,11 @@ class RolloutManager:
         *,
         on_finished: Callable[[AsyncRolloutRequest], None] | None = None,
     ) -> list[AsyncRolloutRequest]:
-        """Drive all requests to their ends and do what is declared for those that failed.
+        """Drive all requests to their ends and apply the failure policy.
 
         Raises:
-            RolloutError: see `apply_failure_policy`.
-            Exception: see `drive`.
+            RolloutError: See `apply_failure_policy`.
+            Exception: See `drive`.
         """
         finished = await self.drive(requests, on_finished=on_finished)
         self.apply_failure_policy(finished)
@@ -141,57 +140,48 @@ class RolloutManager:
         *,
         on_finished: Callable[[AsyncRolloutRequest], None] | None = None,
     ) -> list[AsyncRolloutRequest]:
-        """Drive all requests to their ends; the result has their order.
+        """Drive all requests to their ends and return them in the same order.
 
-        Meanwhile the garbage collector of the process searches rarely (`rare_gc`).
-
-        A failed request costs itself alone. Under `retry` the result holds the last attempt of
-        each. Cancelling ends every request as ABORTED and releases its plug-ins before the
-        cancellation goes on.
+        A failed request does not affect the others. Under `retry` the result has the last attempt
+        of each request. A cancellation ends every request as ABORTED and releases its plug-ins
+        before it is raised. Meanwhile garbage collections are rare (`rare_gc`).
 
         Args:
             requests: Pending requests.
-            on_finished: Told of each request when it has ended for good; for a progress bar.
+            on_finished: Called with each request after its last attempt; for a progress bar.
 
         Raises:
-            TransitionError: for a request that is not pending.
-            RolloutError: in deterministic mode, while another such rollout uses the engine.
-            Exception: what `on_finished` raised. It ends the rollout; where several come at
-                once, they come in an `ExceptionGroup`.
+            TransitionError: If a request is not pending.
+            RolloutError: In deterministic mode, if another such rollout is using the engine.
+            Exception: An error of `on_finished`. It ends the rollout. Several errors at once are
+                raised as an `ExceptionGroup`.
         """
+
+        async def drive_one(
+            index: int, request: AsyncRolloutRequest, scheduler: Scheduler
+        ) -> AsyncRolloutRequest:
+            async with scheduler.admit(index) as source:
+                done = await self._attempt(request, source)
+            if on_finished:
+                on_finished(done)
+            return done
+
         try:
-            return await self._drive_all(requests, on_finished or _tell_nobody)
+            # The watchdog reports a tool that blocks the event loop, and with it all requests.
+            with LoopWatchdog(), rare_gc():
+                async with self._scheduler(len(requests)) as scheduler, asyncio.TaskGroup() as tg:
+                    tasks = [
+                        tg.create_task(drive_one(index, request, scheduler))
+                        for index, request in enumerate(requests)
+                    ]
+            return [task.result() for task in tasks]
         except BaseExceptionGroup as group:
             failure = group.exceptions[0] if len(group.exceptions) == 1 else group
         finally:
-            end_waiting(requests)
+            abort_pending(requests)
         raise failure
 
-    async def _drive_all(
-        self,
-        requests: Sequence[AsyncRolloutRequest],
-        on_finished: Callable[[AsyncRolloutRequest], None],
-    ) -> list[AsyncRolloutRequest]:
-        entry = self._open_entry(len(requests))
-
-        async def drive(
-            place: int, request: AsyncRolloutRequest, admission: Scheduler
-        ) -> AsyncRolloutRequest:
-            async with admission.admit(place) as source:
-                done = await self._attempt(request, source)
-            on_finished(done)
-            return done
-
-        # A tool that blocks the event loop holds up everybody: it is named while it does.
-        with LoopWatchdog(), rare_gc():
-            async with entry as admission, asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(drive(place, request, admission))
-                    for place, request in enumerate(requests)
-                ]
-        return [task.result() for task in tasks]
-
-    def _open_entry(self, num_requests: int) -> AbstractAsyncContextManager[Scheduler]:
+    def _scheduler(self, num_requests: int) -> AbstractAsyncContextManager[Scheduler]:
         engine, capacity = self.context.engine, self._rollout.max_concurrent_requests
         if self._rollout.deterministic:
             return LockstepScheduler(engine, num_requests=num_requests, capacity=capacity)
@@ -212,15 +202,16 @@ class RolloutManager:
     def apply_failure_policy(
         self, finished: Sequence[AsyncRolloutRequest], summary: FailureSummary | None = None
     ) -> None:
-        """Do what is declared for failed requests; again after scoring, which may fail some too.
+        """Apply the policy for failed requests. Call it again after scoring, which may fail more.
 
         Args:
             finished: Requests that have ended.
-            summary: Of the whole batch, where other ranks have parts of it; None: of `finished`.
+            summary: Summary of the batch over all ranks; None: that of `finished`.
 
         Raises:
-            RolloutError: under `failure.policy: raise`, or where more than `max_failed_frac` of
-                the batch failed, or more than `max_failed_calls_frac` of the calls of a tool.
+            RolloutError: If a request failed under `failure.policy: raise`, if more than
+                `max_failed_frac` of the batch failed, or more than `max_failed_calls_frac` of the
+                calls of a tool.
         """
         summary = summary or FailureSummary.of(finished)
         failure = self._rollout.failure
@@ -238,25 +229,21 @@ class RolloutManager:
                     request.dropped = "a sample of its group failed"
 
 
-def _tell_nobody(_: AsyncRolloutRequest) -> None:
-    """Nobody waits for the end of a request."""
-
-
-def end_waiting(requests: Sequence[AsyncRolloutRequest]) -> None:
-    """End requests whose turn never came, because the rollout was cancelled before."""
+def abort_pending(requests: Sequence[AsyncRolloutRequest]) -> None:
+    """Abort the requests that did not start before the rollout was cancelled."""
     for request in requests:
         if not request.is_finished:
-            why = Failure(fault=Fault.LIMIT, kind="CancelledError", message="not begun", turn=0)
-            request.finish(StopReason.ABORTED, why)
+            error = Failure(fault=Fault.LIMIT, kind="CancelledError", message="not started", turn=0)
+            request.finish(StopReason.ABORTED, error)
 
 
 def can_be_retried(request: AsyncRolloutRequest) -> bool:
-    """Whether a request failed by accident; what was aborted was so on purpose."""
+    """Whether a request failed, and was not aborted on purpose."""
     return request.state is RequestState.FAILED and request.stop_reason is not StopReason.ABORTED
 
 
 def next_attempt(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
-    """Make a fresh request for the same sample: a new request_id, the same uid."""
+    """Make a new request for the same sample: another request_id, the same uid."""
     attempt = request.attempt + 1
     root = request.request_id.removesuffix(f"~{request.attempt}")
     return request.model_copy(
@@ -265,7 +252,7 @@ def next_attempt(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
 
 
 def make_budgets(rollout: RolloutConfig, data: DataConfig, engine_len: int) -> Budgets:
-    """Gather what one request may use from the configuration and the engine's length."""
+    """Make the budgets of a request from the configuration and the context length of the engine."""
     turns = rollout.multi_turn
     return Budgets(
         max_response_tokens=data.max_response_length,

@@ -1,14 +1,14 @@
-"""Who of a rollout's requests runs when: as there is room, or in rounds that no latency changes.
+"""Schedule the requests of a rollout: all at once up to a limit, or in lock-step rounds.
 
-A forward pass rounds by the rows that share it, so the last bits of a request depend on which other
-requests the engine happens to compute beside it: on how long their tools took. `LockstepScheduler`
-(`rollout.deterministic`) makes that a function of the requests alone. Nothing is generated while a
-tool or a simulated user of any request is at work; then the calls of all begin at once, in the
-order of the requests, and none is answered until all have ended:
+A forward pass rounds by the rows that share it. So the last bits of a result depend on which other
+requests the engine computes at the same time, and therefore on how long their tools took.
+`LockstepScheduler` (`rollout.deterministic`) makes that a function of the requests alone. While a
+tool or a simulated user of any request works, nothing is generated. Then the engine calls of all
+requests start at once, in the order of the requests, and all results are returned together:
 
-    turn 1 of all  ->  tools, users  ->  turn 2 of all that go on  ->  tools, users  ->  ...
+    turn 1 of all  ->  tools, users  ->  turn 2 of the rest  ->  tools, users  ->  ...
 
-What it costs is waiting: a round lasts as long as its longest completion and its slowest tool.
+The price is waiting: a round lasts as long as its longest completion and its slowest tool.
 """
 
 import asyncio
@@ -29,63 +29,64 @@ from agentrl.engines.protocol import (
 )
 from agentrl.errors import EngineError, RolloutError
 
-_ENGINES_IN_ROUNDS: set[int] = set()
-"""Identities of the engines that a deterministic rollout uses now."""
+_LOCKSTEP_ENGINES: set[int] = set()
+"""Ids of the engine objects that deterministic rollouts are using."""
 
 
 class Scheduler(Protocol):
-    """Lets the requests of one rollout in, so many at once, in their order."""
+    """Admits the requests of one rollout in their order, up to a limit."""
 
-    def admit(self, place: int) -> AbstractAsyncContextManager[CompletionSource]:
-        """Wait until the request at `place` may run; its room is free behind the block.
+    def admit(self, index: int) -> AbstractAsyncContextManager[CompletionSource]:
+        """Wait until the request at `index` may run; its slot is free again after the block.
 
-        Gives what completes the request's turns.
+        The value of the block generates the completions of the request.
         """
         ...
 
 
 class ConcurrentScheduler:
-    """Each request runs as fast as it can, whatever the others do.
+    """Runs each request as fast as possible, independently of the others.
 
     Args:
-        engine: Completes every turn.
-        capacity: Requests at once.
+        engine: Generates every completion.
+        capacity: Maximum number of requests at once.
     """
 
     def __init__(self, engine: Engine, *, capacity: int) -> None:
         self._engine = engine
-        self._capacity = asyncio.Semaphore(capacity)
+        self._slots = asyncio.Semaphore(capacity)
 
     @asynccontextmanager
-    async def admit(self, place: int) -> AsyncIterator[CompletionSource]:
-        """Wait for room."""
-        async with self._capacity:
+    async def admit(self, index: int) -> AsyncIterator[CompletionSource]:
+        """Wait for a free slot."""
+        async with self._slots:
             yield self._engine
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
-    """A call that waits for its round, and then for its answer."""
+class _WaitingCall:
+    """A call that waits for its round, and then for its result."""
 
     call: EngineCall
-    answer: asyncio.Future[Completion | BaseException]
+    result: asyncio.Future[Completion | BaseException]
 
 
 class LockstepScheduler:
-    """Generation in rounds; an async context manager that drops the engine's prefixes on entry.
+    """Generates in rounds; an async context manager that clears the engine's prefix cache on entry.
 
-    A member is a request that has its admit. The next round begins as soon as every member waits in
-    `generate`. Whoever leaves hands its admit on within the same step of the event loop, so that no
-    round can begin between the two: who takes part in which round depends on the requests alone.
+    A request that was admitted is a member. The next round starts as soon as every member waits in
+    `generate`. A request that ends frees its slot within the same step of the event loop, so no
+    round can start in between: the members of each round depend only on the requests.
 
-    A member that is cancelled in its round (its wall clock, say) is aborted in the engine; the
-    others go on, by a batch that has one row less from a moment that the clock chose.
+    If a member is cancelled during its round (by its time limit, for example), its call is aborted
+    in the engine. The other calls continue in a batch with one row less, from a moment that depends
+    on the clock.
 
     Args:
-        engine: Completes the turns. A second `LockstepScheduler` on it is refused
-            with a `RolloutError`.
-        num_requests: Requests of the rollout, by place 0, 1, ...
-        capacity: Members at once.
+        engine: Generates the completions. Only one `LockstepScheduler` may use it at a time; a
+            second one raises `RolloutError`.
+        num_requests: Number of requests of the rollout. Their indices are 0, 1, ...
+        capacity: Maximum number of members at once.
     """
 
     def __init__(self, engine: Engine, *, num_requests: int, capacity: int) -> None:
@@ -94,18 +95,23 @@ class LockstepScheduler:
         self._queue = deque(range(num_requests))
         self._admitted = [asyncio.Event() for _ in range(num_requests)]
         self._members: set[int] = set()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _WaitingCall] = {}
         self._round: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._claim_engine()
+        if id(self._engine) in _LOCKSTEP_ENGINES:
+            raise RolloutError(
+                "another deterministic rollout is using the engine",
+                expected="one after the other, or `rollout.deterministic: false`",
+            )
+        _LOCKSTEP_ENGINES.add(id(self._engine))
         try:
-            # A resumed run begins with an empty cache, and must find what this one finds.
+            # A resumed run starts with an empty cache, so this one must, too.
             await self._engine.flush_cache()
         except BaseException:
-            _ENGINES_IN_ROUNDS.discard(id(self._engine))
+            _LOCKSTEP_ENGINES.discard(id(self._engine))
             raise
-        self._admit()
+        self._admit_next()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -115,143 +121,114 @@ class LockstepScheduler:
                 with suppress(asyncio.CancelledError):
                     await self._round
         finally:
-            _ENGINES_IN_ROUNDS.discard(id(self._engine))
-
-    def _claim_engine(self) -> None:
-        if id(self._engine) in _ENGINES_IN_ROUNDS:
-            raise RolloutError(
-                "a deterministic rollout on an engine that another one is using",
-                expected="one after the other, or `rollout.deterministic: false`",
-            )
-        _ENGINES_IN_ROUNDS.add(id(self._engine))
+            _LOCKSTEP_ENGINES.discard(id(self._engine))
 
     @asynccontextmanager
-    async def admit(self, place: int) -> AsyncIterator[CompletionSource]:
-        """Wait until the request at `place` is a member."""
+    async def admit(self, index: int) -> AsyncIterator[CompletionSource]:
+        """Wait until the request at `index` is a member."""
         try:
-            await self._admitted[place].wait()
-            yield _Slot(self, place)
+            await self._admitted[index].wait()
+            yield _Member(self, index)
         finally:
-            self._leave(place)
+            if index in self._members:
+                self._members.remove(index)
+            else:
+                self._queue.remove(index)
+            self._admit_next()
+            self._start_round_if_all_wait()
 
-    async def complete(self, place: int, call: EngineCall) -> Completion:
-        """Complete a member's turn in the next round.
+    async def complete(self, index: int, call: EngineCall) -> Completion:
+        """Generate a completion for a member in the next round.
 
         Raises:
-            BaseException: what the call failed with.
+            BaseException: The error of the call.
         """
-        waiting = _Waiting(call, asyncio.get_running_loop().create_future())
-        self._waiting[place] = waiting
-        self._begin_where_all_wait()
+        waiting = _WaitingCall(call, asyncio.get_running_loop().create_future())
+        self._waiting[index] = waiting
+        self._start_round_if_all_wait()
         try:
-            answer = await waiting.answer
+            result = await waiting.result
         except asyncio.CancelledError:
-            await self._withdraw(place, call)
+            if self._waiting.pop(index, None) is None:
+                await self._engine.abort(call.request_id)
             raise
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
-    async def _withdraw(self, place: int, call: EngineCall) -> None:
-        if self._waiting.pop(place, None) is None:
-            await self._engine.abort(call.request_id)
-
-    def _admit(self) -> None:
+    def _admit_next(self) -> None:
         while self._queue and len(self._members) < self._capacity:
-            place = self._queue.popleft()
-            self._members.add(place)
-            self._admitted[place].set()
+            index = self._queue.popleft()
+            self._members.add(index)
+            self._admitted[index].set()
 
-    def _leave(self, place: int) -> None:
-        if place in self._members:
-            self._members.remove(place)
-        else:
-            self._queue.remove(place)
-        self._admit()
-        self._begin_where_all_wait()
-
-    def _begin_where_all_wait(self) -> None:
+    def _start_round_if_all_wait(self) -> None:
         if self._round is None and self._waiting and len(self._waiting) == len(self._members):
-            calls = [self._waiting[place] for place in sorted(self._waiting)]
+            calls = [self._waiting[index] for index in sorted(self._waiting)]
             self._waiting.clear()
-            self._round = asyncio.create_task(self._run(calls), name="round")
+            self._round = asyncio.create_task(self._run_round(calls), name="round")
 
-    async def _run(self, waiting: Sequence[_Waiting]) -> None:
+    async def _run_round(self, waiting: Sequence[_WaitingCall]) -> None:
         try:
-            answers = await self._engine.generate_together([w.call for w in waiting])
-            if len(answers) != len(waiting):
+            results = await self._engine.generate_together([w.call for w in waiting])
+            if len(results) != len(waiting):
                 raise EngineError(
-                    f"the engine gave {len(answers)} answers", expected=f"{len(waiting)}"
+                    f"the engine returned {len(results)} results", expected=f"{len(waiting)}"
                 )
-        # Whatever it is, even a stray cancellation, every member of the round is to hear of it.
+        # Every member of the round must get the error, even a stray cancellation.
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-            answers = [error] * len(waiting)
+            results = [error] * len(waiting)
         self._round = None
-        for member, answer in zip(waiting, answers, strict=True):
-            if not member.answer.done():
-                member.answer.set_result(answer)
-        self._begin_where_all_wait()
+        for member, result in zip(waiting, results, strict=True):
+            if not member.result.done():
+                member.result.set_result(result)
+        self._start_round_if_all_wait()
 
 
-class _Slot:
-    """One member's view of the rounds."""
+class _Member:
+    """The `CompletionSource` of one member."""
 
-    def __init__(self, rounds: LockstepScheduler, place: int) -> None:
-        self._rounds = rounds
-        self._place = place
+    def __init__(self, scheduler: LockstepScheduler, index: int) -> None:
+        self._scheduler = scheduler
+        self._index = index
 
     async def generate(
         self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
     ) -> Completion:
         """Continue `input_ids` in the next round; one call at a time."""
         call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
-        return await self._rounds.complete(self._place, call)
+        return await self._scheduler.complete(self._index, call)
 
 
-ALLOCATIONS = 500_000
-"""Objects that may come into being between two searches: those of some 4,500 requests."""
+GC_THRESHOLD = 500_000
+"""Allocations between two garbage collections: those of about 4,500 requests."""
 
-
-class _Guests:
-    """Those who asked for rare searches, and the thresholds of the program that they run in."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._number = 0
-        self._host: tuple[int, int, int] = gc.get_threshold()
-
-    def come(self) -> None:
-        with self._lock:
-            if not self._number:
-                self._host = gc.get_threshold()
-                gc.set_threshold(*_rarer(self._host))
-            self._number += 1
-
-    def go(self) -> None:
-        with self._lock:
-            self._number -= 1
-            # Thresholds that the program has set meanwhile are the ones that it wants.
-            if not self._number and gc.get_threshold() == _rarer(self._host):
-                gc.set_threshold(*self._host)
-
-
-def _rarer(thresholds: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Our thresholds; those of a program that searches more rarely yet, or never (0), stay."""
-    young, middle, old = thresholds
-    return (max(young, ALLOCATIONS) if young else 0, middle, old)
-
-
-_GUESTS = _Guests()
+_gc_lock = threading.Lock()
+_gc_blocks: list[tuple[int, int, int]] = []
+"""The thresholds at the entry of each open block of `rare_gc`."""
 
 
 @contextmanager
 def rare_gc() -> Iterator[None]:
-    """Raise the garbage collector's first threshold within the block, for the whole process.
+    """Raise the first threshold of the garbage collector within the block, for the whole process.
 
-    Behind the last of several such blocks that overlap, the thresholds are those from before.
+    The objects of a rollout live until its end, so a collection during the rollout finds nothing.
+    With Python's defaults a rollout of 512 requests causes about 300 collections, and each full one
+    visits all objects of the program. Objects without reference cycles are still freed at once.
+
+    The last of several overlapping blocks restores the thresholds, unless the program has changed
+    them meanwhile. Higher thresholds, and 0 (off), are not changed.
     """
-    _GUESTS.come()
+    with _gc_lock:
+        _gc_blocks.append(_gc_blocks[0] if _gc_blocks else gc.get_threshold())
+        young, middle, old = _gc_blocks[0]
+        raised = (max(young, GC_THRESHOLD) if young else 0, middle, old)
+        if len(_gc_blocks) == 1:
+            gc.set_threshold(*raised)
     try:
         yield
     finally:
-        _GUESTS.go()
+        with _gc_lock:
+            before = _gc_blocks.pop()
+            if not _gc_blocks and gc.get_threshold() == raised:
+                gc.set_threshold(*before)

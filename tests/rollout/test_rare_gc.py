@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from agentrl.rollout.scheduling import ALLOCATIONS, rare_gc
+from agentrl.rollout.scheduling import GC_THRESHOLD, rare_gc
 from tests.fakes.plugins import (
     FakeTool,
     calling,
@@ -27,7 +27,7 @@ def usual_thresholds():
 
 def test_searches_are_rare_within_the_block_and_as_before_behind_it():
     with rare_gc():
-        assert gc.get_threshold() == (ALLOCATIONS, 10, 10)
+        assert gc.get_threshold() == (GC_THRESHOLD, 10, 10)
     assert gc.get_threshold() == USUAL
 
 
@@ -36,12 +36,12 @@ def test_of_blocks_that_overlap_the_last_one_restores():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert gc.get_threshold() == (ALLOCATIONS, 10, 10)
+    assert gc.get_threshold() == (GC_THRESHOLD, 10, 10)
     second.__exit__(None, None, None)
     assert gc.get_threshold() == USUAL
 
 
-@pytest.mark.parametrize("own", [(0, 10, 10), (ALLOCATIONS * 2, 5, 5)])
+@pytest.mark.parametrize("own", [(0, 10, 10), (GC_THRESHOLD * 2, 5, 5)])
 def test_a_program_that_searches_more_rarely_yet_is_left_alone(own: tuple[int, int, int]):
     gc.set_threshold(*own)
     with rare_gc():
@@ -65,5 +65,5 @@ async def test_a_rollout_is_such_a_block():
     context = make_context(make_engine(calling("lookup", q="a"), "b"), tools=[FakeTool(reply=note)])
     manager = make_manager(context, n=1)
     await manager.rollout(manager.make_requests(make_prompts(1), manager.train_plan()))
-    assert seen == [ALLOCATIONS]
+    assert seen == [GC_THRESHOLD]
     assert gc.get_threshold() == USUAL

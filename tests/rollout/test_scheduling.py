@@ -349,7 +349,7 @@ async def test_an_engine_that_answers_too_few_or_too_many_calls_fails_the_round(
     for request in done:
         assert request.error is not None
         assert request.error.fault is Fault.ENGINE
-        assert f"gave {number} answers" in request.error.message
+        assert f"returned {number} results" in request.error.message
 
 
 async def test_a_second_deterministic_rollout_on_an_engine_is_refused():
