@@ -40,14 +40,14 @@ from agentrl.algorithms.correction import (
     reject_rollout,
     weigh_rollout,
 )
-from agentrl.algorithms.kl import kl_penalty
-from agentrl.algorithms.kl_control import (
+from agentrl.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
     KLController,
     MeasuredKL,
     compute_reward_kl,
     get_kl_controller,
+    kl_penalty,
     measure_kl,
     penalize_rewards,
 )

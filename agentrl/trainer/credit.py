@@ -25,7 +25,7 @@ from torch import Tensor
 from agentrl.algorithms import columns_read, compute_advantage, get_adv_estimator_fn
 from agentrl.algorithms.advantages.groups import Groups, GroupScores
 from agentrl.algorithms.correction import compute_rollout_correction_and_rejection_mask
-from agentrl.algorithms.kl_control import (
+from agentrl.algorithms.kl import (
     MeasuredKL,
     compute_reward_kl,
     get_kl_controller,

@@ -15,7 +15,7 @@ from agentrl.algorithms.correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from agentrl.algorithms.kl_control import (
+from agentrl.algorithms.kl import (
     AdaptiveKLController,
     compute_reward_kl,
     measure_kl,

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentrl.algorithms.advantages.group_relative import centre, normalise
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, GroupScores
-from agentrl.algorithms.advantages.grpo import centre, normalise
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import ConfigError

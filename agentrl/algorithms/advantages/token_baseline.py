@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agentrl.algorithms.advantages.discounting import compute_discounted_sums
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, Groups, GroupScores
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.algorithms.advantages.reinforce import compute_returns_to_go
-from agentrl.algorithms.advantages.trained_tokens import TrainedTokens
+from agentrl.algorithms.advantages.token_level import compute_returns_to_go
+from agentrl.algorithms.masked import TrainedTokens, compute_discounted_sums
 
 
 @register_adv_est("optimal_token_baseline")

@@ -1,16 +1,13 @@
 """Correction of what the engine sampled to what the trainer would: weights and rejection."""
 
-from agentrl.algorithms.correction.calls import (
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-)
+from agentrl.algorithms.correction.methods import reject_rollout, weigh_rollout
 from agentrl.algorithms.correction.metrics import compute_offpolicy_metrics
-from agentrl.algorithms.correction.rejection import reject_rollout
 from agentrl.algorithms.correction.rollout import (
     RolloutCorrection,
     compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
 )
-from agentrl.algorithms.correction.weights import weigh_rollout
 
 __all__ = [
     "RolloutCorrection",

@@ -8,9 +8,7 @@ function sees the whole batch, of all ranks.
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.correction.rejection import AppliedTest, Rejected
-from agentrl.algorithms.correction.spans import Spans
-from agentrl.algorithms.correction.weights import RolloutWeights
+from agentrl.algorithms.correction.methods import AppliedTest, Rejected, RolloutWeights, Spans
 from agentrl.algorithms.kl import MAX_LOG_RATIO
 
 Metrics = dict[str, float]

@@ -31,7 +31,7 @@ from agentrl.algorithms.losses.registry import (
     TrainedTokens,
     register_policy_loss,
 )
-from agentrl.algorithms.losses.vanilla import clip_surrogate
+from agentrl.algorithms.losses.token_ratio import clip_surrogate
 from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 

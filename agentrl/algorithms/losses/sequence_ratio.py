@@ -16,7 +16,7 @@ from agentrl.algorithms.losses.ratio import (
     where_trained,
 )
 from agentrl.algorithms.losses.registry import CLIP, DEFAULTS, LossAndMetrics, register_policy_loss
-from agentrl.algorithms.losses.vanilla import clip_surrogate
+from agentrl.algorithms.losses.token_ratio import clip_surrogate
 from agentrl.config.schema.run import ActorConfig
 
 

@@ -1,4 +1,4 @@
-"""Several rewards, each normalised apart. Its invariants: `test_estimator_invariants.py`."""
+"""Several rewards, each normalised apart. Its invariants: `test_invariants.py`."""
 
 import numpy as np
 import pytest

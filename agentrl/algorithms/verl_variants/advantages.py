@@ -17,13 +17,16 @@ import numpy as np
 import torch
 
 from agentrl.algorithms.advantages.gdpo import combine_rewards, read_rewards
-from agentrl.algorithms.advantages.gpg import scale_by_scored_rows
+from agentrl.algorithms.advantages.group_relative import (
+    centre,
+    lead_over_second,
+    leave_one_out,
+    length_weighted_mean,
+    normalise,
+    scale_by_scored_rows,
+)
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, Groups, GroupScores
-from agentrl.algorithms.advantages.grpo import centre, normalise
-from agentrl.algorithms.advantages.opo import length_weighted_mean
-from agentrl.algorithms.advantages.passk import lead_over_second
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.algorithms.advantages.rloo import leave_one_out
 from agentrl.config.schema.run import AlgorithmConfig
 
 Index = np.ndarray | torch.Tensor

@@ -25,7 +25,7 @@ MODES = list(get_args(LossAggMode))
 
 
 def test_the_ten_lines_of_the_page_are_a_loss_that_is_found_by_name():
-    page = Path(__file__).parents[2] / "docs" / "algorithms" / "policy_losses.md"
+    page = Path(__file__).parents[3] / "docs" / "algorithms" / "policy_losses.md"
     example = page.read_text().split("```python\n")[1].split("```")[0]
     assert len(example.strip().splitlines()) <= 10 + 2  # and two imports
     exec(example.replace('"reinforce"', '"reinforce-of-a-test"'))

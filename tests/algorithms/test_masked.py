@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from agentrl.algorithms.advantages.discounting import compute_discounted_sums
-from agentrl.algorithms.advantages.trained_tokens import TrainedTokens
+from agentrl.algorithms.masked import TrainedTokens, compute_discounted_sums
 
 
 def naive_sums(values: torch.Tensor, decay: float) -> torch.Tensor:

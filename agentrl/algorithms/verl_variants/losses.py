@@ -22,8 +22,7 @@ from agentrl.algorithms.losses.ratio import (
 )
 from agentrl.algorithms.losses.registry import CLIP, DEFAULTS, LossAndMetrics, register_policy_loss
 from agentrl.algorithms.losses.sequence_ratio import geo_mean_metrics, geometric_ratio
-from agentrl.algorithms.losses.soft import compute_policy_loss_sapo
-from agentrl.algorithms.losses.vanilla import clip_surrogate
+from agentrl.algorithms.losses.token_ratio import clip_surrogate, compute_policy_loss_sapo
 from agentrl.algorithms.masked import masked_mean
 from agentrl.config.schema.run import ActorConfig
 
