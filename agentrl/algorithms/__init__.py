@@ -1,44 +1,49 @@
-"""From rewards to gradients: advantages, policy losses, KL, aggregation, correction of the rollout.
+"""Algorithms of the update: advantages, policy losses, KL, aggregation, correction of the rollout.
 
-Pure tensor functions. Names and call conventions are the field's (verl 0.9.1). Importing this
-package registers the bundled estimators and losses.
+Pure tensor functions. Names and call conventions are those of the field (verl 0.9.1). Importing
+this package registers the bundled estimators and losses.
 """
 
-from agentrl.algorithms.advantages import (
-    GroupScores,
-    adv_estimator_names,
-    columns_read,
-    compute_advantage,
-    compute_gae_advantage_return,
-    compute_gdpo_outcome_advantage,
-    compute_gigpo_outcome_advantage,
+import agentrl.algorithms.verl_variants.losses  # noqa: F401 - registers them
+from agentrl.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
+from agentrl.algorithms.advantages.group_relative import (
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
-    compute_grpo_verl_advantage,
     compute_maxrl_outcome_advantage,
     compute_opo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
-    compute_reinforce_plus_plus_outcome_advantage,
-    compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
-    compute_step_reinforce_advantage,
-    compute_turn_gae_advantage,
-    compute_turn_rloo_advantage,
+)
+from agentrl.algorithms.advantages.groups import GroupScores
+from agentrl.algorithms.advantages.registry import (
+    adv_estimator_names,
+    columns_read,
+    compute_advantage,
     estimator_facts,
     get_adv_estimator_fn,
     register_adv_est,
 )
+from agentrl.algorithms.advantages.token_baseline import compute_optimal_token_baseline_advantage
+from agentrl.algorithms.advantages.token_level import (
+    compute_gae_advantage_return,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+)
+from agentrl.algorithms.advantages.turn_level import (
+    compute_gigpo_outcome_advantage,
+    compute_step_reinforce_advantage,
+    compute_turn_gae_advantage,
+    compute_turn_rloo_advantage,
+)
 from agentrl.algorithms.aggregation import LossScale, agg_loss, compute_row_weights
-from agentrl.algorithms.correction import (
+from agentrl.algorithms.correction.methods import reject_rollout, weigh_rollout
+from agentrl.algorithms.correction.metrics import compute_offpolicy_metrics
+from agentrl.algorithms.correction.rollout import (
     RolloutCorrection,
-    compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
-    reject_rollout,
-    weigh_rollout,
 )
 from agentrl.algorithms.kl import (
     AdaptiveKLController,
@@ -51,13 +56,16 @@ from agentrl.algorithms.kl import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.algorithms.losses import (
+from agentrl.algorithms.losses.bypass import compute_policy_loss_bypass_mode, compute_value_loss
+from agentrl.algorithms.losses.covariance import (
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_kl_cov,
+)
+from agentrl.algorithms.losses.registry import (
     LossAndMetrics,
     PolicyLossFn,
     SummaryFn,
     TrainedTokens,
-    compute_policy_loss_vanilla,
-    compute_value_loss,
     effective_loss_agg_mode,
     get_policy_loss_fn,
     needs_summary,
@@ -66,7 +74,10 @@ from agentrl.algorithms.losses import (
     register_policy_loss,
     with_summary,
 )
+from agentrl.algorithms.losses.sequence_ratio import compute_policy_loss_gspo
+from agentrl.algorithms.losses.token_ratio import compute_policy_loss_vanilla
 from agentrl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from agentrl.algorithms.verl_variants.advantages import compute_grpo_verl_advantage
 
 __all__ = [
     "AdaptiveKLController",
@@ -95,6 +106,10 @@ __all__ = [
     "compute_offpolicy_metrics",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",

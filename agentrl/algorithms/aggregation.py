@@ -1,10 +1,10 @@
-"""From a loss per token to one number, the same however the mini-batch is laid out.
+"""Aggregation of a loss per token to one number that does not depend on the layout of the batch.
 
 Shapes: B sequences, T response positions.
 
 The denominators of a loss are those of the whole mini-batch, over its micro-batches and over all
-ranks. Then the losses of the micro-batches *add up* to the mini-batch's (layout is invisible), and
-their gradients do so too. Sequences in which nothing is trained count nowhere.
+ranks. Then the losses of the micro-batches, and their gradients, *add up* to those of the
+mini-batch (invariant: layout is invisible). Sequences without a trained token are not counted.
 
 ============================ ==========================================================
 mode                         the loss of a mini-batch of S sequences, N trained tokens
@@ -16,9 +16,9 @@ mode                         the loss of a mini-batch of S sequences, N trained 
 `seq-mean-token-mean`        sum over sequences of each one's token mean / S
 ============================ ==========================================================
 
-A trajectory may stand in several rows (its context was folded, say, and each segment has a prompt
-of its own). Such rows count together as one sequence: each has the *row weight* tokens of the row /
-tokens of the trajectory, so that no mode knows how many rows there are (see `compute_row_weights`).
+A trajectory may have several rows (for example if its context was folded, and each segment has a
+prompt of its own). These rows count together as one sequence: each has the *row weight* tokens of
+the row / tokens of the trajectory, so the number of rows has no effect (see `compute_row_weights`).
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from agentrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """What one mini-batch is divided by, in all its micro-batches, on all ranks.
+    """The denominators of one mini-batch, for all its micro-batches on all ranks.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -48,13 +48,13 @@ class LossScale:
     global_batch_size: int
     """Sequences (trajectories) of the mini-batch with a trained token, over all ranks."""
     dp_size: int = 1
-    """Ranks. FSDP2 averages gradients over them, so each rank's loss is multiplied by it."""
+    """Ranks. FSDP2 averages gradients over them, so each rank's loss is multiplied by this."""
     loss_scale_factor: float | None = None
     """The configured response budget in tokens, for `seq-mean-token-sum-norm`."""
     row_weights: torch.Tensor | None = None
-    """`[B]`, the share of its trajectory that each row is (see `at`); None: all of it."""
+    """`[B]`, each row's share of its trajectory's tokens (see `at`); None: 1 each."""
     summary: object | None = None
-    """What the loss read from the whole mini-batch (see `register_policy_loss`)."""
+    """What the loss needs of the whole mini-batch (see `register_policy_loss`)."""
 
     @classmethod
     def of(
@@ -75,10 +75,10 @@ class LossScale:
         )
 
     def at(self, rows: torch.Tensor | list[int]) -> "LossScale":
-        """The scale of a micro-batch: the same, with the weights of its own rows.
+        """Return the scale of a micro-batch: the same, with the weights of its own rows.
 
         Args:
-            rows: Which of the rows that `row_weights` is of it holds, in its own order.
+            rows: Indices of the micro-batch's rows in `row_weights`, in its own order.
         """
         if self.row_weights is None:
             return self
@@ -91,13 +91,13 @@ class LossScale:
         loss_agg_mode: str,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One micro-batch's part of the mini-batch's loss (see `agg_loss`).
+        """Return one micro-batch's part of the mini-batch's loss (see `agg_loss`).
 
         Args:
             loss_mat: `[b, T]`.
             loss_mask: `[b, T]`, nonzero where a token is trained.
             loss_agg_mode: One of the modes of this module's table.
-            weights: `[b, T]`, multiplied to each token's loss; no denominator knows of them.
+            weights: `[b, T]`, factors of the tokens' losses; denominators do not contain them.
         """
         if weights is not None:
             loss_mat = loss_mat * torch.where(loss_mask.bool(), weights, 0.0)
@@ -113,9 +113,9 @@ class LossScale:
         )
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """One micro-batch's part of a mean over the mini-batch's tokens, detached.
+        """Return one micro-batch's part of a mean over the mini-batch's tokens, detached.
 
-        The parts of all micro-batches and ranks add up to the mean: so metrics are summed.
+        The parts of all micro-batches and ranks add up to the mean.
         """
         return masked_sum(values.detach(), mask) / max(self.batch_num_tokens, 1)
 
@@ -130,12 +130,10 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Aggregate a loss per token. What stands on masked positions, NaN included, has no effect.
+    """Aggregate a loss per token. Values at masked positions, NaN included, have no effect.
 
-    A batch in which nothing is trained has the loss 0 and the gradient 0.
-
-    Seven parameters are the reference's signature; `LossScale.aggregate` takes few.
-    Without counts, `loss_mat` is the whole mini-batch.
+    A batch without a trained token has the loss 0 and the gradient 0. Without counts, `loss_mat` is
+    the whole mini-batch. The parameters are verl's; `LossScale.aggregate` takes fewer.
 
     Args:
         loss_mat: `[B, T]`.
@@ -143,14 +141,14 @@ def agg_loss(
         loss_agg_mode: One of the modes of this module's table.
         dp_size: Ranks.
         batch_num_tokens: Trained tokens of the mini-batch, over all ranks.
-        global_batch_size: Sequences of it in which something is trained, over all ranks.
+        global_batch_size: Sequences of the mini-batch with a trained token, over all ranks.
         loss_scale_factor: The response budget in tokens, for the `norm` mode.
-        row_weights: `[B]`, the share of its trajectory that each row is; None: 1 each.
+        row_weights: `[B]`, each row's share of its trajectory's tokens; None: 1 each.
 
     Raises:
         ConfigError: for an unknown mode, for several ranks without the count that the mode needs,
-            and for the `norm` mode without the response budget (the padded length, which the
-            reference falls back on, changes from batch to batch).
+            and for the `norm` mode without the response budget (verl then uses the padded length,
+            which changes from batch to batch).
     """
     mask = loss_mask.bool()
     sums = torch.where(mask, loss_mat, 0.0).sum(dim=-1)
@@ -164,7 +162,12 @@ def agg_loss(
             loss = sums.sum() / _denominator(global_batch_size, per_row, dp_size)
         case "seq-mean-token-sum-norm":
             num_sequences = _denominator(global_batch_size, per_row, dp_size)
-            loss = sums.sum() / num_sequences / _budget(loss_scale_factor)
+            if loss_scale_factor is None:
+                raise ConfigError(
+                    "seq-mean-token-sum-norm divides by the response budget, which was not given",
+                    key="data.max_response_length",
+                )
+            loss = sums.sum() / num_sequences / loss_scale_factor
         case "seq-mean-token-mean":
             means = sums / mask.sum(dim=-1).clamp(min=1) * per_row.to(sums.dtype)
             loss = means.sum() / _denominator(global_batch_size, per_row, dp_size)
@@ -181,13 +184,13 @@ def compute_row_weights(mask: torch.Tensor, trajectory_ids: torch.Tensor) -> tor
     """Weigh rows so that the rows of one trajectory count together as one sequence.
 
     Args:
-        mask: `[B, T]`, nonzero where a token is trained; all rows of each trajectory are among
-            these.
+        mask: `[B, T]`, nonzero where a token is trained. It must contain all rows of each
+            trajectory.
         trajectory_ids: `[B]`, integers; the same for rows of one trajectory.
 
     Returns:
-        `[B]`, float64: trained tokens of the row / trained tokens of its trajectory; 0 where the
-        row trains on nothing.
+        `[B]`, float64: trained tokens of the row / trained tokens of its trajectory; 0 for a row
+        without a trained token.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]])
@@ -201,7 +204,7 @@ def compute_row_weights(mask: torch.Tensor, trajectory_ids: torch.Tensor) -> tor
 
 
 def _count_per_row(mask: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
-    """How much of a sequence each row is, `[B]`: 0 where it trains on nothing."""
+    """Return each row's share of a sequence, `[B]`: 0 for a row without a trained token."""
     counted = mask.any(dim=-1)
     if row_weights is None:
         return counted
@@ -212,14 +215,7 @@ def _denominator(count: int | None, local: torch.Tensor, dp_size: int) -> int | 
     if count is not None:
         return max(count, 1)
     if dp_size > 1:
-        raise ConfigError(f"{dp_size} ranks need the counts of the whole mini-batch")
-    return local.sum().clamp(min=1)
-
-
-def _budget(loss_scale_factor: float | None) -> float:
-    if loss_scale_factor is None:
         raise ConfigError(
-            "seq-mean-token-sum-norm divides by the response budget, which was not given",
-            key="data.max_response_length",
+            f"{dp_size} ranks need the counts of the whole mini-batch, and these were not given"
         )
-    return loss_scale_factor
+    return local.sum().clamp(min=1)

@@ -1,4 +1,7 @@
-"""Estimates of the KL divergence to a reference, per token, from the sampled token alone."""
+"""The KL divergence to the reference: estimates per token, and the penalty on rewards.
+
+Shapes: B sequences, T response positions.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,17 +17,16 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this in both directions before they are exponentiated."""
 MAX_K3 = 10.0
 """The k3 estimate of one token is clamped to this."""
+_MAX_ERROR = 0.2
 
 
-def kl_penalty(
-    logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str = "k3"
-) -> torch.Tensor:
-    """Estimate KL(policy, reference) at each token.
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str = "k3") -> Tensor:
+    """Estimate KL(policy, reference) at each token, from the sampled token alone.
 
     ========== ============== ==================================================
     name       also named     with d = logprob - ref_logprob
     ========== ============== ==================================================
-    `k1`       `kl`           d: unbiased, of either sign; its gradient says nothing of the KL
+    `k1`       `kl`           d: unbiased, of either sign; its gradient is not the KL's
     `abs`                     |d|
     `k2`       `mse`          d^2 / 2: biased, and its expected gradient is the KL's
     `k3`       `low_var_kl`   exp(-d) + d - 1: unbiased, never negative
@@ -36,74 +38,62 @@ def kl_penalty(
     Args:
         logprob: Of the policy, with gradient, any shape.
         ref_logprob: Of the reference, same shape.
-        kl_penalty: A name of the table.
+        kl_penalty: A name from the table.
 
     Raises:
         ConfigError: for another name.
     """
+    name = kl_penalty.removesuffix("+")
+    if name not in _ESTIMATES:
+        raise ConfigError(
+            f"unknown KL estimate {name!r}",
+            key="actor.kl_loss_type",
+            expected=f"one of {', '.join(_ESTIMATES)}, each also with a + at its end",
+        )
     difference = logprob - ref_logprob
-    estimate = _estimator(kl_penalty.removesuffix("+"))(difference)
-    if not kl_penalty.endswith("+"):
+    estimate = _ESTIMATES[name](difference)
+    if name == kl_penalty:
         return estimate
     carrier = _k2(difference)
     return carrier - carrier.detach() + estimate.detach()
 
 
-def _k1(difference: torch.Tensor) -> torch.Tensor:
+def _k1(difference: Tensor) -> Tensor:
     return difference
 
 
-def _k2(difference: torch.Tensor) -> torch.Tensor:
+def _k2(difference: Tensor) -> Tensor:
     return 0.5 * difference.square()
 
 
-def _k3(difference: torch.Tensor) -> torch.Tensor:
+def _k3(difference: Tensor) -> Tensor:
     clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.exp(-clamped) + clamped - 1).clamp(max=MAX_K3)
 
 
-_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": _k1,
-    "kl": _k1,
-    "abs": torch.abs,
-    "k2": _k2,
-    "mse": _k2,
-    "k3": _k3,
-    "low_var_kl": _k3,
-}
-
-
-def _estimator(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    if name not in _ESTIMATORS:
-        raise ConfigError(
-            f"unknown KL estimate {name!r}",
-            key="actor.kl_loss_type",
-            expected=f"one of {', '.join(_ESTIMATORS)}, each also with a + behind it",
-        )
-    return _ESTIMATORS[name]
-
-
-_MAX_ERROR = 0.2
+_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1, "kl": _k1, "abs": torch.abs, "k2": _k2, "mse": _k2, "k3": _k3, "low_var_kl": _k3,
+}  # fmt: skip
 
 
 class KLController(Protocol):
-    """Decides the weight of the KL in the reward."""
+    """Chooses the weight of the KL in the reward."""
 
     value: float
     """The weight."""
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Take note of a batch.
+        """Adapt the weight to a batch.
 
         Args:
-            current_kl: Its mean KL.
-            n_steps: Its sequences.
+            current_kl: Mean KL of the batch.
+            n_steps: Sequences of the batch.
         """
         ...
 
 
 class FixedKLController:
-    """A weight that stays.
+    """A constant weight.
 
     Args:
         kl_coef: The weight.
@@ -117,7 +107,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """A weight that rises where the KL is above its target, and falls where it is below.
+    """A weight that rises while the KL is above its target, and falls while it is below.
 
     value <- value (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon) for a batch of n sequences.
 
@@ -125,7 +115,7 @@ class AdaptiveKLController:
 
     Args:
         init_kl_coef: The first weight.
-        target_kl: The KL that is aimed at, more than 0.
+        target_kl: The target KL, more than 0.
         horizon: Sequences over which the weight moves.
 
     Example:
@@ -141,7 +131,7 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the weight; a KL that is not finite says nothing, and moves nothing."""
+        """Move the weight; a KL that is not finite does not move it."""
         if not math.isfinite(current_kl):
             return
         error = min(max(current_kl / self.target - 1, -_MAX_ERROR), _MAX_ERROR)
@@ -149,25 +139,25 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(config: KlCtrlConfig) -> KLController:
-    """Build the controller that is configured."""
+    """Build the configured controller."""
     if config.type == "adaptive":
         return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
     return FixedKLController(config.kl_coef)
 
 
 class MeasuredKL(NamedTuple):
-    """What a controller is told of a batch."""
+    """The KL of a batch, as a controller reads it."""
 
     current_kl: float
     """Mean over sequences of the mean over their trained tokens."""
     num_sequences: int
-    """Those in which something is trained."""
+    """Sequences with a trained token."""
 
 
 def compute_reward_kl(
     old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor, estimate: str = "k1"
 ) -> Tensor:
-    """Estimate the KL to the reference at each trained token, `[B, T]`; 0 where masked.
+    """Estimate the KL to the reference at each trained token, `[B, T]`; 0 at masked positions.
 
     Args:
         old_log_probs: `[B, T]`, of the policy before the update.
@@ -184,27 +174,27 @@ def compute_reward_kl(
 
 
 def measure_kl(kl: Tensor, response_mask: Tensor) -> MeasuredKL:
-    """Average the KL of tokens `[B, T]` by sequence, and over sequences."""
+    """Average the KL of tokens `[B, T]` over each sequence, then over sequences."""
     tokens = response_mask.bool().sum(dim=-1)
-    trained = tokens > 0
     by_row = torch.where(response_mask.bool(), kl, 0.0).double().sum(-1) / tokens.clamp(min=1)
-    count = int(trained.sum())
+    count = int((tokens > 0).sum())
     return MeasuredKL(float(by_row.sum()) / max(count, 1), count)
 
 
 def penalize_rewards(
     token_level_scores: Tensor, kl: Tensor, kl_coef: float, exempt: Tensor | None = None
 ) -> Tensor:
-    """Take the KL off the scores, token by token: scores - kl_coef KL.
+    """Subtract the KL from the scores, token by token: scores - kl_coef KL.
 
     Source: Ziegler et al. 2019 (arXiv 1909.08593), equation 2.
 
     Args:
         token_level_scores: `[B, T]`.
-        kl: `[B, T]`, 0 where masked.
+        kl: `[B, T]`, 0 at masked positions.
         kl_coef: The weight.
-        exempt: `[B]` bool, sequences of which nothing is taken: those of groups that say nothing
-            (law 9), whose equal scores the KL would make differ. None: no one.
+        exempt: `[B]` bool, sequences without a penalty: those of groups whose scores are all
+            equal. The penalty would make these scores differ, and equal rewards must train
+            nothing. None: no sequence is exempt.
     """
     penalty = kl_coef * kl
     if exempt is not None:

@@ -8,8 +8,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig as VerlActorConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
-from agentrl.algorithms import LossScale, agg_loss, get_policy_loss_fn
-from agentrl.algorithms.losses import compute_value_loss
+from agentrl.algorithms import LossScale, agg_loss, compute_value_loss, get_policy_loss_fn
 from agentrl.config.schema.run import ActorConfig, LossAggMode
 from benchmarks.verl_parity.batches import make_batch
 from benchmarks.verl_parity.comparison import Comparison, compare

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from agentrl.algorithms.masked import TrainedTokens, compute_discounted_sums
+from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums
 
 
 def naive_sums(values: torch.Tensor, decay: float) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_a_decay_that_underflows_over_the_row_loses_nothing():
 
 
 def test_trained_tokens_are_packed_and_unpacked():
-    tokens = TrainedTokens.of(torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]]))
+    tokens = TrainedTokenIndex.of(torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]]))
     values = torch.arange(12).view(3, 4)
     packed = tokens.pack(values)
     assert packed.tolist() == [[1, 3, 0], [0, 0, 0], [8, 9, 10]]
@@ -39,7 +39,7 @@ def test_trained_tokens_are_packed_and_unpacked():
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
 def test_a_batch_without_trained_tokens_packs_to_nothing(shape):
-    tokens = TrainedTokens.of(torch.zeros(shape))
+    tokens = TrainedTokenIndex.of(torch.zeros(shape))
     packed = tokens.pack(torch.full(shape, torch.nan))
     assert packed.shape == (shape[0], 1)
     assert not packed.any()

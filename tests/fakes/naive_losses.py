@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from agentrl.algorithms.losses import get_policy_loss_fn, policy_loss_names
+from agentrl.algorithms import get_policy_loss_fn, policy_loss_names
 from agentrl.config.schema.run import ActorConfig
 
 BUDGET = 16

@@ -9,8 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.algorithms import columns_read, get_adv_estimator_fn, register_adv_est
-from agentrl.algorithms.advantages import adv_estimator_names
+from agentrl.algorithms import (
+    adv_estimator_names,
+    columns_read,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
 from agentrl.config.schema.run import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto

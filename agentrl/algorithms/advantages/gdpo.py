@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each normalised apart. Shapes: B rows, T positions, K rewards."""
+"""GDPO: several rewards, each normalized by itself. Shapes: B rows, T positions, K rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.algorithms.advantages.group_relative import centre, normalise
+from agentrl.algorithms.advantages.group_relative import relative_scores
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, GroupScores
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.config.schema.run import AlgorithmConfig
@@ -27,33 +27,33 @@ def compute_gdpo_outcome_advantage(
     non_tensor_batch: Mapping[str, np.ndarray] | None = None,
     in_baseline: torch.Tensor | None = None,
 ) -> AdvantagesAndReturns:
-    """Normalise each reward in its group, sum with weights, whiten over the batch's tokens.
+    """Normalize each reward in its group, sum with weights, whiten over the batch's tokens.
 
-    A = whiten(sum over k of w_k A_k), A_k the advantage of `grpo` for the reward k alone: so a
-    reward with a wide range does not drown one with a narrow range, and samples with the same sum
-    of different rewards keep different advantages. A group in which each reward is equal
-    throughout, or in which one row counts, gives exactly 0 (equal rewards train nothing).
+    A = whiten(sum over k of w_k A_k), A_k the advantage of `grpo` for the reward k alone. So a
+    reward with a wide range does not hide one with a narrow range, and samples with the same sum
+    of different rewards keep different advantages. A group in which the values of each reward are
+    equal, or in which one row counts, gives exactly 0.
 
     Source: Liu et al. 2026 (arXiv 2601.05242).
 
     Args:
-        token_level_rewards: `[B, T]`; compared only where no configuration is given (as one
-            reward).
+        token_level_rewards: `[B, T]`; without a configuration, their sum is the only reward.
         response_mask: As in `grpo`.
         index: As in `grpo`.
         epsilon: As in `grpo`.
         norm_adv_by_std_in_grpo: As in `grpo`.
-        config: `gdpo_reward_keys` names the rewards, `gdpo_reward_weights` weighs them (empty: 1).
-        non_tensor_batch: Where the rewards are: `reward_extra_info` `[B]`, the scorer's dicts, or
-            columns `[B]` of numbers under the keys themselves.
+        config: Names of the rewards in `gdpo_reward_keys`, their weights in `gdpo_reward_weights`
+            (empty: 1 each).
+        non_tensor_batch: The rewards, in `reward_extra_info` `[B]` (the scorer's dicts), or in
+            columns `[B]` of numbers named like the keys.
         in_baseline: As in `grpo`. Rows that do not count need no rewards.
 
     Returns:
         As `grpo`.
 
     Raises:
-        ConfigError: without keys, for a key that a row lacks or that is no number there, and for
-            as many weights as there are not keys.
+        ConfigError: without keys, for a key that is missing or not a number in a row, and if the
+            numbers of keys and weights differ.
     """
     scored = GroupScores.of(token_level_rewards, response_mask, index, in_baseline)
     rewards, weights = read_rewards(scored, config, non_tensor_batch)
@@ -71,13 +71,13 @@ def combine_rewards(
         scored: The rows.
         rewards: `[K, B]` float64.
         weights: `[K]` float64.
-        epsilon: Added to the standard deviation; None: only centre.
+        epsilon: Added to the standard deviation; None: only center.
 
     Returns:
         `[B]` float64.
     """
     each = [scored.with_scores(reward) for reward in rewards]
-    parts = [centre(one) if epsilon is None else normalise(one, epsilon) for one in each]
+    parts = [relative_scores(one, epsilon) for one in each]
     whitened = scored.whiten(weights @ torch.stack(parts))
     is_silent = torch.stack([one.is_silent() for one in each]).all(dim=0)
     return torch.where(is_silent, 0.0, whitened)
@@ -88,9 +88,9 @@ def read_rewards(
     config: AlgorithmConfig | None,
     non_tensor_batch: Mapping[str, np.ndarray] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the rewards, `[K, B]`, and their weights, `[K]`, both float64.
+    """Return the rewards, `[K, B]`, and their weights, `[K]`, both float64.
 
-    Without a configuration there is one reward, the score.
+    Without a configuration, the score is the only reward.
 
     Raises:
         ConfigError: see `compute_gdpo_outcome_advantage`.
@@ -112,17 +112,17 @@ def read_rewards(
 def _read_reward(
     key: str, scored: GroupScores, non_tensor_batch: Mapping[str, np.ndarray]
 ) -> torch.Tensor:
-    """`[B]` float64, rounded to the precision of the rewards, as scores are."""
+    """Return one reward, `[B]` float64, rounded to the precision of the rewards as scores are."""
     given = _find_column(key, non_tensor_batch)
     try:
         numbers = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the reward {key!r} is no number: {error}", key=_KEYS) from error
+        raise ConfigError(f"the reward {key!r} is not a number: {error}", key=_KEYS) from error
     rewards = torch.from_numpy(numbers).to(scored.mask.device, scored.dtype).double()
     num_missing = int((scored.groups.counted & ~rewards.isfinite()).sum())
     if num_missing:
         raise ConfigError(
-            f"the reward {key!r} is missing, or no finite number, in {num_missing} rows",
+            f"the reward {key!r} is missing, or not a finite number, in {num_missing} rows",
             key=_KEYS,
             expected=f"among the scorer's keys: {', '.join(_known_keys(non_tensor_batch))}",
         )
@@ -130,7 +130,7 @@ def _read_reward(
 
 
 def _find_column(key: str, non_tensor_batch: Mapping[str, np.ndarray]) -> Sequence[Any]:
-    """A number for each row, None where it has none. The scorer's dicts go first."""
+    """Return a number or None for each row. The scorer's dicts go before columns."""
     extras = non_tensor_batch.get("reward_extra_info", np.array([]))
     if any(key in (extra or {}) for extra in extras):
         return [(extra or {}).get(key) for extra in extras]

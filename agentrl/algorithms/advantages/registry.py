@@ -1,9 +1,9 @@
-"""Advantage estimators, by name, and how a batch is handed to one.
+"""The registry of advantage estimators, and the call of one on a batch.
 
-An estimator names the arguments that it wants, and is given those: columns of the batch by their
-keys (`token_level_rewards`, `response_mask`, `values`, `turn_ids`, ...), `index` (the group of each
-row), settings of `algorithm` by theirs (`gamma`, `norm_adv_by_std_in_grpo`, ...), `config` (all of
-those settings), `batch` and `non_tensor_batch`. One of your own, in ten lines::
+The names of an estimator's arguments select what it gets: columns of the batch
+(`token_level_rewards`, `response_mask`, `values`, `turn_ids`, ...), `index` (the group of each
+row), settings of `algorithm` (`gamma`, `norm_adv_by_std_in_grpo`, ...), `config` (all these
+settings), `batch` and `non_tensor_batch`. A user's estimator in ten lines::
 
     @register_adv_est("raw")
     def compute_raw_advantage(token_level_rewards, response_mask):
@@ -107,7 +107,7 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
 
 
 def adv_estimator_names() -> list[str]:
-    """Name every registered estimator."""
+    """List the names of all registered estimators."""
     return _ESTIMATORS.names
 
 
@@ -119,11 +119,11 @@ class ColumnNames(NamedTuple):
 
 
 def columns_read(data: DataProto, config: AlgorithmConfig) -> ColumnNames:
-    """Name what `compute_advantage` reads of a batch.
+    """List the columns of a batch that `compute_advantage` reads.
 
-    An estimator may compare all rows of a batch with each other; where they lie on several ranks,
-    these are the columns to bring together. One that takes whatever there is (`batch`,
-    `non_tensor_batch`, `**kwargs`) reads them all.
+    An estimator may compare all rows of a batch with each other. If these are on several ranks,
+    these columns must be gathered. An estimator that takes `batch`, `non_tensor_batch` or
+    `**kwargs` reads them all.
 
     Raises:
         ConfigError: for an unknown estimator.
@@ -143,15 +143,15 @@ def columns_read(data: DataProto, config: AlgorithmConfig) -> ColumnNames:
 def compute_advantage(data: DataProto, config: AlgorithmConfig) -> DataProto:
     """Add `advantages` and `returns` to a scored batch, by the configured estimator.
 
-    Where the batch has no `token_level_rewards` yet (nothing was taken off the scores), they are
+    If the batch has no `token_level_rewards` (no KL was subtracted), they are
     `token_level_scores`.
 
     Raises:
-        ConfigError: for an unknown estimator, one that wants what the batch does not have, or one
-            that returns another shape.
+        ConfigError: for an unknown estimator, for an argument that the batch does not have, and
+            for a result of another shape.
     """
     if data.batch is None:
-        raise ConfigError("a batch without tensors has no advantages")
+        raise ConfigError("cannot compute advantages: the batch has no tensors")
     if "token_level_rewards" not in data.batch:
         data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     function = get_adv_estimator_fn(config.adv_estimator)

@@ -1,4 +1,4 @@
-"""Correction of what the engine sampled to what the trainer would: weights and rejection."""
+"""Correction for the difference between the engine and the trainer: weights and rejection."""
 
 from agentrl.algorithms.correction.methods import reject_rollout, weigh_rollout
 from agentrl.algorithms.correction.metrics import compute_offpolicy_metrics

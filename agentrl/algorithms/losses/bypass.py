@@ -1,21 +1,18 @@
-"""The loss of a run whose `old_log_probs` are the engine's. Shapes: B sequences, T positions."""
+"""The loss of a run whose `old_log_probs` are the engine's, and the critic's loss.
+
+Shapes: B sequences, T response positions.
+"""
 
 import torch
 
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.correction.methods import reject_rollout, weigh_rollout
-from agentrl.algorithms.losses.ratio import where_trained
-from agentrl.algorithms.losses.registry import (
-    DEFAULTS,
-    DUAL_CLIP,
-    LossAndMetrics,
-    register_policy_loss,
-)
+from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.token_loss import DUAL_CLIP, where_trained
 from agentrl.algorithms.losses.token_ratio import (
     compute_policy_loss_gpg,
     compute_policy_loss_vanilla,
 )
-from agentrl.config.schema.correction import RolloutCorrectionConfig
 from agentrl.config.schema.run import ActorConfig
 from agentrl.errors import ConfigError
 
@@ -32,13 +29,13 @@ def compute_policy_loss_bypass_mode(
     *,
     scale: LossScale | None = None,
 ) -> LossAndMetrics:
-    """Correct for the engine in the loss itself, where no log-probability was recomputed.
+    """Correct for the engine in the loss itself, without recomputed log-probabilities.
 
-    `old_log_prob` is the engine's. Under `loss_type: ppo_clip` the ratio to it is clipped as in
-    `vanilla`: that is the correction. Under `reinforce` a token's loss is -A sg(w) log pi, with the
+    `old_log_prob` is the engine's. With `loss_type: ppo_clip` the correction is the clip of the
+    ratio to it, as in `vanilla`. With `reinforce` a token's loss is -A sg(w) log pi, with the
     weight w of `rollout_is`. Tokens that `rollout_rs` rejects under the *current* policy are left
-    out. The denominators are the mini-batch's before rejection: how many tokens the micro-batches
-    to come will reject is not known yet.
+    out. The denominators are the mini-batch's before rejection: the number of tokens that later
+    micro-batches reject is not known yet.
 
     Source: verl 0.9.1's loss of this name; see `agentrl.algorithms.correction`.
 
@@ -47,12 +44,18 @@ def compute_policy_loss_bypass_mode(
         and, with weights, `rollout_corr/rollout_is_mean`.
 
     Raises:
-        ConfigError: with `rollout_is_batch_normalize` (the mean of the weights of a mini-batch is
-            not known in its micro-batches) and for weights or tests of turns, which it cannot see.
+        ConfigError: with `rollout_is_batch_normalize` (the mean of a mini-batch's weights is not
+            known in its micro-batches), and for weights or tests of turns (a loss has no turns).
     """
     mask = response_mask.bool()
     scale = scale or LossScale.of(mask)
-    correction = _checked(config.policy_loss.rollout_correction.effective)
+    correction = config.policy_loss.rollout_correction.effective
+    if correction.rollout_is_batch_normalize:
+        raise ConfigError(
+            "bypass_mode cannot normalize weights over a mini-batch: the loss sees parts of it",
+            key="algorithm.rollout_correction.rollout_is_batch_normalize",
+            expected="false with bypass_mode",
+        )
     log_ratio = where_trained(log_prob.detach(), mask) - where_trained(old_log_prob, mask)
     kept = mask
     if correction.rollout_rs is not None:
@@ -73,16 +76,6 @@ def compute_policy_loss_bypass_mode(
     return loss, metrics | reported
 
 
-def _checked(correction: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    if correction.rollout_is_batch_normalize:
-        raise ConfigError(
-            "the bypass cannot normalise weights over a mini-batch that it sees in parts",
-            key="algorithm.rollout_correction.rollout_is_batch_normalize",
-            expected="false under bypass_mode",
-        )
-    return correction
-
-
 def compute_value_loss(
     vpreds: torch.Tensor,
     returns: torch.Tensor,
@@ -93,7 +86,7 @@ def compute_value_loss(
     *,
     scale: LossScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit the values to the returns, and let none move far in one update.
+    """Fit the values to the returns, with a clip of each value's change in one update.
 
     A token's loss is max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
 
@@ -101,9 +94,9 @@ def compute_value_loss(
     PPO's first implementation (Engstrom et al. 2020, 2005.12729, section 3).
 
     Args:
-        vpreds: `[B, T]`, predicted now, with gradient.
-        returns: `[B, T]`, what is fitted.
-        values: `[B, T]`, predicted before the update.
+        vpreds: `[B, T]`, current predictions, with gradient.
+        returns: `[B, T]`, the target.
+        values: `[B, T]`, predictions before the update.
         response_mask: `[B, T]`, nonzero where a token is trained.
         cliprange_value: c, in units of the return.
         loss_agg_mode: See `agentrl.algorithms.aggregation`.

@@ -1,6 +1,6 @@
-"""Policy losses, by name. Shapes: B sequences, T response positions.
+"""The registry of policy losses. Shapes: B sequences, T response positions.
 
-A loss of your own, in ten lines::
+A user's loss in ten lines::
 
     @register_policy_loss("reinforce")
     def compute_reinforce_loss(
@@ -11,7 +11,7 @@ A loss of your own, in ten lines::
         losses = -advantages * log_prob
         return scale.aggregate(losses, response_mask, loss_agg_mode, rollout_is_weights), {}
 
-What stands on masked positions is 0 when the update calls a loss.
+The update sets values at masked positions to 0 before it calls a loss.
 """
 
 import inspect
@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., LossAndMetrics])
 
 
 class PolicyLossFn(Protocol):
-    """What a policy loss is. The parameters are the reference's, and `scale`."""
+    """The signature of a policy loss: verl's parameters, and `scale`."""
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class PolicyLossFn(Protocol):
         *,
         scale: LossScale | None = ...,
     ) -> LossAndMetrics:
-        """Compute one micro-batch's part of the loss, and of each metric (parts add up).
+        """Compute one micro-batch's part of the loss and of each metric. Parts add up.
 
         Args:
             old_log_prob: `[B, T]`, recomputed before the update.
@@ -54,40 +54,37 @@ class PolicyLossFn(Protocol):
             response_mask: `[B, T]`, nonzero where a token is trained.
             loss_agg_mode: See `agentrl.algorithms.aggregation`.
             config: Clips and coefficients.
-            rollout_is_weights: `[B, T]`, multiplied to the loss of each token; None: 1.
+            rollout_is_weights: `[B, T]`, factors of the tokens' losses; None: 1.
             scale: The mini-batch's denominators; None: these rows are the whole mini-batch.
         """
         ...
 
 
 class TrainedTokens(NamedTuple):
-    """What is known of the trained tokens of a mini-batch before it is computed, `[N]` each."""
+    """The trained tokens of a mini-batch, as they are known before the update, `[N]` each."""
 
     old_log_prob: torch.Tensor
     advantages: torch.Tensor
 
 
 SummaryFn = Callable[[TrainedTokens, ActorConfig], object]
-"""What a loss wants to know of the whole mini-batch, over its micro-batches and over all ranks."""
+"""Computes what a loss must know of the whole mini-batch: all micro-batches of all ranks."""
 
 
 class LossFacts(NamedTuple):
-    """What the checks of a run file, and the update, need to know about a policy loss."""
+    """Facts about a policy loss, for the checks of a run file and for the update."""
 
     loss_agg_mode: LossAggMode | None
-    """The aggregation that is a part of the method; None: `actor.loss_agg_mode`."""
+    """The aggregation that is part of the method; None: `actor.loss_agg_mode`."""
     summarise: SummaryFn | None
     reads: frozenset[str] | None
     """Keys of the run file that it reads; None: unknown."""
 
 
-CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-"""The settings that `clip_range` reads."""
-DUAL_CLIP = (*CLIP, "clip_ratio_c")
 _POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor.policy_loss")
 _FACTS: dict[str, LossFacts] = {}
 DEFAULTS = ActorConfig()
-"""What a loss that is called by hand reads its settings from."""
+"""The settings of a loss that is called without `config`."""
 
 
 def register_policy_loss(
@@ -101,15 +98,15 @@ def register_policy_loss(
 
     Args:
         name: The name in the run file.
-        loss_agg_mode: The aggregation that is a part of the method; None: `actor.loss_agg_mode`.
-        summarise: What the loss must know of the whole mini-batch; it reads the result from
-            `scale.summary`.
+        loss_agg_mode: The aggregation that is part of the method; None: `actor.loss_agg_mode`.
+        summarise: Computes what the loss must know of the whole mini-batch. The loss reads the
+            result from `scale.summary`.
         reads: Settings of `actor` that it reads (`clip_ratio`, `policy_loss.dro_beta`, ...). None:
             unknown, and no setting is reported as unused.
 
     Raises:
-        ConfigError: if the name is taken, or the function does not take `scale` (without which
-            a mini-batch would be weighted by how it was cut into micro-batches).
+        ConfigError: if another loss has the name, or the function does not take `scale` (without
+            it, the loss of a mini-batch would depend on its micro-batches).
     """
 
     def put(function: F) -> F:
@@ -136,12 +133,12 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
 
 
 def policy_loss_names() -> list[str]:
-    """List what `actor.policy_loss` can be, sorted."""
+    """List the names of all registered losses, sorted."""
     return _POLICY_LOSSES.names
 
 
 def policy_loss_facts(name: str) -> LossFacts:
-    """Return what the checks of a run file, and the update, need to know about a policy loss.
+    """Return the facts that a policy loss was registered with.
 
     Raises:
         ConfigError: for an unknown name.
@@ -151,27 +148,27 @@ def policy_loss_facts(name: str) -> LossFacts:
 
 
 def effective_loss_agg_mode(config: ActorConfig) -> LossAggMode:
-    """Find how a run aggregates: as its loss prescribes, else as `actor.loss_agg_mode` says."""
+    """Return a run's aggregation: that of its loss if it has one, else `actor.loss_agg_mode`."""
     return policy_loss_facts(config.policy_loss.loss_mode).loss_agg_mode or config.loss_agg_mode
 
 
 def needs_summary(config: ActorConfig) -> bool:
-    """Tell whether the run's loss reads something from the whole mini-batch."""
+    """Return whether the run's loss reads a summary of the whole mini-batch."""
     return policy_loss_facts(config.policy_loss.loss_mode).summarise is not None
 
 
 def with_summary(
     scale: LossScale, parts: Iterable[TrainedTokens], config: ActorConfig
 ) -> LossScale:
-    """Give a mini-batch's scale what the run's loss must know of the whole mini-batch.
+    """Add to a mini-batch's scale the summary that the run's loss needs.
 
     Args:
-        scale: Of the mini-batch.
-        parts: The trained tokens of the mini-batch, of each rank; their order has no effect.
+        scale: The scale of the mini-batch.
+        parts: The trained tokens of the mini-batch on each rank; their order has no effect.
         config: Names the loss.
 
     Returns:
-        The scale with a `summary`; the same one where the loss needs none.
+        The scale with a `summary`; the same scale if the loss needs none.
     """
     summarise = policy_loss_facts(config.policy_loss.loss_mode).summarise
     if summarise is None:

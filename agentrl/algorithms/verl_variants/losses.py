@@ -1,28 +1,25 @@
-"""Losses as the reference (verl 0.9.1) computes them, where that breaks an invariant of ours.
+"""Losses as verl 0.9.1 computes them, if that breaks an invariant. For comparisons with verl.
 
-They are here so that a run can be repeated to the digit. All of them depend on how a mini-batch is
-cut into micro-batches, except `sapo_verl`. Shapes: B sequences, T response positions.
+They depend on how a mini-batch is cut into micro-batches, except `sapo_verl`. Shapes: B sequences,
+T response positions.
 """
 
 import torch
 
 from agentrl.algorithms.aggregation import LossScale
-from agentrl.algorithms.losses.covariance import (
-    CLIP_COV,
-    KL_COV,
-    kl_cov_metrics,
-    num_kl_cov,
-    penalised_losses,
-)
-from agentrl.algorithms.losses.ratio import (
-    clamped_log_ratio,
-    clip_metrics,
+from agentrl.algorithms.losses.covariance import CLIP_COV, KL_COV, num_kl_cov, penalize_chosen
+from agentrl.algorithms.losses.registry import DEFAULTS, LossAndMetrics, register_policy_loss
+from agentrl.algorithms.losses.sequence_ratio import geo_mean_metrics, geometric_ratio
+from agentrl.algorithms.losses.token_loss import (
+    CLIP,
+    LossInputs,
+    Metrics,
+    clip_surrogate,
+    register_token_loss,
     row_means,
     where_trained,
 )
-from agentrl.algorithms.losses.registry import CLIP, DEFAULTS, LossAndMetrics, register_policy_loss
-from agentrl.algorithms.losses.sequence_ratio import geo_mean_metrics, geometric_ratio
-from agentrl.algorithms.losses.token_ratio import clip_surrogate, compute_policy_loss_sapo
+from agentrl.algorithms.losses.token_ratio import compute_policy_loss_sapo
 from agentrl.algorithms.masked import masked_mean
 from agentrl.config.schema.run import ActorConfig
 
@@ -41,7 +38,7 @@ def compute_policy_loss_sapo_verl(
     *,
     scale: LossScale | None = None,
 ) -> LossAndMetrics:
-    """SAPO with `seq-mean-token-mean`, whatever `loss_agg_mode` says."""
+    """Compute SAPO with `seq-mean-token-mean`, for any `loss_agg_mode`."""
     return compute_policy_loss_sapo(
         old_log_prob, log_prob, advantages, response_mask, "seq-mean-token-mean", config,
         rollout_is_weights, scale=scale,
@@ -60,91 +57,47 @@ def compute_policy_loss_geo_mean_verl(
     *,
     scale: LossScale | None = None,
 ) -> LossAndMetrics:
-    """GMPO as the mean over the rows of a micro-batch, whatever `loss_agg_mode` says.
+    """Compute GMPO as the mean over the rows of a micro-batch, for any `loss_agg_mode`.
 
-    Rows that train on nothing are counted; importance weights enter by their geometric mean.
+    Rows without a trained token are counted; importance weights enter by their geometric mean.
     """
-    mask = response_mask.bool()
-    scale = scale or LossScale.of(mask)
-    log_ratio = clamped_log_ratio(log_prob, old_log_prob, mask)
-    advantages = where_trained(advantages, mask)
-    losses = -row_means(advantages, mask) * geometric_ratio(log_ratio, advantages, mask, config)
+    x = LossInputs.of(old_log_prob, log_prob, advantages, response_mask, config, scale)
+    losses = -row_means(x.advantages, x.mask) * geometric_ratio(x)
     if rollout_is_weights is not None:
-        log_weights = torch.log(where_trained(rollout_is_weights, mask) + 1e-10)
-        losses = losses * row_means(log_weights, mask).exp()
-    return losses.mean(), geo_mean_metrics(scale, mask, log_ratio, advantages, config)
+        log_weights = torch.log(where_trained(rollout_is_weights, x.mask) + 1e-10)
+        losses = losses * row_means(log_weights, x.mask).exp()
+    return losses.mean(), geo_mean_metrics(x)
 
 
-@register_policy_loss("clip_cov_verl", reads=CLIP_COV)
-def compute_policy_loss_clip_cov_verl(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ActorConfig = DEFAULTS,
-    rollout_is_weights: torch.Tensor | None = None,
-    *,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
-    """Clip-Cov with covariances of the micro-batch, tokens drawn at random between the bounds."""
-    mask = response_mask.bool()
-    scale = scale or LossScale.of(mask)
-    log_ratio = clamped_log_ratio(log_prob, old_log_prob, mask)
-    advantages = where_trained(advantages, mask)
-    worst, clipped = clip_surrogate(log_ratio.exp(), advantages, config)
-    now = where_trained(log_prob, mask).detach()
-    covariances = _covariances(now, advantages, mask)
-    settings = config.policy_loss
+@register_token_loss("clip_cov_verl", reads=CLIP_COV)
+def compute_policy_loss_clip_cov_verl(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
+    """Compute Clip-Cov with covariances of the micro-batch, and draw tokens between the bounds."""
+    worst, clipped = clip_surrogate(x, x.log_ratio.exp())
+    covariances, settings = _covariances(x), x.config.policy_loss
     inside = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
-    num_chosen = max(1, int(settings.clip_cov_ratio * int(mask.sum())))
-    chosen = _draw(inside & mask & ~clipped, num_chosen)
-    losses = torch.where(chosen, 0.0, worst)
-    loss = scale.aggregate(losses, mask, loss_agg_mode, rollout_is_weights)
-    return loss, clip_metrics(scale, mask, log_ratio, chosen, clipped)
+    num_chosen = max(1, int(settings.clip_cov_ratio * int(x.mask.sum())))
+    index = (inside & x.mask & ~clipped).flatten().nonzero().squeeze(-1)
+    # From torch's global generator, as in verl.
+    drawn = index[torch.randperm(len(index))[:num_chosen].to(index.device)]
+    chosen = _is_in(drawn, x.mask)
+    return torch.where(chosen, 0.0, worst), x.clip_metrics(chosen, clipped)
 
 
-@register_policy_loss("kl_cov_verl", reads=KL_COV)
-def compute_policy_loss_kl_cov_verl(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ActorConfig = DEFAULTS,
-    rollout_is_weights: torch.Tensor | None = None,
-    *,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
-    """KL-Cov with covariances of the micro-batch, of the current log-probabilities."""
-    mask = response_mask.bool()
-    scale = scale or LossScale.of(mask)
-    now = where_trained(log_prob, mask).detach()
-    advantages = where_trained(advantages, mask)
-    covariances = _covariances(now, advantages, mask)
-    chosen = _highest(covariances, mask, num_kl_cov(int(mask.sum()), config)).to(now.dtype)
-    log_ratio = clamped_log_ratio(log_prob, old_log_prob, mask)
-    losses = penalised_losses(log_ratio, advantages, chosen, config)
-    loss = scale.aggregate(losses, mask, loss_agg_mode, rollout_is_weights)
-    return loss, kl_cov_metrics(scale, mask, log_ratio, chosen)
+@register_token_loss("kl_cov_verl", reads=KL_COV)
+def compute_policy_loss_kl_cov_verl(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
+    """Compute KL-Cov with covariances of the micro-batch, from the current log-probabilities."""
+    num_tokens = int(x.mask.sum())
+    flat = torch.where(x.mask, _covariances(x), -torch.inf).flatten()
+    highest = flat.topk(min(num_kl_cov(num_tokens, x.config), num_tokens)).indices
+    return penalize_chosen(x, _is_in(highest, x.mask).to(x.log_prob.dtype))
 
 
-def _covariances(
-    log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Of the tokens of a micro-batch for itself, `[B, T]`."""
-    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+def _covariances(x: LossInputs) -> torch.Tensor:
+    """Return the covariances of a micro-batch's tokens with the means of the micro-batch."""
+    now = x.log_prob.detach()
+    return (x.advantages - masked_mean(x.advantages, x.mask)) * (now - masked_mean(now, x.mask))
 
 
-def _highest(covariances: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` highest among the trained tokens, `[B, T]` bool; ties as they come."""
-    flat = torch.where(mask, covariances, -torch.inf).flatten()
-    places = flat.topk(min(count, int(mask.sum()))).indices
-    return torch.zeros_like(mask).flatten().index_fill(0, places, True).view_as(mask)
-
-
-def _draw(among: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw `count` of the true places, `[B, T]` bool, from torch's global generator."""
-    places = among.flatten().nonzero().squeeze(-1)
-    drawn = places[torch.randperm(len(places))[:count].to(places.device)]
-    return torch.zeros_like(among).flatten().index_fill(0, drawn, True).view_as(among)
+def _is_in(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor of the shape of `like`, true at a flat index."""
+    return torch.zeros_like(like).flatten().index_fill(0, index, True).view_as(like)

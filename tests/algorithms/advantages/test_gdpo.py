@@ -90,7 +90,7 @@ def test_gdpo_needs_no_rewards_of_a_row_that_does_not_count():
     ("columns", "told"),
     [
         ({"format": np.array(FORMAT)}, "no row has the reward 'accuracy'"),
-        ({**BOTH, "accuracy": np.array(["good"] * 6)}, "'accuracy' is no number"),
+        ({**BOTH, "accuracy": np.array(["good"] * 6)}, "'accuracy' is not a number"),
         ({**BOTH, "accuracy": np.array([np.nan] * 6)}, "'accuracy' is missing.* in 6 rows"),
         (
             {"reward_extra_info": np.array([{"format": 1, "accuracy": 1}] + [{"format": 1}] * 5)},

@@ -420,7 +420,7 @@ def test_by_reference_rloo_vectorized_trains_a_group_of_one_on_nothing():
 
 
 def test_by_reference_pass_at_k_of_a_group_of_one_is_an_error():
-    with pytest.raises(ValueError, match="lone row"):
+    with pytest.raises(ValueError, match="has one row"):
         advantages_of("grpo_passk_verl", hand_made([3.0], ["a"], [2]))
 
 

@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from agentrl.algorithms import LossScale, get_policy_loss_fn
-from agentrl.algorithms.losses import (
+from agentrl.algorithms import (
+    LossScale,
     compute_policy_loss_vanilla,
+    get_policy_loss_fn,
 )
 from agentrl.algorithms.losses.covariance import cut_for_clip_cov
 from agentrl.algorithms.losses.registry import TrainedTokens

@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithms import LossScale, get_policy_loss_fn
-from agentrl.algorithms.losses import (
+from agentrl.algorithms import (
+    LossScale,
+    get_policy_loss_fn,
     with_summary,
 )
 from agentrl.algorithms.losses.covariance import cut_for_kl_cov
-from agentrl.algorithms.losses.ratio import clamped_log_ratio
-from agentrl.algorithms.losses.registry import TrainedTokens
+from agentrl.algorithms.losses.registry import DEFAULTS, TrainedTokens
+from agentrl.algorithms.losses.token_loss import LossInputs
 from agentrl.config.schema.run import ActorConfig, LossAggMode
 from agentrl.config.schema.training import PolicyLossConfig
 from tests.fakes.losses import call, column
@@ -120,7 +121,8 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
 
 def test_log_ratios_are_clamped_and_zero_where_masked():
     new, old = torch.tensor([0.0, -90.0, torch.nan]), torch.tensor([-90.0, 0.0, 0.0])
-    assert clamped_log_ratio(new, old, torch.tensor([1, 1, 0])).tolist() == [20.0, -20.0, 0.0]
+    inputs = LossInputs.of(old, new, new, torch.tensor([1, 1, 0]), DEFAULTS, None)
+    assert inputs.log_ratio.tolist() == [20.0, -20.0, 0.0]
 
 
 @all_losses

@@ -5,11 +5,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agentrl.algorithms import LossScale, get_policy_loss_fn, register_policy_loss
-from agentrl.algorithms.losses import (
+from agentrl.algorithms import (
+    LossScale,
     effective_loss_agg_mode,
+    get_policy_loss_fn,
     needs_summary,
     policy_loss_names,
+    register_policy_loss,
     with_summary,
 )
 from agentrl.config.method_keys import FIXED_AGGREGATION

@@ -3,8 +3,7 @@ from typing import get_args
 import pytest
 import torch
 
-from agentrl.algorithms import LossScale
-from agentrl.algorithms.losses import compute_value_loss
+from agentrl.algorithms import LossScale, compute_value_loss
 from agentrl.config.schema.run import LossAggMode
 from tests.fakes.naive_losses import BUDGET, naive_agg
 
