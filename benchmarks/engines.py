@@ -1,7 +1,7 @@
 """What agentrl adds to SGLang: speed of a rollout, use of the radix cache, cost of a weight sync.
 
 Three ratios, each of things measured in turn in one run; the fastest run of each counts, as other
-load slows all.
+load slows all. A fourth compares the two ways to reach SGLang (`paths`).
 
 1. Tokens per second of a multi-turn rollout through agentrl (`RolloutManager`, `SGLangEngine`,
    chat template, tool parser, a tool that answers at once) over the same number of tokens asked of
@@ -22,13 +22,19 @@ SGLang's process computes, so with two cores 0.95 and more of the direct rate; m
 cache, as ids go back as they were sampled; and 2 to 3 times the copy, as a sync copies twice (into
 the bucket, out of it) and waits for an answer of some milliseconds with each bucket.
 
-Run: python benchmarks/engines.py [repeats]
+4. Seconds of the same rollout through a local server (HTTP) over seconds in process, and the same
+   for a weight sync. Both engines run; their rollouts alternate, and the order alternates too. The
+   ratio is the median of the ratios of neighbors, with quartiles, in wall-clock and CPU seconds (of
+   this process and all its children). The CPU seconds hardly depend on other load.
+
+Run: python benchmarks/engines.py [all|direct|sync|paths] [repeats]
 """
 
 import asyncio
 import math
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -38,15 +44,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agentrl.config import parse_config
+from agentrl.config.schema.engine import SGLangServerConfig, WeightSyncConfig
 from agentrl.config.schema.prepare import TinyPolicyConfig
 from agentrl.config.schema.run import RewardConfig
 from agentrl.data.rows import Conversation, Prompt
+from agentrl.engines.protocol import Engine
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+from agentrl.engines.sglang.servers.factory import SyncSource, connect
+from agentrl.engines.sglang.servers.launch import LocalServers, ServeOptions, plan_servers
 from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.quickstart.tiny_policy import build_tiny_model, train_tokenizer
 from agentrl.rewards import make_reward_manager
@@ -144,9 +155,9 @@ class Bench:
         """Sampled by the last rollout."""
         return sum(sum(Talk.of(request).lengths) for request in self.requests)
 
-    async def roll_out(self) -> None:
+    async def roll_out(self, engine: Engine | None = None) -> None:
         """Have the conversations through agentrl."""
-        manager: RolloutManager = make_manager(self._config, self._setup, self.engine)
+        manager: RolloutManager = make_manager(self._config, self._setup, engine or self.engine)
         made = manager.make_requests(self._prompts, manager.train_plan())
         self.requests = await manager.rollout(made)
         assert all(request.num_assistant_turns == NUM_TURNS for request in self.requests)
@@ -211,14 +222,17 @@ def write_policy(folder: Path, words: Callable[[int], str]) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def start_engine(folder: Path, tokenizer: Any) -> SGLangEngine:
-    needs = SGLangNeeds(
+def needs_of(folder: Path) -> SGLangNeeds:
+    return SGLangNeeds(
         model_path=str(folder),
         max_model_len=MAX_MODEL_LEN,
         max_requests=NUM_CONVERSATIONS,
         dtype="float32",
     )
-    return SGLangEngine.start(needs, tokenizer)
+
+
+def start_engine(folder: Path, tokenizer: Any) -> SGLangEngine:
+    return SGLangEngine.start(needs_of(folder), tokenizer)
 
 
 async def fastest(
@@ -287,17 +301,88 @@ async def measure_sync(folder: Path, tokenizer: Any, repeats: int) -> None:
     print(f"sync over copy: {best['sync'] / best['copy']:.2f}")
 
 
+async def measure_paths(folder: Path, repeats: int) -> None:
+    bench = Bench(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    plans = plan_servers(needs_of(folder), ServeOptions())
+    source = SyncSource(
+        settings=WeightSyncConfig(), device=torch.device("cpu"), folder=folder / "weights"
+    )
+    async with LocalServers(plans, say=print):
+        settings = SGLangServerConfig(addresses=[plan.address for plan in plans])
+        server = connect(settings, needs_of(folder), tokenizer, source)
+        engines = {"in process": bench.engine, "server": server}
+        try:
+            await compare(
+                "rollout", {n: lambda e=e: bench.roll_out(e) for n, e in engines.items()}, repeats
+            )
+            weights = policy_weights(folder)
+            await compare(
+                "weight sync",
+                {
+                    n: lambda e=e: e.update_weights(iter(weights), version=1)
+                    for n, e in engines.items()
+                },
+                repeats,
+            )
+        finally:
+            await server.close()
+            await bench.engine.close()
+
+
+def policy_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    return [(name, weight.detach()) for name, weight in model.named_parameters()]
+
+
+async def compare(
+    what: str, works: Mapping[str, Callable[[], Awaitable[Any]]], repeats: int
+) -> None:
+    """Print how much longer the second takes than the first, by neighbors in time."""
+    for work in works.values():
+        await work()
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+    for index in range(repeats):
+        for name in list(works)[:: 1 if index % 2 else -1]:
+            cpu, start = cpu_seconds(), time.perf_counter()
+            await works[name]()
+            seconds[name].append((time.perf_counter() - start, cpu_seconds() - cpu))
+            print(f"{what}, {name}: {seconds[name][-1]}", file=sys.stderr, flush=True)
+    for clock, unit in enumerate(("wall-clock", "CPU")):
+        first, second = ([times[clock] for times in found] for found in seconds.values())
+        ratios = [b / a for a, b in zip(first, second, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"{what}, {unit}: {' over '.join(list(works)[::-1])} {middle:.3f} (quartiles {low:.3f} "
+            f"to {high:.3f}, {repeats} pairs; medians {statistics.median(second):.2f} s and "
+            f"{statistics.median(first):.2f} s; fastest {min(second):.2f} s and {min(first):.2f} s)"
+        )
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its living children."""
+    me = psutil.Process()
+    clocks = (process.cpu_times() for process in (me, *me.children(recursive=True)))
+    return sum(clock.user + clock.system for clock in clocks)
+
+
 def copy_all(weights: Sequence[tuple[str, torch.Tensor]], copies: list[torch.Tensor]) -> None:
     for (_, weight), copy in zip(weights, copies, strict=True):
         copy.copy_(weight)
 
 
 def main() -> None:
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    with tempfile.TemporaryDirectory() as place:
-        small, large = Path(place) / "small", Path(place) / "large"
-        asyncio.run(measure_rollout(small, repeats))
-        asyncio.run(measure_sync(large, Qwen2Tokenizer.from_pretrained(small), repeats))
+    part = sys.argv[1] if len(sys.argv) > 1 else "all"
+    repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = Path(folder) / "small", Path(folder) / "large"
+        if part in ("all", "direct"):
+            asyncio.run(measure_rollout(small, repeats))
+        if part in ("all", "paths"):
+            asyncio.run(measure_paths(small, repeats))
+        if part in ("all", "sync"):
+            write_policy(small, lambda number: " ".join(WORDS * (number // len(WORDS) + 1)))
+            asyncio.run(measure_sync(large, Qwen2Tokenizer.from_pretrained(small), repeats))
     print(f"load: {os.getloadavg()}, {os.cpu_count()} cores, torch {torch.get_num_threads()}")
 
 
