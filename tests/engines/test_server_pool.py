@@ -18,7 +18,7 @@ from agentrl.engines.protocol import (
     SyncFigures,
 )
 from agentrl.engines.sglang.servers.engine import SGLangServerEngine
-from agentrl.engines.sglang.weights.sync import Roster
+from agentrl.engines.sglang.weights.sync import UpdateParticipants
 from agentrl.errors import EngineError
 from tests.fakes.servers import FakeSGLang, expected_ids, running, until
 
@@ -28,10 +28,12 @@ PROMPT = [3, 1, 4, 1, 5]
 class FakeTransport:
     """Brings nothing, in two steps."""
 
-    async def send(self, roster: Roster, named_tensors: Iterable[Any]) -> SyncFigures:
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[Any]
+    ) -> SyncFigures:
         assert list(named_tensors) == []
-        await roster.ask("begin_weight_update")
-        await roster.ask("end_weight_update")
+        await participants.request("begin_weight_update")
+        await participants.request("end_weight_update")
         return SyncFigures()
 
     async def close(self) -> None:
@@ -91,8 +93,12 @@ def is_exact(completion: Completion, ids: Sequence[int] = PROMPT, number: int = 
     return completion.token_ids == expected_ids(ids, number)
 
 
+def conversation_of(call: dict[str, Any]) -> str:
+    return call["rid"].partition("-")[2].split("/")[0]
+
+
 def out(engine: SGLangServerEngine) -> dict[str, str]:
-    return {m.name: m.trouble for m in engine.pool.members if m.trouble is not None}
+    return {m.name: m.problem for m in engine.pool.servers if m.problem is not None}
 
 
 # Placement.
@@ -104,7 +110,7 @@ async def test_a_conversation_stays_on_its_server_and_new_ones_go_to_the_least_l
     engine = connect(*pair)
     for order in ("abcdefgh", "hgfedcba", "cbadehgf"):
         await asyncio.gather(*start(engine, *order))
-    homes = [Counter(call["rid"].split("/")[0] for call in server.calls()) for server in pair]
+    homes = [Counter(conversation_of(call) for call in server.calls()) for server in pair]
     assert [len(home) for home in homes] == [4, 4]
     assert all(set(home.values()) == {3} for home in homes)
 
@@ -150,7 +156,7 @@ async def test_calls_of_a_killed_server_are_asked_of_another_with_the_same_ids(
     two.let_go()
     assert all(is_exact(completion) for completion in await asyncio.gather(*tasks))
     assert list(out(engine)) == [one.address]
-    moved = {call["rid"].split("/")[0] for call in one.calls()}
+    moved = {conversation_of(call) for call in one.calls()}
     assert {tuple(call["input_ids"]) for call in two.calls()} == {tuple(PROMPT)}
     assert len(moved) == 4
 
@@ -181,7 +187,7 @@ async def test_without_a_server_the_error_names_each_and_what_is_wrong_with_it(c
     async with running(dead, late, short):
         engine = connect(dead, late, short, max_retries=1, health_timeout_s=0.1)
         await dead.kill()
-        with pytest.raises(EngineError, match="no SGLang server is left") as raised:
+        with pytest.raises(EngineError, match="no SGLang server is available") as raised:
             await ask(engine)
         told = str(raised.value)
         assert f"{dead.address} does not answer: no connection" in told
@@ -213,12 +219,12 @@ async def test_the_death_of_one_of_two_is_told_once_and_who_takes_its_requests(
     engine = connect(*pair)
     await ask(engine)
     await asyncio.gather(*(server.kill() for server in pair))
-    with pytest.raises(EngineError, match="no SGLang server is left"):
+    with pytest.raises(EngineError, match="no SGLang server is available"):
         await engine.follow_update(version=1)
     first, last = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"{pair[0].address} is gone: no connection")
+    assert first.startswith(f"{pair[0].address} has ended: no connection")
     assert first.endswith("; its requests go to the others")
-    assert last.startswith(f"{pair[1].address} is gone: no connection")
+    assert last.startswith(f"{pair[1].address} has ended: no connection")
     assert "requests" not in last, "there are no others"
     for server in pair:
         await server.start()
@@ -261,7 +267,7 @@ async def test_one_late_look_is_no_reason_to_go_out(connect: Opened):
         await ask(engine)
         slow.hanging = {"health"}
         asyncio.get_running_loop().call_later(0.05, slow.hanging.clear)
-        await engine.pool.look(engine.pool.members[0])
+        await engine.pool.check(engine.pool.servers[0])
         assert not out(engine)
 
 
@@ -271,7 +277,7 @@ async def test_a_look_that_an_update_crossed_says_nothing(connect: Opened):
         engine = connect(paused, health_timeout_s=0.1)
         await ask(engine)
         paused.hanging = {"health"}
-        looking = asyncio.create_task(engine.pool.look(engine.pool.members[0]))
+        looking = asyncio.create_task(engine.pool.check(engine.pool.servers[0]))
         await until(lambda: paused.asked[-1][0] == "health")
         await engine.update_weights([], version=1)
         await looking
@@ -475,7 +481,7 @@ async def test_a_server_started_anew_comes_back_with_the_next_update(
     await one.kill()
     await until(lambda: one.address in out(engine))
     await one.start()
-    await until(lambda: "weights of its own" in out(engine)[one.address])
+    await until(lambda: "not the run's" in out(engine)[one.address])
     await engine.update_weights([], version=version + 1)
     assert not out(engine)
     assert {c.weight_version for c in await asyncio.gather(*start(engine, *"abcd"))} == {
@@ -496,10 +502,10 @@ async def test_another_rank_sees_who_missed_an_update(
     num_calls = len(one.calls())
     assert {c.weight_version for c in await asyncio.gather(*start(other, "a", "b"))} == {1}
     assert len(one.calls()) == num_calls
-    assert "has not gone through whole" in out(other)[one.address]
+    assert "is incomplete" in out(other)[one.address]
     one.failing = {}
     await main.update_weights([], version=2)
-    await other.pool.look_at_all()
+    await other.pool._check_all()
     assert not out(other)
 
 
@@ -522,7 +528,7 @@ async def test_another_rank_follows_an_update_whatever_the_versions_were_before(
 async def test_following_an_update_that_nobody_has_is_an_error(connect: Opened):
     only = FakeSGLang()
     async with running(only):
-        with pytest.raises(EngineError, match="no SGLang server is left"):
+        with pytest.raises(EngineError, match="no SGLang server is available"):
             await connect(only).follow_update(version=1)
 
 
@@ -541,7 +547,7 @@ async def test_what_an_update_left_half_done_gets_no_calls_of_anybody_who_comes_
         await asyncio.gather(killed, return_exceptions=True)
         only.failing = {}
         later = connect(only, max_retries=0)
-        with pytest.raises(EngineError, match="has not gone through whole"):
+        with pytest.raises(EngineError, match="is incomplete"):
             await ask(later)
         await later.update_weights([], version=0)
         assert (await ask(later)).weight_version == 0
@@ -554,7 +560,7 @@ async def test_a_server_that_somebody_was_killed_in_an_update_of_is_known_withou
     async with running(only), asyncio.timeout(5):
         only.version, only.is_paused = "-1", True
         engine = connect(only, max_retries=0)
-        with pytest.raises(EngineError, match="has not gone through whole"):
+        with pytest.raises(EngineError, match="is incomplete"):
             await ask(engine)
         await engine.update_weights([], version=0)
         assert is_exact(await ask(engine))
@@ -569,7 +575,7 @@ async def test_what_was_sampled_by_half_of_an_update_is_asked_of_another(
     one.version = "-1"
     completions = await asyncio.gather(*start(engine, *"ab"))
     assert {completion.weight_version for completion in completions} == {0}
-    assert "has not gone through whole" in out(engine)[one.address]
+    assert "is incomplete" in out(engine)[one.address]
 
 
 async def test_an_update_that_somebody_was_killed_in_is_ended_first(connect: Opened):
@@ -606,10 +612,10 @@ async def test_a_server_that_does_not_wake_is_woken_before_it_gets_calls(
     one.failing = {"resume_memory_occupation": 500}
     await engine.wake()
     assert all(map(is_exact, await asyncio.gather(*start(engine, "a", "b"))))
-    await engine.pool.look_at_all()
+    await engine.pool._check_all()
     assert list(out(engine)) == [one.address]
     one.failing = {}
-    await engine.pool.look_at_all()
+    await engine.pool._check_all()
     assert not out(engine)
     assert not one.is_paused
 
@@ -622,7 +628,7 @@ async def test_a_server_that_went_out_in_its_sleep_is_woken_with_the_others(
     engine = connect(*pair)
     await ask(engine)
     await engine.sleep()
-    engine.pool.take_out(engine.pool.members[0], "for a test")
+    engine.pool.mark_unavailable(engine.pool.servers[0], "for a test")
     await engine.wake()
     assert one.routes()[-2:] == ["resume_memory_occupation", "continue_generation"]
 

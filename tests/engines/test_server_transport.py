@@ -18,11 +18,11 @@ from agentrl.engines.sglang.servers.factory import (
     SyncSource,
     address_towards,
     choose_transport,
-    is_here,
+    is_local,
 )
 from agentrl.engines.sglang.weights.disk import DiskTransport
 from agentrl.engines.sglang.weights.distributed import DistributedTransport
-from agentrl.engines.sglang.weights.sync import Roster
+from agentrl.engines.sglang.weights.sync import UpdateParticipants
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.errors import ConfigError, EngineError
 from tests.fakes.faults import files_at_most
@@ -62,7 +62,7 @@ def test_memory_does_not_reach_another_machine(tmp_path: Path):
         choose(tmp_path, HERE, FAR, transport="tensor")
 
 
-def test_every_address_of_this_machine_is_here():
+def test_every_address_of_this_machine_is_local():
     own = [
         bound.address
         for found in psutil.net_if_addrs().values()
@@ -70,9 +70,9 @@ def test_every_address_of_this_machine_is_here():
         if bound.family == socket.AF_INET
     ]
     assert own
-    assert all(is_here(f"http://{address}:1") for address in own)
-    assert is_here(f"http://{socket.gethostname()}:1")
-    assert not is_here(FAR)
+    assert all(is_local(f"http://{address}:1") for address in own)
+    assert is_local(f"http://{socket.gethostname()}:1")
+    assert not is_local(FAR)
 
 
 def test_servers_reach_this_machine_by_the_address_that_leads_to_them():
@@ -154,7 +154,7 @@ async def test_full_disk_names_the_folder_that_is_configured(tmp_path: Path):
 
     transport = DiskTransport(tmp_path / "weights")
     with files_at_most(1_000), pytest.raises(EngineError, match="cannot be written to") as raised:
-        await transport.send(Roster([], nobody), [("w", torch.zeros(4_000))])
+        await transport.send(UpdateParticipants([], nobody), [("w", torch.zeros(4_000))])
     assert raised.value.key == "weight_sync.folder"
     assert not list((tmp_path / "weights").glob("*"))
 

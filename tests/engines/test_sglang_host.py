@@ -1,4 +1,4 @@
-"""How SGLang in a process's keep is asked and ended, with something else in SGLang's place."""
+"""SGLang inside this process: how it is called and ended, with a fake in SGLang's place."""
 
 import asyncio
 import multiprocessing
@@ -15,15 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.engines.sglang.inprocess import calls as own_calls
+from agentrl.engines.sglang import calls
+from agentrl.engines.sglang.inprocess import engine as engine_module
 from agentrl.engines.sglang.inprocess import host as host_module
-from agentrl.engines.sglang.inprocess.calls import OwnCall
+from agentrl.engines.sglang.inprocess.engine import InProcessCall
 from agentrl.engines.sglang.inprocess.host import SGLangHost
 from agentrl.errors import EngineError
 
 
 class EndlessEngine:
-    """Stands in for `sglang.Engine`: its calls never end, and it has no processes."""
+    """A fake `sglang.Engine` whose calls never end and which has no processes."""
 
     def __init__(self, **arguments: Any) -> None:
         self.aborted: list[str] = []
@@ -57,129 +58,132 @@ def fail(host: SGLangHost) -> None:
     os.kill(os.getpid(), signal.SIGQUIT)
 
 
-def close_aside(host: SGLangHost) -> None:
-    threading.Thread(target=host.close).start()
-    while not host._loop._ready:  # pyright: ignore[reportAttributeAccessIssue]
-        time.sleep(0.01)
+def close(host: SGLangHost) -> None:
+    host._call_soon(host._stop, EngineError("the engine was closed"))
 
 
-@pytest.mark.parametrize("is_asked_first", [True, False])
-@pytest.mark.parametrize(
-    ("end", "told"), [(fail, "ended unexpectedly"), (close_aside, "was closed")]
-)
-async def test_call_that_is_queued_while_the_engine_ends_fails(
-    host: SGLangHost, end: Callable[[SGLangHost], None], told: str, is_asked_first: bool
+@pytest.mark.parametrize("order", ["running", "queued before the end", "queued after the end"])
+@pytest.mark.parametrize(("end", "message"), [(fail, "ended unexpectedly"), (close, "was closed")])
+async def test_call_fails_when_the_engine_ends(
+    host: SGLangHost, end: Callable[[SGLangHost], None], message: str, order: str
 ):
-    free = threading.Event()
-    host._loop.call_soon_threadsafe(free.wait)
+    release = threading.Event()
+    is_blocked = order != "running"
+    if is_blocked:  # the engine's loop can then start nothing
+        host._loop.call_soon_threadsafe(release.wait)
+    if order == "queued after the end":
+        end(host)
     call = asyncio.ensure_future(host.generate({"rid": "a"}))
-    if is_asked_first:
-        await asyncio.sleep(0.05)
-    end(host)
-    await asyncio.sleep(0.05)
-    free.set()
+    await asyncio.sleep(0 if is_blocked else 0.05)
+    if order != "queued after the end":
+        end(host)
+    release.set()
     async with asyncio.timeout(20):
-        with pytest.raises(EngineError, match=told):
-            await call
-
-
-async def test_running_call_fails_when_a_process_does(host: SGLangHost):
-    call = asyncio.ensure_future(host.generate({"rid": "a"}))
-    await asyncio.sleep(0.05)
-    fail(host)
-    async with asyncio.timeout(20):
-        with pytest.raises(EngineError, match="ended unexpectedly"):
+        with pytest.raises(EngineError, match=message):
             await call
 
 
 class SlowStart(EndlessEngine):
-    """Is interrupted while it waits for its process, and gives up when that has ended."""
+    """A start that waits for its process, is interrupted, and fails when the process has ended."""
 
-    pid = 0
+    process: multiprocessing.process.BaseProcess
 
     def __init__(self, **arguments: Any) -> None:
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         process.start()
-        assert process.pid is not None
-        type(self).pid = process.pid
+        type(self).process = process
         os.kill(os.getpid(), signal.SIGINT)
         process.join()
         raise RuntimeError("a process has ended")
 
 
+class InterruptedThread(threading.Thread):
+    """A thread whose `start` is interrupted before it returns, as under heavy load."""
+
+    def start(self) -> None:
+        super().start()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 @pytest.fixture
-def heard() -> Iterator[None]:
-    """Hear SIGINT, also where a shell has started the tests in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heard")
-def test_start_that_is_interrupted_ends_its_processes_and_no_others(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def slow_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """Replace SGLang by `SlowStart`, and run a process that must survive."""
     monkeypatch.setattr(host_module, "_engine_class", lambda: SlowStart)
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    # SIGINT is ignored if a shell has started the tests in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield other
+    finally:
+        signal.signal(signal.SIGINT, before)
+        with other:
+            other.kill()
+        SlowStart.process.kill()
+        SlowStart.process.join()
+
+
+@pytest.mark.parametrize("thread", [threading.Thread, InterruptedThread])
+def test_start_that_is_interrupted_ends_its_processes_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, slow_start: subprocess.Popen[bytes], thread: type
+):
+    monkeypatch.setattr(host_module.threading, "Thread", thread)
     before = signal.getsignal(signal.SIGQUIT)
     with pytest.raises(KeyboardInterrupt):
         SGLangHost({})
-    assert not psutil.pid_exists(SlowStart.pid)
+    assert SlowStart.process.pid is not None
+    assert not psutil.pid_exists(SlowStart.process.pid)
     assert signal.getsignal(signal.SIGQUIT) == before
-    assert bystander.poll() is None
-    with bystander:
-        bystander.kill()
+    assert slow_start.poll() is None
 
 
-class Forgetful:
-    """Hears an abort only once it has taken the call up, as a SGLang that is paused."""
+class PausedBackend:
+    """A SGLang that ignores aborts until it has started the call, as during a pause."""
 
-    name = "forgetful"
+    name = "paused"
 
     def __init__(self) -> None:
-        self.has_begun = False
-        self.aborts = 0
+        self.has_started = False
+        self.num_aborts = 0
         self.second_abort = asyncio.Event()
-        self._end = asyncio.Event()
+        self.end = asyncio.Event()
 
     async def generate(self, fields: Any) -> Any:
-        await self._end.wait()
+        await self.end.wait()
         return {"output_ids": [7], "rid": fields["rid"]}
 
     async def control(self, request: str, fields: Any = None) -> None:
         assert (request, fields) == ("abort_request", {"rid": "a"})
-        self.aborts += 1
-        if self.aborts == 2:
+        self.num_aborts += 1
+        if self.num_aborts == 2:
             self.second_abort.set()
-        if self.has_begun:
-            self._end.set()
+        if self.has_started:
+            self.end.set()
 
 
-async def test_abort_of_a_call_that_was_gone_on_with_is_told_now_and_then():
-    backend = Forgetful()
-    backend._end.set()
-    call = OwnCall(backend, "conversation")
-    await call.generate({"rid": "a"})  # to an end that nobody asked for
-    backend._end.clear()
+async def test_abort_of_a_call_in_its_second_request_waits_between_two_aborts():
+    backend = PausedBackend()
+    backend.end.set()
+    call = InProcessCall(backend, "conversation")
+    await call.generate({"rid": "a"})
+    backend.end.clear()
     running = asyncio.ensure_future(call.generate({"rid": "a"}))
     await asyncio.sleep(0)
     aborting = asyncio.ensure_future(call.abort())
     await asyncio.sleep(0.1)
-    assert backend.aborts == 1
-    backend._end.set()
+    assert backend.num_aborts == 1
+    backend.end.set()
     await asyncio.gather(running, aborting)
 
 
-@pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_calls, "ABORT_AGAIN_S", 0.01)
-    monkeypatch.setattr(own_calls, "ABORT_PATIENCE_S", 0.05)
-
-
-@pytest.mark.usefixtures("_impatient")
-async def test_abort_ends_a_call_that_waits_for_a_pause_to_end_and_those_that_follow():
-    backend = Forgetful()
-    call = OwnCall(backend, "conversation")
+async def test_abort_ends_a_call_that_waits_for_the_end_of_a_pause_and_later_calls(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(calls, "ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(engine_module, "ABORT_PATIENCE_S", 0.05)
+    backend = PausedBackend()
+    call = InProcessCall(backend, "conversation")
     running = asyncio.ensure_future(call.generate({"rid": "a"}))
     await asyncio.sleep(0)
     await asyncio.gather(call.abort(), call.abort())
@@ -189,15 +193,16 @@ async def test_abort_ends_a_call_that_waits_for_a_pause_to_end_and_those_that_fo
     await call.abort()
 
 
-async def test_abort_is_told_again_until_the_call_returns_what_it_sampled(
+async def test_abort_is_repeated_until_the_call_returns_what_it_sampled(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(own_calls, "ABORT_AGAIN_S", 0.01)
-    backend = Forgetful()
-    call = OwnCall(backend, "conversation")
+    monkeypatch.setattr(calls, "ABORT_AGAIN_S", 0.01)
+    backend = PausedBackend()
+    call = InProcessCall(backend, "conversation")
     running = asyncio.ensure_future(call.generate({"rid": "a"}))
+    await asyncio.sleep(0)
     aborting = asyncio.ensure_future(call.abort())
     await backend.second_abort.wait()
-    backend.has_begun = True
+    backend.has_started = True
     await aborting
     assert (await running)["output_ids"] == [7]

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.engines.protocol import MemoryTag
+from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.backend import SleepingBackend
-from agentrl.engines.sglang.inprocess.barrier import CallGate
+from agentrl.engines.sglang.inprocess.engine import CallBarrier
 from agentrl.engines.sglang.weights import buckets
 from agentrl.engines.sglang.weights import distributed as distributed_module
 from agentrl.engines.sglang.weights import tensor as tensor_module
@@ -36,6 +37,12 @@ from tests.fakes.engines import tiny_model
 from tests.fakes.weights import BUCKET, BucketTransport, RecordingBackend, weights_of
 
 CPU = torch.device("cpu")
+
+
+def needs_of(folder: Path) -> SGLangNeeds:
+    return SGLangNeeds(model_path=str(folder), max_model_len=8, max_requests=1)
+
+
 BEFORE = ["pause_generation", "update_weight_version", "begin_weight_update"]
 AFTER = ["end_weight_update", "update_weight_version", "continue_generation"]
 LET_GO = ["update_weight_version", "end_weight_update", "abort_request", "continue_generation"]
@@ -98,9 +105,9 @@ def fresh_weights(*num_elements: int) -> Iterator[NamedTensor]:
         yield f"w{i}", tensor
 
 
-@pytest.mark.parametrize("in_turn", [1, 2])
+@pytest.mark.parametrize("num_buffers", [1, 2])
 async def test_update_takes_no_more_memory_than_it_may(
-    monkeypatch: pytest.MonkeyPatch, in_turn: int
+    monkeypatch: pytest.MonkeyPatch, num_buffers: int
 ):
     monkeypatch.setattr(buckets, "FIRST_BYTES", 128)
     monkeypatch.setattr(CountedMemory, "most", 0)
@@ -108,8 +115,8 @@ async def test_update_takes_no_more_memory_than_it_may(
     monkeypatch.setattr(tensor_module, "serialize", lambda bucket: b"")
     report = await update_weights(
         [Target(RecordingBackend())], fresh_weights(*[32] * 50, 400, *[32] * 3, 300, 300),
-        version=1, transport=TensorTransport(1024, CountedMemory, in_turn=in_turn),
-        on_failure=Owner().take_out,
+        version=1, transport=TensorTransport(1024, CountedMemory, num_buffers=num_buffers),
+        on_failure=Owner().fail,
     )  # fmt: skip
     assert report.figures.num_bytes == 4 * (32 * 53 + 400 + 600)
     assert CountedMemory.most == 1600, "the largest weight, alone"
@@ -118,17 +125,17 @@ async def test_update_takes_no_more_memory_than_it_may(
 
 async def test_growing_buckets_never_take_more_than_the_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(buckets, "FIRST_BYTES", 128)
-    for in_turn in (1, 2):
+    for num_buffers in (1, 2):
         monkeypatch.setattr(CountedMemory, "most", 0)
-        for bucket in fill_buckets(fresh_weights(*[32] * 50), 1024, CountedMemory, in_turn=in_turn):
+        weights = fresh_weights(*[32] * 50)
+        for bucket in fill_buckets(weights, 1024, CountedMemory, num_buffers=num_buffers):
             del bucket
         assert CountedMemory.most == 1024
 
 
-def test_memory_of_buckets_in_turn_is_left_alone_until_the_next_one_is_used_up():
-    found = [
-        bucket.memory for bucket in fill_buckets(weights_of(*[8] * 6), 64, PlainMemory, in_turn=2)
-    ]
+def test_memory_is_not_reused_before_the_next_bucket_is_read():
+    buckets_read = fill_buckets(weights_of(*[8] * 6), 64, PlainMemory, num_buffers=2)
+    found = [bucket.memory for bucket in buckets_read]
     assert len({id(memory) for memory in found}) == 2
     assert found[0] is found[2] is found[4]
     assert found[1] is found[3] is found[5]
@@ -160,7 +167,7 @@ class Owner:
         self.taken_out: list[tuple[str, bool]] = []
         """(name, whether generation was paused)."""
 
-    async def take_out(self, target: Target, error: EngineError) -> None:
+    async def fail(self, target: Target, error: EngineError) -> None:
         backend: Any = target.backend
         self.taken_out.append((backend.name, backend.is_paused))
 
@@ -175,7 +182,7 @@ async def update(owner: Owner, *backends: RecordingBackend, weights: Any = None)
         weights_of(8, 8, 8) if weights is None else weights,
         version=5,
         transport=BucketTransport(64),
-        on_failure=owner.take_out,
+        on_failure=owner.fail,
     )
 
 
@@ -267,10 +274,10 @@ async def test_target_that_will_not_be_let_go_does_not_hide_why_it_failed():
 
 
 async def test_closed_gate_ends_running_calls_and_refuses_others_until_it_is_opened():
-    gate = CallGate()
+    gate = CallBarrier()
 
     async def call() -> None:
-        async with gate.passing():
+        async with gate.call():
             await asyncio.Event().wait()
 
     calls = [asyncio.create_task(call()) for _ in range(3)]
@@ -283,17 +290,17 @@ async def test_closed_gate_ends_running_calls_and_refuses_others_until_it_is_ope
     with pytest.raises(EngineError, match="mixed weights"):
         await call()
     gate.open()
-    async with gate.passing():
+    async with gate.call():
         pass
 
 
 async def test_cancelled_call_and_a_time_out_of_its_own_pass_through_the_gate():
-    gate = CallGate()
+    gate = CallBarrier()
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0), gate.passing():
+        async with asyncio.timeout(0), gate.call():
             await asyncio.Event().wait()
     with pytest.raises(TimeoutError, match="a tool's"):
-        async with gate.passing():
+        async with gate.call():
             raise TimeoutError("a tool's")
 
 
@@ -307,7 +314,7 @@ async def test_sleeping_engine_stays_paused_through_an_update_until_all_is_awake
     await backend.wake((MemoryTag.WEIGHTS,))
     await update_weights(
         [Target(backend)], weights_of(8), version=1, transport=BucketTransport(64),
-        on_failure=Owner().take_out,
+        on_failure=Owner().fail,
     )  # fmt: skip
     assert "continue_generation" not in inner.requests
     await backend.wake((MemoryTag.KV_CACHE,))
@@ -335,7 +342,7 @@ async def test_engine_without_memory_to_give_says_so_once(caplog: pytest.LogCapt
         await backend.wake(tuple(MemoryTag))
     assert inner.requests == []
     assert [record.message for record in caplog.records] == [
-        "one has no memory to give back: it does not sleep"
+        "one cannot release memory: it does not sleep"
     ]
 
 
@@ -343,7 +350,7 @@ async def test_engine_without_memory_to_give_says_so_once(caplog: pytest.LogCapt
 def dense(tmp_path_factory: pytest.TempPathFactory) -> ModelWeights:
     folder = tmp_path_factory.mktemp("dense")
     tiny_model().config.save_pretrained(folder)
-    return ModelWeights.of(str(folder), trust_remote_code=False, overrides={})
+    return ModelWeights.of(needs_of(folder))
 
 
 def test_plain_weights_keep_their_names_and_tied_ones_come_once(dense: ModelWeights):
@@ -376,7 +383,7 @@ def test_experts_that_are_one_tensor_here_come_as_the_model_files_have_them(tmp_
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     model.save_pretrained(tmp_path)
-    weights = ModelWeights.of(str(tmp_path), trust_remote_code=False, overrides={})
+    weights = ModelWeights.of(needs_of(tmp_path))
     found = dict(weights.for_files((n, p.detach()) for n, p in model.named_parameters()))
     expected = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -405,7 +412,7 @@ class DiskReader(RecordingBackend):
 async def by_disk(folder: Path, reader: RecordingBackend, weights: Any) -> Any:
     return await update_weights(
         [Target(reader)], weights, version=1, transport=DiskTransport(folder, 64),
-        on_failure=Owner().take_out,
+        on_failure=Owner().fail,
     )  # fmt: skip
 
 
@@ -461,10 +468,10 @@ async def test_broken_group_is_left_by_every_member_and_nobody_waits_for_ever(
     monkeypatch.setattr(transport, "_open", lambda *_: setattr(transport, "_group", group))
     one, other = RecordingBackend("one"), RecordingBackend("other")
     async with asyncio.timeout(20):
-        with pytest.raises(EngineError, match="not taken by every member in time"):
+        with pytest.raises(EngineError, match="not received by every member in time"):
             await update_weights(
                 [Target(one), Target(other)], weights_of(8), version=1, transport=transport,
-                on_failure=Owner().take_out,
+                on_failure=Owner().fail,
             )  # fmt: skip
     assert left == [group]
     for backend in (one, other):

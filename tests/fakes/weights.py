@@ -8,7 +8,7 @@ import torch
 
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.weights.buckets import NamedTensor, PlainMemory, fill_buckets
-from agentrl.engines.sglang.weights.sync import Roster
+from agentrl.engines.sglang.weights.sync import UpdateParticipants
 from agentrl.errors import EngineError
 
 BUCKET = "take_bucket"
@@ -61,13 +61,15 @@ class BucketTransport:
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
 
-    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
         figures = SyncFigures()
-        await roster.ask("begin_weight_update")
+        await participants.request("begin_weight_update")
         for bucket in fill_buckets(named_tensors, self._bucket_bytes, PlainMemory):
-            await roster.ask(BUCKET, {"names": [entry.name for entry in bucket.entries]})
+            await participants.request(BUCKET, {"names": [entry.name for entry in bucket.entries]})
             figures.add(bucket.num_bytes)
-        await roster.ask("end_weight_update")
+        await participants.request("end_weight_update")
         return figures
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What every running SGLang is asked, wherever it runs."""
+"""The interface of one running SGLang, and its memory while the trainer updates the policy."""
 
 import contextlib
 import logging
@@ -8,15 +8,17 @@ from typing import Any, Protocol
 from agentrl.engines.protocol import MemoryTag
 from agentrl.errors import EngineError
 
+logger = logging.getLogger(__name__)
+
 JsonFields = Mapping[str, Any]
 """Fields of a request or an answer, under SGLang's names."""
 
 
 class Sampler(Protocol):
-    """Who samples one completion: one running SGLang, or the next that can, of several."""
+    """Samples one completion, on one running SGLang or on one of several."""
 
     async def generate(self, fields: JsonFields) -> JsonFields:
-        """Ask for one completion; cancelling it aborts it inside SGLang.
+        """Sample one completion. Cancelling the call aborts it inside SGLang.
 
         Args:
             fields: Of `GenerateReqInput`.
@@ -25,37 +27,34 @@ class Sampler(Protocol):
             `output_ids` and `meta_info`.
 
         Raises:
-            EngineError: where SGLang refuses it, fails, or is gone.
+            EngineError: SGLang refuses the call, fails, or has ended.
         """
         ...
 
 
 class Backend(Sampler, Protocol):
-    """One running SGLang: in this process's keep, or a server behind an address."""
+    """One running SGLang: inside this process, or a server."""
 
     name: str
-    """What an error calls it: `the SGLang engine`, or the server's address."""
+    """Its name in error messages: `the SGLang engine`, or the server's address."""
 
     async def control(self, request: str, fields: JsonFields | None = None) -> None:
-        """Ask for anything else, and wait until it is done.
+        """Send any other request, and wait until it is done.
 
         Args:
-            request: As the server's routes name it: `flush_cache`, `abort_request`,
-                `pause_generation`, `continue_generation`, `begin_weight_update`,
-                `update_weights_from_tensor`, `end_weight_update`, ...
+            request: The server's route: `flush_cache`, `abort_request`, `pause_generation`,
+                `continue_generation`, `begin_weight_update`, `update_weights_from_tensor`,
+                `end_weight_update`, ...
             fields: Of that request; tensors as serialized bytes.
 
         Raises:
-            EngineError: where SGLang refuses it, fails, or is gone.
+            EngineError: SGLang refuses the request, fails, or has ended.
         """
         ...
 
 
-logger = logging.getLogger(__name__)
-
-
 class SleepingBackend:
-    """A `Backend` that can give memory back. While it sleeps, generation stays paused.
+    """A `Backend` that can release its memory. Generation stays paused while it sleeps.
 
     Args:
         backend: The running SGLang.
@@ -64,52 +63,46 @@ class SleepingBackend:
 
     def __init__(self, backend: Backend, *, can_sleep: bool) -> None:
         self.name = backend.name
+        self.generate = backend.generate
         self._backend = backend
         self._can_sleep = can_sleep
         self._asleep: set[MemoryTag] = set()
-        self._has_said_so = False
-
-    async def generate(self, fields: JsonFields) -> JsonFields:
-        """Ask for one completion; it waits while SGLang sleeps (see `Backend.generate`)."""
-        return await self._backend.generate(fields)
+        self._has_warned = False
 
     async def control(self, request: str, fields: JsonFields | None = None) -> None:
-        """Ask for anything else; to go on generating waits for `wake` (see `Backend.control`)."""
+        """Send a request, except `continue_generation` during sleep (see `Backend.control`)."""
         if request != "continue_generation" or not self._asleep:
             await self._backend.control(request, fields)
 
     async def sleep(self, tags: Sequence[MemoryTag]) -> None:
-        """Give memory back, unless it is or SGLang cannot."""
+        """Release memory. Does nothing for memory that sleeps, or if SGLang cannot sleep."""
         if not self._can_sleep:
-            self._say_so()
+            if not self._has_warned:
+                logger.warning("%s cannot release memory: it does not sleep", self.name)
+            self._has_warned = True
             return
-        now = [tag for tag in tags if tag not in self._asleep]
-        if now:
+        new = [tag for tag in tags if tag not in self._asleep]
+        if new:
             await self._backend.control("pause_generation", {"mode": "retract"})
             try:
-                await self._backend.control("release_memory_occupation", {"tags": _names(now)})
+                await self._backend.control("release_memory_occupation", _tag_fields(new))
             except BaseException:
                 with contextlib.suppress(EngineError):
                     await self.control("continue_generation")
                 raise
-            self._asleep.update(now)
+            self._asleep.update(new)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Take back what sleeps of it; when nothing sleeps any more, generation goes on."""
-        now = [tag for tag in tags if tag in self._asleep]
-        if now:
-            await self._backend.control("resume_memory_occupation", {"tags": _names(now)})
-            self._asleep.difference_update(now)
+        """Allocate memory that sleeps again; generation continues when none sleeps."""
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if asleep:
+            await self._backend.control("resume_memory_occupation", _tag_fields(asleep))
+            self._asleep.difference_update(asleep)
             await self.control("continue_generation")
-
-    def _say_so(self) -> None:
-        if not self._has_said_so:
-            logger.warning("%s has no memory to give back: it does not sleep", self.name)
-        self._has_said_so = True
 
 
 async def flush(backend: Backend) -> None:
-    """Drop every cached prefix; calls that run wait, and compute theirs anew."""
+    """Drop every cached prefix. Running calls wait, then compute their prefixes again."""
     try:
         await backend.control("pause_generation", {"mode": "retract"})
         await backend.control("flush_cache")
@@ -117,5 +110,5 @@ async def flush(backend: Backend) -> None:
         await backend.control("continue_generation")
 
 
-def _names(tags: Sequence[MemoryTag]) -> list[str]:
-    return [tag.value for tag in tags]
+def _tag_fields(tags: Sequence[MemoryTag]) -> JsonFields:
+    return {"tags": [tag.value for tag in tags]}

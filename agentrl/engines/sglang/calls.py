@@ -1,7 +1,12 @@
-"""One engine call in SGLang's words: what it asks for, and what came back."""
+"""Engine calls as SGLang requests: parameters, answers, aborts."""
 
+import asyncio
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,24 +16,27 @@ from agentrl.engines.protocol import (
     FinishReason,
     SamplingParams,
     VersionSpan,
+    generate_each,
 )
 from agentrl.engines.sglang.backend import JsonFields, Sampler
 from agentrl.engines.stopping import Decode, StopCheck
 from agentrl.errors import EngineError
 
 FIRST_VERSION = "default"
-"""What SGLang calls the weights that it was started with, where nobody names them."""
+"""SGLang's default name of the weights that it was started with."""
 NOTHING_SAMPLED: JsonFields = {
     "output_ids": [],
     "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []},
 }
-"""The answer to a call that is aborted before SGLang has begun it."""
+"""The answer to a call that is aborted before SGLang has started it."""
+ABORT_AGAIN_S = 0.5
+"""Seconds between two aborts. SGLang ignores an abort that arrives before the call itself."""
 _TINY_TOP_P = 1e-6
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one call has sampled so far, over one request to SGLang or several."""
+    """What one call has sampled so far, in one or more requests to SGLang."""
 
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
@@ -36,16 +44,16 @@ class Answer:
     cached_tokens: int = 0
 
     def append(self, output: JsonFields) -> None:
-        """Take what SGLang sampled.
+        """Append what SGLang sampled.
 
         Raises:
-            EngineError: for an answer that is not whole.
+            EngineError: The answer is incomplete.
         """
         ids, meta = list(output["output_ids"]), output["meta_info"]
         sampled = [(log_prob, token_id) for log_prob, token_id, *_ in _log_probs(meta)]
         if [token_id for _, token_id in sampled] != ids:
             raise EngineError(
-                f"SGLang returned {len(sampled)} log-probabilities of other tokens",
+                f"SGLang returned {len(sampled)} log-probabilities that do not match the tokens",
                 expected=f"one for each of {len(ids)} sampled tokens",
             )
         if not self.token_ids:
@@ -55,7 +63,7 @@ class Answer:
         self.log_probs += [_finite(log_prob) for log_prob, _ in sampled]
 
     def completion(self, reason: FinishReason) -> Completion:
-        """What the caller gets."""
+        """Return the caller's result."""
         return Completion(
             token_ids=self.token_ids,
             log_probs=self.log_probs,
@@ -66,44 +74,168 @@ class Answer:
 
 
 async def complete(
-    backend: Sampler, call: EngineCall, *, key: str, max_model_len: int, decode: Decode
+    sampler: Sampler, call: EngineCall, *, key: str, max_model_len: int, decode: Decode
 ) -> Completion:
-    """Sample until something ends the call that the call asked for.
+    """Sample until one of the call's own stops or limits ends it.
 
-    SGLang also stops behind the end-of-sequence tokens that the model's own files name; where the
-    call does not name them, it is asked to go on from there.
+    SGLang also stops after the end-of-sequence tokens that the model's files name. If the call does
+    not name them, SGLang is asked to continue from there.
 
     Args:
-        backend: Who samples.
-        call: What is asked.
-        key: Names the call inside SGLang; no other running call's name begins with it.
+        sampler: Samples the tokens.
+        call: The engine call.
+        key: The call's name inside SGLang. It must not be a prefix of another running call's name.
         max_model_len: Most tokens of a sequence, input and output together.
         decode: Token ids to text, for stop strings.
 
     Raises:
-        EngineError: The input leaves no room for a token, or SGLang fails.
+        EngineError: The input leaves no capacity for a token, or SGLang fails.
     """
     sampling, stop = call.sampling, StopCheck.of(call.sampling, decode)
-    room = min(sampling.max_new_tokens, max_model_len - len(call.input_ids))
-    if room < 1:
+    max_tokens = min(sampling.max_new_tokens, max_model_len - len(call.input_ids))
+    if max_tokens < 1:
         raise EngineError(
             f"the input has {len(call.input_ids)} tokens, the engine's limit is {max_model_len}",
             request_id=call.request_id,
         )
     answer = Answer()
     while True:
-        asked = replace(sampling, max_new_tokens=room - len(answer.token_ids))
-        output = await backend.generate(
-            generate_fields([*call.input_ids, *answer.token_ids], asked, key)
+        rest = replace(sampling, max_new_tokens=max_tokens - len(answer.token_ids))
+        output = await sampler.generate(
+            generate_fields([*call.input_ids, *answer.token_ids], rest, key)
         )
         answer.append(output)
-        reason = _reason(output, answer.token_ids, stop, room)
+        reason = _reason(output, answer.token_ids, stop, max_tokens)
         if reason is not None:
             return answer.completion(reason)
 
 
+class AbortableCall(ABC):
+    """A `Sampler` for one engine call that can be aborted at any time.
+
+    Args:
+        request_id: The request that makes the call.
+        patience_s: Seconds that an aborted call has to return what it has sampled. A call that
+            waits for a pause to end does not return.
+    """
+
+    def __init__(self, request_id: str, *, patience_s: float) -> None:
+        self.request_id = request_id
+        self.is_aborted = False
+        self._patience_s = patience_s
+        self._send_abort: Callable[[], Awaitable[None]] | None = None
+        self._scope: asyncio.Timeout | None = None
+        self._ended = asyncio.Event()
+
+    @abstractmethod
+    async def sample(self, fields: JsonFields) -> JsonFields:
+        """Send the call to SGLang inside `sent`, and return the answer."""
+
+    async def generate(self, fields: JsonFields) -> JsonFields:
+        """Sample one completion (see `Sampler.generate`), without a token if aborted before."""
+        if self.is_aborted:
+            return NOTHING_SAMPLED
+        self._scope = scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                return await self.sample(fields)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return NOTHING_SAMPLED
+        finally:
+            self._scope = None
+
+    async def abort(self) -> None:
+        """End the call with what SGLang has sampled; without a token if SGLang does not answer."""
+        self.is_aborted = True
+        deadline = time.monotonic() + self._patience_s
+        while self._scope is not None and self._send_abort is not None:
+            await self._send_abort()
+            if await self._has_ended() or time.monotonic() > deadline:
+                break
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(0)
+
+    @contextmanager
+    def sent(self, abort: Callable[[], Awaitable[None]]) -> Iterator[None]:
+        """Mark the call as sent to SGLang while the block runs.
+
+        Args:
+            abort: Sends an abort of this call to SGLang.
+        """
+        self._send_abort = abort
+        self._ended.clear()
+        try:
+            yield
+        finally:
+            self._send_abort = None
+            self._ended.set()
+
+    async def _has_ended(self) -> bool:
+        try:
+            async with asyncio.timeout(ABORT_AGAIN_S):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class BaseSGLangEngine(ABC):
+    """Runs and aborts calls. The subclasses know where SGLang runs.
+
+    Args:
+        decode: Token ids to text, for stop strings.
+        max_model_len: Most tokens of a sequence.
+    """
+
+    def __init__(self, decode: Decode, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self._decode = decode
+        self._counter = itertools.count()
+        self._running: set[AbortableCall] = set()
+
+    @abstractmethod
+    def new_call(self, request_id: str) -> AbortableCall:
+        """Make the call of one `generate`."""
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+    ) -> Completion:
+        """Continue `input_ids` (see `Engine.generate`).
+
+        Raises:
+            EngineError: The input leaves no capacity for a token, or SGLang cannot answer.
+        """
+        call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
+        running = self.new_call(request_id)
+        self._running.add(running)
+        try:
+            # SGLang aborts each call whose name starts with the given one: the number comes first.
+            return await complete(
+                running,
+                call,
+                key=f"{next(self._counter)}-{request_id}/",
+                max_model_len=self.max_model_len,
+                decode=self._decode,
+            )
+        finally:
+            self._running.remove(running)
+
+    async def generate_together(
+        self, calls: Sequence[EngineCall]
+    ) -> "list[Completion | BaseException]":
+        """Run calls that start together (see `Engine.generate_together`)."""
+        return await generate_each(self, calls)
+
+    async def abort(self, request_id: str) -> None:
+        """End the running calls of a request; they return what they have sampled."""
+        calls = [call for call in self._running if call.request_id == request_id]
+        await asyncio.gather(*(call.abort() for call in calls))
+
+
 def generate_fields(input_ids: Sequence[int], sampling: SamplingParams, key: str) -> dict[str, Any]:
-    """Put a call into the fields of SGLang's `GenerateReqInput`."""
+    """Return a call as the fields of SGLang's `GenerateReqInput`."""
     return {
         "rid": key,
         "input_ids": list(input_ids),
@@ -113,7 +245,7 @@ def generate_fields(input_ids: Sequence[int], sampling: SamplingParams, key: str
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Put sampling parameters into SGLang's."""
+    """Return sampling parameters as SGLang's."""
     fields: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -125,7 +257,8 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
         "skip_special_tokens": False,
     }
     if sampling.top_k == 1 and sampling.temperature > 0:
-        # SGLang scores `top_k = 1` as a greedy call, at temperature 1: this takes the same token.
+        # SGLang scores `top_k = 1` as a greedy call, at temperature 1. A tiny top_p samples the
+        # same token and keeps the temperature.
         fields |= {"top_k": -1, "top_p": _TINY_TOP_P}
     if sampling.seed is not None:
         fields["sampling_seed"] = sampling.seed
@@ -133,9 +266,9 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _reason(
-    output: JsonFields, token_ids: Sequence[int], stop: StopCheck, room: int
+    output: JsonFields, token_ids: Sequence[int], stop: StopCheck, max_tokens: int
 ) -> FinishReason | None:
-    """Why the call has ended; None: it has not, SGLang stopped by a rule of its own."""
+    """Return why the call has ended; None if SGLang stopped by a rule of its own."""
     ended: JsonFields = output["meta_info"]["finish_reason"]
     if ended["type"] == "abort":
         if ended.get("status_code"):
@@ -143,26 +276,26 @@ def _reason(
         return FinishReason.ABORT
     if stop.is_met(token_ids):
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(token_ids) >= room else None
+    return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
 
 
 def _log_probs(meta: JsonFields) -> list[Sequence[Any]]:
     found = meta.get("output_token_logprobs")
     if found is None:
-        raise EngineError("SGLang returned no log-probabilities", expected="return_logprob")
+        raise EngineError("SGLang returned no log-probabilities", expected="return_logprob: true")
     return found
 
 
 def _finite(log_prob: float | None) -> float:
     if log_prob is None or not math.isfinite(log_prob):
         raise EngineError(
-            f"SGLang sampled a token of log-probability {log_prob}: its weights have diverged"
+            f"SGLang sampled a token of log-probability {log_prob}: the weights have diverged"
         )
     return log_prob
 
 
 def _spans(meta: JsonFields, num_tokens: int, *, offset: int) -> list[VersionSpan]:
-    """Which weights sampled which token, behind what was sampled before."""
+    """Return which weights sampled which tokens; `offset` tokens were sampled before."""
     whole = {"version": meta.get("weight_version", FIRST_VERSION), "start": 0, "end": num_tokens}
     return [
         VersionSpan(_version(span["version"]), offset + span["start"], offset + span["end"])
@@ -183,7 +316,7 @@ def _version(name: str) -> int:
 
 
 def _joined(spans: Iterable[VersionSpan]) -> Iterable[VersionSpan]:
-    """Join spans of the same weights that follow each other."""
+    """Join neighboring spans of the same weights."""
     last: VersionSpan | None = None
     for span in spans:
         if last is not None and last.version == span.version:

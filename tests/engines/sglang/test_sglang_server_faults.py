@@ -79,7 +79,7 @@ class Watched:
 
     def running_on(self, address: str) -> int:
         """Calls that run on a server."""
-        found = [m for m in self.engine.pool.members if m.name == address]
+        found = [m for m in self.engine.pool.servers if m.name == address]
         return len(found[0].calls) if found else 0
 
 
@@ -146,7 +146,7 @@ async def test_a_server_that_answers_slowly_costs_nobody_else(
     check_ledgers(requests, engine, model)
     assert len(requests) == NUM_PROMPTS * NUM_SAMPLES
     check_life(user.lives, "start", "finalize")
-    trouble = {m.name: m.trouble for m in engine.pool.members}
+    trouble = {m.name: m.problem for m in engine.pool.servers}
     assert "has not answered" in str(trouble[one])
     assert trouble[two] is None
 
@@ -165,9 +165,9 @@ async def test_a_killed_server_costs_no_request_and_no_token(
     check_ledgers(requests, engine, model)
     assert {request.num_assistant_turns for request in requests} <= {1, 2, 3}
     check_life(user.lives, "start", "finalize")
-    members = {member.name: member for member in engine.pool.members}
-    assert not members[one].is_in
-    assert members[two].num_homes > half, "conversations have moved"
+    members = {member.name: member for member in engine.pool.servers}
+    assert not members[one].is_available
+    assert members[two].num_conversations > half, "conversations have moved"
 
 
 @contextlib.contextmanager
@@ -209,11 +209,11 @@ async def test_the_only_server_killed_is_a_clear_error_and_the_checkpoint_stands
         out, err = await asyncio.to_thread(training.communicate, timeout=60)
     check_failures(requests, engine, only)
     check_life(user.lives, "start", "finalize")
-    with pytest.raises(EngineError, match="no SGLang server is left"):
+    with pytest.raises(EngineError, match="no SGLang server is available"):
         await engine.generate([1, 2, 3], SamplingParams(max_new_tokens=1), request_id="after")
     assert are_gone(tree), "its processes end with it"
     assert training.returncode == 2, f"{out}\n{err}"
-    assert f"{only} is gone" in err
+    assert f"{only} has ended" in err
     assert "Traceback" not in out + err
     assert saved_steps(tmp_path / "run")
 
@@ -226,7 +226,7 @@ def check_failures(requests: Sequence[AsyncRolloutRequest], engine: Watched, add
         assert_lawful(request, engine)  # type: ignore[arg-type]
         assert request.error is not None
         assert request.error.fault is Fault.ENGINE
-        assert f"{address} is gone" in request.error.message
+        assert f"{address} has ended" in request.error.message
 
 
 def test_ended_supervisor_ends_its_servers(serving: Serving):

@@ -142,7 +142,7 @@ async def test_member_that_does_not_join_in_breaks_the_group_and_nobody_hangs(
 ):
     model = tiny_model(seed=10).eval()
     await engine.update_weights(model.named_parameters(), version=7)
-    servers = [member.backend for member in engine.pool.members]
+    servers = [member.backend for member in engine.pool.servers]
     transport = make_transport("distributed", tmp_path)
 
     async def nothing(target: Target, error: EngineError) -> None:

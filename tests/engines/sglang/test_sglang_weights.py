@@ -175,7 +175,7 @@ async def test_sleep_and_wake_do_nothing_here_and_say_so(
     await engine.wake((MemoryTag.KV_CACHE,))
     await engine.generate(PROMPT, greedy(), request_id="a")
     assert [r.message for r in caplog.records if "does not sleep" in r.message] == [
-        "the SGLang engine has no memory to give back: it does not sleep"
+        "the SGLang engine cannot release memory: it does not sleep"
     ]
 
 

@@ -1,9 +1,9 @@
-"""`sglang.Engine` in this process's keep, on a thread and an event loop of its own.
+"""`sglang.Engine` inside this process, on its own thread and event loop.
 
-SGLang takes a process for its own: it installs signal handlers that kill the whole process tree,
-replaces the event loop's policy and the root logger's handlers, and at its end kills every child
-of the process. On a thread that is not the main one it leaves signals alone; what else it changes
-is put back; and its own processes, and no others, are ended with it.
+SGLang expects a process of its own: it installs signal handlers that kill the whole process tree,
+replaces the event loop policy and the root logger's handlers, and kills every child of the process
+when it ends. It does not touch signals on a thread that is not the main one. The host restores the
+rest, and ends SGLang's processes only.
 """
 # pyright: reportMissingImports=false
 
@@ -32,32 +32,17 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 20.0
 _POLL_S = 0.2
-_INPUTS = {
-    "pause_generation": "PauseGenerationReqInput",
-    "continue_generation": "ContinueGenerationReqInput",
-    "begin_weight_update": "BeginWeightUpdateReqInput",
-    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
-    "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
-    "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
-    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
-    "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
-    "end_weight_update": "EndWeightUpdateReqInput",
-    "update_weight_version": "UpdateWeightVersionReqInput",
-    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
-    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
-}
-"""Which record of `io_struct` each control request is."""
 
 
 class SGLangHost:
-    """One `sglang.Engine`: started here, asked from any event loop, ended by `close`.
+    """One `sglang.Engine`. It can be used from any event loop; `close` ends it.
 
     Args:
         arguments: Of SGLang's `ServerArgs`.
-        environment: Variables that SGLang and its processes see.
+        environment: Environment variables for SGLang and its processes.
 
     Raises:
-        EngineError: where it does not start.
+        EngineError: SGLang does not start.
     """
 
     name = "the SGLang engine"
@@ -68,13 +53,13 @@ class SGLangHost:
         self._loop = asyncio.new_event_loop()
         self._running: set[asyncio.Task[Any]] = set()
         self._end: EngineError | None = None
-        # Whoever queues a call behind the end would wait for ever. Re-entrant: a signal may come
-        # while this thread holds it.
+        # A call that is queued after the end would wait for ever. Re-entrant, because a signal may
+        # arrive while this thread holds the lock.
         self._ending = threading.RLock()
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
-        self._others = set(multiprocessing.active_children())
-        self._before = _take_sigquit(self._on_child_failed)
+        self._other_children = set(multiprocessing.active_children())
+        self._previous_handler = _replace_sigquit(self._on_child_failed)
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._serve,
@@ -82,90 +67,91 @@ class SGLangHost:
             name="sglang",
             daemon=True,
         )
-        self._thread.start()
         try:
+            self._thread.start()
             started.result()
         except BaseException:
-            self._break_off()
-            _give_back_sigquit(self._before)
+            self._cancel_start(started)
+            _restore_sigquit(self._previous_handler)
             raise
         atexit.register(self.close)
 
     async def generate(self, fields: JsonFields) -> JsonFields:
-        """Ask for one completion (see `Backend.generate`)."""
-        return await self._ask(self._generate(fields))
+        """Sample one completion (see `Backend.generate`)."""
+        return await self._run(self._generate(fields))
 
     async def control(self, request: str, fields: JsonFields | None = None) -> None:
-        """Ask for anything else (see `Backend.control`)."""
-        await self._ask(self._control(request, dict(fields or {})))
+        """Send any other request (see `Backend.control`)."""
+        await self._run(self._control(request, dict(fields or {})))
 
     def close(self) -> None:
-        """End SGLang and its processes; running calls end with `EngineError`. May be called
-        twice.
-        """
+        """End SGLang and its processes. Running calls end with `EngineError`. Can be repeated."""
         if not self._thread.is_alive():
             return
         atexit.unregister(self.close)
         self._call_soon(self._stop, EngineError("the engine was closed"))
         self._thread.join(CLOSE_TIMEOUT_S)
-        _give_back_sigquit(self._before)
+        _restore_sigquit(self._previous_handler)
 
     @property
     def pids(self) -> list[int]:
-        """Of SGLang's own processes."""
+        """Return the ids of SGLang's processes."""
         return [process.pid for process in self._processes]
 
-    # From any thread.
+    # These methods run on any thread.
 
-    async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the engine's loop do something, and wait for it; cancelling cancels it there."""
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop and wait for it. Cancelling cancels it there."""
         with self._ending:
             if self._end is not None:
                 work.close()
-                raise self._ended()
-            asked = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
-        return await asyncio.wrap_future(asked)
+                raise self._end_error()
+            future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return await asyncio.wrap_future(future)
 
     def _on_child_failed(self, *_: object) -> None:
-        """Take the signal by which SGLang's processes tell that one of them failed."""
+        """Handle the signal that SGLang's processes send when one of them fails."""
         error = EngineError(
-            "a process of SGLang has ended unexpectedly: what it said is above, if it could",
-            expected="where memory ran out: a smaller rollout.engine.sglang.mem_fraction_static "
-            "or max_total_tokens",
+            "a process of SGLang has ended unexpectedly: its own message is above, if it left one",
+            expected="if memory ran out: a smaller rollout.engine.sglang.mem_fraction_static or "
+            "max_total_tokens",
         )
         self._refuse(error)
         self._call_soon(self._fail, error)
 
     def _refuse(self, error: EngineError) -> None:
-        """Take no more calls."""
+        """Refuse all later calls."""
         with self._ending:
             self._end = self._end or error
 
     def _call_soon(self, act: Callable[[EngineError], None], error: EngineError) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs on it
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(act, error)
 
-    def _break_off(self) -> None:
-        """End a start that nobody waits for: without its processes SGLang gives it up."""
-        error = EngineError("the start of SGLang was broken off")
+    def _cancel_start(self, started: "concurrent.futures.Future[None]") -> None:
+        """End a start that was interrupted: SGLang gives up when its processes have ended."""
+        error = EngineError("the start of SGLang was interrupted")
         self._refuse(error)
         self._call_soon(self._stop, error)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            _kill(self._brought())  # SGLang must find them ended, so nobody waits for them here
-            self._thread.join(_POLL_S)
+        # The thread may not look alive yet if the interruption came while it was started.
+        while not started.done() and time.monotonic() < deadline:
+            _kill(self._new_processes())  # without a wait: SGLang must notice the end itself
+            concurrent.futures.wait([started], timeout=_POLL_S)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _brought(self) -> list[psutil.Process]:
-        """The processes that a start has brought so far, and what they have started."""
-        mine = set(multiprocessing.active_children()) - self._others
+    def _new_processes(self) -> list[psutil.Process]:
+        """Return the processes that the start has created so far, with their descendants."""
+        mine = set(multiprocessing.active_children()) - self._other_children
         return _with_children([process.pid for process in mine if process.pid is not None])
 
-    def _ended(self) -> EngineError:
-        """An error for each caller: one that is raised twice would collect both tracebacks."""
+    def _end_error(self) -> EngineError:
+        """Return a new error for each caller: one raised twice collects both tracebacks."""
         end = self._end or EngineError("the engine was closed")
         return EngineError(end.args[0], **end.details)
 
-    # On the engine's thread.
+    # These methods run on the engine's thread.
 
     def _serve(
         self,
@@ -174,16 +160,17 @@ class SGLangHost:
         started: concurrent.futures.Future[None],
     ) -> None:
         asyncio.set_event_loop(self._loop)
-        # Its processes inherit this: a Ctrl-C in the terminal is for the trainer alone to answer.
-        # Python lifts it where it starts its resource tracker, so that is started before.
+        # SGLang's processes inherit the blocked signal: only the trainer reacts to Ctrl-C. Python
+        # unblocks it when it starts its resource tracker, so the tracker starts first.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _undisturbed(environment):
                 self._engine = self._start(arguments)
-        except BaseException as error:  # noqa: BLE001 - the thread's boundary: the caller gets it
-            _end_processes(self._brought())
-            started.set_exception(_explain(error))
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            _end_processes(self._new_processes())
+            reason = f"SGLang did not start: {error}"
+            started.set_exception(EngineError(reason, expected=_START_ADVICE))
             self._loop.close()
             return
         self._processes = _with_children(self._engine.get_all_child_pids())
@@ -194,16 +181,16 @@ class SGLangHost:
             self._shut_down()
 
     def _start(self, arguments: dict[str, Any]) -> Any:
-        engine = _engine_class()  # takes seconds
+        engine_class = _engine_class()  # the import takes seconds
         if self._end is not None:
-            raise self._ended()
-        return engine(**arguments)
+            raise self._end_error()
+        return engine_class(**arguments)
 
     async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something for a caller, unless the engine has ended or ends meanwhile."""
+        """Run a caller's coroutine, unless the engine has ended or ends during it."""
         if self._end is not None:
             work.close()
-            raise self._ended()
+            raise self._end_error()
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -211,7 +198,7 @@ class SGLangHost:
             return await work
         except asyncio.CancelledError:
             if self._end is not None:
-                raise self._ended() from None
+                raise self._end_error() from None
             raise
         finally:
             self._running.discard(task)
@@ -236,22 +223,23 @@ class SGLangHost:
             if request == "flush_cache":
                 answer = await manager.flush_cache(**fields)
             else:
-                asked = getattr(io_struct, _INPUTS[request])(**fields)
-                answer = await getattr(manager, request)(asked)
+                # The record of `update_weight_version` is `UpdateWeightVersionReqInput`.
+                record = f"{request.title().replace('_', '')}ReqInput"
+                answer = await getattr(manager, request)(getattr(io_struct, record)(**fields))
         except Exception as error:
             raise _refusal(error) from error
         _check(request, answer)
 
     def _abort(self, rid: str, **fields: Any) -> None:
         manager = self._engine.tokenizer_manager
-        # SGLang passes an abort on once for each call, even where it came before the call itself.
+        # SGLang forwards one abort for each call, even if the abort arrives before the call.
         state = manager.rid_to_state.get(rid)
         if state is not None:
             state.abort_sent = False
         manager.abort_request(rid=rid, **fields)
 
     def _fail(self, error: EngineError) -> None:
-        """End every call with an error; the engine takes no more."""
+        """End every call with an error, and refuse later ones."""
         self._refuse(error)
         for task in self._running:
             task.cancel()
@@ -261,10 +249,12 @@ class SGLangHost:
         self._loop.call_soon(self._loop.stop)
 
     def _shut_down(self) -> None:
+        # Calls that were queued before the end start now, and fail with its reason.
+        self._loop.run_until_complete(asyncio.sleep(0))
         watchdog = self._engine.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
             watchdog.stop()
-        atexit.unregister(self._engine.shutdown)  # it would kill every child of this process
+        atexit.unregister(self._engine.shutdown)  # it kills every child of this process
         _end_processes(self._processes)
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -275,7 +265,7 @@ class SGLangHost:
 
 
 def _close_sockets(engine: Any) -> None:
-    """Close what SGLang leaves open: the interpreter's end would tear it down in any order."""
+    """Close the sockets that SGLang leaves open; the interpreter's end has no defined order."""
     manager = engine.tokenizer_manager
     sockets = (manager.recv_from_detokenizer, manager.send_to_scheduler, engine.send_to_rpc)
     for context in {socket.context for socket in sockets if socket is not None}:
@@ -289,7 +279,7 @@ def _engine_class() -> Any:
 
 
 def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
-    """Processes and what they have started."""
+    """Return processes and their descendants."""
     found: dict[int, psutil.Process] = {}
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -311,7 +301,7 @@ def _end_processes(processes: list[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let SGLang start in an environment, and put back what it changes in this process."""
+    """Start SGLang in an environment; restore what it changes in this process."""
     policy, random_state = asyncio.get_event_loop_policy(), random.getstate()
     variables = dict(os.environ)
     start_method = multiprocessing.get_start_method(allow_none=True)
@@ -320,7 +310,7 @@ def _undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
     os.environ.update(environment)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that other devices have
+            warnings.simplefilter("ignore")  # about kernels of other devices
             yield
     finally:
         os.environ.clear()
@@ -331,29 +321,32 @@ def _undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
         root.handlers[:], root.level = handlers, level
 
 
-def _take_sigquit(handler: Any) -> Any:
-    """Take the signal that SGLang's processes send when they fail; it would end this process.
+def _replace_sigquit(handler: Any) -> Any:
+    """Handle the signal that SGLang's processes send when they fail; it would end this process.
 
-    Only the main thread may. An engine that is built on another one leaves the signal as it is.
+    Only the main thread can. An engine that starts on another thread leaves the signal unchanged.
+
+    Returns:
+        The previous handler; None if nothing was changed.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGQUIT, handler)
 
 
-def _give_back_sigquit(before: Any) -> None:
+def _restore_sigquit(before: Any) -> None:
     if before is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, before)
 
 
 def _refusal(error: Exception) -> EngineError:
-    """Word what SGLang refuses: bad input is a `ValueError`, the rest an HTTP exception."""
-    said = getattr(error, "detail", None) or str(error) or type(error).__name__
-    return EngineError(f"SGLang refused: {said}")
+    """Return the error for a refused request: a `ValueError` or an HTTP exception of SGLang."""
+    reason = getattr(error, "detail", None) or str(error) or type(error).__name__
+    return EngineError(f"SGLang refused: {reason}")
 
 
 def _check(request: str, answer: Any) -> None:
-    """Refuse an answer that says that the request was not done."""
+    """Raise if the answer says that the request failed."""
     success, message = True, ""
     if isinstance(answer, tuple):
         success, message = answer[0], answer[1]
@@ -363,12 +356,8 @@ def _check(request: str, answer: Any) -> None:
         raise EngineError(f"SGLang could not {request.replace('_', ' ')}: {message}")
 
 
-def _explain(error: BaseException) -> EngineError:
-    return EngineError(f"SGLang did not start: {error}", expected=_ADVICE)
-
-
-_ADVICE = (
-    "with too little memory a smaller rollout.engine.sglang.mem_fraction_static; with too few "
-    "devices a smaller tp_size; with an attention that the device lacks another attention_backend; "
-    "rollout.engine.sglang.log_level=info tells more"
+_START_ADVICE = (
+    "if memory is short, a smaller rollout.engine.sglang.mem_fraction_static; with too few devices "
+    "a smaller tp_size; if the device lacks an attention, another attention_backend; "
+    "rollout.engine.sglang.log_level=info shows more"
 )

@@ -1,4 +1,4 @@
-"""One SGLang server behind an address, asked over HTTP."""
+"""The HTTP client of one SGLang server."""
 
 import asyncio
 import base64
@@ -15,53 +15,54 @@ from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.weights.sync import UNFIT_VERSION
 from agentrl.errors import EngineError
 
-_SAID_CHARS = 300
-"""So much of what a server says of a failure is shown."""
+_MAX_MESSAGE_CHARS = 300
+"""Characters of a server's error message that are shown."""
 _STILL_OPEN = "already open"
-"""Said by a server that is asked to begin an update in the middle of another."""
+"""In the answer of a server that should begin an update during another one."""
+_JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class ServerFailedError(EngineError):
-    """A server that could not do what was asked; another one, or the same one later, may."""
+    """A server could not do a request; another server, or the same one later, may succeed."""
 
 
 class ServerLostError(ServerFailedError):
-    """A server that is gone: nothing that runs on it will be answered."""
+    """A server has ended: none of its running calls will be answered."""
 
 
 class ServerLateError(ServerFailedError):
-    """A server that has not answered in time."""
+    """A server has not answered in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """What a server says of itself."""
+    """What a server reports about itself."""
 
-    birth: str
-    """Another one for each process that has answered at the address: weights are its own."""
+    start_id: str
+    """Differs for each process at the address: a new process has the model's own weights."""
     weight_version: str
-    """What its weights are called."""
+    """The name of its weights."""
     max_input_tokens: int
     """Most tokens of one input."""
     tp_size: int
     """Its tensor-parallel ranks."""
     can_sleep: bool
-    """Whether it can give memory back and take it again."""
+    """Whether it can release its memory."""
 
     @property
     def is_half_updated(self) -> bool:
-        """Whether an update of its weights was begun that has not gone through whole."""
+        """Whether an update of its weights has begun and not ended."""
         return self.weight_version == UNFIT_VERSION
 
 
-class SGLangServer:
-    """A `Backend` behind an address.
+class ServerClient:
+    """A `Backend` at an address.
 
     Args:
         address: Such as `http://127.0.0.1:30000`.
-        session: That opens a connection for each request: one that was kept open may have been
-            closed by the server just when it is used again, which looks like a lost server.
-        settings: How long what may take.
+        session: Must open a connection for each request: a server may close a kept connection just
+            when it is used again, which looks like a lost server.
+        settings: Timeouts.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class SGLangServer:
         self._has_answered = False
 
     async def generate(self, fields: JsonFields) -> JsonFields:
-        """Ask for one completion (see `Backend.generate`).
+        """Sample one completion (see `Backend.generate`).
 
         Raises:
-            ServerFailedError: where another server may do.
-            EngineError: where the server refuses the call.
+            ServerFailedError: Another server may succeed.
+            EngineError: The server refuses the call.
         """
         try:
             answer = await self._post("generate", fields)
@@ -90,13 +91,13 @@ class SGLangServer:
         return answer
 
     async def control(self, request: str, fields: JsonFields | None = None) -> None:
-        """Ask for anything else (see `Backend.control`)."""
+        """Send any other request (see `Backend.control`)."""
         try:
             await self._control(request, fields)
         except EngineError as error:
             if request != "begin_weight_update" or _STILL_OPEN not in str(error):
                 raise
-            await self._control("end_weight_update", {})  # of somebody who was killed in it
+            await self._control("end_weight_update", {})  # of a trainer that was killed during it
             await self._control(request, fields)
 
     async def _control(self, request: str, fields: JsonFields | None) -> None:
@@ -104,14 +105,14 @@ class SGLangServer:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{self.name} could not {request}: {_short(answer.get('message'))}")
 
-    async def look(self) -> ServerState:
-        """Have the server sample a token, where it does not do so anyway, and tell its state.
+    async def check_health(self) -> ServerState:
+        """Return the server's state after it has sampled a token, which its health check does.
 
-        One whose trainer was killed in the middle of an update samples nothing until the next one:
-        it tells its state alone.
+        A server whose update is incomplete cannot sample before the next update: its state is
+        returned without the check.
 
         Raises:
-            EngineError: where it is not well.
+            EngineError: The server is not healthy.
         """
         state = await self.read_state()
         if state.is_half_updated:
@@ -119,20 +120,20 @@ class SGLangServer:
         try:
             await self._get("health")
         except ServerLateError:
-            # Its answer may lie here unread: this process was busy, or its loop stood still.
+            # This process may have been too busy to read an answer that has arrived.
             await self._get("health")
         return await self.read_state()
 
     async def read_state(self) -> ServerState:
-        """Ask the server for its state; nothing is sampled.
+        """Query the server's state; no token is sampled.
 
         Raises:
-            EngineError: where it does not tell.
+            EngineError: It does not answer.
         """
         model, server = await self._get("model_info"), await self._get("server_info")
         try:
             return ServerState(
-                birth=json.dumps(server["startup_time"], sort_keys=True),
+                start_id=json.dumps(server["startup_time"], sort_keys=True),
                 weight_version=model["weight_version"],
                 max_input_tokens=server["max_req_input_len"],
                 tp_size=server["tp_size"],
@@ -140,50 +141,62 @@ class SGLangServer:
             )
         except (KeyError, TypeError) as error:
             raise ServerFailedError(
-                f"{self.name} answers as no SGLang server that is known here: {error!r}"
+                f"{self.name} does not answer like a known SGLang server: {error!r}"
             ) from error
 
     async def close(self) -> None:
-        """Wait until the server has heard what is no longer wanted of it."""
+        """Wait until the server has received the aborts of cancelled calls."""
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
     async def abort(self, rid: str) -> None:
-        """Have a call end with what it has sampled; nothing is said where the server is gone."""
+        """End a call with what it has sampled. Errors are ignored."""
         with contextlib.suppress(EngineError):
-            await self._send(_Asked("abort_request", {"rid": rid}), self._settings.health_timeout_s)
+            await self._send("abort_request", {"rid": rid}, self._settings.health_timeout_s)
 
     def _abort_later(self, rid: str) -> None:
-        """Tell the server that nobody waits any more; it notices by itself, some seconds later."""
+        """Abort a call that is no longer awaited; the server itself notices seconds later."""
         task = asyncio.get_running_loop().create_task(self.abort(rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     async def _get(self, route: str) -> Any:
-        return await self._send(_Asked(route), self._settings.health_timeout_s)
+        return await self._send(route, None, self._settings.health_timeout_s)
 
     async def _post(self, route: str, fields: JsonFields) -> Any:
-        return await self._send(_Asked(route, fields), self._settings.request_timeout_s)
+        return await self._send(route, fields, self._settings.request_timeout_s)
 
-    async def _send(self, asked: "_Asked", timeout_s: float) -> Any:
-        """Send one request and read its answer whole.
+    async def _send(self, route: str, fields: JsonFields | None, timeout_s: float) -> Any:
+        """Send one request and read its whole answer.
+
+        Args:
+            route: Of the server.
+            fields: Sent as JSON; None: a request without a body.
+            timeout_s: Seconds until the answer is late.
 
         Raises:
-            ServerLateError: after so many seconds.
-            ServerLostError: where the connection cannot be had, or breaks.
-            EngineError: see `_read`.
+            ServerLateError: The answer is late.
+            ServerLostError: No connection is possible, or it breaks.
+            EngineError: See `_read`.
         """
+        method = "GET" if fields is None else "POST"
+        data = None if fields is None else json.dumps(fields, default=_to_json)
         try:
-            async with asyncio.timeout(timeout_s), asked.send(self._session, self.name) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(
+                    method, f"{self.name}/{route}", data=data, headers=_JSON_HEADERS
+                ) as answer,
+            ):
                 body = await answer.read()
                 self._has_answered = True
         except aiohttp.ClientError as error:
-            what = "is gone" if self._has_answered else "does not answer"
-            raise ServerLostError(f"{self.name} {what}: {_broken(error)}") from error
+            reason = "has ended" if self._has_answered else "does not answer"
+            raise ServerLostError(f"{self.name} {reason}: {_describe(error)}") from error
         except TimeoutError:
             raise ServerLateError(
-                f"{self.name} has not answered /{asked.route} for {timeout_s:g} s"
+                f"{self.name} has not answered /{route} for {timeout_s:g} s"
             ) from None
-        return self._read(asked.route, answer.status, body)
+        return self._read(route, answer.status, body)
 
     def _read(self, route: str, status: int, body: bytes) -> Any:
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -194,46 +207,26 @@ class SGLangServer:
             return json.loads(body) if body.startswith((b"{", b"[")) else None
         except ValueError as error:
             raise ServerFailedError(
-                f"{self.name} answered /{route} with no JSON: {error}"
+                f"{self.name} answered /{route} with invalid JSON: {error}"
             ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One request."""
-
-    route: str
-    fields: JsonFields | None = None
-    """None: it asks for something that has no fields."""
-
-    def send(self, session: aiohttp.ClientSession, address: str) -> Any:
-        """Send it."""
-        url = f"{address}/{self.route}"
-        if self.fields is None:
-            return session.get(url)
-        return session.post(url, data=json.dumps(self.fields, default=_in_json), headers=_IS_JSON)
-
-
-_IS_JSON = {"Content-Type": "application/json"}
-
-
-def _in_json(value: Any) -> str:
-    """Put what JSON has no form for into one: SGLang reads bytes as base64."""
+def _to_json(value: Any) -> str:
+    """Return bytes as base64, as SGLang reads them."""
     if not isinstance(value, bytes):
-        raise TypeError(f"{type(value).__name__} goes over no wire")
+        raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
     return base64.b64encode(value).decode()
 
 
-def _broken(error: aiohttp.ClientError) -> str:
-    """Why a connection is none."""
+def _describe(error: aiohttp.ClientError) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection ({error.os_error.strerror})"
     return str(error) or type(error).__name__
 
 
-def _short(said: Any) -> str:
-    """What a server says of a failure, without its envelope where it has the usual one."""
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+def _short(message: Any) -> str:
+    """Return the start of a server's error message, without its usual JSON envelope."""
+    text = message.decode(errors="replace") if isinstance(message, bytes) else str(message)
     with contextlib.suppress(ValueError, TypeError, KeyError):
         text = str(json.loads(text)["error"]["message"])
-    return text[:_SAID_CHARS] or "it says nothing"
+    return text[:_MAX_MESSAGE_CHARS] or "no message"

@@ -1,27 +1,20 @@
-"""`SGLangServerEngine`: SGLang servers behind addresses."""
+"""`SGLangServerEngine`: SGLang servers that run already."""
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema.engine import SGLangServerConfig
-from agentrl.engines.protocol import (
-    ALL_MEMORY,
-    Completion,
-    EngineCall,
-    MemoryTag,
-    SamplingParams,
-    SyncFigures,
-    generate_each,
-)
-from agentrl.engines.sglang.backend import flush
-from agentrl.engines.sglang.calls import complete
-from agentrl.engines.sglang.servers.calls import PooledCall
-from agentrl.engines.sglang.servers.pool import ServerPool
-from agentrl.engines.sglang.weights.sync import Target, Transport, update_weights
+from agentrl.engines.protocol import ALL_MEMORY, MemoryTag, SyncFigures
+from agentrl.engines.sglang.backend import JsonFields, flush
+from agentrl.engines.sglang.calls import AbortableCall, BaseSGLangEngine
+from agentrl.engines.sglang.servers.client import ServerFailedError
+from agentrl.engines.sglang.servers.handle import HALF_UPDATED, ServerHandle
+from agentrl.engines.sglang.servers.pool import FIRST_BACKOFF_S, ServerPool
+from agentrl.engines.sglang.weights.sync import UNFIT_VERSION, Target, Transport, update_weights
 from agentrl.engines.stopping import Decode
 from agentrl.errors import EngineError
 
@@ -30,23 +23,23 @@ if TYPE_CHECKING:
 
     from agentrl.engines.sglang.weights.buckets import ModelWeights
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-class SGLangServerEngine:
-    """Generates on any number of SGLang servers, which others started and end.
+class SGLangServerEngine(BaseSGLangEngine):
+    """Generates on one or more SGLang servers, which it neither starts nor ends.
 
-    A conversation stays on one server, whose radix cache knows it; a new one goes to the least
-    loaded. A server that dies, hangs or fails gets no calls, and those that ran on it are asked of
-    another, with the same ids. The first call looks at every server.
+    A conversation stays on one server, whose radix cache has its beginning. A new one goes to the
+    least loaded server. If a server dies, hangs or fails, it gets no calls, and its running calls
+    are sent to another server with the same ids. The first call checks every server.
 
     Args:
-        settings: Addresses, and how long what may take.
+        settings: Addresses and timeouts.
         decode: Token ids to text, for stop strings.
         max_model_len: Most tokens of a sequence.
-        transport: The way of new weights to the servers; closed with the engine.
-        weights: What the servers were started with; None: new weights are neither checked nor
-            renamed.
+        transport: Sends new weights to the servers; closed with the engine.
+        weights: The model that the servers were started with; None: new weights are neither checked
+            nor renamed.
     """
 
     is_shared = True
@@ -60,136 +53,146 @@ class SGLangServerEngine:
         transport: Transport,
         weights: "ModelWeights | None" = None,
     ) -> None:
-        self.max_model_len = max_model_len
-        self.pool = ServerPool(settings, max_model_len=max_model_len, say=_LOG.warning)
-        self._decode = decode
+        super().__init__(decode, max_model_len)
+        self.pool = ServerPool(settings, max_model_len=max_model_len, report=logger.warning)
         self._transport = transport
         self._weights = weights
-        self._keys = itertools.count()
-        self._running: set[PooledCall] = set()
         self._asleep: set[MemoryTag] = set()
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
-    ) -> Completion:
-        """Continue `input_ids` (see `Engine.generate`).
-
-        Raises:
-            EngineError: The input leaves no room for a token, or no server can answer.
-        """
-        call = EngineCall(input_ids=input_ids, sampling=sampling, request_id=request_id)
-        pooled = PooledCall(self.pool, request_id)
-        self._running.add(pooled)
-        try:
-            return await complete(
-                pooled,
-                call,
-                # SGLang aborts whatever begins with the name that it is given.
-                key=f"{request_id}/{next(self._keys)}/",
-                max_model_len=self.max_model_len,
-                decode=self._decode,
-            )
-        finally:
-            self._running.discard(pooled)
-
-    async def generate_together(
-        self, calls: Sequence[EngineCall]
-    ) -> "list[Completion | BaseException]":
-        """Run calls that begin at once (see `Engine.generate_together`)."""
-        return await generate_each(self, calls)
-
-    async def abort(self, request_id: str) -> None:
-        """End the running calls of a request; they return what they have sampled."""
-        found = [call for call in self._running if call.request_id == request_id]
-        await asyncio.gather(*(call.abort() for call in found))
+    def new_call(self, request_id: str) -> AbortableCall:
+        """Make the call of one `generate`."""
+        return ServerCall(self.pool, request_id)
 
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
     ) -> SyncFigures:
-        """Bring new weights to every server that answers, while calls wait.
+        """Send new weights to every server that answers, while calls wait.
 
-        Calls that run go on with them from their tokens. A server on which it fails is out until
-        an update succeeds there; where it fails on all, the engine takes no calls until then.
+        Running calls then continue after their tokens. A server on which the update fails is
+        unavailable until an update succeeds there. If it fails on all, the engine takes no calls
+        until then.
 
         Raises:
-            EngineError: where no server has taken the weights whole.
+            EngineError: No server has taken all weights.
         """
-        self.pool.open()
         if self._weights is not None:
             named_tensors = self._weights.for_files(named_tensors)
-        with self.pool.held():
-            members = {
-                Target(member.backend, member.state.tp_size if member.state else 1): member
-                for member in await self.pool.reachable()
+        with self.pool.paused():
+            servers = {
+                Target(server.backend, server.state.tp_size if server.state else 1): server
+                for server in await self.pool.reachable()
             }
 
-            async def take_out(target: Target, error: EngineError) -> None:
-                why = f"an update of its weights has failed, it may hold a mixture: {error}"
-                self.pool.break_weights(members[target], why)
+            async def fail(target: Target, error: EngineError) -> None:
+                problem = f"an update of its weights has failed, it may hold a mixture: {error}"
+                self.pool.fail_update(servers[target], problem)
 
             report = await update_weights(
-                list(members),
+                list(servers),
                 named_tensors,
                 version=version,
                 transport=self._transport,
-                on_failure=take_out,
+                on_failure=fail,
             )
-            taken = [member for target, member in members.items() if target not in report.failures]
-            self.pool.end_update(taken, version)
+            updated = [
+                server for target, server in servers.items() if target not in report.failures
+            ]
+            self.pool.end_update(updated, version)
         return report.figures
 
     async def follow_update(self, *, version: int) -> None:
-        """Hear which servers have the weights that another rank has sent (see `FollowsUpdates`).
+        """Learn which servers have the weights that another rank sent (see `FollowsUpdates`).
 
         Raises:
-            EngineError: where none has them.
+            EngineError: No server has them.
         """
-        self.pool.open()
-        with self.pool.held():
+        with self.pool.paused():
             await self.pool.follow_update(version)
 
     async def flush_cache(self) -> None:
-        """Drop every cached prefix; running calls compute theirs anew."""
-        self.pool.open()
-        with self.pool.held():
-            await self.pool.with_all(lambda member: flush(member.backend))
+        """Drop every cached prefix. Running calls compute theirs again."""
+        with self.pool.paused():
+            await self.pool.for_each(lambda server: flush(server.backend), available_only=True)
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Have the servers give memory back until `wake`, where they can; calls wait.
+        """Let the servers release memory until `wake`, if they can; calls wait.
 
         Raises:
-            EngineError: where it fails on all; then none is left asleep, and no call waits.
+            EngineError: It fails on all servers. Then no server sleeps, and no call waits.
         """
         self.pool.open()
         if not self._asleep:
-            self.pool.hold()
+            self.pool.pause()
         self._asleep.update(tags)
         try:
-            await self.pool.with_all(lambda member: member.backend.sleep(tags))
+            await self.pool.for_each(lambda server: server.backend.sleep(tags), available_only=True)
         except BaseException:
             with contextlib.suppress(EngineError):
                 await self.wake()
             raise
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Have the servers take memory again; when all is awake, calls go on.
+        """Let the servers allocate memory again; calls continue when none sleeps.
 
         Raises:
-            EngineError: where none is left.
+            EngineError: No server is available.
         """
         if not self._asleep:
             return
         try:
-            await self.pool.with_everyone(lambda member: member.backend.wake(tags))
+            await self.pool.for_each(lambda server: server.backend.wake(tags), available_only=False)
         finally:
-            # Who failed is out, and is woken again before it is let in.
+            # A server that failed is unavailable; its next health check wakes it again.
             self._asleep.difference_update(tags)
             if not self._asleep:
-                self.pool.release()
+                self.pool.resume()
 
     async def close(self) -> None:
-        """Ask the servers nothing more; running calls end with `EngineError`."""
+        """Send the servers nothing more; running calls end with `EngineError`."""
         try:
             await self._transport.close()
         finally:
             await self.pool.close()
+
+
+class ServerCall(AbortableCall):
+    """An engine call that is sent to the next server if one fails.
+
+    A server returns a whole completion or nothing. What a failed server has sampled was never used,
+    so the next server gets the same ids, and no token is lost or repeated.
+
+    Args:
+        pool: The servers.
+        request_id: The conversation, which stays on one server while that is available.
+    """
+
+    def __init__(self, pool: ServerPool, request_id: str) -> None:
+        super().__init__(request_id, patience_s=pool.settings.health_timeout_s)
+        self._pool = pool
+
+    async def sample(self, fields: JsonFields) -> JsonFields:
+        """Send the call to a server, and to others if it fails (see `AbortableCall.sample`)."""
+        failures: dict[ServerHandle, EngineError] = {}
+        for attempt in range(self._pool.settings.max_retries + 1):
+            server = await self._pool.choose(self.request_id, avoid=list(failures))
+            if server in failures:
+                await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+            try:
+                return await self._send(server, {**fields, "rid": f"{fields['rid']}{attempt}/"})
+            except ServerFailedError as error:
+                failures[server] = error
+        raise EngineError(
+            f"a completion has failed {self._pool.settings.max_retries + 1} times, on "
+            f"{len(failures)} of {len(self._pool.servers)} SGLang servers",
+            request_id=self.request_id,
+            servers=self._pool.describe(),
+            failures="; ".join(map(str, failures.values())),
+        )
+
+    async def _send(self, server: ServerHandle, fields: JsonFields) -> JsonFields:
+        with self.sent(partial(server.client.abort, fields["rid"])):
+            answer = await self._pool.run_call(server, fields)
+        if answer["meta_info"].get("weight_version") == UNFIT_VERSION and not self.is_aborted:
+            self._pool.mark_unavailable(server, HALF_UPDATED)
+            raise ServerFailedError(f"{server.name} has answered during an incomplete update")
+        return answer

@@ -1,11 +1,11 @@
-"""Several SGLang servers: who is well, and who gets which call.
+"""Several SGLang servers: which are available, and which one gets a call.
 
-A member is *in* while it is well and has the pool's weights; otherwise it is out, with a reason
-that every error names. It goes out when its connection breaks, when its health check fails, when
-one call is late and no other has been answered meanwhile, or when a weight update fails on it; its
-running calls then end with `ServerLostError` at once, whether or not it is heard of again. It comes
-back in when a look finds it well, with the weights of the pool's last update in the same process
-that took them; a server that was started anew has to take part in the next one first.
+A server is available while it is healthy and has the pool's weights. Otherwise it is unavailable,
+with a reason that every error names. It becomes unavailable when its connection breaks, when its
+health check fails, when a call is late and no other call was answered since it was sent, or when a
+weight update fails on it. Its running calls then end at once with `ServerLostError`. It becomes
+available again when a health check succeeds and the same process has the weights of the pool's last
+update. A server that was restarted must take the next update first.
 """
 
 import asyncio
@@ -20,53 +20,53 @@ import aiohttp
 from agentrl.config.schema.engine import SGLangServerConfig
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.servers.client import (
+    ServerClient,
     ServerLateError,
     ServerLostError,
     ServerState,
-    SGLangServer,
 )
-from agentrl.engines.sglang.servers.handle import NOT_LOOKED_AT, Homes, Member, unfitness
+from agentrl.engines.sglang.servers.handle import NOT_CHECKED, ServerHandle, StickyRouter
 from agentrl.errors import EngineError
 
 FIRST_BACKOFF_S = 0.25
 IDLE_S = 0.5
-"""After so many seconds without a call the servers are asked for their state before the next."""
-MAX_STRIKES = 4
-"""So often the time between two looks at a server that is out is doubled."""
+"""If no call ran for so many seconds, the servers' states are queried before the next call."""
+MAX_DOUBLINGS = 4
+"""The time between two health checks of an unavailable server doubles at most this many times."""
 
 
 class ServerPool:
-    """Places calls on servers, and watches them while its event loop runs.
+    """Chooses servers for calls, and checks their health while its event loop runs.
 
     Args:
-        settings: Addresses, and how long what may take.
-        max_model_len: Most tokens of a sequence, which every member must allow.
-        say: Told when a member goes out or comes in.
+        settings: Addresses and timeouts.
+        max_model_len: Most tokens of a sequence, which every server must allow.
+        report: Gets a message when a server becomes available or unavailable.
     """
 
     def __init__(
-        self, settings: SGLangServerConfig, *, max_model_len: int, say: Callable[[str], None]
+        self, settings: SGLangServerConfig, *, max_model_len: int, report: Callable[[str], None]
     ) -> None:
         self.settings = settings
-        self.members: list[Member] = []
+        self.servers: list[ServerHandle] = []
         self._max_model_len = max_model_len
-        self._say = say
+        self._report = report
         self._version: int | None = None
-        self._homes = Homes()
+        self._router = StickyRouter()
         self._session: aiohttp.ClientSession | None = None
-        self._watches: list[asyncio.Task[None]] = []
-        self._num_holds = 0
+        self._watchers: list[asyncio.Task[None]] = []
+        self._num_pauses = 0
         self._epoch = 0
         self._used_at = 0.0
-        self._hearing = asyncio.Lock()
-        self._is_open = asyncio.Event()
+        self._querying = asyncio.Lock()
+        self._is_running = asyncio.Event()
         self._is_closed = False
 
     def open(self) -> None:
-        """Begin to watch the servers, on the running loop; nothing happens the second time.
+        """Start to watch the servers on the running loop. Does nothing when repeated.
 
         Raises:
-            EngineError: where the pool was closed.
+            EngineError: The pool was closed.
         """
         self._raise_if_closed()
         if self._session is not None:
@@ -75,284 +75,274 @@ class ServerPool:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.health_timeout_s),
         )
-        self.members = [
-            Member(SGLangServer(address, self._session, self.settings))
+        self.servers = [
+            ServerHandle(ServerClient(address, self._session, self.settings))
             for address in self.settings.addresses
         ]
-        if not self._num_holds:
-            self._is_open.set()
-        self._watches = [asyncio.create_task(self._watch(member)) for member in self.members]
+        if not self._num_pauses:
+            self._is_running.set()
+        self._watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
     async def close(self) -> None:
-        """End every call and watch no more; the servers themselves are left alone."""
+        """End every call and health check. The servers themselves continue to run."""
         self._is_closed = True
-        self._is_open.set()
-        looks = [member.looking for member in self.members if member.looking is not None]
-        for task in (*self._watches, *looks):
+        self._is_running.set()
+        checks = [server.check for server in self.servers if server.check is not None]
+        for task in (*self._watchers, *checks):
             task.cancel()
-        for member in self.members:
-            self.take_out(member, "the engine was closed")
-        await asyncio.gather(*self._watches, *looks, return_exceptions=True)
-        await asyncio.gather(*(member.server.close() for member in self.members))
+        for server in self.servers:
+            self.mark_unavailable(server, "the engine was closed")
+        await asyncio.gather(*self._watchers, *checks, return_exceptions=True)
+        await asyncio.gather(*(server.client.close() for server in self.servers))
         if self._session is not None:
             await self._session.close()
 
-    # Placement.
+    # Calls.
 
-    async def place(self, request_id: str, *, avoid: Sequence[Member] = ()) -> Member:
-        """Choose a server: the one that knows the conversation, else the least loaded.
+    async def choose(self, request_id: str, *, avoid: Sequence[ServerHandle] = ()) -> ServerHandle:
+        """Choose a server: the conversation's own one, else the least loaded.
 
-        Where none is in, all are looked at, a few times with growing waits between.
+        If none is available, all are checked a few times, with growing waits.
 
         Args:
             request_id: The conversation's.
-            avoid: Who has failed at this call; taken only where nobody else is in.
+            avoid: Servers on which this call has failed; chosen only if no other is available.
 
         Raises:
-            EngineError: where none is left, with what is wrong with each; or the pool was closed.
+            EngineError: No server is available, with each one's problem; or the pool was closed.
         """
         self.open()
-        await self._be_up_to_date()
+        await self._refresh_states()
         for attempt in itertools.count():
-            await self._is_open.wait()
+            await self._is_running.wait()
             self._raise_if_closed()
-            if member := self._homes.choose(request_id, self.members, avoid=avoid):
-                return member
+            if server := self._router.choose(request_id, self.servers, avoid=avoid):
+                return server
             if attempt > self.settings.max_retries:
-                raise self._none_left()
+                break
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
-            await self.look_at_all()
-        raise AssertionError("counting has no end")
+            await self._check_all()
+        raise self._none_available()
 
-    async def _be_up_to_date(self) -> None:
-        """After a pause, hear from everyone before the first call: somebody else may have updated
-        the servers meanwhile, or started one anew.
+    async def _refresh_states(self) -> None:
+        """Before the first call, and the first after a pause, query the servers' states.
+
+        Another process may have updated their weights, or one may have been restarted.
         """
-        async with self._hearing:
-            is_first = any(member.trouble == NOT_LOOKED_AT for member in self.members)
-            if self._num_holds or (not is_first and not self._was_idle()):
+        async with self._querying:
+            is_first = any(server.problem == NOT_CHECKED for server in self.servers)
+            if self._num_pauses or (not is_first and not self._was_idle()):
                 return
             self._used_at = time.monotonic()
             if is_first:
-                await self.look_at_all()
+                await self._check_all()
                 return
-            able = [member for member in self.members if member.is_in]
-            found = await self._hear(able)
-            for member in found:
-                self._judge(member)
+            for server in await self._query_states([s for s in self.servers if s.is_available]):
+                self._update_availability(server)
 
     def _was_idle(self) -> bool:
-        is_running = any(member.calls for member in self.members)
-        return not is_running and time.monotonic() - self._used_at > IDLE_S
+        has_calls = any(server.calls for server in self.servers)
+        return not has_calls and time.monotonic() - self._used_at > IDLE_S
 
-    async def ask(self, member: Member, fields: JsonFields) -> JsonFields:
-        """Have a member do a call.
+    async def run_call(self, server: ServerHandle, fields: JsonFields) -> JsonFields:
+        """Run a call on a server.
 
         Raises:
-            ServerFailedError: where another member may do; it went out if it is to blame.
-            EngineError: where it refuses the call.
+            ServerFailedError: Another server may succeed. If the server has failed as a whole, it
+                is unavailable.
+            EngineError: The server refuses the call.
         """
-        asked_at = time.monotonic()
+        sent_at, rid = time.monotonic(), fields["rid"]
         try:
-            with self._running(member, fields["rid"]) as patience:
-                async with patience:
-                    answer = await member.server.generate(fields)
+            async with asyncio.timeout(None) as server.calls[rid]:
+                try:
+                    answer = await server.client.generate(fields)
+                finally:
+                    del server.calls[rid]
         except TimeoutError:
-            raise ServerLostError(member.trouble or f"{member.name} ended the call") from None
+            raise ServerLostError(server.problem or f"{server.name} ended the call") from None
         except ServerLostError as error:
-            self._fail(member, error)
+            self._fail(server, error)
             raise
         except ServerLateError as error:
-            if member.answered_at < asked_at:
-                self._fail(member, error)
+            if server.answered_at < sent_at:
+                self._fail(server, error)
             raise
-        member.answered_at, member.strikes = time.monotonic(), 0
-        self._used_at = member.answered_at
+        self._used_at = server.answered_at = time.monotonic()
+        server.num_failures = 0
         return answer
 
-    @contextlib.contextmanager
-    def _running(self, member: Member, rid: str) -> Iterator[asyncio.Timeout]:
-        member.calls[rid] = asyncio.timeout(None)
-        try:
-            yield member.calls[rid]
-        finally:
-            del member.calls[rid]
+    # Availability.
 
-    # Who is in.
+    def mark_unavailable(self, server: ServerHandle, problem: str) -> None:
+        """Send a server no more calls, and end those that run on it."""
+        was_available, server.problem = server.is_available, problem
+        if was_available and not self._is_closed:
+            has_others = any(other.is_available for other in self.servers)
+            rest = "; its requests go to the others" if has_others else ""
+            self._report(f"{server.describe(verb=' is unavailable')}{rest}")
+        server.end_calls()
 
-    def take_out(self, member: Member, trouble: str) -> None:
-        """Give a member no more calls, and end those that run on it."""
-        was_in, member.trouble = member.is_in, trouble
-        if was_in and not self._is_closed:
-            is_left = any(other.is_in for other in self.members)
-            rest = "; its requests go to the others" if is_left else ""
-            self._say(f"{member.in_words(verb=' is out')}{rest}")
-        member.end_calls()
+    def _fail(self, server: ServerHandle, error: EngineError) -> None:
+        server.num_failures += 1
+        self.mark_unavailable(server, str(error))
 
-    def _fail(self, member: Member, error: EngineError) -> None:
-        member.strikes = min(member.strikes + 1, MAX_STRIKES)
-        self.take_out(member, str(error))
+    def describe(self) -> str:
+        """Return each address with its problem."""
+        return "; ".join(server.describe() for server in self.servers)
 
-    def in_words(self) -> str:
-        """Each address and what is wrong with it."""
-        return "; ".join(member.in_words() for member in self.members)
+    async def _check_all(self) -> None:
+        await asyncio.gather(*(self.check(server) for server in self.servers))
 
-    async def look_at_all(self) -> None:
-        """Look at every member, at once."""
-        await asyncio.gather(*(self.look(member) for member in self.members))
+    async def check(self, server: ServerHandle) -> None:
+        """Check a server's health, or wait for the check that runs."""
+        if server.check is None or server.check.done():
+            server.check = asyncio.create_task(self._check(server))
+        await asyncio.shield(server.check)
 
-    async def look(self, member: Member) -> None:
-        """Look whether a member is well, or wait for the look that is under way."""
-        if member.looking is None or member.looking.done():
-            member.looking = asyncio.create_task(self._look(member))
-        await asyncio.shield(member.looking)
-
-    async def _look(self, member: Member) -> None:
+    async def _check(self, server: ServerHandle) -> None:
         epoch = self._epoch
-        if self._num_holds:
+        if self._num_pauses:
             return
-        state = await _heard(member.look())
+        state = await _state_or_error(server.check_health())
         if epoch != self._epoch or self._is_closed:
-            return  # the pool was held meanwhile: what the server said is of before, or of a pause
+            return  # the pool was paused during the check: the answer may be out of date
         if isinstance(state, EngineError):
-            self._fail(member, state)
+            self._fail(server, state)
         else:
-            member.note(state)
-            self._judge(member)
+            server.update_state(state)
+            self._update_availability(server)
 
-    def _judge(self, member: Member) -> None:
-        """Take a member that is well in, or say what else is wrong with it."""
-        assert member.state is not None, "it was heard before it is judged"
-        if trouble := unfitness(
-            member.state, member, self.members, max_model_len=self._max_model_len, run=self._version
-        ):
-            self.take_out(member, trouble)
+    def _update_availability(self, server: ServerHandle) -> None:
+        """Make a healthy server available, unless its state forbids it."""
+        problem = server.unavailable_reason(
+            self.servers, max_model_len=self._max_model_len, run_version=self._version
+        )
+        if problem is not None:
+            self.mark_unavailable(server, problem)
             return
-        if not member.is_in and member.trouble != NOT_LOOKED_AT:
-            self._say(f"{member.name} is in again")
-        member.trouble = None
+        if not server.is_available and server.problem != NOT_CHECKED:
+            self._report(f"{server.name} is available again")
+        server.problem = None
 
-    async def _watch(self, member: Member) -> None:
-        """Look at a member again and again; the longer it is out, the rarer."""
+    async def _watch(self, server: ServerHandle) -> None:
+        """Check a server's health for ever; less often the longer it is unavailable."""
         while True:
-            doubled = 0 if member.is_in else member.strikes
-            await asyncio.sleep(self.settings.health_interval_s * 2**doubled)
-            await self.look(member)
+            doublings = 0 if server.is_available else min(server.num_failures, MAX_DOUBLINGS)
+            await asyncio.sleep(self.settings.health_interval_s * 2**doublings)
+            await self.check(server)
 
-    # Round an update, and in sleep.
+    # Updates and sleep.
 
-    def hold(self) -> None:
-        """Let new calls wait, and look at nobody, until `release` was called as often."""
-        self._num_holds += 1
+    def pause(self) -> None:
+        """Let new calls wait, and check no server, until `resume` was called as often."""
+        self._num_pauses += 1
         self._epoch += 1
-        self._is_open.clear()
+        self._is_running.clear()
 
-    def release(self) -> None:
-        """Undo one `hold`."""
-        self._num_holds -= 1
-        if not self._num_holds:
-            self._is_open.set()
+    def resume(self) -> None:
+        """Undo one `pause`."""
+        self._num_pauses -= 1
+        if not self._num_pauses:
+            self._is_running.set()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold for the length of a block."""
-        self.hold()
+    def paused(self) -> Iterator[None]:
+        """Open the pool and pause it while the block runs."""
+        self.open()
+        self.pause()
         try:
             yield
         finally:
-            self.release()
+            self.resume()
 
-    async def reachable(self) -> list[Member]:
-        """Find who can take part in an update: also those who are out, if they answer.
+    async def reachable(self) -> list[ServerHandle]:
+        """Return the servers that answer, also unavailable ones: they can take an update.
 
         Raises:
-            EngineError: where nobody answers.
+            EngineError: No server answers.
         """
-        found = await self._hear(self.members)
+        found = await self._query_states(self.servers)
         if not found:
-            raise self._none_left()
+            raise self._none_available()
         return found
 
-    async def _hear(self, members: Sequence[Member]) -> list[Member]:
-        """Ask members for their state; on whom that fails goes out. Gives the others."""
-        answers = await asyncio.gather(*(_heard(member.server.read_state()) for member in members))
-        found: list[Member] = []
-        for member, state in zip(members, answers, strict=True):
+    async def _query_states(self, servers: Sequence[ServerHandle]) -> list[ServerHandle]:
+        """Query each server's state; mark those that fail as unavailable, and return the rest."""
+        states = await asyncio.gather(*(_state_or_error(s.client.read_state()) for s in servers))
+        found: list[ServerHandle] = []
+        for server, state in zip(servers, states, strict=True):
             if isinstance(state, EngineError):
-                self._fail(member, state)
+                self._fail(server, state)
             else:
-                member.note(state)
-                found.append(member)
+                server.update_state(state)
+                found.append(server)
         return found
 
-    async def with_all(self, do: Callable[[Member], Awaitable[None]]) -> None:
-        """Do something with everyone who is in; on whom it fails goes out.
+    async def for_each(
+        self, act: Callable[[ServerHandle], Awaitable[None]], *, available_only: bool
+    ) -> None:
+        """Act on every server at once; mark those on which it fails as unavailable.
 
         Raises:
-            EngineError: where none is left.
+            EngineError: No server is available afterwards.
         """
-        await self._with_each([member for member in self.members if member.is_in], do)
+        servers = [s for s in self.servers if s.is_available or not available_only]
+        await asyncio.gather(*(self._act(server, act) for server in servers))
+        if not any(server.is_available for server in self.servers):
+            raise self._none_available()
 
-    async def with_everyone(self, do: Callable[[Member], Awaitable[None]]) -> None:
-        """Do something also with those who are out (see `with_all`)."""
-        await self._with_each(self.members, do)
-
-    async def _with_each(
-        self, members: Sequence[Member], do: Callable[[Member], Awaitable[None]]
+    async def _act(
+        self, server: ServerHandle, act: Callable[[ServerHandle], Awaitable[None]]
     ) -> None:
-        await asyncio.gather(*(self._with(member, do) for member in members))
-        if not any(member.is_in for member in self.members):
-            raise self._none_left()
-
-    async def _with(self, member: Member, do: Callable[[Member], Awaitable[None]]) -> None:
         try:
-            await do(member)
+            await act(server)
         except EngineError as error:
-            self._fail(member, error)
+            self._fail(server, error)
 
-    def end_update(self, members: Sequence[Member], version: int) -> None:
-        """Take these in, and nobody else: they have the new weights."""
+    def end_update(self, servers: Sequence[ServerHandle], version: int) -> None:
+        """Make exactly these servers available: they have the new weights."""
         self._version = version
-        for member in self.members:
-            member.synced_birth = None
-            if member not in members and member.is_in:
-                self.take_out(member, "it took no part in the last update of the weights")
-        for member in members:
-            assert member.state is not None, "who takes part was asked for its state"
-            member.state = replace(member.state, weight_version=f"{version}")
-            member.synced_birth, member.broken_weights = member.state.birth, None
-            self._judge(member)
+        for server in self.servers:
+            server.synced_start_id = None
+            if server not in servers and server.is_available:
+                self.mark_unavailable(server, "it did not take the last update of the weights")
+        for server in servers:
+            assert server.state is not None, "its state was queried before the update"
+            server.state = replace(server.state, weight_version=f"{version}")
+            server.synced_start_id, server.weights_problem = server.state.start_id, None
+            self._update_availability(server)
 
     async def follow_update(self, version: int) -> None:
-        """Take in who has the weights that another rank has just sent, and nobody else.
+        """Make exactly the servers available that have the weights another rank has just sent.
 
         Raises:
-            EngineError: where nobody has them.
+            EngineError: No server has them.
         """
-        taken = [
-            member
-            for member in await self.reachable()
-            if member.state is not None and member.state.weight_version == f"{version}"
+        updated = [
+            server
+            for server in await self.reachable()
+            if server.state is not None and server.state.weight_version == f"{version}"
         ]
-        self.end_update(taken, version)
-        if not taken:
-            raise self._none_left()
+        self.end_update(updated, version)
+        if not updated:
+            raise self._none_available()
 
-    def break_weights(self, member: Member, why: str) -> None:
-        """Keep calls from a member until an update has gone through on it."""
-        member.synced_birth = None
-        member.broken_weights = why
-        self.take_out(member, why)
+    def fail_update(self, server: ServerHandle, problem: str) -> None:
+        """Send a server no calls until an update succeeds on it."""
+        server.synced_start_id = None
+        server.weights_problem = problem
+        self.mark_unavailable(server, problem)
 
-    def _none_left(self) -> EngineError:
-        if any(member.state is not None for member in self.members):
-            return EngineError("no SGLang server is left", servers=self.in_words())
+    def _none_available(self) -> EngineError:
+        if any(server.state is not None for server in self.servers):
+            return EngineError("no SGLang server is available", servers=self.describe())
         return EngineError(
             "no SGLang server answers",
-            servers=self.in_words(),
+            servers=self.describe(),
             key="rollout.engine.sglang_server.addresses",
-            expected="the addresses of running servers: `agentrl serve` starts some, and prints "
-            "theirs",
+            expected="the addresses of running servers: `agentrl serve` starts servers and prints "
+            "their addresses",
         )
 
     def _raise_if_closed(self) -> None:
@@ -360,9 +350,8 @@ class ServerPool:
             raise EngineError("the engine was closed")
 
 
-async def _heard(asked: Awaitable[ServerState]) -> ServerState | EngineError:
-    """What a server says, or what is wrong with it."""
+async def _state_or_error(query: Awaitable[ServerState]) -> ServerState | EngineError:
     try:
-        return await asked
+        return await query
     except EngineError as error:
         return error

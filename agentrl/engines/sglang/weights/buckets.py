@@ -1,28 +1,29 @@
-"""Weights put together into buckets of bounded size: flat tensors, filled again and again.
+"""Weights under the names of the model's files, packed into buckets of bounded size.
 
-So that much memory is all that an update needs beside the weights, however many there are.
+An update needs only the memory of its buckets besides the weights, however many weights there are.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.errors import EngineError
 
 NamedTensor = tuple[str, Tensor]
 FIRST_BYTES = 64 * 1024**2
-"""The first bucket's size; it doubles from one to the next, so that a small model takes little."""
+"""The first bucket's size. Each later one is twice as large, so a small model needs little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a bucket; its fields are those that SGLang reads."""
+    """One tensor of a bucket, with the fields that SGLang reads."""
 
     name: str
     shape: torch.Size
@@ -38,7 +39,7 @@ class Entry:
 
 
 class Memory(Protocol):
-    """Where a bucket lies."""
+    """The memory of a bucket."""
 
     flat: Tensor
     """`[capacity]`, uint8."""
@@ -49,25 +50,25 @@ M = TypeVar("M", bound=Memory)
 
 @dataclass(frozen=True, slots=True)
 class Bucket(Generic[M]):
-    """Tensors side by side without gaps."""
+    """Tensors packed without gaps."""
 
     memory: M
-    """Where it lies; filled anew for a later bucket."""
+    """Reused for a later bucket."""
     entries: tuple[Entry, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are filled."""
+        """Bytes in use."""
         return self.entries[-1].end_idx
 
     @property
     def flat(self) -> Tensor:
-        """All its tensors as one, `[num_bytes]`, uint8."""
+        """All tensors as one, `[num_bytes]`, uint8."""
         return self.memory.flat[: self.num_bytes]
 
 
 class PlainMemory:
-    """Memory of a device, of this process."""
+    """Memory of a device that belongs to this process."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -78,40 +79,36 @@ def fill_buckets(
     bucket_bytes: int,
     allocate: Callable[[int, torch.device], M],
     *,
-    in_turn: int = 1,
+    num_buffers: int = 1,
 ) -> Iterator[Bucket[M]]:
-    """Copy tensors into buckets; each is to be used up, and let go, before the next is asked for.
+    """Copy tensors into buckets. The caller must drop each bucket before it takes the next.
 
     Args:
         named_tensors: Read one at a time; none is kept.
-        bucket_bytes: Most bytes of all memory together; a larger tensor is alone in its own.
-        allocate: Bytes, and where the weights are -> memory.
-        in_turn: How many share these bytes and are filled in turn. A reader then has so many
-            buckets' time less one to finish before what it reads is overwritten.
+        bucket_bytes: Most bytes of all memory together; a larger tensor gets memory of its own.
+        allocate: Makes memory from a number of bytes and the weights' device.
+        num_buffers: Memories that share these bytes and are filled in turn. A reader may still read
+            a bucket while the next `num_buffers - 1` buckets are filled.
     """
-    most = bucket_bytes // in_turn
+    max_bytes = bucket_bytes // num_buffers
     memory: M | None = None
-    resting: deque[M] = deque()
-    capacity = min(most, FIRST_BYTES)
+    free: deque[M] = deque()
+    capacity = min(max_bytes, FIRST_BYTES)
     entries: list[Entry] = []
     for name, tensor in named_tensors:
         if memory is not None and not _fits(tensor, _end(entries), memory):
             yield Bucket(memory, tuple(entries))
-            resting.append(memory)
-            memory, entries, capacity = None, [], min(most, 2 * capacity)
+            free.append(memory)
+            memory, entries, capacity = None, [], min(max_bytes, 2 * capacity)
         if memory is None:
             size = max(capacity, tensor.nbytes)
-            memory = _rested(resting, size, in_turn, most) or allocate(size, tensor.device)
+            if size > max_bytes or any(len(other.flat) != size for other in free):
+                free.clear()  # before memory of another size is allocated
+            is_reused = len(free) == num_buffers
+            memory = free.popleft() if is_reused else allocate(size, tensor.device)
         entries.append(_put(memory, name, tensor, _end(entries)))
     if memory is not None:
         yield Bucket(memory, tuple(entries))
-
-
-def _rested(resting: deque[M], size: int, in_turn: int, most: int) -> M | None:
-    """The memory whose turn it is; None: more is to be taken."""
-    if size > most or any(len(memory.flat) != size for memory in resting):
-        resting.clear()  # before another size is taken
-    return resting.popleft() if len(resting) == in_turn else None
 
 
 def _end(entries: list[Entry]) -> int:
@@ -119,7 +116,7 @@ def _end(entries: list[Entry]) -> int:
 
 
 def _fits(tensor: Tensor, start: int, memory: Memory) -> bool:
-    """Whether a tensor may stand there: the receiver views its bytes, which must be aligned."""
+    """Return whether a tensor fits at `start`, where its bytes must be aligned for the receiver."""
     return start + tensor.nbytes <= len(memory.flat) and start % tensor.itemsize == 0
 
 
@@ -131,28 +128,33 @@ def _put(memory: Memory, name: str, tensor: Tensor, start: int) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """What SGLang was started with, as a module without memory."""
+    """The model that SGLang was started with, as a module without memory.
+
+    transformers may hold several tensors of a file as one (the experts of a layer), under another
+    name. SGLang's loaders read the tensors and names of the files.
+    """
 
     module: PreTrainedModel
 
     @classmethod
-    def of(
-        cls, path: str, *, trust_remote_code: bool, overrides: Mapping[str, Any]
-    ) -> "ModelWeights":
+    def of(cls, needs: SGLangNeeds) -> "ModelWeights":
         """Read a model's configuration; its weights are not read."""
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
+        config = AutoConfig.from_pretrained(
+            needs.model_path, trust_remote_code=needs.trust_remote_code, **needs.override_config
+        )
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            module = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=needs.trust_remote_code
+            )
         return cls(module)
 
     def for_files(self, named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Check each weight against the model and give it as the model's files have it.
+        """Check each weight against the model, and convert it to the tensors of the files.
 
-        SGLang itself would break down over a wrong shape, and pass over a weight that is missing.
+        SGLang itself would fail on a wrong shape, and ignore a missing weight.
 
         Raises:
-            EngineError: at a weight of another name or shape, or at the end for those that are
-                missing.
+            EngineError: A weight has another name or shape, or weights are missing at the end.
         """
         expected = {name: weight.shape for name, weight in self.module.named_parameters()}
         for name, tensor in named_tensors:
@@ -163,9 +165,6 @@ class ModelWeights:
                     "SGLang was started with",
                     expected=f"shape {tuple(shape)}" if shape else "each of its names once",
                 )
-            yield from self._split(name, tensor)
+            yield from revert_weight_conversion(self.module, {name: tensor}).items()
         if expected:
             raise EngineError(f"weights of the model are missing: {', '.join(list(expected)[:5])}")
-
-    def _split(self, name: str, tensor: Tensor) -> Iterator[NamedTensor]:
-        yield from revert_weight_conversion(self.module, {name: tensor}).items()

@@ -1,4 +1,4 @@
-"""Weights by way of a folder."""
+"""Send weights through a folder."""
 
 import asyncio
 import os
@@ -12,18 +12,19 @@ from torch import Tensor
 
 from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.weights.buckets import NamedTensor
-from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Roster
+from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, UpdateParticipants
 from agentrl.errors import EngineError
 
 
 class DiskTransport:
-    """Writes weights as safetensors, and has every target read them. The way that always works.
+    """Writes weights as safetensors, which every target reads. It works on every machine.
 
-    They are written aside, flushed and renamed, so that nobody reads half of them; and removed when
-    all have read them, whatever came of it.
+    The files are written to another folder, flushed and renamed, so that no target reads half of
+    them. They are removed after the update, also if it fails.
 
     Args:
-        folder: That this process can write and all targets can read, at the same path; its own.
+        folder: This process can write it, and all targets can read it at the same path. It is used
+            for nothing else.
         bucket_bytes: Most bytes of one file, and of gathered weights that wait for it.
     """
 
@@ -31,60 +32,60 @@ class DiskTransport:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
         self._has_written = False
+        self._current, self._unfinished = folder / "current", folder / "written"
 
-    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
-        """Bring the weights to everyone on the roster (see `Transport.send`)."""
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
+        """Send the weights to all participants (see `Transport.send`)."""
         try:
             figures = await self._write(named_tensors)
             fields = {
-                "model_path": str(self._place),
+                "model_path": str(self._current),
                 "load_format": "safetensors",
                 "flush_cache": True,
             }
-            await roster.ask("update_weights_from_disk", fields)
+            await participants.request("update_weights_from_disk", fields)
         finally:
             await self.close()
         return figures
 
     async def close(self) -> None:
-        """Remove what this process has written: other ranks may have been given the same folder."""
+        """Remove this process's files; other ranks may use the same folder."""
         if self._has_written:
             self._remove()
 
     def _remove(self) -> None:
-        for path in (self._place, self._aside):
+        for path in (self._current, self._unfinished):
             shutil.rmtree(path, ignore_errors=True)
-
-    @property
-    def _place(self) -> Path:
-        return self._folder / "current"
-
-    @property
-    def _aside(self) -> Path:
-        return self._folder / "written"
 
     async def _write(self, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
         self._has_written = True
-        self._remove()  # what a run that was killed has left
+        self._remove()  # the files of a killed run
         figures = SyncFigures()
         try:
-            self._aside.mkdir(parents=True)
+            self._unfinished.mkdir(parents=True)
             for tensors in group_tensors(named_tensors, self._bucket_bytes):
-                path = self._aside / f"model-{figures.num_buckets:05}.safetensors"
+                path = self._unfinished / f"model-{figures.num_buckets:05}.safetensors"
                 await asyncio.to_thread(_save, tensors, path)
                 figures.add(sum(tensor.nbytes for tensor in tensors.values()))
-            _flush(self._aside)
-            self._aside.rename(self._place)
+            _flush(self._unfinished)
+            self._unfinished.rename(self._current)
             _flush(self._folder)
         except (OSError, SafetensorError) as error:
-            raise _not_written(self._folder, error) from error
+            raise EngineError(
+                f"the weights cannot be written to {self._folder}: {error}",
+                key="weight_sync.folder",
+                expected="a folder with free space for the whole policy, which every server can "
+                "read",
+            ) from error
         return figures
 
 
 def group_tensors(
     named_tensors: Iterable[NamedTensor], bucket_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Collect tensors in groups of at most `bucket_bytes`; a larger one goes alone."""
+    """Collect tensors in groups of at most `bucket_bytes`; a larger one is a group of its own."""
     group: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:
@@ -103,17 +104,9 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's entries, on the disk."""
-    opened = os.open(path, os.O_RDONLY)
+    """Flush a file's bytes, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
-
-
-def _not_written(folder: Path, error: Exception) -> EngineError:
-    return EngineError(
-        f"the weights cannot be written to {folder}: {error}",
-        key="weight_sync.folder",
-        expected="a folder with room for the whole policy, which every server can read",
-    )
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Weights broadcast in a process group."""
+"""Broadcast weights in a process group."""
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -22,8 +22,8 @@ from agentrl.engines.sglang.weights.buckets import Bucket, NamedTensor, PlainMem
 from agentrl.engines.sglang.weights.sync import (
     DEFAULT_BUCKET_BYTES,
     RELEASE_TIMEOUT_S,
-    Roster,
     Target,
+    UpdateParticipants,
 )
 from agentrl.errors import EngineError
 from agentrl.plugins.cancellation import wait_despite_cancellation
@@ -36,15 +36,15 @@ GROUP_TIMEOUT_S = 120.0
 class DistributedTransport:
     """Broadcasts weights from this process, rank 0 of a group, to all targets.
 
-    The group is made when the targets change. A member that fails breaks the group, and with it
-    the update for all; the next one is made with those who are left.
+    A new group is made when the targets change. A member that fails breaks the group, and the
+    update fails for all. The next group has the remaining targets.
 
     Args:
         address: Of this machine, as the targets reach it.
         backend: `nccl` between accelerators, `gloo` on a CPU.
-        device: Where the weights are sent from.
-        bucket_bytes: Most bytes that exist beside the weights at one time.
-        timeout_s: Seconds that a broadcast, or the joining, may take.
+        device: The weights are sent from it.
+        bucket_bytes: Most bytes of memory besides the weights.
+        timeout_s: Seconds that a broadcast, or making the group, may take.
     """
 
     def __init__(
@@ -65,41 +65,43 @@ class DistributedTransport:
         self._group_name = ""
         self._members: list[Target] = []
 
-    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
-        """Bring the weights to everyone on the roster (see `Transport.send`)."""
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
+        """Send the weights to all participants (see `Transport.send`)."""
         require_sglang()
         figures = SyncFigures()
         try:
-            await self._join(roster)
-            await self._ask(roster, "begin_weight_update")
+            await self._join(participants)
+            await self._request(participants, "begin_weight_update")
             for bucket in fill_buckets(named_tensors, self._bucket_bytes, self._allocate):
                 fields = self._bucket_fields(bucket)
-                asked = self._ask(roster, "update_weights_from_distributed", fields)
-                await self._together(asked, partial(self._broadcast, bucket.flat))
+                request = self._request(participants, "update_weights_from_distributed", fields)
+                await self._together(request, partial(self._broadcast, bucket.flat))
                 figures.add(bucket.num_bytes)
-                del bucket  # its memory may be given back before the next one's is taken
-            await self._ask(roster, "end_weight_update")
+                del bucket  # its memory can be freed before the next one's is allocated
+            await self._request(participants, "end_weight_update")
         except BaseException:
             await wait_despite_cancellation([asyncio.ensure_future(self.close())])
             raise
         return figures
 
     async def close(self) -> None:
-        """Leave the group, and have the members leave it."""
+        """Leave the group, and let its members leave it."""
         members, self._members = self._members, []
         fields = {"group_name": self._group_name}
         self._leave()
-        await asyncio.gather(*(_have_leave(target, fields) for target in members))
+        await asyncio.gather(*(_let_leave(target, fields) for target in members))
 
-    async def _join(self, roster: Roster) -> None:
-        """Make a group with these members, unless there is one."""
-        if self._group is not None and self._members == roster.targets:
+    async def _join(self, participants: UpdateParticipants) -> None:
+        """Make a group with these members, unless it exists."""
+        if self._group is not None and self._members == participants.targets:
             return
         await self.close()
-        self._members = list(roster.targets)
+        self._members = list(participants.targets)
         self._group_name = f"agentrl-{uuid.uuid4().hex}"
-        port, size = _free_port(), 1 + sum(target.tp_size for target in roster.targets)
-        offsets = dict(_rank_offsets(roster.targets))
+        port, size = _free_port(), 1 + sum(target.tp_size for target in participants.targets)
+        offsets = dict(_rank_offsets(self._members))
 
         def fields(target: Target) -> dict[str, Any]:
             return {
@@ -111,8 +113,8 @@ class DistributedTransport:
                 "backend": self._backend,
             }
 
-        asked = self._ask(roster, "init_weights_update_group", fields)
-        await self._together(asked, partial(self._open, port, size))
+        request = self._request(participants, "init_weights_update_group", fields)
+        await self._together(request, partial(self._open, port, size))
 
     def _open(self, port: int, size: int) -> None:
         from sglang.srt.utils import init_custom_process_group
@@ -130,33 +132,35 @@ class DistributedTransport:
         group = self._group
         work: Any = dist.broadcast(flat, src=0, group=group, async_op=True)
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while not work.is_completed():  # NCCL's `wait` has a GPU wait, without a limit
+        while not work.is_completed():  # NCCL's `wait` has no timeout
             if self._group is not group or time.monotonic() > deadline:
-                raise EngineError("a broadcast of weights was not taken by every member in time")
+                raise EngineError("a broadcast of weights was not received by every member in time")
             time.sleep(POLL_S)
-        work.wait()  # raises why it failed
+        work.wait()  # raises the reason of a failure
         if flat.device.type != "cpu":
             torch.accelerator.synchronize(flat.device)
 
-    async def _ask(self, roster: Roster, request: str, fields: Any = None) -> None:
-        """Ask all members, of whom none may fail."""
-        await roster.ask(request, fields)
-        for target, error in roster.failures.items():
+    async def _request(
+        self, participants: UpdateParticipants, request: str, fields: Any = None
+    ) -> None:
+        """Send a request to all members; if one fails, raise."""
+        await participants.request(request, fields)
+        for target, error in participants.failures.items():
             raise EngineError(f"{target.backend.name} left the group of the weights: {error}")
 
-    async def _together(self, asked: Coroutine[Any, Any, None], act: Callable[[], None]) -> None:
-        """Do here what the members are asked to do with us; whoever fails ends it for all.
+    async def _together(self, request: Coroutine[Any, Any, None], act: Callable[[], None]) -> None:
+        """Run our part of a collective while the members run theirs; a failure ends it for all.
 
         Raises:
-            EngineError: where a member or this process fails.
+            EngineError: A member or this process fails.
         """
-        theirs = asyncio.ensure_future(asked)
+        theirs = asyncio.ensure_future(request)
         ours = asyncio.ensure_future(asyncio.to_thread(act))
         try:
             await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
         finally:
             if not (_went_well(theirs) and _went_well(ours)):
-                self._leave()  # so that nobody waits for the one that failed
+                self._leave()  # so that no member waits for the failed one
             await wait_despite_cancellation([theirs, ours])
         for error in (theirs.exception(), ours.exception()):
             if error is not None:
@@ -166,7 +170,7 @@ class DistributedTransport:
         return EngineError(
             f"weights cannot be sent by a process group of {self._backend}: {error}",
             key="weight_sync.transport",
-            expected="disk, or tensor where every server is on this machine",
+            expected="disk, or tensor if every server is on this machine",
         )
 
     def _allocate(self, num_bytes: int, _device: torch.device) -> PlainMemory:
@@ -188,7 +192,7 @@ class DistributedTransport:
             dist.destroy_process_group(group)
 
 
-async def _have_leave(target: Target, fields: JsonFields) -> None:
+async def _let_leave(target: Target, fields: JsonFields) -> None:
     with contextlib.suppress(EngineError, TimeoutError):
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
             await target.backend.control("destroy_weights_update_group", fields)

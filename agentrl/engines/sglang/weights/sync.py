@@ -1,27 +1,27 @@
-"""New weights -> running SGLangs, whole or not at all.
+"""One update of weights: all of them reach a running SGLang, or it takes no calls.
 
-One call takes one pass over the weights to any number of SGLangs at once (gathering a sharded
-weight is a collective, so there is one pass only):
+One call sends the weights to any number of SGLangs at once, in one pass over the weights, because
+gathering a sharded weight is a collective:
 
     report = await update_weights(
         [Target(server, tp_size=2), ...], named_tensors,
-        version=7, transport=transport, on_failure=take_out,
+        version=7, transport=transport, on_failure=mark_unavailable,
     )
 
-    1. generation is paused, running calls are retracted: they keep their tokens, and go on later;
-       the weights are called unfit, so that nobody else takes a mixture for what was there before
-    2. the transport brings the weights, bucket by bucket, each when all have taken the one before;
-       each drops the cached prefixes (asked for alone, SGLang also collects its garbage)
-    3. the version is set, generation goes on
+    1. Generation is paused. Running calls are retracted: they keep their tokens and continue later.
+       The weights get the version "unfit", so that no other process uses a mixture.
+    2. The transport sends the weights in buckets, each after all targets have taken the one before.
+       Each target drops its cached prefixes. (A separate request would also collect garbage.)
+    3. The version is set and generation continues.
 
-A target that fails takes no further part; the others go on without it. It may hold a mixture of old
-and new weights: `on_failure` is awaited for it, and must end its running calls and keep new ones
-from it until a later update, which it is part of, has gone through. Then its generation is let go
-on, so that nothing inside it waits for ever. Where none is left, where the weights themselves fail
-(their iterator raises), or where the call is cancelled, this happens to every target, and the error
-is raised. Nothing is repeated here: whoever has the weights calls again, with a new iterator.
+A target that fails is excluded; the others continue without it. It may hold a mixture of old and
+new weights: `on_failure` is awaited for it. It must end the target's running calls and send it no
+new ones until a later update has succeeded on it. Then generation continues there, so that nothing
+inside it waits for ever. If no target is left, if the iterator of weights raises, or if the call is
+cancelled, this happens to every target, and the error is raised. Nothing is retried here: the
+caller tries again with a new iterator.
 
-The transports (`agentrl.engines.sglang.weights`), each made once and closed at the end:
+The transports are made once and closed at the end:
 
     TensorTransport       in memory, to processes of this machine: `to_children`, `to_servers`
     DistributedTransport  broadcast in a process group of this rank and all targets
@@ -42,10 +42,10 @@ from agentrl.plugins.cancellation import wait_despite_cancellation
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 UNFIT_VERSION = "-1"
-"""What weights are called from the beginning of an update until it has gone through whole: whoever
-else asks the target, or comes after this process, knows by it that they may be a mixture."""
+"""The version of weights while an update runs. Another process that queries the target learns from
+it that the weights may be a mixture."""
 RELEASE_TIMEOUT_S = 20.0
-"""Seconds that a target which failed may take over each request that lets its generation go on."""
+"""Seconds that a failed target has for each request that lets its generation continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,19 @@ class Target:
 
 
 FailureHook = Callable[[Target, EngineError], Awaitable[None]]
-"""Ends a target's running calls and keeps new ones from it."""
+"""Ends a target's running calls, and sends it no new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What came of an update that at least one target took whole."""
+    """The result of an update that at least one target has taken."""
 
     figures: SyncFigures
     failures: Mapping[Target, EngineError] = field(default_factory=dict[Target, EngineError])
-    """Who did not, and why."""
+    """The other targets, with their errors."""
 
 
-class Roster:
+class UpdateParticipants:
     """The targets that still take part in an update."""
 
     def __init__(self, targets: Sequence[Target], on_failure: FailureHook) -> None:
@@ -78,80 +78,82 @@ class Roster:
         self.failures: dict[Target, EngineError] = {}
         self._on_failure = on_failure
 
-    async def ask(
+    async def request(
         self, request: str, fields: Callable[[Target], JsonFields] | JsonFields | None = None
     ) -> None:
-        """Ask all of them at once, and leave out who fails.
+        """Send a request to all of them at once, and exclude those that fail.
 
-        A cancellation waits for the answers: a target may still be reading what it was handed.
+        A cancellation waits for the answers: a target may still read the memory it was given.
 
         Args:
             request: As in `Backend.control`.
-            fields: The same for all, or made for each.
+            fields: The same for all, or a function of the target.
 
         Raises:
-            EngineError: where none is left.
+            EngineError: No target is left.
         """
-        asked = [
+        answers = [
             asyncio.ensure_future(
                 target.backend.control(request, fields(target) if callable(fields) else fields)
             )
             for target in self.targets
         ]
-        await wait_despite_cancellation(asked)
-        errors = [answer.exception() for answer in asked]
+        await wait_despite_cancellation(answers)
+        errors = [answer.exception() for answer in answers]
         for target, error in zip(list(self.targets), errors, strict=True):
             if isinstance(error, EngineError):
-                await self.drop(target, error)
+                await self.exclude(target, error)
             elif error is not None:
                 raise error
 
-    async def drop(self, target: Target, error: EngineError) -> None:
-        """Leave a target out from here on.
+    async def exclude(self, target: Target, error: EngineError) -> None:
+        """Exclude a target from the rest of the update.
 
         Raises:
-            EngineError: the same, where it was the last.
+            EngineError: The given one, if no target is left.
         """
         self.targets.remove(target)
         self.failures[target] = error
-        await self._let_go(target, error)
+        await self._release(target, error)
         if not self.targets:
             raise error
 
-    async def drop_all(self, reason: BaseException) -> None:
-        """End the update for every target: it failed as a whole."""
-        told = str(reason) or type(reason).__name__
+    async def exclude_all(self, reason: BaseException) -> None:
+        """End the update for every target, because it failed as a whole."""
+        message = str(reason) or type(reason).__name__
         for target in self.targets:
-            error = EngineError(f"the update of its weights was broken off: {told}")
+            error = EngineError(f"the update of its weights was stopped: {message}")
             self.failures[target] = error
-            await self._let_go(target, error)
+            await self._release(target, error)
         self.targets.clear()
 
-    async def _let_go(self, target: Target, error: EngineError) -> None:
+    async def _release(self, target: Target, error: EngineError) -> None:
         await self._on_failure(target, error)
-        for request, fields in _RELEASE:
+        for request, fields in _RELEASE_REQUESTS:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await target.backend.control(request, fields)
 
 
 class Transport(Protocol):
-    """A way by which weights come to SGLang."""
+    """Sends weights to SGLang."""
 
-    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
-        """Bring the weights to everyone on the roster; its cached prefixes go with the old ones.
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
+        """Send the weights to all participants, which drop their cached prefixes.
 
         Args:
-            roster: Paused; who fails is dropped from it.
+            participants: Paused; targets that fail are excluded.
             named_tensors: Whole weights under the names of the model's files.
 
         Raises:
-            EngineError: where none is left, or the way itself does not work.
+            EngineError: No target is left, or the transport itself fails.
         """
         ...
 
     async def close(self) -> None:
-        """Give back what is held between two updates. May be called twice."""
+        """Release what is kept between two updates. Can be repeated."""
         ...
 
 
@@ -163,39 +165,39 @@ async def update_weights(
     transport: Transport,
     on_failure: FailureHook,
 ) -> SyncReport:
-    """Bring new weights to all targets (see the module).
+    """Send new weights to all targets (see the module).
 
     Args:
         targets: At least one.
         named_tensors: Whole weights under the names of the model's files; read once.
-        version: What the weights are from here on, as each sampled token tells it.
-        transport: The way that they take.
-        on_failure: Takes out a target that may hold a mixture of weights.
+        version: Of the new weights; each sampled token reports it.
+        transport: Sends the weights.
+        on_failure: Stops the calls of a target that may hold a mixture of weights.
 
     Raises:
-        EngineError: where no target has taken the weights whole.
+        EngineError: No target has taken all weights.
     """
-    roster = Roster(targets, on_failure)
+    participants = UpdateParticipants(targets, on_failure)
     try:
-        await roster.ask("pause_generation", {"mode": "retract"})
-        await roster.ask("update_weight_version", _version_fields(UNFIT_VERSION))
-        figures = await transport.send(roster, named_tensors)
-        await roster.ask("update_weight_version", _version_fields(f"{version}"))
-        await roster.ask("continue_generation")
+        await participants.request("pause_generation", {"mode": "retract"})
+        await participants.request("update_weight_version", _version_fields(UNFIT_VERSION))
+        figures = await transport.send(participants, named_tensors)
+        await participants.request("update_weight_version", _version_fields(f"{version}"))
+        await participants.request("continue_generation")
     except BaseException as error:
-        await wait_despite_cancellation([asyncio.ensure_future(roster.drop_all(error))])
+        await wait_despite_cancellation([asyncio.ensure_future(participants.exclude_all(error))])
         raise
-    return SyncReport(figures=figures, failures=roster.failures)
+    return SyncReport(figures=figures, failures=participants.failures)
 
 
 def _version_fields(version: str) -> dict[str, Any]:
     return {"new_version": version, "abort_all_requests": False}
 
 
-_RELEASE: Sequence[tuple[str, JsonFields]] = (
+_RELEASE_REQUESTS: Sequence[tuple[str, JsonFields]] = (
     ("update_weight_version", _version_fields(UNFIT_VERSION)),
     ("end_weight_update", {}),
     ("abort_request", {"rid": "", "abort_all": True}),
     ("continue_generation", {}),
 )
-"""What puts a SGLang whose update failed back into a state from which a new one can begin."""
+"""These requests bring a SGLang after a failed update into a state in which a new one can begin."""

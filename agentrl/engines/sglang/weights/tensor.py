@@ -1,14 +1,14 @@
-"""Weights to processes of this machine, in memory.
+"""Send weights to processes of this machine, in memory.
 
-SharedMemory   the CPU, to this process's own children: they map what they are lent
-DeviceMemory   a GPU, to any process of this machine: they open it by CUDA IPC
-SentMemory     the CPU, to any process: what is sent is the bytes themselves
+SharedMemory   CPU, to children of this process: they map the shared memory
+DeviceMemory   GPU, to any process of this machine: it opens the memory through CUDA IPC
+SentMemory     CPU, to any process: the bytes themselves are sent
 """
 # pyright: reportMissingImports=false
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Protocol, Self
@@ -25,93 +25,94 @@ from agentrl.engines.sglang.weights.buckets import (
     PlainMemory,
     fill_buckets,
 )
-from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Roster, Target
+from agentrl.engines.sglang.weights.sync import DEFAULT_BUCKET_BYTES, Target, UpdateParticipants
 from agentrl.errors import EngineError
 
 SHARED_BYTES = 64 * 1024**2
-"""Bytes of a bucket at most in shared memory: the kernel clears each page of it before it is used,
-so one that is used again and again costs less than a large one."""
+"""Largest bucket in shared memory. The kernel clears each new page, so reusing a small bucket costs
+less than a large one."""
 SENT_BYTES = 16 * 1024**2
-"""Bytes of a bucket at most whose bytes are sent: they are copied several times on their way."""
-
-DEVICE_TURNS = 2
-"""SGLang answers when its GPU has been told to copy, not when it has copied. What it opened by CUDA
-IPC it gives back right after, and torch waits for the copies there; every rank has done so by the
-time that the next bucket is answered, for its ranks meet in each bucket."""
+"""Largest bucket whose bytes are sent: they are copied several times."""
+DEVICE_BUFFERS = 2
+"""SGLang answers when its GPU has queued the copy, not when the copy is done. It then closes the
+memory that it opened through CUDA IPC, and torch waits for the copies there. Its ranks synchronize
+in each bucket, so every rank has done this when the next bucket is answered."""
 
 
 class PickledMemory(Memory, Protocol):
-    """Memory that knows how another process comes to what lies in it."""
+    """Memory whose tensors another process can open."""
 
     def dumps(self, parts: dict[str, Any]) -> bytes:
-        """Pickle tensors that lie in it for one reader."""
+        """Pickle tensors of this memory for one reader."""
         ...
 
 
 Allocate = Callable[[int, torch.device], PickledMemory]
-"""Bytes, and where the weights are -> memory."""
+"""Makes memory from a number of bytes and the weights' device."""
 
 
 class TensorTransport:
-    """Hands weights over in memory, to processes of this machine.
+    """Sends weights in memory to processes of this machine.
 
-    The trainer's own tensors are never shared: they are copied once into the bucket, and from there
-    into SGLang's weights.
+    The trainer's own tensors are never shared: they are copied into the bucket, and from there into
+    SGLang's weights.
 
     Args:
-        bucket_bytes: Most bytes that exist beside the weights at one time.
-        allocate: Gives the bucket's memory.
-        in_turn: How many buckets share these bytes (see `fill_buckets`).
+        bucket_bytes: Most bytes of memory besides the weights.
+        allocate: Makes a bucket's memory.
+        num_buffers: Memories that share these bytes (see `fill_buckets`).
     """
 
-    def __init__(self, bucket_bytes: int, allocate: Allocate, *, in_turn: int = 1) -> None:
+    def __init__(self, bucket_bytes: int, allocate: Allocate, *, num_buffers: int = 1) -> None:
         self._bucket_bytes = bucket_bytes
         self._allocate = allocate
-        self._in_turn = in_turn
+        self._num_buffers = num_buffers
 
     @classmethod
     def to_children(cls, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Self:
-        """To processes that this one has started: by shared memory or CUDA IPC."""
+        """Make a transport to this process's children: shared memory or CUDA IPC."""
         if has_accelerator():
-            return cls(bucket_bytes, _shared_or_device, in_turn=DEVICE_TURNS)
+            return cls(bucket_bytes, _shared_or_device, num_buffers=DEVICE_BUFFERS)
         return cls(min(bucket_bytes, SHARED_BYTES), _shared_or_device)
 
     @classmethod
     def to_servers(cls, device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Self:
-        """To any process of this machine: by CUDA IPC, or by their bytes, a few at a time.
+        """Make a transport to any process of this machine: CUDA IPC, or the bytes themselves.
 
         Args:
-            device: Where the weights are.
-            bucket_bytes: Most bytes that exist beside the weights at one time.
+            device: Of the weights.
+            bucket_bytes: Most bytes of memory besides the weights.
         """
         if device.type == "cpu":
             return cls(min(bucket_bytes, SENT_BYTES), SentMemory)
-        return cls(bucket_bytes, DeviceMemory, in_turn=DEVICE_TURNS)
+        return cls(bucket_bytes, DeviceMemory, num_buffers=DEVICE_BUFFERS)
 
-    async def send(self, roster: Roster, named_tensors: Iterable[NamedTensor]) -> SyncFigures:
-        """Bring the weights to everyone on the roster (see `Transport.send`)."""
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
+        """Send the weights to all participants (see `Transport.send`)."""
         require_sglang()
         figures = SyncFigures()
-        await roster.ask("begin_weight_update")
-        for bucket in self._buckets(named_tensors):
+        await participants.request("begin_weight_update")
+        buckets = fill_buckets(
+            named_tensors, self._bucket_bytes, self._allocate, num_buffers=self._num_buffers
+        )
+        for bucket in buckets:
             _finish_copies(bucket)
-            await roster.ask("update_weights_from_tensor", partial(_tensor_fields, bucket))
+            await participants.request(
+                "update_weights_from_tensor", partial(_tensor_fields, bucket)
+            )
             figures.add(bucket.num_bytes)
-            del bucket  # its memory may be given back before the next one's is taken
-        await roster.ask("end_weight_update")
+            del bucket  # its memory can be freed before the next one's is allocated
+        await participants.request("end_weight_update")
         return figures
 
-    def _buckets(self, named_tensors: Iterable[NamedTensor]) -> Iterator[Bucket[PickledMemory]]:
-        return fill_buckets(
-            named_tensors, self._bucket_bytes, self._allocate, in_turn=self._in_turn
-        )
-
     async def close(self) -> None:
-        """Nothing is held between two updates."""
+        """Do nothing: no memory is kept between two updates."""
 
 
 def _tensor_fields(bucket: Bucket[PickledMemory], target: Target) -> dict[str, Any]:
-    # Each rank counts its own copy of the handle, so each gets one.
+    # Each rank counts the references of its own handle.
     return {
         "serialized_named_tensors": [serialize(bucket) for _ in range(target.tp_size)],
         "load_format": "flattened_bucket",
@@ -138,7 +139,7 @@ def serialize(bucket: Bucket[PickledMemory]) -> bytes:
 
 
 def _finish_copies(bucket: Bucket[PickledMemory]) -> None:
-    """Wait until the bytes are in the bucket: its reader is another process."""
+    """Wait until the bytes are in the bucket: another process reads it."""
     if bucket.flat.device.type != "cpu":
         torch.accelerator.synchronize(bucket.flat.device)
 
@@ -151,26 +152,31 @@ def _shared_or_device(num_bytes: int, device: torch.device) -> PickledMemory:
 
 
 class SharedMemory:
-    """Memory of the CPU without a name: it goes with the last process that has it mapped, whatever
-    ends them. A reader asks this process for it, with the key that children inherit.
+    """Shared memory of the CPU without a name, which ends with the last process that maps it.
+
+    A reader gets it from this process, with the key that children inherit.
 
     Raises:
-        EngineError: where the machine has not that much.
+        EngineError: The machine does not have that much.
     """
 
     def __init__(self, num_bytes: int) -> None:
         try:
             self._storage: Any = torch.UntypedStorage._new_using_fd_cpu(num_bytes)
         except RuntimeError as error:
-            raise _no_shared_memory(num_bytes, error) from error
+            raise EngineError(
+                f"no shared memory for a bucket of {num_bytes} bytes of weights: {error}",
+                key="weight_sync.bucket_bytes",
+                expected="fewer than are free in /dev/shm (a container's default is 64 MiB)",
+            ) from error
         self.flat = torch.empty(0, dtype=torch.uint8).set_(self._storage)
 
     def dumps(self, parts: dict[str, Any]) -> bytes:
-        """Pickle tensors that lie in it for one reader."""
+        """Pickle tensors of this memory for one reader."""
         return _dumps(self._reduce, parts)
 
     def _reduce(self, obj: Any) -> Any:
-        # As torch reduces it, whichever way tensors are shared in this process otherwise.
+        # As torch does it, independent of the sharing strategy of this process.
         if not isinstance(obj, torch.UntypedStorage):
             return NotImplemented
         descriptor, size = self._storage._share_fd_cpu_()
@@ -181,28 +187,28 @@ class DeviceMemory(PlainMemory):
     """Memory of a GPU, which another process of the machine opens."""
 
     def dumps(self, parts: dict[str, Any]) -> bytes:
-        """Pickle tensors that lie in it for one reader."""
+        """Pickle tensors of this memory for one reader."""
         return _dumps(_reduce_cuda, parts)
 
 
 class SentMemory(PlainMemory):
-    """Memory of this process, whose bytes are sent."""
+    """Memory of this process. Its bytes are sent."""
 
     def dumps(self, parts: dict[str, Any]) -> bytes:
-        """Pickle tensors that lie in it, and no more of it than they."""
+        """Pickle tensors of this memory, and only their bytes."""
         own = {**parts, "flattened_tensor": parts["flattened_tensor"].clone()}
         return pickle.dumps(own)
 
 
 _DEVICE = 6
-"""Where the device stands among the arguments by which torch rebuilds a tensor of a GPU."""
+"""Index of the device among the arguments with which torch rebuilds a tensor of a GPU."""
 
 
 def _reduce_cuda(obj: Any) -> Any:
-    """Name the GPU by its own number: a process may see others, or count them otherwise.
+    """Identify the GPU by its UUID, because each process may see and count GPUs differently.
 
-    SGLang changes torch's functions to this end, for the whole process, and they then fail for
-    tensors of the CPU.
+    SGLang replaces torch's functions for this in the whole process, and then they fail for tensors
+    of the CPU.
     """
     from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
 
@@ -223,12 +229,3 @@ def _dumps(reduce: Callable[[Any], Any], parts: dict[str, Any]) -> bytes:
     written = io.BytesIO()
     Pickler(written).dump(parts)
     return written.getvalue()
-
-
-def _no_shared_memory(num_bytes: int, error: RuntimeError) -> EngineError:
-    return EngineError(
-        f"no shared memory for a bucket of {num_bytes} bytes of weights: {error}",
-        key="weight_sync.bucket_bytes",
-        expected="fewer than are free in /dev/shm (a container has 64 MiB of it unless it is told "
-        "otherwise)",
-    )
