@@ -1,9 +1,10 @@
-"""What pydantic and OmegaConf refused, in plain words.
+"""Explain in plain words what pydantic, OmegaConf and PyYAML refused.
 
-Loads no schema of the run file: plug-ins need none.
+This module imports no schema of the run file, so that plug-ins can use it.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,7 @@ _KINDS = {
     "model": "a section, that is a mapping of keys to values",
     "finite": "a finite number",
 }
-"""What pydantic's error types ask for, by their first word."""
-
+"""The expected value, by the first word of pydantic's error type."""
 _BOUNDS = {
     "greater_than": ("gt", "a number greater than"),
     "greater_than_equal": ("ge", "a number of at least"),
@@ -39,27 +39,38 @@ _BOUNDS = {
 }
 
 
-def malformed(error: yaml.MarkedYAMLError, file: Path) -> str:
-    """Say what is wrong with a YAML file, and where."""
-    told = error.problem or error.context or ""
+def describe_malformed(error: yaml.MarkedYAMLError, file: Path) -> str:
+    """Describe what is wrong with a YAML file, with line and column."""
+    reason = error.problem or error.context or ""
     mark = error.problem_mark or error.context_mark
     if mark is None:
-        return f"malformed YAML: {told}"
+        return f"malformed YAML: {reason}"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     if mark.line < len(lines) and lines[mark.line][mark.column :].startswith("\t"):
-        told = "a tab, where YAML allows only spaces"
-    return f"malformed YAML in line {mark.line + 1}, column {mark.column + 1}: {told}"
+        reason = "a tab, but YAML allows only spaces there"
+    return f"malformed YAML in line {mark.line + 1}, column {mark.column + 1}: {reason}"
 
 
-def what_was_expected(details: ErrorDetails) -> str:
-    """Say in plain words what pydantic would have taken in the place of what it refused."""
+def describe_expected(details: ErrorDetails) -> str:
+    """Describe the values that pydantic would have accepted."""
     kind, context = details["type"], details.get("ctx", {})
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"{words} {context[name]}"
+        name, bound = _BOUNDS[kind]
+        return f"{bound} {context[name]}"
     if kind in ("literal_error", "enum"):
         return f"one of {context['expected'].replace(' or ', ', ')}"
     return _KINDS.get(kind.partition("_")[0]) or details["msg"]
+
+
+def dotted(loc: Sequence[int | str], key: str = "") -> str:
+    """Write pydantic's location below `key` as a dotted key.
+
+    Example:
+        >>> dotted(("tools", 0, "name"), "agent")
+        'agent.tools[0].name'
+    """
+    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return (key + "".join(steps)).removeprefix(".")
 
 
 def section_types(annotation: Any) -> list[type[BaseModel]]:
@@ -69,19 +80,19 @@ def section_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 class Unresolved(NamedTuple):
-    """What is wrong with an interpolation, and what would have been right."""
+    """Why an interpolation cannot be resolved, and what would be right."""
 
-    told: str
+    message: str
     expected: str
 
 
-def unresolved(error: OmegaConfBaseException) -> Unresolved:
-    """Say why an interpolation of a YAML leads nowhere; its key is the error's `full_key`."""
-    told = str(error).partition("\n")[0] or type(error).__name__
-    if unset := _UNSET.search(told):
+def describe_unresolved(error: OmegaConfBaseException) -> Unresolved:
+    """Describe why an interpolation cannot be resolved; its key is the error's `full_key`."""
+    message = str(error).partition("\n")[0] or type(error).__name__
+    if unset := _UNSET.search(message):
         name = unset[1]
         return Unresolved(
             f"the environment variable {name} is not set",
             f"{name} in the environment, or a default: ${{oc.env:{name},DEFAULT}}",
         )
-    return Unresolved(told, "a value, or an interpolation that leads to one")
+    return Unresolved(message, "a value, or an interpolation that resolves to one")

@@ -1,4 +1,7 @@
-"""A run file: read, checked against itself, and explained."""
+"""A run file: read, checked against itself, and explained.
+
+The classes of its sections are in `agentrl.config.schema`.
+"""
 
 from agentrl.config.checks import (
     Bias,
@@ -9,80 +12,22 @@ from agentrl.config.checks import (
     find_idle_ranks,
     find_idle_tools,
 )
-from agentrl.config.conflicts import Purpose, find_contradictions
+from agentrl.config.conflicts import Purpose, find_conflicts
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys
 from agentrl.config.explain import comment, describe, to_short_yaml, to_yaml
-from agentrl.config.load import (
-    ReadConfig,
-    load_config,
-    parse_config,
-    read_config,
-    telling_where,
-)
+from agentrl.config.load import ReadConfig, load_config, naming_origin, parse_config, read_config
 from agentrl.config.problems import Problem
-from agentrl.config.schema.run import (
-    ActorConfig,
-    AlgorithmConfig,
-    ArithmeticConfig,
-    CriticConfig,
-    CustomClassConfig,
-    CustomRewardConfig,
-    DataConfig,
-    EngineConfig,
-    FailureConfig,
-    FsdpConfig,
-    Gsm8kConfig,
-    ModelConfig,
-    MultiTurnConfig,
-    OptimConfig,
-    PrepareConfig,
-    RefConfig,
-    RewardConfig,
-    RewardWeightsConfig,
-    RolloutConfig,
-    RunConfig,
-    ScriptedEngineConfig,
-    SftConfig,
-    TinyPolicyConfig,
-    TrainerConfig,
-    TransformersEngineConfig,
-    ValKwargsConfig,
-)
+from agentrl.config.schema.run import RunConfig
 from agentrl.config.verl import VerlReport
 
 __all__ = [
-    "ActorConfig",
-    "AlgorithmConfig",
-    "ArithmeticConfig",
     "Bias",
-    "CriticConfig",
-    "CustomClassConfig",
-    "CustomRewardConfig",
-    "DataConfig",
     "DeadKey",
-    "EngineConfig",
-    "FailureConfig",
-    "FsdpConfig",
-    "Gsm8kConfig",
     "KeyNote",
-    "ModelConfig",
-    "MultiTurnConfig",
-    "OptimConfig",
-    "PrepareConfig",
     "Problem",
     "Purpose",
     "ReadConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RewardWeightsConfig",
-    "RolloutConfig",
     "RunConfig",
-    "ScriptedEngineConfig",
-    "SftConfig",
-    "TinyPolicyConfig",
-    "TrainerConfig",
-    "TransformersEngineConfig",
-    "ValKwargsConfig",
     "VerlReport",
     "check_config",
     "check_model_length",
@@ -90,14 +35,14 @@ __all__ = [
     "comment",
     "describe",
     "find_biases",
-    "find_contradictions",
+    "find_conflicts",
     "find_dead_keys",
     "find_idle_ranks",
     "find_idle_tools",
     "load_config",
+    "naming_origin",
     "parse_config",
     "read_config",
-    "telling_where",
     "to_short_yaml",
     "to_yaml",
 ]

@@ -1,22 +1,17 @@
-"""What can be told of a run before any model loads: contradictions, dead keys, biases."""
+"""Check a run before any model loads: conflicts, dead keys, biases."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from agentrl.config.conflicts import Purpose, find_contradictions, longest_sequence
+from agentrl.config.conflicts import Purpose, find_conflicts, longest_sequence
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys, set_keys, why_no_call
-from agentrl.config.method_keys import (
-    KEYS_OF_ESTIMATOR,
-    SUM_ESTIMATORS,
-    TURN_ESTIMATORS,
-    is_gdpo,
-)
 from agentrl.config.problems import Problem, raise_problems
 from agentrl.config.schema.run import RunConfig
+from agentrl.config.tables import estimator_facts, is_gdpo
 
 
 class Bias(KeyNote):
-    """A setting that is allowed and makes the training differ from what its formulas say."""
+    """A setting that is allowed and makes the training differ from its formulas."""
 
     def __str__(self) -> str:
         return f"{self.key} biases the training: {self.reason}"
@@ -29,22 +24,22 @@ def check_config(
     file: str | Path | None = None,
     purpose: Purpose = Purpose.TRAIN,
 ) -> list[KeyNote]:
-    """Refuse what contradicts itself, and list what the user should be told.
+    """Refuse conflicting settings, and list the notes for the user.
 
     Args:
         config: A run file whose single keys are right.
         world_size: Ranks that share each batch.
         file: The run file, for the error.
-        purpose: What is to be done with it.
+        purpose: What the run file is read for.
 
     Returns:
-        Dead keys, biases, tools that are never called, ranks without work and what ends
+        Dead keys, biases, tools that are never called, ranks without work and limits of
         determinism, to be printed before the run.
 
     Raises:
-        ConfigError: with every contradiction, a line for each.
+        ConfigError: with every conflict, a line for each.
     """
-    problems = find_contradictions(config, purpose=purpose)
+    problems = find_conflicts(config, purpose=purpose)
     if problems := [*problems, *find_overlaps(config, world_size)]:
         raise_problems(problems, file)
     dead = find_dead_keys(config)
@@ -54,21 +49,21 @@ def check_config(
         *(bias for bias in find_biases(config) if bias.key not in silent),
         *find_idle_tools(config),
         *find_idle_ranks(config, world_size),
-        *find_ends_of_determinism(config),
+        *find_limits_of_determinism(config),
     ]
 
 
 def find_biases(config: RunConfig) -> list[Bias]:
-    """Find the settings that are allowed and biased; there are none where nothing is trained."""
+    """Find the settings that are allowed and biased; without training there are none."""
     if config.trainer.val_only:
         return []
     cut = "log-probabilities are those of the full distribution, not of the one sampled from"
     kl = (
-        f"the gradient of {config.actor.kl_loss_type} says nothing of the KL; use k2, k3 or a "
+        f"the gradient of {config.actor.kl_loss_type} is not that of the KL; use k2, k3 or a "
         "straight-through form such as k1+"
     )
     early = (
-        "what lies before a token is not counted in its return, though the token helped to earn it"
+        "rewards before a token are not counted in its return, though the token helped to earn them"
     )
     is_empty_kl = config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl")
     found = (
@@ -81,28 +76,29 @@ def find_biases(config: RunConfig) -> list[Bias]:
 
 
 def _pays_early(config: RunConfig) -> bool:
-    """Whether a part of a reward lies before tokens that earned it, under returns-to-go."""
-    name, reward = config.algorithm.adv_estimator, config.reward
+    """Whether part of a reward comes before tokens that earned it, under returns-to-go."""
+    facts, reward = estimator_facts(config), config.reward
+    if facts is None or facts.rewards == "sum" or is_gdpo(config):
+        return False
     of_trajectory = (reward.weights.trajectory, reward.weights.tool, reward.length_penalty)
-    spreads = any(of_trajectory) or name not in TURN_ESTIMATORS
-    reads_places = name in KEYS_OF_ESTIMATOR.keys() - SUM_ESTIMATORS and not is_gdpo(config)
-    return reward.placement != "last_token" and reads_places and spreads
+    spreads = any(of_trajectory) or facts.rewards != "turns"
+    return reward.placement != "last_token" and spreads
 
 
 def find_idle_tools(config: RunConfig) -> list[KeyNote]:
-    """Find tools that the policy is told of and that are never called."""
+    """Find tools that the policy is shown and that are never called."""
     reason = why_no_call(config)
     keys = [f"rollout.multi_turn.{name}" for name in ("tool_config_path", "function_tool_path")]
     given = [key for key in set_keys(config) if key in keys] if reason else []
     return [KeyNote(key, f"the tools are shown and never called: {reason}") for key in given]
 
 
-def find_ends_of_determinism(config: RunConfig) -> list[KeyNote]:
-    """Find the settings under which `rollout.deterministic` promises less than every bit."""
+def find_limits_of_determinism(config: RunConfig) -> list[KeyNote]:
+    """Find the settings that weaken the promise of `rollout.deterministic`."""
     if not config.rollout.deterministic:
         return []
-    clock = "where it fires, the run is no longer exact to the last bit (rollout.deterministic)"
-    cuda = "rollout.deterministic promises every bit on a CPU; here it is a matter of the kernels"
+    clock = "if it fires, the run is no longer exact to the last bit (rollout.deterministic)"
+    cuda = "rollout.deterministic promises every bit only on a CPU; on CUDA it depends on kernels"
     found = (
         ("rollout.request_timeout_s", clock, config.rollout.request_timeout_s is not None),
         ("trainer.device", cuda, config.trainer.device == "cuda"),
@@ -111,16 +107,16 @@ def find_ends_of_determinism(config: RunConfig) -> list[KeyNote]:
 
 
 def find_overlaps(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Find engines of several ranks that would take each other's devices."""
+    """Find engines of several ranks that would use the same devices."""
     engine = config.rollout.engine
     if world_size > 1 and engine.name in ("auto", "sglang") and engine.sglang.tp_size > 1:
-        told = f"is {engine.sglang.tp_size}, and each of {world_size} ranks has its own engine"
+        reason = f"is {engine.sglang.tp_size}, and each of {world_size} ranks has its own engine"
         expected = "1, or servers: rollout.engine.name=sglang_server"
-        yield Problem("rollout.engine.sglang.tp_size", told, expected)
+        yield Problem("rollout.engine.sglang.tp_size", reason, expected)
 
 
 def find_idle_ranks(config: RunConfig, world_size: int) -> list[KeyNote]:
-    """Find what the number of ranks makes idle: ranks in the update, or the key of their waits."""
+    """Find ranks without work in an update, or, with one rank, the time-out of their waits."""
     if world_size == 1:
         key = "trainer.collective_timeout_s"
         waits = "a run on one rank waits for no other"
@@ -130,23 +126,26 @@ def find_idle_ranks(config: RunConfig, world_size: int) -> list[KeyNote]:
     samples = (mini or config.data.train_batch_size) * config.rollout.n
     if samples >= world_size or config.trainer.val_only:
         return []
-    told = f"its {samples} samples give {world_size - samples} of {world_size} ranks nothing to do"
-    return [KeyNote(key, told)]
+    idle = world_size - samples
+    return [KeyNote(key, f"its {samples} samples leave {idle} of {world_size} ranks without work")]
 
 
 def check_model_length(
     config: RunConfig, model_max_len: int, *, file: str | Path | None = None
 ) -> None:
-    """Hold the budgets against the longest sequence that the model itself allows.
+    """Check the budgets against the longest sequence that the model allows.
 
     Raises:
-        ConfigError: where prompt and response, or `rollout.max_model_len`, are longer.
+        ConfigError: if prompt and response, or `rollout.max_model_len`, are longer.
     """
     longest = max(longest_sequence(config), config.rollout.max_model_len or 0)
     if longest > model_max_len:
-        told = f"{longest} tokens are more than the {model_max_len} of the model at"
         problem = Problem(
-            "data.max_response_length", f"{told} {config.model.path}", _fits(model_max_len)
+            "data.max_response_length",
+            f"{longest} tokens are more than the {model_max_len} of the model at "
+            f"{config.model.path}",
+            "data.max_prompt_length + data.max_response_length and rollout.max_model_len of at "
+            f"most {model_max_len}",
         )
         raise_problems([problem], file)
 
@@ -154,7 +153,7 @@ def check_model_length(
 def check_tools(
     named: Mapping[str, int], available: Collection[str], *, file: str | Path | None = None
 ) -> None:
-    """Hold the tools that the data names against those that the run has.
+    """Check that the run has the tools that the data name.
 
     Args:
         named: Tool name to the first row that names it (`PromptDataset.tools_named`).
@@ -162,7 +161,7 @@ def check_tools(
         file: The run file.
 
     Raises:
-        ConfigError: naming each absent tool with its row.
+        ConfigError: naming each missing tool with its row.
     """
     known = ", ".join(sorted(available)) or "no tool: the run has none"
     problems = [
@@ -172,10 +171,3 @@ def check_tools(
     ]
     if problems:
         raise_problems(problems, file)
-
-
-def _fits(model_max_len: int) -> str:
-    return (
-        f"data.max_prompt_length + data.max_response_length and rollout.max_model_len of at most "
-        f"{model_max_len}"
-    )

@@ -1,6 +1,6 @@
-"""Say what a run file means: every key resolved, and the batch arithmetic in words.
+"""Explain what a run file means: every key resolved, and the batch arithmetic.
 
-What is printed is a run file again: all but the keys stands in comments.
+The output is a run file again: everything but the keys is in comments.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from agentrl.errors import ConfigError
 
 
 def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = None) -> str:
-    """Print the resolved configuration, then what it amounts to.
+    """Write the resolved configuration, then its batch arithmetic.
 
     Args:
         config: A checked run file.
         world_size: Ranks that share each batch.
-        num_rows: Training rows, where they are known; says how long an epoch is.
+        num_rows: Training rows, if they are known; adds the length of an epoch.
     """
     arithmetic = [*_batch(config, world_size), *_tokens(config), *_length(config, num_rows)]
     return to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in arithmetic) + "\n"
@@ -32,10 +32,10 @@ def describe(config: RunConfig, *, world_size: int = 1, num_rows: int | None = N
 def to_yaml(config: RunConfig) -> str:
     """Write the configuration with every default filled in; `load_config` reads it back.
 
-    Secrets are replaced: what is printed or saved is read by others.
+    Secrets are replaced, because others read what is printed or saved.
     """
     whole = config.model_dump(mode="json")
-    # Every key beside a preset would contradict it: what it sets stands in its place.
+    # A preset conflicts with explicit keys, so its settings are written in its place.
     correction = config.algorithm.rollout_correction.effective
     whole["algorithm"]["rollout_correction"] = correction.model_dump(mode="json")
     return yaml.safe_dump(without_secrets(whole), sort_keys=False, allow_unicode=True)
@@ -44,40 +44,55 @@ def to_yaml(config: RunConfig) -> str:
 def to_short_yaml(config: RunConfig) -> str:
     """Write the keys that were set, and no default; `load_config` reads it back.
 
-    Secrets are replaced, and a comment says so: they have to be written again.
+    Secrets are replaced, and a comment says that the user must write them again.
     """
     given = config.model_dump(mode="json", exclude_unset=True)
     shown = without_secrets(given)
-    note = "" if shown == given else f"# Write what is {REDACTED} here again: it was a secret.\n"
+    note = "" if shown == given else f"# Write the secrets again in the place of {REDACTED}.\n"
     return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
 def comment(report: VerlReport) -> str:
-    """Write what became of verl's keys as a comment of a run file."""
-    return "".join(f"# {line}\n" for line in report.in_full().splitlines())
+    """Write the report on verl's keys as a comment of a run file."""
+    return "".join(f"# {line}\n" for line in report.describe().splitlines())
+
+
+def convert_from_verl(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Write the run of a file in verl's key tree in agentrl's keys, with the report above them.
+
+    Args:
+        path: The file; it may be empty if `overrides` say everything.
+        overrides: As on verl's command line.
+
+    Raises:
+        ConfigError: see `load_config`, and for a file that is in agentrl's keys.
+    """
+    config, report = read_config(path, overrides)
+    if report is None:
+        raise ConfigError(
+            "the file has agentrl's keys already",
+            file=path,
+            expected="verl's, such as actor_rollout_ref.model.path",
+        )
+    return comment(report) + to_short_yaml(config)
 
 
 def _batch(config: RunConfig, world_size: int) -> list[str]:
     prompts, n, epochs = config.data.train_batch_size, config.rollout.n, config.actor.ppo_epochs
-    minis = num_mini_batches(config)
-    rows = prompts * n
+    minis, rows = num_mini_batches(config), prompts * n
     taken = config.prompts_per_rollout
     sampled = [f"Prompts are sampled {taken} at a time until {prompts} groups have a signal."]
+    each, more = divmod(rows, world_size)
+    share = f"{each} or {each + 1} rows" if more else _count(each, "row")
     return [
         *(sampled if taken != prompts else []),
         f"One training step: {_count(prompts, 'prompt')} x {_count(n, 'sample')} = "
-        f"{_count(rows, 'row')}, {_share(rows, world_size)} on each of "
-        f"{_count(world_size, 'rank')}.",
+        f"{_count(rows, 'row')}, {share} on each of {_count(world_size, 'rank')}.",
         f"It is cut into {_count(minis, 'mini-batch', 'mini-batches')} of "
         f"{_count(prompts // minis, 'prompt')} ({_count(rows // minis, 'row')}) and gone through "
         f"{_count(epochs, 'time')}: {_count(minis * epochs, 'optimizer step')} for each "
         f"training step.",
     ]
-
-
-def _share(rows: int, world_size: int) -> str:
-    each, more = divmod(rows, world_size)
-    return f"{each} or {each + 1} rows" if more else _count(each, "row")
 
 
 def _tokens(config: RunConfig) -> list[str]:
@@ -109,23 +124,3 @@ def _length(config: RunConfig, num_rows: int | None) -> list[str]:
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def convert_from_verl(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Write the run of a file in verl's key tree in our keys, with the report above them.
-
-    Args:
-        path: The file; it may be empty where `overrides` say everything.
-        overrides: As on verl's command line.
-
-    Raises:
-        ConfigError: see `load_config`, and for a file that is in our keys.
-    """
-    config, report = read_config(path, overrides)
-    if report is None:
-        raise ConfigError(
-            "the file has our keys already",
-            file=path,
-            expected="verl's, such as actor_rollout_ref.model.path",
-        )
-    return comment(report) + to_short_yaml(config)

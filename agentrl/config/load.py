@@ -1,8 +1,8 @@
 """Read a run file: YAML and overrides in, a checked `RunConfig` out.
 
-Paths in a run file are relative to the directory that the command runs in, as verl's are. OmegaConf
-resolves interpolations (`${data.seed}`, `${oc.env:HOME}`). A file in verl's key tree is recognised
-and read into ours (`agentrl.config.verl`).
+Paths in a run file are relative to the working directory of the command, as in verl. OmegaConf
+resolves interpolations (`${data.seed}`, `${oc.env:HOME}`). A file in verl's key tree is recognized
+and converted (`agentrl.config.verl`).
 """
 
 import logging
@@ -27,26 +27,26 @@ from agentrl.config.problems import (
     raise_problems,
 )
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.verl import VerlReport, is_verl_tree, naming_their_keys, read_verl_tree
+from agentrl.config.verl import VerlReport, is_verl_tree, read_verl_tree
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.validation_messages import malformed, unresolved
+from agentrl.validation_messages import describe_malformed, describe_unresolved
 
 logger = logging.getLogger(__name__)
 
 
 class ReadConfig(NamedTuple):
-    """A run file that was read, and what is to be told of how."""
+    """A run file that was read."""
 
     config: RunConfig
     report: VerlReport | None
-    """What became of each key, where the file is in verl's key tree."""
+    """What each key became, if the file is in verl's key tree."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and check every key of it.
 
     Args:
-        path: A YAML file, with our keys or with verl's; what became of verl's keys is logged.
+        path: A YAML file, with agentrl's keys or with verl's; the report on verl's keys is logged.
         overrides: `section.key=value`, the value in YAML; a later one wins.
 
     Raises:
@@ -58,12 +58,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     config, report = read_config(path, overrides)
     if report is not None:
-        logger.warning("%s: %s", path, report.in_short())
+        logger.warning("%s: %s", path, report.summarize())
     return config
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
-    """Read a run file as `load_config` does, and hand the report over instead of logging it.
+    """Read a run file as `load_config` does, and return the report instead of logging it.
 
     Raises:
         ConfigError: see `load_config`.
@@ -71,7 +71,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
     file = Path(path)
     overridden = [key_of(override) for override in overrides]
     given = apply_overrides(_read_yaml(file), overrides)
-    with telling_where(overrides):
+    with naming_origin(overrides):
         with naming_file(file):
             is_verls = is_verl_tree(given)
         if is_verls:
@@ -81,17 +81,18 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> ReadConfig:
 
 
 @contextmanager
-def telling_where(overrides: Sequence[str], report: VerlReport | None = None) -> Generator[None]:
-    """Let an error of the `with` block name its key and its place as the user gave them.
+def naming_origin(overrides: Sequence[str], report: VerlReport | None = None) -> Generator[None]:
+    """Let an error of the `with` block name its key, and its origin, as the user wrote them.
 
     Args:
-        overrides: Of the command line: what they set does not stand in the file.
-        report: Of a file in verl's key tree: its keys have verl's names.
+        overrides: Of the command line: an error about a key that they set does not name the file.
+        report: Of a file in verl's key tree: errors also give verl's names of keys.
     """
     try:
-        with naming_their_keys(report):
-            yield
+        yield
     except AgentRLError as error:
+        if report is not None and isinstance(error, ConfigError):
+            error.details |= report.name_in_verl(str(error))
         key = str(error.details.get("key", "")).partition("[")[0]
         given = key if report is None else report.origins.get(key, key)
         if "file" in error.details and is_under(given, map(key_of, overrides)):
@@ -108,7 +109,7 @@ def parse_config(raw: Mapping[str, Any], *, file: str | Path | None = None) -> R
     """
     if is_verl_tree(raw):
         config, report = read_verl_tree(OmegaConf.create(dict(raw)), file=file)
-        logger.warning("%s", report.in_short())
+        logger.warning("%s", report.summarize())
         return config
     return _validate(dict(raw), file, ())
 
@@ -119,11 +120,11 @@ def _read_yaml(file: Path) -> DictConfig:
     except FileNotFoundError:
         raise ConfigError(f"no file {file}", file=file, expected="a YAML run file") from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(malformed(error, file), file=file) from None
+        raise ConfigError(describe_malformed(error, file), file=file) from None
     except OmegaConfBaseException as error:
-        told = f"malformed interpolation: {_first_line(error)}"
-        raise ConfigError(told, file=file, key=error.full_key) from None
-    # ValueError: a number of more digits than Python reads.
+        message = f"malformed interpolation: {_first_line(error)}"
+        raise ConfigError(message, file=file, key=error.full_key) from None
+    # ValueError: a number with more digits than Python reads.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the file: {_first_line(error)}", file=file) from None
     if not isinstance(loaded, DictConfig):
@@ -139,8 +140,8 @@ def _resolve(config: DictConfig, file: Path) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        told, expected = unresolved(error)
-        raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
+        message, expected = describe_unresolved(error)
+        raise ConfigError(message, file=file, key=error.full_key, expected=expected) from None
     return resolved  # pyright: ignore[reportReturnType]
 
 
@@ -152,30 +153,24 @@ def _validate(raw: dict[str, Any], file: str | Path | None, overridden: Sequence
 
 
 def _with_named_files(raw: dict[str, Any], file: str | Path | None) -> dict[str, Any]:
-    """Read a single path where the schema has a list, and name validation files by stem."""
+    """Accept a single path for a list of files, and name validation files by their stems."""
     if not isinstance(raw.get("data"), Mapping):
         return raw
-    named = dict(cast("Mapping[str, Any]", raw["data"]))
-    if isinstance(named.get("train_files"), str | Path):
-        named["train_files"] = [named["train_files"]]
-    if (paths := _as_paths(named.get("val_files"))) is not None:
-        named["val_files"] = _by_stem(paths, file)
-    return raw | {"data": named}
-
-
-def _as_paths(given: Any) -> list[str | Path] | None:
-    """A path, or a list of paths, as a list; None for anything else."""
-    if isinstance(given, str | Path):
-        return [given]
-    paths: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [None]
-    return paths if all(isinstance(path, str | Path) for path in paths) else None
+    data = dict(cast("Mapping[str, Any]", raw["data"]))
+    for key in ("train_files", "val_files"):
+        if isinstance(data.get(key), str | Path):
+            data[key] = [data[key]]
+    paths = data.get("val_files")
+    if isinstance(paths, list) and all(isinstance(p, str | Path) for p in cast("list[Any]", paths)):
+        data["val_files"] = _by_stem(cast("list[str | Path]", paths), file)
+    return raw | {"data": data}
 
 
 def _by_stem(paths: Sequence[str | Path], file: str | Path | None) -> dict[str, str | Path]:
     stems = [Path(path).stem for path in paths]
     repeated = [stem for stem, count in Counter(stems).items() if count > 1]
     if repeated:
-        told = f"several files would be named {repeated[0]!r}"
+        reason = f"several files would be named {repeated[0]!r}"
         wanted = "names, as in `val_files: {easy: a/val.parquet, hard: b/val.parquet}`"
-        raise_problems([Problem("data.val_files", told, wanted)], file)
+        raise_problems([Problem("data.val_files", reason, wanted)], file)
     return dict(zip(stems, paths, strict=True))

@@ -1,7 +1,7 @@
 """Overrides of the command line: `key=value`, and Hydra's `+key=value`, `++key=value`, `~key`.
 
-As with Hydra, a mapping is merged over the one that is there, key by key; anything else, lists too,
-takes the place of what is there (`~key 'key={a: 1}'` does so with a mapping).
+As with Hydra, a mapping is merged into the existing one, key by key; any other value, also a list,
+replaces the existing one (`~key 'key={a: 1}'` does so with a mapping).
 """
 
 import re
@@ -17,19 +17,19 @@ from agentrl.errors import ConfigError
 _TOKEN = re.compile(
     r"""(?<![^\s{\[,:])(?:"(?:\\.|[^"\\])*"|'[^']*')|[{}\[\],:]|[^{}\[\],:\s]+|\s+"""
 )
-"""A quoted text, a sign of a flow mapping or list, what stands between them, blanks."""
+"""A quoted text, a sign of a flow mapping or list, the text between signs, blanks."""
 
 
 def apply_overrides(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Lay overrides over a file, in their order.
+    """Apply overrides to a file's content, in their order.
 
     Args:
         base: The file's content.
-        overrides: The value is YAML; in `{a:1}` it may do without the blank, as with Hydra. `+` and
-            `++`, by which Hydra adds a key, set it as well; `~` takes a key of the file away.
+        overrides: The value is YAML; `{a:1}` needs no blank, as with Hydra. `+` and `++`, by which
+            Hydra adds a key, set it as well; `~` removes a key of the file.
 
     Raises:
-        ConfigError: for one that cannot be read.
+        ConfigError: for an override that cannot be read.
     """
     for override in overrides:
         base = _apply(base, override)
@@ -37,15 +37,15 @@ def apply_overrides(base: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def key_of(override: str) -> str:
-    """Return the dotted key that an override sets or takes away."""
+    """Return the dotted key that an override sets or removes."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def _apply(base: DictConfig, override: str) -> DictConfig:
     key = key_of(override)
     if "@" in key or "/" in key:
-        told = f"{override!r} chooses a file of Hydra's, and agentrl composes none"
-        raise ConfigError(told, key=key, expected="section.key=value")
+        message = f"{override!r} chooses a file of Hydra, and agentrl composes no files"
+        raise ConfigError(message, key=key, expected="section.key=value")
     if override.startswith("~") and key:
         return _without(base, key)
     if "=" not in override or not key:
@@ -54,12 +54,9 @@ def _apply(base: DictConfig, override: str) -> DictConfig:
         given = OmegaConf.from_dotlist([f"{key}={_with_blanks(override.partition('=')[2])}"])
         return cast("DictConfig", OmegaConf.merge(base, given))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"cannot read the override {override!r}: {told}",
-            key=key,
-            expected="a YAML value",
-        ) from None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = f"cannot read the override {override!r}: {reason}"
+        raise ConfigError(message, key=key, expected="a YAML value") from None
 
 
 def _without(base: DictConfig, key: str) -> DictConfig:
@@ -71,7 +68,7 @@ def _without(base: DictConfig, key: str) -> DictConfig:
 
 
 def _with_blanks(value: str) -> str:
-    """Write `{a:1}`, a mapping for Hydra and the key "a:1" with no value for YAML, as `{a: 1}`."""
+    """Write `{a:1}` as `{a: 1}`: Hydra reads a mapping, YAML the key "a:1" without a value."""
     if not value.lstrip().startswith(("{", "[")):
         return value
     written, inside, is_key = "", [""], False

@@ -1,155 +1,144 @@
-"""The records of the table: one key of verl's tree, and what becomes of it here."""
+"""How a key of verl's tree becomes keys of agentrl: the records, and the readers that keys share.
 
-from collections.abc import Callable, Iterable, Mapping
+`keys.yaml` has one entry for each key; `agentrl.config.verl.table` loads it. A reader takes a value,
+verl's whole tree and the entry, and returns what the value means here. A value without a meaning
+here is a `ConfigError`; `agentrl.config.verl.reading` adds the key to it.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from agentrl.errors import ConfigError
 
 UNSET = "???"
-"""OmegaConf's word for a value that must be given; here also: verl 0.6.1 has no such default."""
+"""OmegaConf's mark of a value that must be given; here also: verl 0.6.1 has no such default."""
 
 
 class Tree(Protocol):
-    """verl's keys with their values: those that were given, and verl's defaults below them."""
+    """verl's keys with their values: those that the user gave, and verl's defaults."""
 
     def value(self, key: str) -> Any:
         """Resolve a key's value, as plain Python."""
         ...
 
     def is_given(self, key: str) -> bool:
-        """Whether the file or the command line sets it, or a key below it."""
+        """Whether the file or the command line sets the key, or a key below it."""
         ...
 
     def is_changed(self, key: str) -> bool:
-        """Whether the file or the command line sets it to something else than verl's default."""
+        """Whether the file or the command line sets the key to another value than the default."""
         ...
 
     def is_chosen(self, key: str) -> bool:
-        """Whether somebody chose its value, be it verl's default."""
+        """Whether the user chose the value, even if it is verl's default."""
         ...
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a value of verl's means in our keys."""
+class Mapped:
+    """What a value of verl means in agentrl's keys."""
 
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Our dotted keys, and their values; none where ours need not be set."""
+    """agentrl's dotted keys and their values; empty if none must be set."""
     note: str = ""
-    """What differs from what it meant there; empty where nothing does."""
+    """How the meaning differs from verl's; empty if it does not."""
     part_of: str = ""
-    """The key of verl's with which this one is read; empty where it is read for itself."""
+    """The verl key that this one is read with; empty if it is read alone."""
 
 
 @dataclass(frozen=True)
-class Unused:
-    """A value that verl itself does not look at in this configuration."""
+class Ignored:
+    """verl itself does not read the value in this configuration."""
 
     why: str
     """A clause, such as "`use_dynamic_bsz` is false"."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """What it asks for is not here, and would change what is trained."""
-
-    harmless: tuple[Any, ...]
-    """Values that ask for nothing."""
-    why: str
-    """What is missing, and what to use in its place."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """Without a counterpart; what is trained does not depend on it."""
+class Unsupported:
+    """agentrl has no such setting; what is trained does not depend on it."""
 
     why: str
-    """What is done here, or what to use in its place."""
-
-
-Reader = Callable[[Any, Tree], Reading | Unused | Left]
-"""Reads a value; raises `ConfigError` for one that cannot be meant here."""
+    """What agentrl does, or what to use instead."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Read into keys of ours."""
+class Rejected:
+    """agentrl has no such feature, and it would change what is trained."""
 
-    ours: tuple[str, ...]
-    """Those that it may set."""
-    read: Reader
+    why: str
+    """What is missing, and what to use instead."""
+    allowed: tuple[Any, ...]
+    """Values that leave the feature off."""
 
 
 @dataclass(frozen=True)
-class Dead:
-    """Accepted by verl 0.6.1, and read by nothing there (or by nothing that is chosen)."""
+class NoEffect:
+    """verl 0.6.1 accepts the key, and nothing in it (or nothing that is chosen) reads it."""
 
     why: str
 
 
-Fate = Taken | Refused | Left | Dead
-
-
-@dataclass(frozen=True)
-class VerlKey:
-    """A row of the table."""
+@dataclass(frozen=True, kw_only=True)
+class KeyMapping:
+    """One entry of the table: a key of verl, and what agentrl does with it."""
 
     name: str
-    """Dotted, as verl writes it; a trailing `.*` stands for every key below."""
-    default: Any
-    """That of verl 0.6.1; `UNSET` where it has none."""
-    fate: Fate
+    """Dotted, as verl writes it; a trailing `.*` means every key below."""
+    default: Any = UNSET
+    """The default of verl 0.6.1; `UNSET` if it has none."""
+    outcome: Rejected | Unsupported | NoEffect | None = None
+    """What happens to the key without a look at its value; None: `read` decides."""
+    read: "Reader"
+    ours: tuple[str, ...] = ()
+    """The agentrl keys that it may set."""
+    other: str = ""
+    """The key that it is read with, or must equal."""
+    note: str = ""
+    """Told to the user by the readers that have no note of their own."""
 
     def covers(self, key: str) -> bool:
         """Whether `key` is this one, or below it."""
         return key == self.name or (self.name.endswith(".*") and key.startswith(self.name[:-1]))
 
 
-def taken(name: str, default: Any, read: Reader, *ours: str) -> VerlKey:
-    """Make the row of a key that a function reads."""
-    return VerlKey(name, default, Taken(ours, read))
+Reader = Callable[[Any, Tree, KeyMapping], Mapped | Ignored | Unsupported]
+"""Reads a value; raises `ConfigError` if it has no meaning here."""
 
 
-def same(name: str, default: Any, ours: str | None = None, *, note: str = "") -> VerlKey:
-    """Make the row of a key whose value is ours as it is; `ours`: under another name."""
-    target = ours or name
-
-    def read(value: Any, tree: Tree) -> Reading:
-        is_off = value is None and isinstance(default, bool)  # Python, so verl too, reads it so
-        return Reading({target: False if is_off else value}, note)
-
-    return VerlKey(name, default, Taken((target,), read))
+def same(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the value as it is. null means false if the default is a boolean, as in Python."""
+    is_off = value is None and isinstance(row.default, bool)
+    return Mapped({row.ours[0]: False if is_off else value}, row.note)
 
 
-def part(name: str, default: Any, whole: str) -> VerlKey:
-    """Make the row of a key that is read with another one, and only where that one is not null."""
-
-    def read(value: Any, tree: Tree) -> Reading | Unused:
-        return Unused(f"{whole} is null") if tree.value(whole) is None else Reading(part_of=whole)
-
-    return VerlKey(name, default, Taken((), read))
+def keep(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the value as it is; null keeps agentrl's default."""
+    return Mapped() if value is None else Mapped({row.ours[0]: value}, row.note)
 
 
-def refused(name: str, default: Any, *harmless: Any, why: str) -> VerlKey:
-    """Make the row of a key that may only say what is the case here: the default, or `harmless`."""
-    allowed = harmless if default == UNSET else (default, *harmless)
-    return VerlKey(name, default, Refused(allowed, why))
+def if_chosen(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take a value that the user chose; verl's default is no better than agentrl's."""
+    return Mapped({row.ours[0]: value} if tree.is_chosen(row.name) else {})
 
 
-def left(why: str, defaults: Mapping[str, Any]) -> list[VerlKey]:
-    """Make rows of keys without a counterpart, all for one reason."""
-    return [VerlKey(name, default, Left(why)) for name, default in defaults.items()]
+def part(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Leave the value to the key that it is read with."""
+    if tree.value(row.other) is None:
+        return Ignored(f"{row.other} is null")
+    return Mapped(part_of=row.other)
 
 
-def dead(why: str, defaults: Mapping[str, Any]) -> list[VerlKey]:
-    """Make rows of keys that do nothing in verl either, all for one reason."""
-    return [VerlKey(name, default, Dead(why)) for name, default in defaults.items()]
-
-
-def under(prefix: str, rows: Iterable[VerlKey]) -> list[VerlKey]:
-    """Put rows below a section."""
-    return [VerlKey(f"{prefix}.{row.name}", row.default, row.fate) for row in rows]
+def copy(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Check that the value equals the one that it is a copy of."""
+    expected = tree.value(row.other)
+    if value is not None and integer(value) != integer(expected, row.other):
+        raise ConfigError(
+            f"{value} differs from {row.other}, {expected}; agentrl has one key for both",
+            expected=f"{row.other}={value}, and no {row.name}",
+        )
+    return Mapped()
 
 
 def integer(value: Any, key: str = "") -> int:
@@ -157,7 +146,7 @@ def integer(value: Any, key: str = "") -> int:
 
     Args:
         value: A number, or a text that is one.
-        key: Where it stands, if it is not the key that is read.
+        key: Its key, if that is not the key that is read.
 
     Raises:
         ConfigError: for anything else.
@@ -173,42 +162,9 @@ def count(tree: Tree, key: str) -> int:
     """Read the whole number of another key.
 
     Raises:
-        ConfigError: where it is none.
+        ConfigError: if its value is no whole number.
     """
     return integer(tree.value(key), key)
-
-
-def keep(ours: str, *, note: str = "") -> Reader:
-    """Take a value as it is; null leaves ours at its default."""
-
-    def read(value: Any, tree: Tree) -> Reading:
-        return Reading() if value is None else Reading({ours: value}, note)
-
-    return read
-
-
-def if_given(theirs: str, ours: str) -> Reader:
-    """Take a value that somebody chose; verl's default is no better than ours."""
-
-    def read(value: Any, tree: Tree) -> Reading:
-        return Reading({ours: value} if tree.is_chosen(theirs) else {})
-
-    return read
-
-
-def twin(theirs: str, ours: str) -> Reader:
-    """Hold a number against the one that it is a copy of, unless it is set apart."""
-
-    def read(value: Any, tree: Tree) -> Reading:
-        expected = tree.value(ours)
-        if value is not None and integer(value) != integer(expected, ours):
-            raise ConfigError(
-                f"{value} differs from {ours}, {expected}: here the two are one",
-                expected=f"{ours}={value}, and no {theirs}",
-            )
-        return Reading()
-
-    return read
 
 
 def as_list(value: Any) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Read verl's tree into a configuration of ours, and report on every key of it.
+"""Read verl's tree into a configuration of agentrl, and report on every key of it.
 
-A key that would change what is trained, and has no counterpart, is an error; so is one that neither
-verl nor agentrl knows. Where a key is left out verl's default holds, not ours. Keys of ours that
-verl does not have may stand beside verl's, under our name or below `actor_rollout_ref`.
+A key that would change what is trained, and has no counterpart, is an error; so is a key that
+neither verl nor agentrl knows. If a key is left out, verl's default holds, not agentrl's. Keys that
+only agentrl has may be next to verl's, under agentrl's name or below `actor_rollout_ref`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,22 +18,19 @@ from agentrl.config.dead_keys import find_dead_keys
 from agentrl.config.problems import (
     Problem,
     known_keys,
+    mark_overridden,
     naming_file,
-    nearest_key,
     problems_of,
     raise_problems,
-    told_where,
+    unknown_key,
 )
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.verl.mapping import UNSET, Dead, Left, Refused, Taken, Unused, VerlKey
-from agentrl.config.verl.other_trainers import find_other_trainers
-from agentrl.config.verl.report import LeftKey, TakenKey, VerlReport, shown
-from agentrl.config.verl.table import TABLE, find_key, is_section, single_keys
-from agentrl.config.verl.tree import GivenTree
+from agentrl.config.verl.mapping import UNSET, KeyMapping, Mapped, Rejected, Unsupported
+from agentrl.config.verl.report import DroppedKey, MappedKey, VerlReport, shown
+from agentrl.config.verl.table import find_key, is_section, single_keys, table
+from agentrl.config.verl.tree import GivenTree, find_other_trainers
 from agentrl.errors import ConfigError
 from agentrl.validation_messages import section_types
-
-Item = TakenKey | LeftKey
 
 
 class VerlRun(NamedTuple):
@@ -49,39 +46,42 @@ def read_verl_tree(
     """Read verl's tree.
 
     Args:
-        given: What file and command line say, unresolved.
+        given: The content of file and command line, unresolved.
         file: Named in errors.
-        overridden: Keys that were given on the command line, to say so in errors.
+        overridden: Keys that were given on the command line; errors say so.
 
     Raises:
-        ConfigError: with every key that is unknown, cannot be meant here, or holds a wrong value.
+        ConfigError: with every key that is unknown, has no meaning here, or has a wrong value.
     """
-    if others := find_other_trainers(given, file):
-        raise_problems([told_where(problem, overridden) for problem in others], file)
-    tree, problems = GivenTree(given, overridden), list[Problem]()
+    tree, problems = GivenTree(given, overridden), find_other_trainers(given, file)
+    _raise(problems, file, overridden)
     with naming_file(file):
         items = list(_read_given(tree, problems))
-    taken = [item for item in items if isinstance(item, TakenKey)]
-    problems += _conflicts(taken)
-    defaults = list(_read_defaults(tree, {key for i in taken for key in i.settings}, problems))
+    mapped = [item for item in items if isinstance(item, MappedKey)]
+    problems += _conflicts(mapped)
+    defaults = list(_read_defaults(tree, {key for i in mapped for key in i.settings}, problems))
+    _raise(problems, file, overridden)
+    # A default of verl without effect must not be reported as a key that the user chose.
+    config = _validate([*mapped, *defaults], file, overridden)
+    dead = {key.key for key in find_dead_keys(config)}
+    mapped = [item if tree.is_changed(item.key) else _without(item, dead) for item in mapped]
+    defaults = [item for item in (_without(i, dead) for i in defaults) if item.settings]
+    config = _validate([*mapped, *defaults], file, overridden)
+    dropped = tuple(item for item in items if isinstance(item, DroppedKey))
+    return VerlRun(config, VerlReport((*mapped, *defaults), dropped))
+
+
+def _raise(problems: Sequence[Problem], file: str | Path | None, overridden: Sequence[str]) -> None:
     if problems:
-        raise_problems([told_where(problem, overridden) for problem in problems], file)
-    # A default of verl's without effect would be reported as a key that the user chose.
-    config = _validate([*taken, *defaults], file, overridden)
-    idle = {dead.key for dead in find_dead_keys(config)}
-    taken = [item if tree.is_changed(item.key) else _without(item, idle) for item in taken]
-    defaults = [item for item in (_without(i, idle) for i in defaults) if item.settings]
-    config = _validate([*taken, *defaults], file, overridden)
-    left = [item for item in items if isinstance(item, LeftKey)]
-    return VerlRun(config, VerlReport((*taken, *defaults), tuple(left)))
+        raise_problems([mark_overridden(problem, overridden) for problem in problems], file)
 
 
-def _without(item: TakenKey, idle: set[str]) -> TakenKey:
-    kept = {key: value for key, value in item.settings.items() if key not in idle}
+def _without(item: MappedKey, dead: set[str]) -> MappedKey:
+    kept = {key: value for key, value in item.settings.items() if key not in dead}
     return replace(item, settings=kept)
 
 
-def _read_given(tree: GivenTree, problems: list[Problem]) -> Iterator[Item]:
+def _read_given(tree: GivenTree, problems: list[Problem]) -> Iterator[MappedKey | DroppedKey]:
     for key in tree.leaves:
         row = find_key(key)
         try:
@@ -92,81 +92,78 @@ def _read_given(tree: GivenTree, problems: list[Problem]) -> Iterator[Item]:
 
 def _read_defaults(
     tree: GivenTree, settled: set[str], problems: list[Problem]
-) -> Iterator[TakenKey]:
-    """Apply verl's defaults where a key was left out, and they differ from ours."""
-    for row in TABLE:
-        if row.default == UNSET or not isinstance(row.fate, Taken) or tree.is_given(row.name):
+) -> Iterator[MappedKey]:
+    """Apply verl's defaults for keys that are left out, if they differ from agentrl's."""
+    for row in table():
+        if row.default == UNSET or row.outcome is not None or tree.is_given(row.name):
             continue
         try:
             item = _read_row(row, row.name, tree)
         except ConfigError as error:
             problems.append(_problem(row.name, error))
             continue
-        if isinstance(item, TakenKey):
-            theirs = {k: v for k, v in item.settings.items() if k not in settled}
-            differing = {k: v for k, v in theirs.items() if v != our_defaults().get(k, UNSET)}
+        if isinstance(item, MappedKey):
+            differing = {
+                key: value
+                for key, value in item.settings.items()
+                if key not in settled and value != our_defaults().get(key, UNSET)
+            }
             if differing:
                 yield replace(item, settings=differing, is_default=True)
 
 
-def _read_row(row: VerlKey, key: str, tree: GivenTree) -> Item:
-    fate = row.fate
-    if isinstance(fate, Left | Dead):
-        return _left(row, key, fate, tree)
-    value = tree.value(key)
-    if isinstance(fate, Refused):
-        asks_nothing = value is None and any(harmless in (False, 0) for harmless in fate.harmless)
-        if asks_nothing or value in fate.harmless:
-            return TakenKey(key, value, {})
-        told = f"{shown(value)} asks for what is not here: {fate.why}"
-        raise ConfigError(told, expected=" or ".join(map(shown, fate.harmless)))
-    reading = fate.read(value, tree)
-    if isinstance(reading, Unused | Left):
-        return _left(row, key, reading, tree)
-    return TakenKey(key, value, reading.settings, reading.note, part_of=reading.part_of)
-
-
-def _left(row: VerlKey, key: str, fate: Left | Dead | Unused, tree: GivenTree) -> LeftKey:
-    return LeftKey(
+def _read_row(row: KeyMapping, key: str, tree: GivenTree) -> MappedKey | DroppedKey:
+    if isinstance(row.outcome, Rejected):
+        value, allowed = tree.value(key), row.outcome.allowed
+        is_off = value is None and any(harmless in (False, 0) for harmless in allowed)
+        if is_off or value in allowed:
+            return MappedKey(key, value, {})
+        raise ConfigError(
+            f"{shown(value)} asks for what agentrl does not have: {row.outcome.why}",
+            expected=" or ".join(map(shown, allowed)),
+        )
+    found = row.outcome or row.read(tree.value(key), tree, row)
+    if isinstance(found, Mapped):
+        return MappedKey(key, tree.value(key), found.settings, found.note, part_of=found.part_of)
+    return DroppedKey(
         key,
         tree.shown(key),
-        fate.why,
-        is_dead=not isinstance(fate, Left),
+        found.why,
+        is_unsupported=isinstance(found, Unsupported),
         row=row.name if row.name != key else "",
         is_default=not tree.is_changed(key),
     )
 
 
-def _read_ours(key: str, tree: GivenTree) -> TakenKey:
+def _read_ours(key: str, tree: GivenTree) -> MappedKey:
     """Take a key that verl does not have and agentrl does.
 
     Raises:
-        ConfigError: where neither has it, with the nearest of either.
+        ConfigError: if neither has it, with the nearest key of either.
     """
-    ours = key.removeprefix("actor_rollout_ref.")
+    ours, value = key.removeprefix("actor_rollout_ref."), tree.value(key)
     if ours in _our_leaves() or any(ours.startswith(f"{open_}.") for open_ in _our_mappings()):
-        return TakenKey(key, tree.value(key), {ours: tree.value(key)})
-    if ours in known_keys() and tree.value(key) in (None, {}):
-        return TakenKey(key, tree.value(key), {})
+        return MappedKey(key, value, {ours: value})
+    if ours in known_keys() and value in (None, {}):
+        return MappedKey(key, value, {})
     if is_section(key):
-        held = f"{shown(tree.value(key))} stands where verl has a section"
-        raise ConfigError(held, expected="a mapping of keys to values")
-    near = nearest_key(key, known=(*single_keys(), *known_keys()))
+        message = f"is {shown(value)}, and verl has a section there"
+        raise ConfigError(message, expected="a mapping of keys to values")
     raise ConfigError(
-        "unknown key" + (f"; did you mean {near!r}?" if near else ""),
+        unknown_key(key, (*single_keys(), *known_keys())),
         expected="a key of verl 0.6.1, or one of agentrl's",
     )
 
 
-def _conflicts(taken: Sequence[TakenKey]) -> Iterator[Problem]:
-    """Find keys of ours that two given keys set to different values."""
-    first: dict[str, TakenKey] = {}
-    for item in taken:
+def _conflicts(mapped: Sequence[MappedKey]) -> Iterator[Problem]:
+    """Find keys of agentrl that two given keys set to different values."""
+    first: dict[str, MappedKey] = {}
+    for item in mapped:
         for key, value in item.settings.items():
             other = first.setdefault(key, item)
             if other.settings[key] != value:
-                told = f"means {key}={shown(value)}, and {other.key} means {key}="
-                yield Problem(item.key, told + shown(other.settings[key]), "one of the two")
+                message = f"means {key}={shown(value)}, and {other.key} means {key}="
+                yield Problem(item.key, message + shown(other.settings[key]), "one of the two")
 
 
 def _problem(key: str, error: ConfigError) -> Problem:
@@ -175,25 +172,25 @@ def _problem(key: str, error: ConfigError) -> Problem:
 
 
 def _validate(
-    taken: Sequence[TakenKey], file: str | Path | None, overridden: Sequence[str]
+    mapped: Sequence[MappedKey], file: str | Path | None, overridden: Sequence[str]
 ) -> RunConfig:
     raw: dict[str, Any] = {}
-    for item in taken:
+    for item in mapped:
         for key, value in item.settings.items():
             _put(raw, key, value)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        origins = VerlReport(tuple(taken), ()).origins
-        problems = [_in_their_names(problem, origins) for problem in problems_of(error)]
-        raise_problems([told_where(problem, overridden) for problem in problems], file)
+        origins, problems = VerlReport(tuple(mapped), ()).origins, problems_of(error)
+        _raise([_in_their_names(problem, origins) for problem in problems], file, overridden)
+        raise
 
 
 def _in_their_names(problem: Problem, origins: dict[str, str]) -> Problem:
     for ours, theirs in origins.items():
         if problem.key == ours or problem.key.startswith((f"{ours}.", f"{ours}[")):
-            told = f"{problem.message} (read as {problem.key})" if ours != theirs else None
-            return replace(problem, key=theirs, message=told or problem.message)
+            note = f" (read as {problem.key})" if ours != theirs else ""
+            return replace(problem, key=theirs, reason=problem.reason + note)
     return problem
 
 
@@ -206,7 +203,7 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> None:
 
 @cache
 def our_defaults() -> dict[str, Any]:
-    """List the default of every key of ours, by dotted name; as YAML has it, lists for tuples."""
+    """Return the default of every key of agentrl, by dotted name; lists for tuples, as in YAML."""
     return dict(_defaults_under(RunConfig, ""))
 
 
@@ -228,5 +225,5 @@ def _our_leaves() -> frozenset[str]:
 
 @cache
 def _our_mappings() -> tuple[str, ...]:
-    """List the keys of ours below which any key may stand."""
+    """List the keys of agentrl below which any key may be."""
     return tuple(key for key in _our_leaves() if isinstance(our_defaults()[key], dict))

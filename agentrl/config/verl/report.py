@@ -1,58 +1,50 @@
-"""What became of a file in verl's key tree, for its user to read."""
+"""The report for the user of a file in verl's key tree: what each key became."""
 
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from agentrl.errors import ConfigError
 
 VERSION = "0.6.1"
 """The version of verl whose keys and defaults are read."""
 
 
 @dataclass(frozen=True)
-class TakenKey:
+class MappedKey:
     """A key that is read, and what it became."""
 
     key: str
     """verl's."""
     value: Any
     settings: Mapping[str, Any]
-    """Our keys and their values; none where ours are that already."""
+    """agentrl's keys and their values; empty if agentrl does the same without a key."""
     note: str = ""
-    """What differs from its meaning there; empty where nothing does."""
+    """How its meaning differs from verl's; empty if it does not."""
     part_of: str = ""
-    """The key with which it is read; empty where it is read for itself."""
+    """The key with which it is read; empty if it is read alone."""
     is_default: bool = False
-    """Whether the value is verl's default, and nobody set it."""
+    """Whether the value is verl's default, and the user did not set it."""
 
     def __str__(self) -> str:
-        whose = " (verl's default)" if self.is_default else ""
-        note = f": {self.note}" if self.note else ""
-        return f"{self.key}={shown(self.value)}{whose} -> {self._ours}{note}"
-
-    @property
-    def _ours(self) -> str:
-        if self.part_of:
-            return f"read with {self.part_of}"
+        origin = " (verl's default)" if self.is_default else ""
         ours = ", ".join(f"{key}={shown(value)}" for key, value in self.settings.items())
-        return ours or "as it is here"
+        ours = f"read with {self.part_of}" if self.part_of else ours or "as it is here"
+        note = f": {self.note}" if self.note else ""
+        return f"{self.key}={shown(self.value)}{origin} -> {ours}{note}"
 
 
 @dataclass(frozen=True)
-class LeftKey:
-    """A key that became nothing."""
+class DroppedKey:
+    """A key that sets nothing."""
 
     key: str
     value: Any
     why: str
-    is_dead: bool
-    """Whether it is without effect in verl too."""
+    is_unsupported: bool
+    """Whether agentrl has no such setting; False: the key has no effect in verl either."""
     row: str = ""
-    """The table's row, where it stands for a whole section (`critic.*`)."""
+    """The table's entry, if it is for a whole section (`critic.*`)."""
     is_default: bool = False
     """Whether the value is verl's default, written out."""
 
@@ -62,45 +54,45 @@ class LeftKey:
 
 @dataclass(frozen=True)
 class VerlReport:
-    """The one report: what was taken, what has no counterpart, what is dead there too."""
+    """What each key of a file in verl's key tree became."""
 
-    taken: tuple[TakenKey, ...]
-    """In the order of the file, then verl's defaults that differ from ours."""
-    left: tuple[LeftKey, ...]
+    mapped: tuple[MappedKey, ...]
+    """In the order of the file, then verl's defaults that differ from agentrl's."""
+    dropped: tuple[DroppedKey, ...]
     """In the order of the file."""
 
     @property
-    def without(self) -> list[LeftKey]:
+    def unsupported(self) -> list[DroppedKey]:
         """The keys without a counterpart here; what is trained does not depend on them."""
-        return [item for item in self.left if not item.is_dead]
+        return [item for item in self.dropped if item.is_unsupported]
 
     @property
-    def dead(self) -> list[LeftKey]:
-        """The keys that verl accepts, and that are without effect there as here."""
-        return [item for item in self.left if item.is_dead]
+    def no_effect(self) -> list[DroppedKey]:
+        """The keys that verl accepts, without an effect in verl or here."""
+        return [item for item in self.dropped if not item.is_unsupported]
 
     @property
     def origins(self) -> dict[str, str]:
-        """Our keys, and the key of verl's that set each."""
-        return {ours: item.key for item in reversed(self.taken) for ours in item.settings}
+        """agentrl's keys, and the key of verl that set each."""
+        return {ours: item.key for item in reversed(self.mapped) for ours in item.settings}
 
-    def in_their_names(self, told: str) -> str:
-        """List the keys of verl's behind those of ours that a message names; empty for none."""
-        named = {
-            ours: theirs
+    def name_in_verl(self, message: str) -> dict[str, str]:
+        """Return a detail for an error: verl's names of the keys that its message names, if any."""
+        named = [
+            f"{ours} is {theirs}"
             for ours, theirs in self.origins.items()
-            if ours != theirs and re.search(rf"(?<![\w.]){re.escape(ours)}(?!\w)", told)
-        }
-        return ", ".join(f"{ours} is {theirs}" for ours, theirs in named.items())
+            if ours != theirs and re.search(rf"(?<![\w.]){re.escape(ours)}(?!\w)", message)
+        ]
+        return {"in verl's names": ", ".join(named)} if named else {}
 
-    def in_short(self) -> str:
-        """Say what a user should know before the run; the rest is counted."""
-        given = [item for item in self.taken if not item.is_default]
-        defaults = [item for item in self.taken if item.is_default and item.settings]
+    def summarize(self) -> str:
+        """Write what a user should know before the run; the rest is counted."""
+        given = [item for item in self.mapped if not item.is_default]
+        defaults = [item for item in self.mapped if item.is_default and item.settings]
         counts = (
-            f"{_keys(given)} of verl's tree taken, {len(defaults)} of its defaults that are not "
-            f"ours, {_keys(self.without)} without counterpart, {len(self.dead)} dead there too "
-            "(each of them: agentrl config check)"
+            f"{_keys(given)} of verl's tree read, {len(defaults)} of its defaults that differ from "
+            f"agentrl's, {_keys(self.unsupported)} without counterpart, {len(self.no_effect)} "
+            "without effect in verl too (all of them: agentrl config check)"
         )
         differing = [str(item) for item in (*given, *defaults) if item.note]
         plain = [f"{i.key}={shown(i.value)}" for i in defaults if not i.note]
@@ -109,32 +101,21 @@ class VerlReport:
                 counts,
                 *_titled("read differently", differing),
                 *_titled("verl's defaults", [", ".join(plain)] if plain else []),
-                *_titled("no counterpart", _by_reason(self.without)),
-                *_titled("dead there too", _by_reason(self.dead)),
+                *_titled("no counterpart", _by_reason(self.unsupported)),
+                *_titled("no effect in verl too", _by_reason(self.no_effect)),
             ]
         )
 
-    def in_full(self) -> str:
+    def describe(self) -> str:
         """List every key, in three lists."""
-        return "\n".join(
-            [
-                f"Read from the key tree of verl {VERSION}.",
-                *_titled(f"taken ({len(self.taken)})", map(str, self.taken)),
-                *_titled(f"no counterpart ({len(self.without)})", map(str, self.without)),
-                *_titled(f"dead there too ({len(self.dead)})", map(str, self.dead)),
-            ]
-        )
-
-
-@contextmanager
-def naming_their_keys(report: VerlReport | None) -> Generator[None]:
-    """Add verl's names to an error of the `with` block that names ours; None adds nothing."""
-    try:
-        yield
-    except ConfigError as error:
-        if report is not None and (names := report.in_their_names(str(error))):
-            error.details["in verl's names"] = names
-        raise
+        lists = {"read": self.mapped, "no counterpart": self.unsupported,
+                 "no effect in verl too": self.no_effect}  # fmt: skip
+        lines = [
+            line
+            for title, items in lists.items()
+            for line in _titled(f"{title} ({len(items)})", map(str, items))
+        ]
+        return "\n".join([f"Read from the key tree of verl {VERSION}.", *lines])
 
 
 def shown(value: Any) -> str:
@@ -154,7 +135,7 @@ def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
         yield from (f"    {line}" for line in listed)
 
 
-def _by_reason(keys: Iterable[LeftKey]) -> list[str]:
+def _by_reason(keys: Iterable[DroppedKey]) -> list[str]:
     groups: dict[str, dict[str, None]] = {}
     for item in keys:
         if not item.is_default:
