@@ -40,7 +40,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from agentrl.config.schema.run import DataConfig, RewardConfig
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.rows import RowReader
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto

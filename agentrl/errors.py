@@ -164,8 +164,14 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
         >>> did_you_mean("trainr", ["data", "trainer"])
         "; did you mean 'trainer'?"
     """
+    nearest = find_nearest(name, known, cutoff=cutoff)
+    return f"; did you mean {nearest!r}?" if nearest else ""
+
+
+def find_nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most similar to a name, if any has the least similarity."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return near[0] if near else None
 
 
 def printable(text: str) -> str:

@@ -26,7 +26,7 @@ import torch
 
 import agentrl.algorithms  # noqa: F401  (registers the bundled estimators)
 from agentrl.algorithms.advantages.registry import adv_estimator_names, get_adv_estimator_fn
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 
 NUM_ROWS, WIDTH, NUM_GROUPS, TURN_TOKENS = 1024, 4096, 256, 128
 REWARD_KEYS = ("format", "accuracy")

@@ -51,7 +51,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from agentrl.config import parse_config
 from agentrl.config.schema.engine import SGLangServerConfig, WeightSyncConfig
 from agentrl.config.schema.prepare import TinyPolicyConfig
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.rows import Conversation, Prompt
 from agentrl.engines.protocol import Engine
 from agentrl.engines.sglang.arguments import SGLangNeeds

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.plugins.environment import num_cores
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.math_answer import compute_score

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from agentrl.config import RewardConfig, parse_config
+from agentrl.config import parse_config
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines import ScriptedEngine
 from agentrl.engines.scripted import ScriptedAnswer

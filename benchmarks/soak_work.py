@@ -16,7 +16,8 @@ from typing import Any
 
 from soak_tool import NotesTool, RiskyTool
 
-from agentrl.config import RewardConfig, parse_config
+from agentrl.config import parse_config
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines import ScriptedEngine
 from agentrl.engines.scripted import ScriptedAnswer

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.config.schema.run import ActorConfig, FsdpConfig, OptimConfig
+from agentrl.config.schema.training import ActorConfig, FsdpConfig, OptimConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World, start_world, stop_world

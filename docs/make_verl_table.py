@@ -1,39 +1,39 @@
-"""Rewrite the table in docs/from_verl.md from the mapping: `python docs/make_verl_table.py`."""
+"""Rewrite the table in docs/from_verl.md from the key table: `python docs/make_verl_table.py`."""
 
 import re
 from pathlib import Path
 
-from agentrl.config.verl.mapping import UNSET, Dead, Left, Refused, Taken, VerlKey
+from agentrl.config.verl.mapping import UNSET, KeyMapping, NoEffect, Rejected, Unsupported
 from agentrl.config.verl.report import shown
-from agentrl.config.verl.table import TABLE
+from agentrl.config.verl.table import table as load_table
 
 PAGE = Path(__file__).resolve().parent / "from_verl.md"
 GIVEN = ("actor_rollout_ref.model.path", "data.train_files", "data.val_files")
-"""Keys whose default in verl is a path of its authors', which is not taken."""
+"""Keys whose default in verl is a path of its authors, which is not taken."""
 START, END = "<!-- the table: docs/make_verl_table.py -->", "<!-- end of the table -->"
 
 
-def what_becomes(row: VerlKey) -> str:
-    """Say it in the words of the page."""
-    match row.fate:
-        case Taken(ours=ours):
-            return ", ".join(f"`{key}`" for key in ours) or "checked, or read with another key"
-        case Refused(harmless=harmless, why=why):
-            values = ", ".join(dict.fromkeys(f"`{shown(value)}`" for value in harmless))
+def meaning(row: KeyMapping) -> str:
+    """Return the last column of a row."""
+    match row.outcome:
+        case Rejected(why=why, allowed=allowed):
+            values = ", ".join(dict.fromkeys(f"`{shown(value)}`" for value in allowed))
             return f"refused unless {values}: {why}"
-        case Left(why=why):
+        case Unsupported(why=why):
             return f"no counterpart: {why}"
-        case Dead(why=why):
-            return f"dead there too: {why}"
+        case NoEffect(why=why):
+            return f"no effect in verl too: {why}"
+        case None:
+            return ", ".join(f"`{key}`" for key in row.ours) or "checked, or read with another key"
 
 
 def table() -> str:
-    """Every row, in the table's order."""
+    """Return the whole table, in the order of `keys.yaml`."""
     lines = ["| verl's key | its default in 0.6.1 | here |", "| --- | --- | --- |"]
-    for row in TABLE:
+    for row in load_table():
         default = "" if row.default == UNSET else f"`{shown(row.default)}`"
         default = "a path, not taken" if row.name in GIVEN else default
-        lines.append(f"| `{row.name}` | {default} | {what_becomes(row)} |")
+        lines.append(f"| `{row.name}` | {default} | {meaning(row)} |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,8 @@ import torch
 
 from agentrl.algorithms import compute_advantage
 from agentrl.collate import collate
-from agentrl.config.schema.run import AlgorithmConfig, RewardConfig
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.engines import TransformersEngine
 from agentrl.engines.protocol import Completion, EngineCall
 from agentrl.engines.transformers.requests import Call

@@ -9,7 +9,7 @@ from types import ModuleType
 import typer
 
 from agentrl.cli import app
-from agentrl.config.method_keys import INPUTS_NOT_MADE
+from agentrl.config.tables import load_table, method_facts
 from agentrl.rollout.states import StopReason, state_diagram
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +41,11 @@ def test_page_of_keys_is_the_schema_and_says_what_each_key_means() -> None:
     page = (ROOT / "docs/keys.md").read_text(encoding="utf-8")
     assert load("make_keys").page() == page, "python docs/make_keys.py"
     assert not re.findall(r"^\| `[\w.]+` .*\|  \|$", page, re.M)
+
+
+def test_the_facts_about_methods_are_those_of_their_registrations():
+    written = load_table(ROOT / "agentrl/config/methods.yaml")
+    assert written == load("make_methods").methods(), "python docs/make_methods.py"
 
 
 def test_lists_of_packages_and_files_are_complete() -> None:
@@ -116,7 +121,8 @@ def test_pages_name_only_commands_that_exist() -> None:
 
 
 def test_pages_say_which_estimators_no_run_can_use() -> None:
-    for name in INPUTS_NOT_MADE.keys() - {"gae_verl"}:
+    needing = {name for name, facts in method_facts().estimators.items() if facts.needs_critic}
+    for name in needing - {"gae_verl"}:
         rows = [
             line
             for page in PAGES

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config.schema.run import OptimConfig, SftConfig
+from agentrl.config.schema.prepare import SftConfig
+from agentrl.config.schema.training import OptimConfig
 from agentrl.data.files import read_rows
 from agentrl.tools import initialize_tools_from_config
 from agentrl.workers.distributed import start_world, stop_world

@@ -54,9 +54,9 @@ def test_cut_weights_are_no_traceback(tiny_home: Path, tmp_path: Path):
 def test_a_tab_is_called_a_tab(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n\ttrain_files: [a]\n")
-    with pytest.raises(ConfigError, match=r"line 2, column 1: a tab, where YAML allows only"):
+    with pytest.raises(ConfigError, match=r"line 2, column 1: a tab, but YAML allows only"):
         load_config(file)
-    with pytest.raises(ConfigError, match="a tab, where YAML allows only spaces"):
+    with pytest.raises(ConfigError, match="a tab, but YAML allows only spaces"):
         initialize_tools_from_config(file)
 
 

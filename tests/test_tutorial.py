@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config import DataConfig, parse_config
+from agentrl.config import parse_config
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.interactions import initialize_interactions_from_config
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -150,7 +150,7 @@ def verl_run(tiny_home: Path, tmp_path: Path) -> list[Any]:
 def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_path: Path):
     told = run_agentrl(capsys, "train", *verl_run, "rollout.engine.name=transformers")
     assert (told.code, told.err) == (0, "")
-    assert "keys of verl's tree taken" in told.out
+    assert "keys of verl's tree read" in told.out
     assert "wandb: not here" in told.out
     assert "actor_rollout_ref.rollout.gpu_memory_utilization" not in told.out, "verl's default"
     assert "actor_rollout_ref.model.use_remove_padding: rows are always packed" in told.out
@@ -191,7 +191,7 @@ def test_config_check_shows_the_report_and_a_file_of_ours(
     for part in (
         "# Read from the key tree of verl 0.6.1.",
         "no counterpart (",
-        "dead there too (",
+        "no effect in verl too (",
         "tools: calc_gsm8k_reward",
         "interactions: gsm8k",
         "rows of train: 4",

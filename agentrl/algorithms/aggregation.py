@@ -27,7 +27,7 @@ from typing import get_args
 import torch
 
 from agentrl.algorithms.masked import masked_sum
-from agentrl.config.schema.run import LossAggMode
+from agentrl.config.schema.training import LossAggMode
 from agentrl.errors import ConfigError
 
 

@@ -295,7 +295,7 @@ def prepare_arithmetic(
     num_demos: Annotated[int, typer.Option(help="Conversations for a warm-up.", min=0)] = 16000,
 ) -> None:
     """Make word problems of one to three steps in the format of GSM8K, and demonstrations."""
-    from agentrl.config.schema.run import ArithmeticConfig
+    from agentrl.config.schema.prepare import ArithmeticConfig
     from agentrl.quickstart.arithmetic import prepare_arithmetic as prepare
 
     files = prepare(
@@ -321,7 +321,7 @@ def prepare_gsm8k(
     ] = None,
 ) -> None:
     """Turn the real GSM8K into rows with tools and an interaction."""
-    from agentrl.config.schema.run import Gsm8kConfig
+    from agentrl.config.schema.prepare import Gsm8kConfig
     from agentrl.data.prepare.gsm8k import prepare_gsm8k as prepare
 
     files = prepare(Gsm8kConfig(out_dir=out_dir, source_dir=source_dir, max_samples=max_samples))

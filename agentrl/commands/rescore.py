@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config import parse_config
-from agentrl.config.conflicts import find_reward_problems
+from agentrl.config.conflicts import find_scoring_problems
 from agentrl.config.load import read_config
 from agentrl.config.overrides import apply_overrides, key_of
 from agentrl.config.problems import raise_problems
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.errors import ConfigError, Fault, printable
 from agentrl.rewards import RewardManager, StreamingRewardManager, make_reward_manager
 from agentrl.rewards.combination import SHAPING
@@ -111,7 +111,7 @@ def read_reward_config(run_file: Path | None, overrides: Sequence[str]) -> Rewar
         merged = apply_overrides(OmegaConf.create(_NO_RUN), overrides)
         config = parse_config(cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True)))
     import_plugins(config.plugins)
-    if problems := list(find_reward_problems(config)):
+    if problems := list(find_scoring_problems(config)):
         raise_problems(problems, run_file)
     return config.reward
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.config import Purpose, RunConfig, read_config, telling_where
+from agentrl.config import Purpose, RunConfig, naming_origin, read_config
 from agentrl.config.verl import VerlReport
 from agentrl.trainer.setup.plugins import Plugins
 
@@ -36,7 +36,7 @@ def read_run_file(path: Path, overrides: Sequence[str], purpose: Purpose) -> Run
     from agentrl.trainer.setup.preflight import check_run
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    with telling_where(overrides, report):
+    with naming_origin(overrides, report):
         checked = check_run(config, world_size=world_size, file=path, purpose=purpose)
     return RunFile(
         path=path,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.config import RunConfig, read_config, telling_where
+from agentrl.config import RunConfig, naming_origin, read_config
 from agentrl.config.problems import naming_file
 from agentrl.engines.sglang.arguments import check_given
 from agentrl.engines.sglang.servers.launch import Say, ServeOptions, plan_servers, serve
@@ -33,7 +33,7 @@ def serve_from_file(
     """
     quiet_libraries()
     config, report = read_config(run_file, overrides)
-    with telling_where(overrides, report), naming_file(run_file):
+    with naming_origin(overrides, report), naming_file(run_file):
         import_plugins(config.plugins)
         refuse_unmade_model(config, run_file)
         check_given(config.rollout.engine.sglang.server_arguments)

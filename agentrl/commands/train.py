@@ -13,15 +13,9 @@ from rich.text import Text
 from torch import nn
 
 from agentrl.commands.run_file import RunFile
-from agentrl.config import (
-    RunConfig,
-    check_model_length,
-    comment,
-    describe,
-    telling_where,
-)
+from agentrl.config import RunConfig, check_model_length, comment, describe, naming_origin
 from agentrl.config.problems import naming_file
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines import Engine
 from agentrl.errors import ConfigError, DataError
@@ -83,10 +77,10 @@ def open_run(file: RunFile, console: Console | None = None) -> Iterator[Prepared
     run_logger = RunLogger(config.trainer, is_main=world.is_main, console=console)
     try:
         if file.report is not None:
-            run_logger.info(f"{file.path}: {file.report.in_short()}")
+            run_logger.info(f"{file.path}: {file.report.summarize()}")
         run_logger.info(*(f"note: {note}" for note in file.notes))
         with world.board.explaining():
-            with telling_where(file.overrides, file.report), naming_file(file.path):
+            with naming_origin(file.overrides, file.report), naming_file(file.path):
                 check_names_and_engine(config, purpose=file.purpose)
             yield PreparedRun(
                 config=config, world=world, run_logger=run_logger, plugins=file.plugins
@@ -250,7 +244,7 @@ def explain_config(file: RunFile, console: Console) -> None:
     if file.report is not None:
         _say(console, comment(file.report))
     _say(console, describe(config))
-    with telling_where(file.overrides, file.report), naming_file(file.path):
+    with naming_origin(file.overrides, file.report), naming_file(file.path):
         notes = [*file.notes, *check_names_and_engine(config, starts_here=False)]
     for note in notes:
         _say(console, f"note: {note}")

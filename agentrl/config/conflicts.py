@@ -75,7 +75,10 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
 
 
 def _steps(config: RunConfig) -> Iterator[Problem]:
-    for key, value in (("test_freq", config.trainer.test_freq), ("save_freq", config.trainer.save_freq)):
+    for key, value in (
+        ("test_freq", config.trainer.test_freq),
+        ("save_freq", config.trainer.save_freq),
+    ):
         if value == 0:
             yield Problem(f"trainer.{key}", "0 is no interval", "a number of steps, or -1")
     batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
@@ -167,7 +170,7 @@ def _tiny_policy(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"prepare.tiny_policy.{key}", reason, f"a divisor of {whole}")
 
 
-def _scoring(config: RunConfig) -> Iterator[Problem]:
+def find_scoring_problems(config: RunConfig) -> Iterator[Problem]:
     """Find reward functions that are ambiguous, unknown, or impossible to call."""
     reward, sandbox = config.reward, config.reward.sandbox
     if reward.functions:
@@ -211,7 +214,7 @@ def _function(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
                 yield Problem(f"{key}.reward_kwargs.{name}", reason, "a value")
 
 
-_GENERATION: tuple[Check, ...] = (_lengths, _budgets, _engine, _tiny_policy, _scoring)
+_GENERATION: tuple[Check, ...] = (_lengths, _budgets, _engine, _tiny_policy, find_scoring_problems)
 VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
 """The checks under `trainer.val_only`."""
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {

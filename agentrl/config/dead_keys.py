@@ -21,6 +21,7 @@ from agentrl.config.tables import (
     method_facts,
 )
 
+RULES = Path(__file__).with_name("dead_keys.yaml")
 _BUNDLED_PATHS = "agentrl.rewards."
 
 
@@ -118,7 +119,7 @@ def _compares_sums(config: RunConfig) -> bool:
     return facts is not None and facts.rewards == "sum"
 
 
-_CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
+CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "has_no_tools": lambda c: not has_tools(c),
     "has_idle_tools": lambda c: why_no_call(c) is not None,
     "calls_no_tool": lambda c: not has_tools(c) or why_no_call(c) is not None,
@@ -135,10 +136,10 @@ _CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
 
 
 def _general_rules(config: RunConfig) -> Iterator[_Rule]:
-    for rule in load_table(Path(__file__).with_name("dead_keys.yaml")):
+    for rule in load_table(RULES):
         when, condition = rule.get("when", {}), rule.get("if")
         if all(_matches(_value(config, key), wanted) for key, wanted in when.items()) and (
-            condition is None or _CONDITIONS[condition](config)
+            condition is None or CONDITIONS[condition](config)
         ):
             yield _Rule(rule["reason"], rule["keys"], rule.get("except", ()))
 

@@ -9,12 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from jsonschema import SchemaError
 
-from agentrl.config import (
-    RunConfig,
-    check_config,
-    read_config,
-    telling_where,
-)
+from agentrl.config import RunConfig, check_config, naming_origin, read_config
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.data.prepare.manifest import is_made
 from agentrl.data.rows import Prompt
@@ -69,11 +64,11 @@ def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfi
 
     for check in (check_config, import_named, check_names, check_inputs, check_engine):
         try:
-            with telling_where(overrides, report):
+            with naming_origin(overrides, report):
                 notes += map(str, check(config) or ())
         except AgentRLError as error:
             faults.append(str(error))
-    found = str(run_file) if report is None else f"{run_file}: {report.in_short()}"
+    found = str(run_file) if report is None else f"{run_file}: {report.summarize()}"
     return Checked(config, found, tuple(notes), tuple(faults))
 
 

@@ -1,7 +1,8 @@
-"""Read the keys that a plug-in is given, and name every mistake in them.
+"""Read the YAML and the keys of plug-ins, and name file and key of every mistake in them.
 
-What was found is shown where it tells something, and never where it may be a secret: of a field
-that keeps it out of its repr (`repr=False`, `SecretStr`), or of a section that hides its input.
+Errors show the value that was found, except one that may be a secret: a field with `repr=False` or
+of type `SecretStr`, or a section that hides its input. In the YAML that lists plug-ins,
+interpolation works as in a run file: `${oc.env:SEARCH_URL}` is read from the environment.
 """
 
 import inspect
@@ -17,11 +18,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentrl.errors import AgentRLError, ConfigError, did_you_mean
-from agentrl.validation_messages import malformed, section_types, unresolved, what_was_expected
+from agentrl.validation_messages import (
+    describe_expected,
+    describe_malformed,
+    describe_unresolved,
+    dotted,
+    section_types,
+)
 
 Keys = TypeVar("Keys", bound=BaseModel)
-Loc = tuple[int | str, ...]
 _PLAIN = (str, int, float)
+_LIMIT = "max_yaml_expanded_nodes"
+_MORE_NODES: dict[str, Any] = (
+    {_LIMIT: 200_000} if _LIMIT in inspect.signature(OmegaConf.load).parameters else {}
+)
+"""OmegaConf 2.4 refuses more than 10,000 nodes as an attack; 700 tools with schemas have more."""
 
 
 def read_keys(
@@ -32,40 +43,44 @@ def read_keys(
     file: str | Path | None = None,
     also_known: Iterable[str] = (),
 ) -> Keys:
-    """Check what a user wrote against the keys that are read.
+    """Check the keys that a user wrote against those that are read.
 
     Args:
         model: The keys that are read.
         values: What the user wrote; a mapping, if it is right.
-        key: Under which key it stands, for the error; empty: at the top.
-        file: Where it stands, for the error.
-        also_known: Keys that are read elsewhere: passed over here, and named beside the model's own
-            where one is unknown.
+        key: The key above them, for the error; empty at the top.
+        file: Their file, for the error.
+        also_known: Keys that are read elsewhere: skipped here, and named together with the model's
+            keys if a key is unknown.
 
     Raises:
-        ConfigError: for the first mistake, with file, key, what was expected, and the nearest key
-            where it is an unknown one.
+        ConfigError: for the first mistake, with file, key, what was expected, and for an unknown
+            key the nearest known one.
 
     Example:
         >>> read_keys(SearchConfig, config, key="config", also_known=SHARED_KEYS)
     """
     elsewhere = set(also_known) - model.model_fields.keys()
+    if isinstance(values, Mapping):
+        given = cast("Mapping[Any, Any]", values)
+        values = {name: value for name, value in given.items() if name not in elsewhere}
     try:
-        return model.model_validate(_without(values, elsewhere))
+        return model.model_validate(values)
     except ValidationError as error:
-        wrong = error.errors(include_url=False)
-    # A key that is misspelt is also one that is missing: that it is unknown tells more.
-    first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
+        errors = error.errors(include_url=False)
+    # A misspelled required key is also missing; that it is unknown says more.
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     loc = first["loc"]
-    section, fields = _way_to(model, loc)
+    section, fields = _follow(model, loc)
     if first["type"] == "extra_forbidden":
         known = [*section.model_fields, *(sorted(elsewhere) if len(loc) == 1 else ())]
-        raise unknown_key(str(loc[-1]), known, file=file, parent=_dotted(loc[:-1], key))
-    is_secret = any(map(_is_secret, fields)) or _hides(model) or _hides(section)
+        raise unknown_key(str(loc[-1]), known, file=file, parent=dotted(loc[:-1], key))
+    is_hidden = any(one.model_config.get("hide_input_in_errors") for one in (model, section))
+    is_secret = is_hidden or any(map(_is_secret, fields))
     raise ConfigError(
-        _told(first, _dotted(loc) or key, is_secret=is_secret),
+        _message(first, dotted(loc) or key, is_secret=is_secret),
         file=file,
-        key=_dotted(loc, key) or None,
+        key=dotted(loc, key) or None,
         expected=_expected(first, section, fields),
     )
 
@@ -73,7 +88,7 @@ def read_keys(
 def unknown_key(
     key: str, known: Iterable[str], *, file: str | Path | None, parent: str = ""
 ) -> ConfigError:
-    """Build the error for a key that nothing reads, with the nearest one that something reads."""
+    """Build the error for an unknown key, with the nearest known one."""
     names = list(known)
     return ConfigError(
         f"unknown key {key!r}{did_you_mean(key, names)}",
@@ -83,91 +98,8 @@ def unknown_key(
     )
 
 
-def _without(values: Any, left_out: set[str]) -> Any:
-    if not isinstance(values, Mapping):
-        return values
-    mapping = cast("Mapping[Any, Any]", values)
-    return {name: value for name, value in mapping.items() if name not in left_out}
-
-
-def _way_to(model: type[BaseModel], loc: Loc) -> tuple[type[BaseModel], list[FieldInfo]]:
-    """Follow a place inwards: the innermost section on the way to it, and the fields passed."""
-    section, fields = model, list[FieldInfo]()
-    for name in (part for part in loc if isinstance(part, str)):
-        if name not in section.model_fields:
-            break
-        fields.append(section.model_fields[name])
-        inner = section_types(fields[-1].annotation)
-        if not inner:
-            break
-        section = inner[0]
-    return section, fields
-
-
-def _is_secret(field: FieldInfo) -> bool:
-    options = (field.annotation, *getattr(field.annotation, "__args__", ()))
-    return not field.repr or SecretStr in options
-
-
-def _hides(section: type[BaseModel]) -> bool:
-    return section.model_config.get("hide_input_in_errors", False)
-
-
-def _told(first: ErrorDetails, place: str, *, is_secret: bool) -> str:
-    """Say what is wrong, with what was found."""
-    shown = None if is_secret else _shown(first["input"])
-    if first["type"] == "missing":
-        return f"{place} is missing" + (f" (found {shown})" if shown else "")
-    reason = str(first.get("ctx", {}).get("error", ""))
-    if reason and not first["loc"]:
-        return reason
-    if shown is not None:
-        place = f"{place} is {shown}"
-    elif not reason:
-        place = f"{place} is nothing that can be meant"
-    return ": ".join(filter(None, [place, reason]))
-
-
-def _shown(found: Any) -> str | None:
-    """Write out what was found, nothing of it cut; of what holds other things only their names."""
-    if isinstance(found, Mapping):
-        names = ", ".join(map(str, cast("Mapping[Any, Any]", found)))
-        return f"a mapping with {names or 'nothing'}"
-    if isinstance(found, list | tuple):
-        items = cast("Sequence[Any]", found)
-        return repr(items) if all(isinstance(item, _PLAIN) for item in items) else "a list"
-    return repr(found) if found is None or isinstance(found, _PLAIN) else None
-
-
-def _expected(first: ErrorDetails, section: type[BaseModel], fields: list[FieldInfo]) -> str:
-    """Say what would have been right: the rule, and what the key is for."""
-    told = (fields[-1].description or "") if fields else ""
-    purpose = " ".join(told.split()).partition(". ")[0].removesuffix(".")
-    if first["type"] in ("missing", "value_error") and purpose:
-        return purpose
-    if not fields or first["type"].startswith("model_"):
-        rule = f"a mapping with {', '.join(section.model_fields)}"
-    else:
-        rule = what_was_expected(first)
-    return f"{rule} ({purpose})" if purpose else rule
-
-
-def _dotted(loc: Loc, key: str = "") -> str:
-    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    return (key + "".join(steps)).removeprefix(".")
-
-
-_LIMIT = "max_yaml_expanded_nodes"
-_MORE_NODES: dict[str, Any] = (
-    {_LIMIT: 200_000} if _LIMIT in inspect.signature(OmegaConf.load).parameters else {}
-)
-"""OmegaConf 2.4 takes 10,000 nodes for an attack; 700 tools with their schemas have as many."""
-
-Entry = TypeVar("Entry", bound=BaseModel)
-
-
-def read_entries(path: str | Path, key: str, entry: type[Entry]) -> list[Entry]:
-    """Read the list under the file's one key, each item checked against `entry`.
+def read_entries(path: str | Path, key: str, entry: type[Keys]) -> list[Keys]:
+    """Read the list under the file's one key, and check each item against `entry`.
 
     Raises:
         ConfigError: with the file, the key (`tools[1].class_name`) and what was expected.
@@ -189,14 +121,14 @@ def read_entries(path: str | Path, key: str, entry: type[Entry]) -> list[Entry]:
 
 
 def add_place(error: AgentRLError, *, file: str | Path, key: str) -> None:
-    """Say in which file, and under which key, a class was given what it refuses.
+    """Add the file and the key to the error of a class that refused its configuration.
 
-    An error that names a file already says so itself: it was found in another one.
+    An error that names a file already keeps it: the mistake is in that file.
 
     Args:
-        error: Of building a plug-in; a key that it names lies below `key`.
+        error: Raised while a plug-in was built; a key that it names is below `key`.
         file: The YAML.
-        key: Of what the class was given.
+        key: The key of the class's configuration.
     """
     if "file" in error.details:
         return
@@ -215,10 +147,70 @@ def _read_yaml(file: Path) -> Any:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file is not UTF-8 text: {error}", file=file) from error
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(malformed(error, file), file=file, expected="YAML") from error
+        raise ConfigError(describe_malformed(error, file), file=file, expected="YAML") from error
     except OmegaConfBaseException as error:
-        told, expected = unresolved(error)
-        raise ConfigError(told, file=file, key=error.full_key, expected=expected) from None
-    # ValueError: a number of more digits than Python reads.
+        message, expected = describe_unresolved(error)
+        raise ConfigError(message, file=file, key=error.full_key, expected=expected) from None
+    # ValueError: a number with more digits than Python reads.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the file: {error}", file=file) from error
+
+
+def _follow(
+    model: type[BaseModel], loc: Sequence[int | str]
+) -> tuple[type[BaseModel], list[FieldInfo]]:
+    """Return the innermost section on the way to a location, and the fields on that way."""
+    section, fields = model, list[FieldInfo]()
+    for name in (part for part in loc if isinstance(part, str)):
+        if name not in section.model_fields:
+            break
+        fields.append(section.model_fields[name])
+        inner = section_types(fields[-1].annotation)
+        if not inner:
+            break
+        section = inner[0]
+    return section, fields
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    options = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return not field.repr or SecretStr in options
+
+
+def _message(first: ErrorDetails, key: str, *, is_secret: bool) -> str:
+    """Describe what is wrong, with the value that was found."""
+    shown = None if is_secret else _shown(first["input"])
+    if first["type"] == "missing":
+        return f"{key} is missing" + (f" (found {shown})" if shown else "")
+    reason = str(first.get("ctx", {}).get("error", ""))
+    if reason and not first["loc"]:
+        return reason
+    if shown is not None:
+        key = f"{key} is {shown}"
+    elif not reason:
+        key = f"{key} has a value that is not allowed"
+    return ": ".join(filter(None, [key, reason]))
+
+
+def _shown(found: Any) -> str | None:
+    """Write the value that was found in full; of nested values only their names."""
+    if isinstance(found, Mapping):
+        names = ", ".join(map(str, cast("Mapping[Any, Any]", found)))
+        return f"a mapping with {names or 'nothing'}"
+    if isinstance(found, list | tuple):
+        items = cast("Sequence[Any]", found)
+        return repr(items) if all(isinstance(item, _PLAIN) for item in items) else "a list"
+    return repr(found) if found is None or isinstance(found, _PLAIN) else None
+
+
+def _expected(first: ErrorDetails, section: type[BaseModel], fields: list[FieldInfo]) -> str:
+    """Describe what would be right: the rule, and the purpose of the key."""
+    text = (fields[-1].description or "") if fields else ""
+    purpose = " ".join(text.split()).partition(". ")[0].removesuffix(".")
+    if first["type"] in ("missing", "value_error") and purpose:
+        return purpose
+    if not fields or first["type"].startswith("model_"):
+        rule = f"a mapping with {', '.join(section.model_fields)}"
+    else:
+        rule = describe_expected(first)
+    return f"{rule} ({purpose})" if purpose else rule

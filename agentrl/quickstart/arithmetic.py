@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentrl.config.schema.run import ArithmeticConfig
+from agentrl.config.schema.prepare import ArithmeticConfig
 from agentrl.data.files import Row, write_jsonl, write_parquet
 from agentrl.data.prepare.manifest import make_once
 

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agentrl.atomic_io import naming
-from agentrl.config.schema.run import TinyPolicyConfig
+from agentrl.config.schema.prepare import TinyPolicyConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.data.rows import Conversation, load_conversations
 from agentrl.messages import OpenAIFunctionToolSchema

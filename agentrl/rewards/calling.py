@@ -9,7 +9,7 @@ from typing import Any
 
 from aiolimiter import AsyncLimiter
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.plugins.call import (
     ExecutionMode,
     PerLoop,

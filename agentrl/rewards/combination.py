@@ -22,7 +22,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import islice
 
-from agentrl.config.schema.run import OverlongBufferConfig, RewardConfig
+from agentrl.config.schema.reward import OverlongBufferConfig, RewardConfig
 from agentrl.messages import CallOutcome
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest

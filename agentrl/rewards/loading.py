@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
-from agentrl.config.schema.run import CustomRewardConfig, RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardFunctionConfig
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load_object
 from agentrl.plugins.call import call_method

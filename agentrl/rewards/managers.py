@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, null
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.errors import Fault, RewardError
 from agentrl.plugins.call import ExecutionMode, contained
 from agentrl.plugins.registry import Registry

@@ -7,7 +7,8 @@ from itertools import chain
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose
 from agentrl.config.checks import check_model_length
-from agentrl.config.schema.run import ActorConfig, RunConfig
+from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.training import ActorConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
 from agentrl.errors import MissingExtraError

@@ -32,7 +32,7 @@ from agentrl.algorithms.kl import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.metrics.step import Timer

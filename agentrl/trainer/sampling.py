@@ -18,7 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from agentrl.config.schema.run import FilterGroupsConfig, RewardConfig, RunConfig
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.training import FilterGroupsConfig
 from agentrl.data.rows import Prompt
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto

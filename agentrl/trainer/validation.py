@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.messages import CallOutcome
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.losses.registry import TrainedTokens, needs_summary, with_summary
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.batches import (
     UpdateRows,

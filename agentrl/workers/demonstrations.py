@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.schema.run import SftConfig
+from agentrl.config.schema.prepare import SftConfig
 from agentrl.data.rows import Conversation, load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from agentrl.config.schema.run import FsdpConfig, ModelConfig
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.attention import PACKED_ATTENTION, check_packable
 from agentrl.workers.distributed import World

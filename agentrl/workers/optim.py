@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from agentrl.config.schema.run import OptimConfig
+from agentrl.config.schema.training import OptimConfig
 from agentrl.errors import CheckpointError
 from agentrl.workers.distributed import World
 

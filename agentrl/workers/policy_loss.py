@@ -8,7 +8,7 @@ from torch import Tensor
 from agentrl.algorithms.aggregation import LossScale
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.losses.registry import effective_loss_agg_mode, get_policy_loss_fn
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 from agentrl.workers.batches import UpdateRows
 from agentrl.workers.log_probs import TokenScores
 from agentrl.workers.packing import PackedBatch

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentrl.config.schema.run import FsdpConfig, ModelConfig, RefConfig
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig, RefConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.batches import read_padded_rows, split_micro_batches
 from agentrl.workers.distributed import World

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.schema.run import FsdpConfig, ModelConfig, SftConfig
+from agentrl.config.schema.prepare import SftConfig
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.workers.batches import split_micro_batches

@@ -7,7 +7,7 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from agentrl.algorithms import get_adv_estimator_fn
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from benchmarks.verl_parity.batches import Batch, make_batch
 from benchmarks.verl_parity.comparison import Comparison, compare
 

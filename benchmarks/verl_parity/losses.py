@@ -9,7 +9,7 @@ from verl.workers.config import ActorConfig as VerlActorConfig
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
 from agentrl.algorithms import LossScale, agg_loss, compute_value_loss, get_policy_loss_fn
-from agentrl.config.schema.run import ActorConfig, LossAggMode
+from agentrl.config.schema.training import ActorConfig, LossAggMode
 from benchmarks.verl_parity.batches import make_batch
 from benchmarks.verl_parity.comparison import Comparison, compare
 

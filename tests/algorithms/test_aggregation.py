@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import LossScale, agg_loss, masked_mean, masked_sum
 from agentrl.algorithms.aggregation import compute_row_weights
-from agentrl.config.schema.run import LossAggMode
+from agentrl.config.schema.training import LossAggMode
 from agentrl.errors import ConfigError
 from tests.fakes.naive_losses import BUDGET, naive_agg
 from tests.fakes.tensors import masks

@@ -17,7 +17,7 @@ from agentrl.algorithms.kl import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.config.schema.run import KlCtrlConfig
+from agentrl.config.schema.training import KlCtrlConfig
 from agentrl.errors import ConfigError
 from tests.fakes.tensors import masks
 

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.commands.rescore import read_reward_config, rescore, rescore_from_file
-from agentrl.config.schema.run import CustomRewardConfig, RewardConfig
+from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
 from agentrl.errors import ConfigError, DataError, Fault, PluginError
 from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState, StopReason

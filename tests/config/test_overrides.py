@@ -35,7 +35,7 @@ def test_the_last_one_wins():
 
 @pytest.mark.parametrize("override", ["hydra/launcher=slurm", "model@actor_rollout_ref.model=x"])
 def test_files_of_hydras_are_not_chosen(override: str):
-    with pytest.raises(ConfigError, match="composes none"):
+    with pytest.raises(ConfigError, match="composes no files"):
         overridden(override)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.atomic_io import written_whole
-from agentrl.config import DataConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.data.files import read_rows, write_jsonl, write_parquet
 from agentrl.data.rows import load_conversations

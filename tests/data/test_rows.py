@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import DataConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import PromptDataset, load_prompts
 from agentrl.data.files import write_jsonl, write_parquet
 from agentrl.data.rows import Prompt, RowReader, without_nulls

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema.run import CustomRewardConfig, DataConfig, RewardConfig
+from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.interactions import BaseInteraction, InteractionResult
 from agentrl.plugins import load_module

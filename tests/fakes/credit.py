@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.cli import leave_rank
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import COMPUTED, Credit
 from agentrl.workers.distributed import World, start_world, stop_world

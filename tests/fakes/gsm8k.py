@@ -11,7 +11,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl import RunConfig, Trainer
-from agentrl.config import Gsm8kConfig, parse_config
+from agentrl.config import parse_config
+from agentrl.config.schema.prepare import Gsm8kConfig
 from agentrl.data.prepare.gsm8k import prepare_gsm8k
 from agentrl.data.rows import Prompt
 from agentrl.engines import Completion, Engine, SamplingParams

@@ -5,7 +5,7 @@ import math
 import torch
 
 from agentrl.algorithms import get_policy_loss_fn
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 
 
 def column(*values: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from agentrl.algorithms import get_policy_loss_fn, policy_loss_names
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 
 BUDGET = 16
 RAGGED = torch.tensor([[1, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 0, 1, 0]])

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from agentrl.algorithms import register_adv_est
 from agentrl.cli import leave_rank
-from agentrl.config.schema.run import AlgorithmConfig, LossAggMode, OptimConfig
+from agentrl.config.schema.training import AlgorithmConfig, LossAggMode, OptimConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
 from agentrl.workers.checkpoint import RunState

@@ -8,7 +8,7 @@ import pickle
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.rewards.placement import place_rewards
 from agentrl.rollout.records import Turn
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import RewardConfig, RewardWeightsConfig
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import Message

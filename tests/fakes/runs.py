@@ -20,7 +20,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\
 
 def make_home(folder: Path) -> Path:
     """Make `data/` and `policy/` in a folder."""
-    from agentrl.config.schema.run import ArithmeticConfig, TinyPolicyConfig
+    from agentrl.config.schema.prepare import ArithmeticConfig, TinyPolicyConfig
     from agentrl.quickstart.arithmetic import prepare_arithmetic
     from agentrl.quickstart.tiny_policy import make_tiny_policy
     from agentrl.tools import initialize_tools_from_config

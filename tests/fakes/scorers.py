@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from agentrl.config.schema.run import CustomRewardConfig, RewardConfig
+from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes.reading import ExitsWhenRead, HollowError, UntellableError

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from agentrl.config.schema.run import ActorConfig, FsdpConfig, OptimConfig
+from agentrl.config.schema.training import ActorConfig, FsdpConfig, OptimConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World

@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel
 
 from agentrl.clients.chat import ChatConfig
-from agentrl.config import DataConfig, MultiTurnConfig
-from agentrl.config.schema.run import RewardWeightsConfig
+from agentrl.config.schema.reward import RewardWeightsConfig
+from agentrl.config.schema.run import DataConfig, MultiTurnConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.data.rows import Prompt
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config

@@ -99,13 +99,13 @@ def refused(values: Any, **place: Any) -> ConfigError:
         (
             {"num_floors": 1, "key": [SECRET]},
             "config.key",
-            "key is nothing that can be meant",
+            "key has a value that is not allowed",
             "a text (Of the door)",
         ),
         (
             {"num_floors": 1, "codes": {"attic": SECRET}},
             "config.codes.attic",
-            "codes.attic is nothing that can be meant",
+            "codes.attic has a value that is not allowed",
             "an integer (By floor)",
         ),
         (

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import DataError, PluginError, SandboxError
 from agentrl.plugins.call import ExecutionMode

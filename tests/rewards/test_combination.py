@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema.run import OverlongBufferConfig, RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import OverlongBufferConfig, RewardConfig, RewardWeightsConfig
 from agentrl.rewards.combination import (
     RewardPart,
     Source,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.schema.run import RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.reward import RewardConfig, RewardFunctionConfig
 from agentrl.errors import ConfigError, RewardError
 from agentrl.rewards import make_reward_manager
 from agentrl.rewards.judge import Judge, make_mark, read_verdict, render, shorten

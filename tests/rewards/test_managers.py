@@ -9,7 +9,7 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from agentrl.config.schema.run import CustomRewardConfig, RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardFunctionConfig
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, Fault, PluginError
 from agentrl.plugins.environment import num_cores

@@ -131,7 +131,7 @@ def test_equal_texts_are_equal_without_being_parsed():
 
 @pytest.mark.slow
 def test_answers_that_compute_for_ever_are_wrong_and_cost_seconds():
-    from agentrl.config.schema.run import RewardConfig
+    from agentrl.config.schema.reward import RewardConfig
     from agentrl.rewards import make_reward_manager
 
     def ask(answer):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema.run import OverlongBufferConfig, RewardConfig
+from agentrl.config.schema.reward import OverlongBufferConfig, RewardConfig
 from agentrl.rewards.combination import combine_rewards, compute_overlong_reward, record_shaping
 from agentrl.rollout.records import Budgets
 from tests.fakes.requests import build_request, observed, said

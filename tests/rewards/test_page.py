@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.rewards import get_reward_manager, make_reward_manager
 from agentrl.rewards.judge import JudgeConfig
 from agentrl.rewards.sources import BUNDLED, PATTERNS, SOURCES

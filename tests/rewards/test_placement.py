@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema.reward import Placement
-from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import Placement, RewardConfig, RewardWeightsConfig
 from agentrl.rewards.combination import combine_rewards
 from agentrl.rewards.placement import PlacedReward, RewardPlacement, place_rewards
 from agentrl.rollout.request import AsyncRolloutRequest

@@ -10,7 +10,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from agentrl.config.schema.run import CustomRewardConfig, RewardConfig
+from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
 from agentrl.errors import ConfigError, Fault, PluginError, RewardError
 from agentrl.messages import FunctionCall, Message, ToolCall
 from agentrl.rewards import (
@@ -294,7 +294,7 @@ def test_a_scorer_that_never_returns_does_not_hold_up_the_end_of_the_process():
     code = (
         "import asyncio, time\n"
         "from tests.fakes.requests import build_request, said\n"
-        "from agentrl.config.schema.run import RewardConfig\n"
+        "from agentrl.config.schema.reward import RewardConfig\n"
         "from agentrl.rewards import get_reward_manager\n"
         "manager = get_reward_manager('naive')(lambda **_: time.sleep(60), "
         "RewardConfig(timeout_s=0.1))\n"

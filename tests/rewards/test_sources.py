@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from agentrl.config.schema.reward import BUNDLED_SCORERS
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import BUNDLED_SCORERS, RewardConfig
 from agentrl.errors import RewardError
 from agentrl.rewards import default_compute_score, make_reward_manager
 from agentrl.rewards.sources import BUNDLED, BY_SOURCE, PATTERNS, SOURCES, find_bundled

@@ -25,8 +25,7 @@ from hypothesis.stateful import (
 )
 from pydantic import ValidationError
 
-from agentrl.config.schema.reward import Placement
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import Placement, RewardConfig
 from agentrl.engines.protocol import VersionSpan
 from agentrl.errors import LedgerError, TransitionError
 from agentrl.messages import Message

@@ -15,7 +15,7 @@ from agentrl.algorithms import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit, gather_batch

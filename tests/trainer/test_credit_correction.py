@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.trainer.credit import Credit
 from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes.credit import credited, scored_batch

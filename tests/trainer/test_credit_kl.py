@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
 from agentrl.workers.distributed import World, start_world, stop_world

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from agentrl.algorithms import get_policy_loss_fn, register_policy_loss
-from agentrl.config.schema.run import FsdpConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.engines.transformers.continuous_batching import Batcher
 from agentrl.errors import OutOfMemoryError
 from agentrl.trainer.rollouts.files import read_trajectories

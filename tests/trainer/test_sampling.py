@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import register_adv_est
 from agentrl.collate import collate
-from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import RewardConfig, RewardWeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.sampling import (

@@ -271,7 +271,7 @@ def test_one_prompt_and_more_ranks_than_samples(tiny_home: Path, tmp_path: Path)
     with ranks_of("agentrl", "train", str(file), size=3) as ranks:
         told = [rank.wait() for rank in ranks]
     assert [rank.code for rank in told] == [0, 0, 0], told
-    assert "its 2 samples give 1 of 3 ranks nothing to do" in told[0].out
+    assert "its 2 samples leave 1 of 3 ranks without work" in told[0].out
 
 
 @pytest.mark.slow

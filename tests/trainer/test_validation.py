@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config.schema.run import RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.reward import RewardConfig, RewardFunctionConfig
 from agentrl.rewards.scoring import read_score
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason

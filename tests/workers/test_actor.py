@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from agentrl.algorithms.kl import kl_penalty
-from agentrl.config.schema.run import OptimConfig
+from agentrl.config.schema.training import OptimConfig
 from agentrl.workers.distributed import World
 from agentrl.workers.scoring import Reference
 from tests.fakes.engines import tiny_model

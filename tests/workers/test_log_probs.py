@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from agentrl.config.schema.run import FsdpConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.batches import read_padded_rows
 from agentrl.workers.distributed import World

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, Qwen2Tokenizer
 
-from agentrl.config.schema.run import FsdpConfig, ModelConfig
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.engines.protocol import Engine, SyncFigures
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World, resolve_device

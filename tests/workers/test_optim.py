@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.schema.run import OptimConfig
+from agentrl.config.schema.training import OptimConfig
 from agentrl.workers.distributed import World
 from agentrl.workers.optim import PolicyOptimizer, make_schedule
 from tests.fakes.engines import tiny_model

@@ -7,13 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.config.schema.run import (
-    ArithmeticConfig,
-    ModelConfig,
-    OptimConfig,
-    SftConfig,
-    TinyPolicyConfig,
-)
+from agentrl.config.schema.prepare import ArithmeticConfig, SftConfig, TinyPolicyConfig
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import OptimConfig
 from agentrl.data.rows import load_conversations
 from agentrl.errors import ConfigError, DataError
 from agentrl.quickstart.arithmetic import prepare_arithmetic

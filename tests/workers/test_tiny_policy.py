@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from agentrl.config.schema.run import ArithmeticConfig, FsdpConfig, ModelConfig, TinyPolicyConfig
+from agentrl.config.schema.prepare import ArithmeticConfig, TinyPolicyConfig
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.data.rows import load_conversations
 from agentrl.errors import DataError
 from agentrl.messages import Message, OpenAIFunctionToolSchema

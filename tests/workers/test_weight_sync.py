@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config.schema.run import FsdpConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import EngineError
 from agentrl.workers.distributed import World
 from agentrl.workers.model import PolicyModel

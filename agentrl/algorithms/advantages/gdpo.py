@@ -9,7 +9,7 @@ import torch
 from agentrl.algorithms.advantages.group_relative import relative_scores
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, GroupScores
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 
 _KEYS = "algorithm.gdpo_reward_keys"

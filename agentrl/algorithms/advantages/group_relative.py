@@ -12,7 +12,7 @@ import torch
 
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, GroupScores
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 
 RowFormula = Callable[[GroupScores], torch.Tensor]

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins.registry import Registry
 from agentrl.protocol import DataProto

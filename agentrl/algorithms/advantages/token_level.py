@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, masked_whiten
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 
 
 @register_adv_est("gae")

@@ -19,7 +19,7 @@ from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, Groups, G
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.token_level import compute_gae
 from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, masked_whiten
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from agentrl.algorithms.losses.token_ratio import (
     compute_policy_loss_gpg,
     compute_policy_loss_vanilla,
 )
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 from agentrl.errors import ConfigError
 
 

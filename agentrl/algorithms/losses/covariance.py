@@ -26,7 +26,7 @@ from agentrl.algorithms.losses.token_loss import (
     register_token_loss,
     where_trained,
 )
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 from agentrl.errors import ConfigError
 
 CLIP_COV = (*CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")))

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from agentrl.algorithms.aggregation import LossScale
-from agentrl.config.schema.run import ActorConfig, LossAggMode
+from agentrl.config.schema.training import ActorConfig, LossAggMode
 from agentrl.errors import ConfigError
 from agentrl.plugins.registry import Registry
 

@@ -19,7 +19,7 @@ from agentrl.algorithms.losses.registry import (
     TrainedTokens,
     register_policy_loss,
 )
-from agentrl.config.schema.run import ActorConfig, LossAggMode
+from agentrl.config.schema.training import ActorConfig, LossAggMode
 
 CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 """The settings that `clip_range` reads."""

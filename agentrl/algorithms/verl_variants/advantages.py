@@ -35,7 +35,7 @@ from agentrl.algorithms.advantages.token_baseline import (
 )
 from agentrl.algorithms.advantages.token_level import compute_gae, compute_returns_to_go
 from agentrl.algorithms.masked import WHITENING_EPSILON, TrainedTokenIndex
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 
 Index = np.ndarray | torch.Tensor
 

@@ -21,7 +21,7 @@ from agentrl.algorithms.losses.token_loss import (
 )
 from agentrl.algorithms.losses.token_ratio import compute_policy_loss_sapo
 from agentrl.algorithms.masked import masked_mean
-from agentrl.config.schema.run import ActorConfig
+from agentrl.config.schema.training import ActorConfig
 
 
 @register_policy_loss(

@@ -14,87 +14,21 @@ from pydantic import BeforeValidator, Field
 
 from agentrl.config.schema.engine import (
     EngineConfig,
-    EngineName,
-    ScriptedEngineConfig,
-    SGLangConfig,
-    SGLangServerConfig,
-    TransformersEngineConfig,
     WeightSyncConfig,
 )
 from agentrl.config.schema.prepare import (
-    ArithmeticConfig,
-    Gsm8kConfig,
     PrepareConfig,
-    SftConfig,
-    TinyPolicyConfig,
 )
 from agentrl.config.schema.reward import (
-    CustomRewardConfig,
-    OverlongBufferConfig,
     RewardConfig,
-    RewardFunctionConfig,
-    RewardWeightsConfig,
 )
-from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section, Seed, UserPath
 from agentrl.config.schema.training import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
-    FilterGroupsConfig,
-    FsdpConfig,
-    KlCtrlConfig,
-    KlLossType,
-    LossAggMode,
-    OptimConfig,
-    PolicyLossConfig,
     RefConfig,
-    RolloutCorrectionConfig,
 )
-
-__all__ = [
-    "ActorConfig",
-    "AlgorithmConfig",
-    "ArithmeticConfig",
-    "CriticConfig",
-    "CustomClassConfig",
-    "CustomRewardConfig",
-    "DataConfig",
-    "EngineConfig",
-    "EngineName",
-    "FailureConfig",
-    "FilterGroupsConfig",
-    "FsdpConfig",
-    "Gsm8kConfig",
-    "KlCtrlConfig",
-    "KlLossType",
-    "LossAggMode",
-    "ModelConfig",
-    "MultiTurnConfig",
-    "OptimConfig",
-    "OverlongBufferConfig",
-    "PolicyLossConfig",
-    "PrepareConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RewardWeightsConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RunConfig",
-    "SGLangConfig",
-    "SGLangServerConfig",
-    "SandboxConfig",
-    "ScriptedEngineConfig",
-    "Section",
-    "Seed",
-    "SftConfig",
-    "TinyPolicyConfig",
-    "TrainerConfig",
-    "TransformersEngineConfig",
-    "ValKwargsConfig",
-    "WeightSyncConfig",
-]
 
 
 class CustomClassConfig(Section):

@@ -1,8 +1,8 @@
 """How a key of verl's tree becomes keys of agentrl: the records, and the readers that keys share.
 
-`keys.yaml` has one entry for each key; `agentrl.config.verl.table` loads it. A reader takes a value,
-verl's whole tree and the entry, and returns what the value means here. A value without a meaning
-here is a `ConfigError`; `agentrl.config.verl.reading` adds the key to it.
+`keys.yaml` has one entry for each key, and `agentrl.config.verl.table` loads it. A reader takes a
+value, verl's whole tree and the entry, and returns what the value means here. A value without a
+meaning here is a `ConfigError`; `agentrl.config.verl.reading` adds the key to it.
 """
 
 from collections.abc import Callable, Mapping

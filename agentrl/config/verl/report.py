@@ -73,7 +73,7 @@ class VerlReport:
 
     @property
     def origins(self) -> dict[str, str]:
-        """agentrl's keys, and the key of verl that set each."""
+        """Agentrl's keys, and the key of verl that set each."""
         return {ours: item.key for item in reversed(self.mapped) for ours in item.settings}
 
     def name_in_verl(self, message: str) -> dict[str, str]:

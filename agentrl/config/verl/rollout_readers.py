@@ -134,8 +134,7 @@ def max_user_turns(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
 
 
 def observation_budget(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
-    """Take characters as tokens, which never cuts earlier; use the longest limit if verl cuts none.
-    """
+    """Take characters as tokens; if verl cuts nothing, allow the whole response budget."""
     longest = count(tree, "data.max_response_length")
     if not tree.is_changed(row.name) and not is_async(tree):
         note = "verl's sync rollout cuts no tool response; here the response's budget is the limit"

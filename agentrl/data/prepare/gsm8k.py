@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.answers import extract_gsm8k_answer
-from agentrl.config.schema.run import Gsm8kConfig
+from agentrl.config.schema.prepare import Gsm8kConfig
 from agentrl.data.files import Row, read_rows, untyped_datasets, write_parquet
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError

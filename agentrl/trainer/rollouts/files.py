@@ -23,7 +23,8 @@ from typing import NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from agentrl.atomic_io import written_whole
-from agentrl.config.schema.run import RewardConfig, RunConfig
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, DataError
 from agentrl.rewards import combine_rewards
 from agentrl.rollout.records import to_plain

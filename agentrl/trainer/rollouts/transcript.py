@@ -24,7 +24,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.rewards import CombinedReward, RewardPlacement, Source, combine_rewards, place_rewards
 from agentrl.rewards.combination import TRAJECTORY_ALONE
 from agentrl.rollout.records import CallRecord, Failure, Turn

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from agentrl.config.checks import check_tools
-from agentrl.config.schema.run import RewardConfig, RunConfig
+from agentrl.config.schema.reward import RewardConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.data.dataset import PromptDataset, load_prompts, read_prompts
 from agentrl.data.lengths import drop_overlong, measure_prompts
 from agentrl.data.rows import Prompt

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config.conflicts import longest_sequence
-from agentrl.config.schema.run import EngineName, RunConfig
+from agentrl.config.schema.engine import EngineName
+from agentrl.config.schema.run import RunConfig
 from agentrl.engines import (
     Engine,
     ScriptedEngine,

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.config.schema.run import CustomRewardConfig, RunConfig
+from agentrl.config.schema.reward import CustomRewardConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import Engine
 from agentrl.errors import ConfigError, PluginError

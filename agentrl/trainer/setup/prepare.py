@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.atomic_io import put_back_replaced
-from agentrl.config.schema.run import PrepareConfig, RunConfig, SftConfig
+from agentrl.config.schema.prepare import PrepareConfig, SftConfig
+from agentrl.config.schema.run import RunConfig
 from agentrl.data.prepare.gsm8k import prepare_gsm8k
 from agentrl.data.prepare.manifest import content_of, is_unfinished, make_once, must_make
 from agentrl.messages import OpenAIFunctionToolSchema

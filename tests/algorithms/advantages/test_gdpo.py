@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 from tests.fakes.groups import (
     advantages_of,

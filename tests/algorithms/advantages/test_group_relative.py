@@ -19,7 +19,7 @@ from agentrl.algorithms import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
 from agentrl.rewards.placement import split_evenly

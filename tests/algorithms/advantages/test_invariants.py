@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.algorithms.advantages.registry import adv_estimator_names
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.protocol import DataProto
 
 BUNDLED = [

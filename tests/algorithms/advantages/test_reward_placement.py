@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import adv_estimator_names, compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
-from agentrl.config.method_keys import SUM_ESTIMATORS, TURN_ESTIMATORS
 from agentrl.config.schema.reward import Placement
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
+from agentrl.config.tables import method_facts
 from agentrl.protocol import DataProto
 from agentrl.rollout.request import AsyncRolloutRequest
 from tests.fakes.requests import TurnPlan, build_request, observed, said, weighted
 
+SUM_ESTIMATORS, TURN_ESTIMATORS = (
+    {name for name, facts in method_facts().estimators.items() if facts.rewards == kind}
+    for kind in ("sum", "turns")
+)
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 BUNDLED = [
     name

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.protocol import DataProto
 from tests.fakes.turns import TurnRows, turn_rows
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
-from agentrl.config.schema.run import AlgorithmConfig
+from agentrl.config.schema.training import AlgorithmConfig
 from tests.algorithms.advantages.test_token_level import naive_whiten
 from tests.fakes.requests import build_request, observed, said, weighted
 from tests.fakes.turns import TurnRows, turn_rows

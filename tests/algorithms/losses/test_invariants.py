@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms import LossScale, TrainedTokens, get_policy_loss_fn, with_summary
 from agentrl.algorithms.aggregation import compute_row_weights
-from agentrl.config.schema.run import ActorConfig, LossAggMode
+from agentrl.config.schema.training import ActorConfig, LossAggMode
 from tests.fakes.naive_losses import BUDGET, Batch, config_of, lawful_losses, make_batch
 from tests.fakes.tensors import masks
 

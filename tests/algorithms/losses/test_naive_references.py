@@ -13,8 +13,7 @@ from agentrl.algorithms import (
 from agentrl.algorithms.losses.covariance import cut_for_kl_cov
 from agentrl.algorithms.losses.registry import DEFAULTS, TrainedTokens
 from agentrl.algorithms.losses.token_loss import LossInputs
-from agentrl.config.schema.run import ActorConfig, LossAggMode
-from agentrl.config.schema.training import PolicyLossConfig
+from agentrl.config.schema.training import ActorConfig, LossAggMode, PolicyLossConfig
 from tests.fakes.losses import call, column
 from tests.fakes.naive_losses import (
     BUDGET,

@@ -14,8 +14,8 @@ from agentrl.algorithms import (
     register_policy_loss,
     with_summary,
 )
-from agentrl.config.method_keys import FIXED_AGGREGATION
-from agentrl.config.schema.run import ActorConfig, LossAggMode
+from agentrl.config.schema.training import ActorConfig, LossAggMode
+from agentrl.config.tables import method_facts
 from agentrl.errors import ConfigError
 from tests.fakes.losses import call, column
 from tests.fakes.naive_losses import RAGGED, make_batch
@@ -65,7 +65,8 @@ def test_the_configuration_knows_which_losses_prescribe_their_aggregation():
             for mode in MODES
         }
         prescribed |= {name: modes.pop()} if len(modes) == 1 else {}
-    assert prescribed == dict(FIXED_AGGREGATION)
+    fixed = {name: facts.aggregation for name, facts in method_facts().losses.items()}
+    assert prescribed == {name: mode for name, mode in fixed.items() if mode}
 
 
 def test_a_loss_by_covariance_wants_a_summary_of_the_mini_batch():

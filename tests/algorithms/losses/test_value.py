@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agentrl.algorithms import LossScale, compute_value_loss
-from agentrl.config.schema.run import LossAggMode
+from agentrl.config.schema.training import LossAggMode
 from tests.fakes.naive_losses import BUDGET, naive_agg
 
 MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.answers import extract_gsm8k_answer
-from agentrl.config import ArithmeticConfig, DataConfig, Gsm8kConfig
+from agentrl.config.schema.prepare import ArithmeticConfig, Gsm8kConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.data.files import read_rows, write_jsonl
 from agentrl.data.prepare.gsm8k import prepare_gsm8k

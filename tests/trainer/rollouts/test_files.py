@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema.run import (
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardWeightsConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from agentrl.config.schema.reward import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from agentrl.errors import DataError
 from agentrl.rollout.states import StopReason
 from agentrl.trainer.metrics.run_logger import RunLogger

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.config.schema.reward import Placement
-from agentrl.config.schema.run import RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import Placement, RewardConfig, RewardWeightsConfig
 from agentrl.errors import Fault, ToolLifeError
 from agentrl.rewards import combine_rewards
 from agentrl.rewards.combination import record_shaping

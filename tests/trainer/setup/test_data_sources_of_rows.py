@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.dataset import PromptDataset
 from agentrl.errors import DataError, SandboxError
 from agentrl.rewards import make_reward_manager

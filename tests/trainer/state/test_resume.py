@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig, SftConfig
+from agentrl.config.schema.prepare import SftConfig
+from agentrl.config.schema.run import DataConfig, ModelConfig, RunConfig
 from agentrl.errors import CheckpointError
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup import prepare as preparation

@@ -45,7 +45,7 @@ def refusal(changes: Mapping[str, Any], file: str | None = None) -> str:
 
 
 def note_of(changes: Mapping[str, Any], key: str) -> str:
-    [found] = [item.note for item in report_of(changes).taken if item.key == key]
+    [found] = [item.note for item in report_of(changes).mapped if item.key == key]
     return found
 
 
@@ -55,7 +55,7 @@ def note_of(changes: Mapping[str, Any], key: str) -> str:
 def test_over_sampling_is_read_as_none_and_reported():
     assert read({f"{R}.over_sample_rate": 0.1}) == read({})
     note = note_of({f"{R}.over_sample_rate": 0.1}, f"{R}.over_sample_rate")
-    assert "every request is waited for" in note
+    assert "every request is finished" in note
 
 
 def test_a_share_of_warm_up_waits_for_the_data():
@@ -143,7 +143,7 @@ def test_the_loss_without_a_clip_is_chosen_under_bypass_alone():
     both = {f"{C}.use_policy_gradient": True, f"{C}.bypass_mode": True}
     assert read(both).algorithm.rollout_correction.loss_type == "reinforce"
     alone = report_of({f"{C}.use_policy_gradient": True})
-    assert [item.key for item in alone.dead] == [f"{C}.use_policy_gradient"]
+    assert [item.key for item in alone.no_effect] == [f"{C}.use_policy_gradient"]
 
 
 # Rows, calls and validation, as verl's two rollouts have them.
@@ -205,7 +205,7 @@ def test_agent_loops_sample_validation_by_its_temperature():
     loops = read({**val, **ASYNC}).rollout
     assert (loops.val_kwargs.temperature, loops.val_kwargs.n) == (0.6, 30)
     assert (loops.top_k, loops.val_kwargs.top_k) == (-1, -1)
-    dead = {item.key for item in report_of({**val, **ASYNC}).dead}
+    dead = {item.key for item in report_of({**val, **ASYNC}).no_effect}
     assert dead == {f"{R}.top_k", f"{R}.val_kwargs.top_k"}
 
 
@@ -248,7 +248,7 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
         ({f"{M}.lora_rank": 32}, "no LoRA"),
         ({"reward_model.enable": True}, "no reward model"),
         ({"algorithm.adv_estimator": "gae"}, "needs a critic"),
-        ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no agent loops"),
+        ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no custom agent loops"),
     ],
 )
 def test_what_is_not_here_is_refused_in_one_sentence(changes: dict[str, Any], told: str):

@@ -1,4 +1,4 @@
-"""Keys of credit and update: which method reads which, what is dead, what contradicts itself."""
+"""What each method reads, and which of its keys have no effect or conflict."""
 
 import inspect
 from typing import Any
@@ -16,17 +16,9 @@ from agentrl.algorithms.losses.registry import (
     policy_loss_names,
     with_summary,
 )
-from agentrl.config import find_contradictions, find_dead_keys, parse_config, to_yaml
-from agentrl.config.method_keys import (
-    FIXED_AGGREGATION,
-    GROUP_ESTIMATORS,
-    INPUTS_NOT_MADE,
-    KEYS_OF_ESTIMATOR,
-    KEYS_OF_LOSS,
-    READ_SQUARES,
-    SUM_ESTIMATORS,
-)
-from agentrl.config.schema.run import ActorConfig, AlgorithmConfig
+from agentrl.config import find_conflicts, find_dead_keys, parse_config, to_yaml
+from agentrl.config.schema.training import ActorConfig, AlgorithmConfig
+from agentrl.config.tables import method_facts
 
 
 def config_of(**sections: Any) -> Any:
@@ -39,7 +31,7 @@ def dead(**sections: Any) -> set[str]:
 
 
 def contradicted(**sections: Any) -> set[str]:
-    problems = find_contradictions(config_of(**sections))
+    problems = find_conflicts(config_of(**sections))
     assert all(problem.expected for problem in problems)
     return {problem.key for problem in problems}
 
@@ -75,8 +67,16 @@ def bundled(names: Any, find: Any) -> list[str]:
 
 LOSSES = bundled(policy_loss_names(), get_policy_loss_fn)
 ESTIMATORS = bundled(adv_estimator_names(), get_adv_estimator_fn)
-LOSS_KEYS = frozenset[str]().union(*KEYS_OF_LOSS.values())
-ESTIMATOR_KEYS = frozenset[str]().union(*KEYS_OF_ESTIMATOR.values())
+FACTS = method_facts()
+LOSS_KEYS = {f"actor.{key}" for facts in FACTS.losses.values() for key in facts.reads}
+ESTIMATOR_KEYS = {f"algorithm.{key}" for facts in FACTS.estimators.values() for key in facts.reads}
+
+
+def estimators_that(**values: Any) -> list[str]:
+    """List the estimators whose facts have these values, sorted."""
+    return sorted(
+        name for name, facts in FACTS.estimators.items() if values.items() <= dict(facts).items()
+    )
 
 
 def keys_read_by_loss(name: str) -> set[str]:
@@ -96,7 +96,7 @@ def keys_read_by_loss(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_unused_keys_the_table_of_a_loss_is_what_it_reads(name: str):
-    assert keys_read_by_loss(name) == KEYS_OF_LOSS[name]
+    assert keys_read_by_loss(name) == {f"actor.{key}" for key in FACTS.losses[name].reads}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -104,7 +104,7 @@ def test_unused_keys_the_table_knows_which_losses_fix_their_aggregation(name: st
     given = {"loss_mode": name, "dro_beta": 0.5}
     for mode in ("token-sum", "token-mean"):
         config = ActorConfig.model_validate({"policy_loss": given, "loss_agg_mode": mode})
-        assert effective_loss_agg_mode(config) == FIXED_AGGREGATION.get(name, mode)
+        assert effective_loss_agg_mode(config) == (FACTS.losses[name].aggregation or mode)
 
 
 def keys_read_by_estimator(name: str) -> set[str]:
@@ -139,35 +139,13 @@ def keys_read_by_estimator(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_unused_keys_the_table_of_an_estimator_is_what_it_reads(name: str):
-    assert keys_read_by_estimator(name) == KEYS_OF_ESTIMATOR[name]
+    declared = {f"algorithm.{key}" for key in FACTS.estimators[name].reads}
+    assert keys_read_by_estimator(name) == declared
 
 
 def test_the_tables_name_nothing_that_is_not_there():
-    assert set(KEYS_OF_LOSS) == set(LOSSES)
-    assert set(KEYS_OF_ESTIMATOR) == set(ESTIMATORS)
-
-
-def test_group_estimators_are_those_that_are_given_groups():
-    given = {
-        n for n in ESTIMATORS if "index" in inspect.signature(get_adv_estimator_fn(n)).parameters
-    }
-    assert {name for name in given if not name.endswith("_verl")} == GROUP_ESTIMATORS
-
-
-def test_estimators_whose_inputs_no_loop_makes_are_known():
-    def lacks(name: str) -> bool:
-        parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
-        needed = {p.name for p in parameters if p.default is p.empty}
-        return "values" in needed
-
-    assert {name for name in ESTIMATORS if lacks(name)} == set(INPUTS_NOT_MADE)
-
-
-def test_estimators_that_read_squared_probabilities_are_known():
-    def reads(name: str) -> bool:
-        return "sum_pi_squared" in inspect.signature(get_adv_estimator_fn(name)).parameters
-
-    assert {name for name in ESTIMATORS if reads(name)} == READ_SQUARES
+    assert set(FACTS.losses) == set(LOSSES)
+    assert set(FACTS.estimators) == set(ESTIMATORS)
 
 
 DEAD: list[tuple[str, dict[str, Any]]] = [
@@ -203,7 +181,7 @@ DEAD: list[tuple[str, dict[str, Any]]] = [
     }.items()),
     *(("reward.placement",
        {"reward": {"placement": "uniform"}, "algorithm": {"adv_estimator": name}})
-      for name in sorted(SUM_ESTIMATORS)),
+      for name in estimators_that(rewards="sum")),
     ("reward.placement_decay",
      {"reward": {"placement_decay": 0.9}, "algorithm": {"adv_estimator": "turn_rloo"}}),
     ("algorithm.rollout_correction.rollout_is_threshold", corrected(rollout_is_threshold=3.0)),
@@ -260,13 +238,13 @@ def test_keys_of_methods_that_are_read_are_not_called_dead():
 
 CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     *(("rollout.n", {"rollout": {"n": 1}, "algorithm": {"adv_estimator": name}})
-      for name in sorted(GROUP_ESTIMATORS - {"gdpo"} - INPUTS_NOT_MADE.keys())),
+      for name in estimators_that(compares_groups=True) if name != "gdpo"),
     *(("algorithm.adv_estimator", {"algorithm": {"adv_estimator": name}})
-      for name in INPUTS_NOT_MADE),
+      for name in estimators_that(needs_critic=True)),
     ("algorithm.gdpo_reward_keys", {"algorithm": {"adv_estimator": "gdpo"}}),
     *(("algorithm.adv_estimator",
        {"algorithm": {"adv_estimator": name, "rollout_correction": {"bypass_mode": True}}})
-      for name in sorted(READ_SQUARES)),
+      for name in estimators_that(needs_squares=True)),
     ("rollout.n", {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "remax",
                                                       "filter_groups": {"enable": True}}}),
     ("reward.overlong_buffer.len", {"reward": {"overlong_buffer": {"enable": True}}}),
@@ -349,5 +327,5 @@ def test_what_a_run_is_written_down_as_has_no_key_that_it_refuses(keys: dict[str
     again = parse_config(yaml.safe_load(to_yaml(config)))
     old, new = (one.algorithm.rollout_correction.effective for one in (config, again))
     assert "rollout_correction" not in config.model_dump()["actor"]["policy_loss"]
-    assert not find_contradictions(again)
+    assert not find_conflicts(again)
     assert old == new

@@ -13,15 +13,16 @@ from agentrl.config import (
     check_tools,
     describe,
     find_biases,
-    find_contradictions,
+    find_conflicts,
     find_dead_keys,
     find_idle_ranks,
     find_idle_tools,
     parse_config,
 )
-from agentrl.config.dead_keys import DEAD_KEY_RULES, set_keys
+from agentrl.config.dead_keys import CONDITIONS, RULES, set_keys
 from agentrl.config.problems import known_keys
-from agentrl.config.schema.run import KlLossType
+from agentrl.config.schema.training import KlLossType
+from agentrl.config.tables import load_table
 from agentrl.errors import ConfigError
 
 TINY = {"out_dir": "o", "corpus": "c"}
@@ -35,7 +36,7 @@ def config_of(**sections):
 
 def contradicted(purpose: Purpose = Purpose.TRAIN, **sections) -> set[str]:
     config = config_of(**sections)
-    problems = find_contradictions(config, purpose=purpose)
+    problems = find_conflicts(config, purpose=purpose)
     assert all(problem.expected for problem in problems)
     return {problem.key for problem in problems}
 
@@ -148,8 +149,8 @@ def test_batches_pass_exactly_where_mini_batches_divide_them(batch, mini):
     ("world_size", "mini", "told"),
     [
         (2, None, []),
-        (3, 1, ["actor.ppo_mini_batch_size: its 2 samples give 1 of 3 ranks nothing to do"]),
-        (16, None, ["data.train_batch_size: its 8 samples give 8 of 16 ranks nothing to do"]),
+        (3, 1, ["actor.ppo_mini_batch_size: its 2 samples leave 1 of 3 ranks without work"]),
+        (16, None, ["data.train_batch_size: its 8 samples leave 8 of 16 ranks without work"]),
         (1, None, ["trainer.collective_timeout_s has no effect: a run on one rank waits for no "
                    "other"]),
     ],
@@ -391,9 +392,13 @@ def test_unused_keys_a_default_is_never_reported():
 
 
 def test_every_rule_is_about_keys_that_exist():
-    known = set(known_keys())
-    for rule in DEAD_KEY_RULES:
-        assert {key.removesuffix(".*") for key in rule.keys} <= known
+    rules = load_table(RULES)
+    for rule in rules:
+        named = [*rule["keys"], *rule.get("except", ()), *rule.get("when", ())]
+        assert {key.removesuffix(".*") for key in named} <= set(known_keys())
+        assert rule.keys() <= {"keys", "except", "when", "if", "reason"}
+        assert "when" in rule or "if" in rule
+    assert {rule["if"] for rule in rules if "if" in rule} == set(CONDITIONS)
 
 
 @given(st.data())
@@ -472,6 +477,6 @@ def test_a_key_that_has_no_effect_biases_nothing():
     assert {bias.key for bias in find_biases(config)} == {"reward.placement"}
     told = [str(note) for note in check_config(config) if note.key == "reward.placement"]
     assert told == [
-        "reward.placement has no effect: no tool is ever called, and tool_call_tokens is "
-        "last_token then"
+        "reward.placement has no effect: no tool is ever called, so tool_call_tokens "
+        "means last_token"
     ]

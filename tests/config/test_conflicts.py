@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from agentrl.config import parse_config
-from agentrl.config.conflicts import Purpose, find_contradictions
+from agentrl.config.conflicts import Purpose, find_conflicts
 from agentrl.config.dead_keys import find_dead_keys
 from agentrl.config.schema.reward import TAKEN_NAMES
 from agentrl.config.schema.sandbox import SandboxConfig
@@ -20,7 +20,7 @@ def run(**reward: Any):
 
 
 def problems(purpose=Purpose.TRAIN, **reward: Any) -> list[str]:
-    return [str(problem) for problem in find_contradictions(run(**reward), purpose=purpose)]
+    return [str(problem) for problem in find_conflicts(run(**reward), purpose=purpose)]
 
 
 CUSTOM = {"path": "mine.py"}
@@ -31,16 +31,16 @@ SERVICE = {"provider": "sandbox_fusion", "url": "http://x"}
 @pytest.mark.parametrize(
     ("reward", "told"),
     [
-        ({"functions": [{"name": "math"}], "custom_reward_function": CUSTOM}, "is set beside"),
+        ({"functions": [{"name": "math"}], "custom_reward_function": CUSTOM}, "is set together"),
         ({"functions": [{"name": "math"}, {"name": "math"}]}, "2 functions named 'math'"),
         ({"functions": [{"name": "maths"}]}, "did you mean 'math'"),
         ({"functions": [{"name": "math"}, {"name": "gms8k"}]}, "reward.functions[1].name"),
-        ({"functions": [{"name": "math", "function": "mine"}]}, "nothing to find it in"),
+        ({"functions": [{"name": "math", "function": "mine"}]}, "there is no path to the module"),
         ({"functions": [{"name": "math", "weight": 0}]}, "only weights of 0"),
         ({"manager": "batch"}, "gets lists"),
         ({"manager": "batch", "functions": [{"name": "mine", "path": "mine.py"}]}, "gets lists"),
         *(
-            ({"functions": [{"name": name, "path": "mine.py"}]}, f"{name!r} is what agentrl calls")
+            ({"functions": [{"name": name, "path": "mine.py"}]}, f"{name!r} is the name of")
             for name in ("score", "length_penalty", "overlong_reward")
         ),
         ({"sandbox": {"provider": "subprocess"}}, "reward.sandbox.trusted: is false"),

@@ -15,8 +15,8 @@ from agentrl.config import RunConfig, find_dead_keys, load_config, parse_config,
 from agentrl.config.explain import convert_from_verl
 from agentrl.config.problems import known_keys
 from agentrl.config.verl import VerlReport, read_verl_tree
-from agentrl.config.verl.mapping import UNSET, Dead, Left, Refused, Taken
-from agentrl.config.verl.table import TABLE, find_key, single_keys
+from agentrl.config.verl.mapping import UNSET, NoEffect, Rejected, Unsupported
+from agentrl.config.verl.table import find_key, single_keys, table
 from agentrl.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -142,7 +142,7 @@ def test_a_run_of_verls_is_read_from_its_file_and_its_command_line(tmp_path: Pat
     }
     assert {key: ours(config, key) for key in expected} == expected
     assert report is not None
-    assert {item.key for item in report.without} >= {
+    assert {item.key for item in report.unsupported} >= {
         "hydra.searchpath",
         f"{A}.fsdp_config.param_offload",
         f"{M}.use_remove_padding",
@@ -176,7 +176,7 @@ def test_what_is_left_out_has_verls_default_not_ours():
         "trainer.project_name": "verl_examples",
     }
     assert {key: ours(config, key) for key in expected} == expected
-    told = {item.key for item in report_of({f"{R}.n": None}).taken if item.is_default}
+    told = {item.key for item in report_of({f"{R}.n": None}).mapped if item.is_default}
     assert {"data.train_batch_size", f"{R}.n", "trainer.total_epochs"} <= told
 
 
@@ -197,7 +197,7 @@ CHOICES = {
 """Keys whose default holds for verl's machines: left out, ours hold, and given, the value does."""
 WRITTEN_OUT = {
     row.name: row.default
-    for row in TABLE
+    for row in table()
     if row.default != UNSET
     and row.name not in (*LEAST, *CHOICES)
     and not (isinstance(row.default, str) and "${" in row.default)
@@ -221,7 +221,7 @@ def test_in_a_whole_tree_the_command_line_chooses_and_a_default_left_is_reported
     given = {name: row.default for name, row in single_keys().items() if name in CHOICES}
     key = f"{R}.tensor_model_parallel_size"
     whole = tree({**WRITTEN_OUT, **given})
-    [note] = [item.note for item in read_verl_tree(whole).report.taken if item.key == key]
+    [note] = [item.note for item in read_verl_tree(whole).report.mapped if item.key == key]
     assert "is not taken" in note
     config = read_verl_tree(whole, overridden=[key]).config
     assert config.rollout.engine.sglang.tp_size == 2
@@ -255,7 +255,7 @@ VALUES = (
     | st.lists(st.integers(), max_size=2)
     | st.dictionaries(st.sampled_from(["path", "x"]), st.integers(), max_size=2)
 )
-NAMES = [row.name.replace("*", "some.thing") for row in TABLE]
+NAMES = [row.name.replace("*", "some.thing") for row in table()]
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
@@ -269,59 +269,60 @@ def test_any_value_of_any_key_is_refused_in_words_or_stands_in_one_list(changes)
         report = read_verl_tree(root).report
     except ConfigError:
         return
-    told = [item.key for item in (*report.taken, *report.left)]
+    told = [item.key for item in (*report.mapped, *report.dropped)]
     assert len(told) == len(set(told))
     given_keys = [key for key in changes if find_key(key) and changes[key] not in (None, {})]
     assert all(any(t == key or t.startswith(f"{key}.") for t in told) for key in given_keys)
 
 
 def with_value(kind: type) -> dict[str, Any]:
-    """Every key of one fate, with a value that is no default."""
-    return {row.name.replace("*", "x"): 7 for row in TABLE if isinstance(row.fate, kind)}
+    """Every key of one outcome, with a value that is no default."""
+    return {row.name.replace("*", "x"): 7 for row in table() if isinstance(row.outcome, kind)}
 
 
 def test_keys_without_counterpart_are_reported_and_change_nothing():
-    changes = with_value(Left)
+    changes = with_value(Unsupported)
     config, report = read_verl_tree(tree(changes))
-    assert {item.key: item.value for item in report.without} == changes
-    assert all(item.why and not item.is_default for item in report.without)
+    assert {item.key: item.value for item in report.unsupported} == changes
+    assert all(item.why and not item.is_default for item in report.unsupported)
     assert config == BASE
 
 
 def test_keys_that_are_dead_in_verl_are_reported_as_dead_and_change_nothing():
-    changes = with_value(Dead)
+    changes = with_value(NoEffect)
     config, report = read_verl_tree(tree(changes))
-    assert {item.key: item.value for item in report.dead} == changes
+    assert {item.key: item.value for item in report.no_effect} == changes
     assert config == BASE
 
 
-REFUSED = {row.name: row.fate for row in TABLE if isinstance(row.fate, Refused)}
+REJECTED = {row.name: row.outcome for row in table() if isinstance(row.outcome, Rejected)}
 
 
 def test_what_would_change_the_training_is_refused_with_what_is_missing():
-    lines = str(refusal(dict.fromkeys(REFUSED, "something_else"))).splitlines()
-    for name, fate in REFUSED.items():
-        assert any(line.startswith(f"- {name}: ") and fate.why in line for line in lines), name
+    lines = str(refusal(dict.fromkeys(REJECTED, "something_else"))).splitlines()
+    for name, outcome in REJECTED.items():
+        assert any(line.startswith(f"- {name}: ") and outcome.why in line for line in lines), name
 
 
 def test_what_would_change_the_training_may_be_said_to_be_off():
-    for number in range(max(len(fate.harmless) for fate in REFUSED.values())):
+    for number in range(max(len(outcome.allowed) for outcome in REJECTED.values())):
         changes = {
-            name: fate.harmless[number % len(fate.harmless)] for name, fate in REFUSED.items()
+            name: outcome.allowed[number % len(outcome.allowed)]
+            for name, outcome in REJECTED.items()
         }
         assert read(changes) == BASE
 
 
 def test_the_table_names_keys_that_there_are():
-    names = [row.name for row in TABLE]
+    names = [row.name for row in table()]
     assert len(names) == len(set(names))
-    for row in TABLE:
-        if isinstance(row.fate, Taken):
-            assert set(row.fate.ours) <= set(known_keys()), row.name
+    for row in table():
+        if row.outcome is None:
+            assert set(row.ours) <= set(known_keys()), row.name
 
 
 def test_each_row_is_found_by_its_name():
-    for row in TABLE:
+    for row in table():
         assert find_key(row.name.replace("*", "x.y")) is row, row.name
 
 
@@ -511,7 +512,7 @@ def test_a_value_means_here_what_it_means_there(changes: dict[str, Any], key: st
     ],
 )
 def test_what_another_key_puts_out_of_use_there_is_dead(changes: dict[str, Any], key: str):
-    assert key in [item.key for item in report_of(changes).dead]
+    assert key in [item.key for item in report_of(changes).no_effect]
 
 
 def test_a_clip_that_verl_does_not_read_does_not_clip():
@@ -561,7 +562,7 @@ def test_the_divisor_of_summed_losses_may_be_the_response_budget(value: Any):
     ],
 )
 def test_the_report_says_how_a_method_differs(key: str, name: str, word: str):
-    [found] = [item for item in report_of({key: name}).taken if item.key == key]
+    [found] = [item for item in report_of({key: name}).mapped if item.key == key]
     assert word in found.note
 
 
@@ -578,8 +579,8 @@ def test_where_verl_cuts_no_observation_the_response_is_the_limit():
     assert read(changes).rollout.multi_turn.max_tool_response_length == 512
     longer = {**changes, f"{R}.multi_turn.max_tool_response_length": 4000}
     assert read(longer).rollout.multi_turn.max_tool_response_length == 512
-    [item] = [i for i in report_of(longer).taken if i.key.endswith("max_tool_response_length")]
-    assert "characters there" in item.note
+    [item] = [i for i in report_of(longer).mapped if i.key.endswith("max_tool_response_length")]
+    assert "characters in verl" in item.note
 
 
 @pytest.mark.parametrize("section", ["custom_reward_function", "reward.custom_reward_function"])
@@ -588,7 +589,7 @@ def test_a_scorer_is_taken_with_its_name_and_arguments(section: str):
     scorer = read({**place, f"{section}.reward_kwargs": {"bonus": 1}}).reward.custom_reward_function
     assert scorer is not None
     assert (scorer.path, scorer.name, scorer.reward_kwargs) == ("score.py", "f", {"bonus": 1})
-    assert report_of(place).left == ()
+    assert report_of(place).dropped == ()
 
 
 def test_a_scorer_without_a_path_is_none():
@@ -626,7 +627,7 @@ def test_a_section_may_be_an_interpolation():
         "actor_rollout_ref.ref.fsdp_config": f"${{{A}.fsdp_config}}",
     }
     report = report_of(changes)
-    assert "actor_rollout_ref.ref.fsdp_config.offload_policy" in [i.key for i in report.without]
+    assert "actor_rollout_ref.ref.fsdp_config.offload_policy" in [i.key for i in report.unsupported]
 
 
 def test_an_interpolation_that_leads_nowhere_is_told_with_its_key():
@@ -635,7 +636,7 @@ def test_an_interpolation_that_leads_nowhere_is_told_with_its_key():
 
 def test_an_interpolation_that_nothing_reads_may_lead_nowhere():
     report = report_of({f"{R}.enforce_eager": "${nowhere}"})
-    assert report.without[0].value == "${nowhere}"
+    assert report.unsupported[0].value == "${nowhere}"
 
 
 def test_memory_and_devices_of_an_engine_are_sglangs_where_it_is_the_engine():
@@ -643,7 +644,7 @@ def test_memory_and_devices_of_an_engine_are_sglangs_where_it_is_the_engine():
     of_sglang = read({**given, f"{R}.name": "sglang"}).rollout.engine.sglang
     assert (of_sglang.mem_fraction_static, of_sglang.tp_size) == (0.7, 4)
     for other in ({f"{R}.name": "hf"}, {f"{R}.name": "vllm", "rollout.engine.name": "scripted"}):
-        assert {item.key for item in report_of({**given, **other}).without} >= set(given)
+        assert {item.key for item in report_of({**given, **other}).unsupported} >= set(given)
 
 
 def test_verls_defaults_of_memory_and_devices_are_not_taken():
@@ -685,7 +686,7 @@ def test_one_setting_in_both_names_is_refused_where_they_differ():
 
 
 def test_half_a_tree_of_each_is_refused():
-    with pytest.raises(ConfigError, match=r"section of verl's tree.*one of ours"):
+    with pytest.raises(ConfigError, match=r"section of verl's tree.*one of agentrl's"):
         parse_config({"model": {"path": "p"}, "custom_reward_function": {"path": "f.py"}})
 
 
@@ -709,25 +710,25 @@ def test_the_report_in_short_groups_by_reason_and_leaves_defaults_out():
         "critic.strategy": "fsdp",
         "trainer.logger": ["wandb"],
     }
-    told = report_of(changes).in_short()
+    told = report_of(changes).summarize()
     lines = told.splitlines()
-    assert f"    {M}.use_liger, {M}.use_fused_kernels: how the step is computed" in told
+    assert f"    {M}.use_liger, {M}.use_fused_kernels: it changes only speed and memory" in told
     assert f"    {A}.profiler.*: " in told
     assert "    critic.optim.*, critic.strategy: " in told
     assert "enable_activation_offload" not in told
-    assert any("wandb: not here" in line for line in lines)
+    assert any("no wandb" in line for line in lines)
     assert any("data.train_batch_size=1024" in line for line in lines)
 
 
 def test_a_single_key_is_one_key():
-    assert ", 1 key without counterpart, " in report_of({f"{M}.use_liger": True}).in_short()
+    assert ", 1 key without counterpart, " in report_of({f"{M}.use_liger": True}).summarize()
 
 
 def test_the_whole_report_has_three_lists():
-    told = report_of({f"{M}.use_liger": True, "critic.strategy": "fsdp"}).in_full()
+    told = report_of({f"{M}.use_liger": True, "critic.strategy": "fsdp"}).describe()
     assert f"{R}.n=8 -> rollout.n=8" in told
     assert "no counterpart (1):" in told
-    assert "dead there too (1):" in told
+    assert "no effect in verl too (1):" in told
 
 
 def test_load_config_logs_what_became_of_the_keys(tmp_path: Path, caplog):
@@ -754,5 +755,5 @@ def test_a_converted_file_is_the_same_run(tmp_path: Path):
 
 
 def test_a_file_of_ours_is_not_converted(tmp_path: Path):
-    with pytest.raises(ConfigError, match="our keys already"):
+    with pytest.raises(ConfigError, match="agentrl's keys already"):
         convert_from_verl(written(tmp_path, "data: {train_files: [a]}\nmodel: {path: p}\n"))

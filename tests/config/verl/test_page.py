@@ -10,7 +10,7 @@ from agentrl.cli import app
 from agentrl.config.problems import known_keys
 from agentrl.config.verl.table import find_key, is_section
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/from_verl.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs/from_verl.md").read_text(encoding="utf-8")
 OF_KEYS = PAGE.partition("\n## Tools, interactions")[0]
 SECTIONS = (
     "", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.",
