@@ -12,7 +12,7 @@ from agentrl import errors
 
 HEAVY = ("torch", "ray", "sglang", "transformers", "datasets", "tensordict", "matplotlib")
 OPTIONAL = (
-    "aiohttp", "bm25s", "gymnasium", "httpx", "math_verify", "mcp", "openai", "purgatory", "ruff",
+    "aiohttp", "bm25s", "gymnasium", "httpx", "math_verify", "mcp", "openai", "ruff",
     "sandlock", "stamina",
 )  # fmt: skip
 """What only some plug-ins need, or which is slow to import: loaded where it is first used."""

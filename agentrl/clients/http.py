@@ -67,7 +67,7 @@ class HttpClient:
         self._max_bytes = max_bytes
         self._secrets = _secrets(url, headers)
         self._sessions = PerLoop(self._open_session)
-        self.shown_url = _shown(url)
+        self.shown_url = without_secrets(url)
         """The address without its query and its password: for errors and logs."""
 
     async def send(
@@ -152,7 +152,8 @@ def _secrets(url: str, headers: Mapping[str, str]) -> list[str]:
     return sorted({text for text in found if len(text) >= _MIN_SECRET}, key=len, reverse=True)
 
 
-def _shown(url: str) -> str:
+def without_secrets(url: str) -> str:
+    """Return an address without user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 

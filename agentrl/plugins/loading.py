@@ -105,9 +105,10 @@ def _names(holder: Any, base: type | None) -> list[str]:
     if base is None:
         return sorted(n for n, value in there.items() if not isinstance(value, ModuleType))[:20]
     classes = {name: value for name, value in there.items() if isinstance(value, type)}
-    return sorted(
-        n for n, value in classes.items() if issubclass(value, base) and value is not base
-    )
+    found = {n: c for n, c in classes.items() if issubclass(c, base) and c is not base}
+    module = getattr(holder, "__name__", "")
+    own = [name for name, value in found.items() if value.__module__ == module]
+    return sorted(own or found)  # without the bases that the module imports
 
 
 def _expected(names: list[str], base: type | None) -> str | None:

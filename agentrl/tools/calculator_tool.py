@@ -1,8 +1,8 @@
-"""A calculator that a policy cannot harm: no names, bounded numbers, bounded time.
+"""A calculator that is safe to expose to a policy: no names, bounded numbers, bounded time.
 
-Numbers are decimals of 100 digits, so `0.1 + 0.2` is `0.3`, and nothing grows: what would need more
-than 100 digits before the point is refused. An expression has at most 300 characters, and each
-operation on bounded numbers takes bounded time.
+Numbers are decimals of 100 digits, so `0.1 + 0.2` is `0.3`. A number with more than 100 digits
+before the point is refused. An expression has at most 300 characters, and each operation on bounded
+numbers takes bounded time.
 """
 
 import ast
@@ -19,64 +19,29 @@ from decimal import (
 )
 from typing import Any
 
-from agentrl.config.schema.section import Section
 from agentrl.errors import ToolError
-from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.plugins.keys import read_keys
-from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.runtime.settings import SHARED_KEYS
+from agentrl.tools.base import ToolResult
+from agentrl.tools.bundled import BundledTool, function_schema, string_parameter
 
 MAX_CHARACTERS = 300
 MAX_DIGITS = 100
 _SHOWN_DIGITS = 12
 _ROUNDING = Decimal("1e-40")
-"""Share of a value by which `1 / 3 * 3` and the like may miss a whole number."""
-
-_SCHEMA = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Compute an arithmetic expression.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "expression": {
-                        "type": "string",
-                        "description": "Numbers, + - * / // % ** and parentheses: (3 + 4) * 2.5",
-                    }
-                },
-                "required": ["expression"],
-            },
-        },
-    }
-)
+"""Relative error below which a result counts as a whole number, for `1 / 3 * 3`."""
 
 
-class _NoKeys(Section):
-    """What a calculator reads of its `config` itself: nothing."""
+class CalculatorTool(BundledTool):
+    """Compute arithmetic. If an expression cannot be computed, the error says what to change.
 
-
-class CalculatorTool(BaseTool):
-    """Compute arithmetic; what cannot be computed is said in words that help to do better.
-
-    Args:
-        config: The keys of every tool, and none of its own; a subclass that has some names them by
-            its `keys_class`.
-        tool_schema: What the model is told; None: the bundled schema.
+    `config` has the keys of every tool, and none of its own. A subclass that has keys names them by
+    its `keys_class`.
     """
 
-    keys_class: type[Section] = _NoKeys
-
-    def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        super().__init__(config, tool_schema)
-        read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Give the schema that a YAML need not repeat."""
-        return self.tool_schema or _SCHEMA
+    default_schema = function_schema(
+        "calculator",
+        "Compute an arithmetic expression.",
+        expression=string_parameter("Numbers, + - * / // % ** and parentheses: (3 + 4) * 2.5"),
+    )
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
@@ -84,19 +49,20 @@ class CalculatorTool(BaseTool):
         """Compute `parameters["expression"]`.
 
         Raises:
-            ToolError: for what is no arithmetic.
+            ToolError: if the expression is not arithmetic.
         """
-        return ToolResult.of(calculate(str(parameters.get("expression", ""))), tool=self.name)
+        expression = str(parameters.get("expression", ""))
+        return ToolResult.of(calculate(expression), tool=self.name)
 
 
 def calculate(expression: str) -> str:
     """Compute an expression.
 
     Returns:
-        A plain number: no exponent, no `.0`, at most 12 significant digits behind the point.
+        A plain number: no exponent, no `.0`, at most 12 significant digits after the point.
 
     Raises:
-        ToolError: for what is no arithmetic, too long, or too large.
+        ToolError: if the expression is not arithmetic, too long, or too large.
 
     Example:
         >>> calculate("0.1 + 0.2"), calculate("7 / 2 * 2")
@@ -142,17 +108,18 @@ def _evaluate(node: ast.expr, context: Context) -> Decimal:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _BINARY[type(op)](context, _evaluate(left, context), _evaluate(right, context))
         case _:
-            raise ToolError(_complaint(node))
+            raise ToolError(_explain(node))
 
 
 def _literal(value: float) -> str:
-    """Write a literal for the decimals; an integer too long to write has too many digits."""
+    """Write a number as text; a number that is too long to write is an error."""
     if value == float("inf") or (isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS):
         raise ToolError(f"Error: a number has more than {MAX_DIGITS} digits.")
     return repr(value)
 
 
-def _complaint(node: ast.expr) -> str:
+def _explain(node: ast.expr) -> str:
+    """Return what is wrong with an expression, for the model."""
     match node:
         case ast.Name(id=name):
             return f"Error: {name!r} is a name; write numbers only."
@@ -195,11 +162,12 @@ _BINARY: dict[type[ast.operator], Callable[[Context, Decimal, Decimal], Decimal]
 
 
 def _plain(value: Decimal, context: Context) -> str:
+    """Write a value without an exponent, rounded to the digits that are shown."""
     whole = value.to_integral_value(context=context)
     off = context.abs(context.subtract(value, whole))
     if off <= context.multiply(_ROUNDING, context.max_mag(Decimal(1), value).copy_abs()):
         return f"{context.plus(whole):f}"
     digits = max(_SHOWN_DIGITS, value.adjusted() + 1 + _SHOWN_DIGITS)
     rounded = Context(prec=min(digits, MAX_DIGITS), Emin=context.Emin).plus(value)
-    text = f"{rounded:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    plain = f"{rounded:f}"
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain

@@ -6,65 +6,43 @@ from typing import Any
 from agentrl.answers import extract_gsm8k_answer, same_number
 from agentrl.config.schema.section import Section
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
-from agentrl.plugins.keys import read_keys
-from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.runtime.settings import SHARED_KEYS
-
-_SCHEMA = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "calc_gsm8k_reward",
-            "description": "Score an answer to the problem: 1.0 if it is right, 0.0 if it is not.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "answer": {
-                        "type": "string",
-                        "description": "The answer: a number, without unit.",
-                    }
-                },
-                "required": ["answer"],
-            },
-        },
-    }
-)
+from agentrl.tools.base import ToolResult
+from agentrl.tools.bundled import BundledTool, function_schema, string_parameter
 
 
 class Gsm8kToolConfig(Section):
-    """The keys of a `Gsm8kTool`'s own."""
+    """The own keys of `Gsm8kTool`."""
 
     repeat_penalty: float = -0.05
-    """Reward of a call whose answer scores no better than the one before."""
+    """Reward of a call whose answer scores no better than the previous one."""
 
 
-class Gsm8kTool(BaseTool):
+class Gsm8kTool(BundledTool):
     """Score answers against the ground truth.
 
-    A call is rewarded with 0.0 where it scored better than the one before and with
-    `config.repeat_penalty` (default -0.05) where it did not. The tool's own reward is the last
-    answer's score. `create_kwargs`: `ground_truth`. A subclass with keys of its own names them by
-    its `keys_class`.
+    A call's reward is 0.0 if its answer scores better than the previous one, else
+    `config.repeat_penalty` (default -0.05). The tool's own reward is the last answer's score.
+    `create_kwargs`: `ground_truth`. A subclass that has more keys names them by its `keys_class`.
     """
 
     keys_class: type[Gsm8kToolConfig] = Gsm8kToolConfig
+    default_schema = function_schema(
+        "calc_gsm8k_reward",
+        "Score an answer to the problem: 1.0 if it is right, 0.0 if it is not.",
+        answer=string_parameter("The answer: a number, without unit."),
+    )
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._keys = read_keys(self.keys_class, config, key="config", also_known=SHARED_KEYS)
         self._truths: dict[str, str] = {}
         self._scores: dict[str, float] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Give the schema that a YAML need not repeat."""
-        return self.tool_schema or _SCHEMA
 
     async def create(
         self, instance_id: str | None = None, ground_truth: Any = "", **create_kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Note the right answer of one request."""
+        """Store the right answer of one request."""
         instance_id = instance_id or uuid.uuid4().hex
         self._truths[instance_id] = str(ground_truth)
         self._scores[instance_id] = 0.0
@@ -78,8 +56,8 @@ class Gsm8kTool(BaseTool):
         number, score = self.judge(answer, self._truths[instance_id])
         reward = 0.0 if score > self._scores[instance_id] else self._keys.repeat_penalty
         self._scores[instance_id] = score
-        text = self.describe(answer, number, score)
-        return ToolResult(ToolResponse(text=text), reward, {"score": score})
+        response = ToolResponse(text=self.describe(answer, number, score))
+        return ToolResult(response, reward, {"score": score})
 
     def judge(self, answer: str, ground_truth: str) -> tuple[str, float]:
         """Return the number in an answer (empty if there is none) and its score."""
@@ -87,11 +65,11 @@ class Gsm8kTool(BaseTool):
         return number, float(same_number(number, ground_truth))
 
     def describe(self, answer: str, number: str, score: float) -> str:
-        """Word a score for the policy."""
+        """Return a score as text for the policy."""
         return f"The answer {number} is scored {score}." if number else "There is no number in it."
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
-        """Give the last answer's score; 0.0 where none was scored."""
+        """Return the last answer's score; 0.0 if none was scored."""
         return self._scores[instance_id]
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:

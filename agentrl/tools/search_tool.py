@@ -16,9 +16,8 @@ from agentrl.config.schema.section import Section, UserPath
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.environment import require_package
-from agentrl.plugins.keys import read_keys
-from agentrl.tools.arguments import refuse_unsendable
-from agentrl.tools.base import BaseTool, ToolResult
+from agentrl.tools.base import ToolResult
+from agentrl.tools.bundled import BundledTool, function_schema, refuse_unsendable
 from agentrl.tools.from_verl import our_names
 from agentrl.tools.retrieval import (
     Document,
@@ -28,35 +27,13 @@ from agentrl.tools.retrieval import (
     read_parts,
     show,
 )
-from agentrl.tools.runtime.settings import SHARED_KEYS, refuse_isolation
 
 _BETWEEN_QUERIES = "\n---\n"
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
-_SCHEMA = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Search for documents that help to answer a question.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query_list": {
-                        "type": "array",
-                        "items": {"type": "string"},
-                        "description": "What to search for: one query or several.",
-                    }
-                },
-                "required": ["query_list"],
-            },
-        },
-    }
-)
-
 
 class SearchConfig(Section):
-    """The keys of a `SearchTool`'s own."""
+    """The own keys of `SearchTool`."""
 
     retriever: Literal["http", "bm25"] = "http"
     """http or bm25."""
@@ -86,34 +63,39 @@ class SearchConfig(Section):
         return self
 
 
-class SearchTool(BaseTool):
+class SearchTool(BundledTool):
     """Find documents for the model's queries.
 
-    The arguments are `query_list`, or a plain `query` where the YAML's schema has it. `config`,
-    beside the keys of every tool:
+    The arguments are `query_list`, or a plain `query` if the YAML's schema has it. `config`, in
+    addition to the keys of every tool:
 
     * `retriever`: `http` (default), a service at `url` with optional `headers`; or `bm25`, an index
       in `index_dir` made by `agentrl prepare search-index`.
     * `top_k`: documents for each query; 3. `max_queries`: queries in one call; 8.
     * `max_document_characters`: of each document's text; 4000.
-    * `result_format`: `text` (default), or `json`: the same in `{"result": text}`, as verl has it.
+    * `result_format`: `text` (default), or `json`: the same in `{"result": text}`, as in verl.
 
-    The text is that of Search-R1: `Doc 1 (Title: ...)`, a line's end, the text; `---` between the
-    results of several queries; `No results.` where nothing was found.
+    The text has the form of Search-R1: `Doc 1 (Title: ...)`, a line end, the text; `---` between
+    the results of several queries; `No results.` if nothing was found.
     """
+
+    keys_class = SearchConfig
+    why_inline = "a SearchTool only waits for others, and blocks nothing"
+    default_schema = function_schema(
+        "search",
+        "Search for documents that help to answer a question.",
+        query_list={
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "What to search for: one query or several.",
+        },
+    )
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        config = our_names(config, type(self))
-        super().__init__(config, tool_schema)
-        self._keys = read_keys(SearchConfig, config, key="config", also_known=SHARED_KEYS)
-        refuse_isolation(config, because="a SearchTool only waits for others, and blocks nothing")
+        super().__init__(our_names(config, type(self)), tool_schema)
         self._retriever = _make_retriever(self._keys)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Give the schema that a YAML need not repeat."""
-        return self.tool_schema or _SCHEMA
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
@@ -121,16 +103,17 @@ class SearchTool(BaseTool):
         """Search for every query of the call.
 
         Raises:
-            ToolError: for a call without queries, or with too many.
-            ServiceError: where the search itself failed.
+            ToolError: if the call has no queries, or too many.
+            ServiceError: if the search itself failed.
         """
         refuse_unsendable(parameters)
         queries = self._queries(parameters)
         found = await self._retriever.search(queries, self._keys.top_k)
-        return ToolResult(ToolResponse(text=self.render(found)), metrics=_metrics(found))
+        metrics = {"num_queries": len(found), "num_documents": sum(map(len, found))}
+        return ToolResult(ToolResponse(text=self.render(found)), metrics=metrics)
 
     def render(self, found: Sequence[Sequence[Document]]) -> str:
-        """Word what each query found."""
+        """Return the results of each query as text."""
         limit = self._keys.max_document_characters
         text = _BETWEEN_QUERIES.join(show(one, max_characters=limit) for one in found)
         if self._keys.result_format == "json":
@@ -160,7 +143,3 @@ def _make_retriever(keys: SearchConfig) -> Retriever:
         return ServiceRetriever(client)
     require_package("bm25s", extra="search", what="retriever bm25")
     return IndexRetriever(read_parts(cast("UserPath", keys.index_dir)))
-
-
-def _metrics(found: list[list[Document]]) -> dict[str, int]:
-    return {"num_queries": len(found), "num_documents": sum(map(len, found))}

@@ -206,7 +206,7 @@ values = st.recursive(
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("value", ["\ud800", float("nan"), [float("inf")]])
 async def test_what_is_no_json_is_not_sent(method: str, value: Any):
-    with pytest.raises(ToolError, match="no JSON"):
+    with pytest.raises(ToolError, match="not valid JSON"):
         await answered(echo, {"a": value}, method=method)
 
 

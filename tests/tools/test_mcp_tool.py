@@ -18,6 +18,7 @@ from agentrl.plugins.environment import install_command
 from agentrl.tools import BaseTool
 from agentrl.tools.mcp_tool import MCPTool
 from agentrl.tools.runtime.session import ToolSession
+from agentrl.tools.runtime.settings import RetrySettings
 from tests.fakes.mcp import fake, load, servers_alive, yaml_of
 from tests.fakes.mcp_server import WHOLE_SCHEMA
 from tests.fakes.services import always, serving
@@ -26,7 +27,7 @@ from tests.fakes.tools import call
 
 @pytest.fixture(autouse=True)
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.tools.mcp.hub.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("agentrl.tools.mcp.hub.RETRY", RetrySettings(max_attempts=1))
 
 
 def one(*how: str, **keys: Any) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path
 def test_a_server_that_says_nothing_is_given_up(tmp_path: Path):
     started = time.monotonic()
     error = refused(tmp_path, one("mute", connect_timeout_s=0.4))
-    assert "no answer that can be read came in time" in str(error)
+    assert "no valid answer in time" in str(error)
     assert time.monotonic() - started < 5
     assert servers_alive() == 0
 
@@ -239,8 +240,8 @@ async def test_an_address_that_is_no_servers_is_told_with_what_it_answers(
 def test_a_server_that_starts_at_the_second_time_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("agentrl.tools.mcp.hub.MAX_ATTEMPTS", 2)
-    monkeypatch.setattr("agentrl.tools.mcp.hub._WAIT_MAX_S", 0.0)
+    twice = RetrySettings(max_attempts=2, wait_max_s=0)
+    monkeypatch.setattr("agentrl.tools.mcp.hub.RETRY", twice)
     assert load(tmp_path, one("flaky", str(tmp_path / "flag")))
 
 
@@ -264,7 +265,7 @@ async def test_failures_are_data_arguments_that_nobody_can_be_sent_break_no_sess
     tools = load(tmp_path, one())
     waiting = asyncio.create_task(said(tools["wait"], s=0.3))
     await asyncio.sleep(0.15)
-    with pytest.raises(ToolError, match="no JSON"):
+    with pytest.raises(ToolError, match="not valid JSON"):
         await said(tools["echo"], a=value)
     assert await waiting == {"s": 0.3}
     await shut_down(tools)

@@ -137,7 +137,7 @@ async def test_a_service_that_answers_otherwise_is_named(answer: Answer, what: s
         ({"query_list": 3}, "give query_list"),
         ({"query_list": ["a", 3]}, "must be a text"),
         ({"query_list": ["a"] * 9}, "at most 8"),
-        ({"query": "\ud800"}, "no JSON"),
+        ({"query": "\ud800"}, "not valid JSON"),
     ],
 )
 async def test_a_call_that_asks_for_nothing_is_told_so(parameters: dict[str, Any], what: str):

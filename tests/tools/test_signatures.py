@@ -170,7 +170,7 @@ def test_an_entry_of_verl_keeps_its_own_keys(
         tool = load(tmp_path, Recorder, f"{{type: native, {key}}}")
     name = key.partition(":")[0]
     assert tool.config[name]
-    assert not ToolSettings.of(type(tool), tool.config).is_guarded
+    assert not ToolSettings.of(type(tool), tool.config).has_middleware
     ToolInstance(tool, instance_id="1", kwargs=ToolKwargs(), timeout_s=5)
     [line] = caplog.messages
     assert f"tools[0].config.{name}" in line

@@ -1,7 +1,7 @@
 """One connection to one MCP server, by the official client library.
 
-A server that is started here writes its errors to the log (`agentrl.tools.mcp.stderr`, level INFO),
-never to the terminal; its last lines are kept for the error that says why it did not start.
+The standard error of a server that is started here goes to the log (`agentrl.tools.mcp.stderr`,
+level INFO), never to the terminal. Its last lines are kept for the error message if it fails.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from agentrl.clients.http import bounding_hooks
 from agentrl.tools.mcp.servers import HttpServer, Server, StdioServer
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 stderr_logger = logging.getLogger("agentrl.tools.mcp.stderr")
 
 MAX_LAST_WORDS = 10
-"""Lines of a server's errors that are kept."""
+"""Lines of a server's standard error that are kept."""
 MAX_LINE_CHARACTERS = 500
 MAX_MESSAGE_BYTES = 8 * 1024**2
-"""Bytes of one message (over HTTP: of one answer); a server that sends more is given up."""
+"""Bytes of one message (over HTTP: of one answer); a server that sends more is disconnected."""
 _HTTP_TIMEOUT_S = 30.0
 _HTTP_READ_TIMEOUT_S = 3600.0
-"""A server may think for long before it answers; the call's own time-out is the one that counts."""
+"""Long, because the call has a time-out of its own."""
 
 
 @asynccontextmanager
 async def connect(
     server: Server, *, last_words: deque[str], on_end: Callable[[], None]
 ) -> AsyncGenerator["Client", None]:
-    """Hold a connection open. To be entered and left by one task: the library's scopes ask for it.
+    """Hold a connection open. One task must enter and leave it, as the library requires.
 
     Args:
-        server: Whom to connect to.
-        last_words: Told what the server writes to its standard error, and over HTTP the status of
-            what it refuses.
+        server: The server to connect to.
+        last_words: Receives the lines of the server's standard error; over HTTP, the status of each
+            request that it refuses.
         on_end: Called when the server has closed the connection.
     """
     from mcp.client import Client
@@ -66,7 +66,8 @@ async def _transport(
         else _reach(server.spec, last_words)
     )
     async with opened as (incoming, outgoing):
-        yield _Watched(incoming, on_end), outgoing
+        watched = _StreamWithEnd(incoming, on_end)
+        yield cast("ReadStream[SessionMessage | Exception]", watched), outgoing
 
 
 @asynccontextmanager
@@ -89,17 +90,17 @@ async def _start(
         )
         try:
             async with stdio_client(parameters, errlog=errors) as streams:
-                errors.close()  # the server has its own end; with ours open, its end is never seen
+                errors.close()  # else the pipe stays open when the server ends
                 yield streams
         finally:
             transport.close()
 
 
 def _find_program(spec: StdioServer) -> str:
-    """Look for the program of a server where it will run.
+    """Find the program of a server, in the folder and PATH that it will have.
 
     Raises:
-        FileNotFoundError: if it is not there.
+        FileNotFoundError: if there is none.
     """
     path = (spec.env or {}).get("PATH", os.environ.get("PATH"))
     folder = spec.cwd or Path.cwd()
@@ -117,7 +118,7 @@ async def _reach(
     from mcp.client.streamable_http import streamable_http_client
 
     async def note(response: "Response") -> None:
-        # The library says of a refusal that it was one, and not which.
+        # The library's error does not contain the status.
         if response.request.method == "POST" and not response.is_success:
             last_words.append(f"HTTP {response.status_code} {response.reason_phrase}".rstrip())
 
@@ -140,27 +141,27 @@ class _ErrorLines(asyncio.Protocol):
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
-        """Log the lines that are whole; one that does not end is cut."""
+        """Log the complete lines; a line that does not end is cut."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._tell(line)
+            self._log(line)
         if len(self._rest) > MAX_LINE_CHARACTERS:
-            self._tell(self._rest)
+            self._log(self._rest)
             self._rest = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Log what stands behind the last line's end."""
+        """Log the rest after the last line end."""
         if self._rest:
-            self._tell(self._rest)
+            self._log(self._rest)
 
-    def _tell(self, line: bytes) -> None:
+    def _log(self, line: bytes) -> None:
         text = line[:MAX_LINE_CHARACTERS].decode(errors="replace").rstrip()
         self._last_words.append(text)
         stderr_logger.info("%s: %s", self._server, text)
 
 
-class _Watched:
-    """The stream of a server's messages, which also says when there will be no more."""
+class _StreamWithEnd:
+    """The stream of a server's messages, with a callback at its end."""
 
     def __init__(
         self, stream: "ReadStream[SessionMessage | Exception]", on_end: Callable[[], None]
@@ -170,12 +171,6 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    async def receive(self) -> "SessionMessage | Exception":
-        return await self._stream.receive()
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
     def __aiter__(self) -> Self:
         return self

@@ -1,193 +1,137 @@
-"""Who shares a session: the whole run, or nobody.
+"""The servers of one tool YAML: their tools, asked for before a run, and their sessions.
 
-A session that broke (its server died, its connection was lost) is replaced by the next call; what
-the server knew of it is lost then.
+A session that broke (its server died, its connection was lost) is replaced by the next call. The
+state that the server kept for it is lost.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from tenacity import (
-    AsyncRetrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential_jitter,
-)
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from agentrl.errors import ServiceError
 from agentrl.tools.mcp.servers import Server, SessionScope
 from agentrl.tools.mcp.session import Session, innermost
+from agentrl.tools.runtime.settings import RetrySettings
 
 if TYPE_CHECKING:
     from mcp_types import Tool
 
+RETRY = RetrySettings(max_attempts=3, wait_initial_s=0.5)
+MAX_TOOLS = 1000
+"""Tools of one server: each is shown to the policy, and has a schema to check."""
+_MAX_PAGES = 1000
+_PERMANENT = (FileNotFoundError, PermissionError, NotADirectoryError)
+"""Errors that another attempt does not fix."""
 
-class Sessions(Protocol):
-    """The sessions with one server; shared by the tools that it has."""
-
-    async def begin(self, request: str, tool: str) -> None:
-        """Make ready what a tool needs for a request."""
-        ...
-
-    def of(self, request: str) -> Session:
-        """Give the session for a request's calls, a new one where the last one broke."""
-        ...
-
-    async def end(self, request: str, tool: str) -> None:
-        """Give back what `begin` made ready, or was about to."""
-        ...
-
-    async def close(self) -> None:
-        """End every session of this event loop. Called for each tool."""
-        ...
+_WHOLE_RUN = ""
+"""The owner of a shared session."""
 
 
-class SharedSession:
-    """One session for the run, opened by the first call."""
+class Sessions:
+    """The sessions with one server: one for the run, or one for each request.
 
-    def __init__(self, server: Server) -> None:
-        self._pool = _Pool(server)
+    A shared session is opened by the first call, and closed with the run. The session of a request
+    is opened by `begin`, shared by the server's tools in that request, and closed when the last of
+    them calls `end`.
+    """
 
-    async def begin(self, request: str, tool: str) -> None:
-        """Do nothing: the first call opens the session."""
-
-    def of(self, request: str) -> Session:
-        """Give the one session."""
-        return self._pool.session("")
-
-    async def end(self, request: str, tool: str) -> None:
-        """Do nothing: the run goes on."""
-
-    async def close(self) -> None:
-        """End it."""
-        await self._pool.close()
-
-
-class SessionPerRequest:
-    """A session for each request, shared by the server's tools there."""
-
-    def __init__(self, server: Server) -> None:
-        self._pool = _Pool(server)
-        self._users: dict[str, set[str]] = {}
-
-    async def begin(self, request: str, tool: str) -> None:
-        """Open the request's session."""
-        self._users.setdefault(request, set()).add(tool)
-        await self._pool.session(request).open()
-
-    def of(self, request: str) -> Session:
-        """Give the request's session."""
-        return self._pool.session(request)
-
-    async def end(self, request: str, tool: str) -> None:
-        """End the request's session, when the last of its tools gives it back."""
-        users = self._users.get(request, set())
-        users.discard(tool)
-        if not users:
-            self._users.pop(request, None)
-            await self._pool.close(request)
-
-    async def close(self) -> None:
-        """End those that are left."""
-        await self._pool.close()
-
-
-class _Pool:
-    """Sessions by owner."""
-
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, scope: SessionScope) -> None:
         self._server = server
+        self._is_shared = scope is SessionScope.SHARED
         self._current: dict[str, Session] = {}
-        self._retired: list[tuple[str, Session]] = []
-        """Broken ones, whose servers may not have ended yet."""
+        self._broken: list[tuple[str, Session]] = []
+        """Replaced sessions, whose servers may not have ended yet."""
+        self._users: dict[str, set[str]] = {}
+        """The tools that use the session of a request."""
 
-    def session(self, owner: str) -> Session:
+    async def begin(self, request: str, tool: str) -> None:
+        """Open the request's session, if it has its own."""
+        if not self._is_shared:
+            self._users.setdefault(request, set()).add(tool)
+            await self.of(request).open()
+
+    def of(self, request: str) -> Session:
+        """Return the session for a request's calls; a new one if the last one broke."""
+        owner = _WHOLE_RUN if self._is_shared else request
         session = self._current.get(owner)
-        if session is not None and session.is_usable:
-            return session
         if session is not None:
-            self._retired = [(name, old) for name, old in self._retired if not old.has_ended]
-            self._retired.append((owner, session))
+            if session.is_usable:
+                return session
+            self._broken = [(name, old) for name, old in self._broken if not old.has_ended]
+            self._broken.append((owner, session))
         self._current[owner] = session = Session(self._server)
         return session
 
+    async def end(self, request: str, tool: str) -> None:
+        """Give back what `begin` opened, or was about to open."""
+        users = self._users.get(request, set())
+        users.discard(tool)
+        if not self._is_shared and not users:
+            self._users.pop(request, None)
+            await self.close(request)
+
     async def close(self, owner: str | None = None) -> None:
-        """End the sessions of one owner, or all of them; those of other event loops are let be."""
-        held = [*self._retired, *self._current.items()]
-        ended = [(name, old) for name, old in held if owner in (None, name) and old.is_at_home]
-        for entry in ended:
-            if self._current.get(entry[0]) is entry[1]:
-                del self._current[entry[0]]
-        await asyncio.gather(*(session.close() for _, session in ended))
-        self._retired = [entry for entry in self._retired if entry not in ended]
-
-
-_KINDS = {
-    SessionScope.SHARED: SharedSession,
-    SessionScope.PER_REQUEST: SessionPerRequest,
-}
+        """Close the sessions of one owner, or of all, that belong to this event loop."""
+        held = [*self._broken, *self._current.items()]
+        closing = [(name, s) for name, s in held if owner in (None, name) and s.is_on_this_loop]
+        for name, session in closing:
+            if self._current.get(name) is session:
+                del self._current[name]
+        await asyncio.gather(*(session.close() for _, session in closing))
+        self._broken = [entry for entry in self._broken if entry not in closing]
 
 
 class Hub:
-    """The servers of one tool YAML: entries that name the same one share what is known and open."""
+    """The servers of one tool YAML. Entries that name the same server share its sessions."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[SessionScope, str], Sessions] = {}
-        self._listed: dict[str, list[Tool]] = {}
+        self._sessions: dict[tuple[SessionScope, str], Sessions] = {}
+        self._tools: dict[str, list[Tool]] = {}
 
     def sessions(self, server: Server, scope: SessionScope) -> Sessions:
-        """Give the sessions with a server; nothing is opened."""
+        """Return the sessions with a server; nothing is opened."""
         key = (scope, server.identity)
-        if key not in self._made:
-            self._made[key] = _KINDS[scope](server)
-        return self._made[key]
+        if key not in self._sessions:
+            self._sessions[key] = Sessions(server, scope)
+        return self._sessions[key]
 
     def tools(self, servers: Sequence[Server]) -> "list[tuple[Server, list[Tool]]]":
-        """Give each server with the tools that it says it has; each is asked once.
+        """Return each server with its tools; each server is asked once.
 
         Raises:
-            ServiceError: for the first server that gave no list.
+            ServiceError: for the first server that returned no list.
         """
-        from agentrl.tools.mcp.hub import discover
-
-        new = [server for server in servers if server.identity not in self._listed]
+        new = [server for server in servers if server.identity not in self._tools]
         for server, tools in zip(new, discover(new) if new else [], strict=True):
-            self._listed[server.identity] = tools
-        return [(server, self._listed[server.identity]) for server in servers]
-
-
-T = TypeVar("T")
-
-MAX_ATTEMPTS = 3
-_WAIT_INITIAL_S = 0.5
-_WAIT_MAX_S = 5.0
-_NOT_PASSING = (FileNotFoundError, PermissionError, NotADirectoryError)
-_MAX_PAGES = 1000
-MAX_TOOLS = 1000
-"""Tools of one server: each of them is shown to the policy, and has a schema to check."""
+            self._tools[server.identity] = tools
+        return [(server, self._tools[server.identity]) for server in servers]
 
 
 def discover(servers: Sequence[Server]) -> list[list["Tool"]]:
-    """Ask each server for its tools, all at once, three times where it does not answer.
+    """Ask each server for its tools, all at once, three times if it does not answer.
 
-    Works where an event loop is running too, which it holds up meanwhile: at most for three times
-    the longest `connect_timeout_s`, and the moments between.
+    May be called while an event loop runs in this thread. It then blocks that loop, at most for
+    three times the longest `connect_timeout_s`, and the pauses.
 
     Returns:
-        For each server what it has, as it says it.
+        The tools of each server, as it describes them.
 
     Raises:
-        ServiceError: for the first server that gave no list.
+        ServiceError: for the first server that returned no list.
     """
-    return _run_apart(_discover(servers))
+    answers: list[list[Tool] | BaseException] = []
 
+    async def ask_all() -> None:
+        asked = (_ask_again(server) for server in servers)
+        answers.extend(await asyncio.gather(*asked, return_exceptions=True))
 
-async def _discover(servers: Sequence[Server]) -> list[list["Tool"]]:
-    asked = (_ask_again(server) for server in servers)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    # A daemon thread: neither Ctrl-C nor the end of the process waits for it.
+    thread = threading.Thread(
+        target=lambda: asyncio.run(ask_all()), name="agentrl-mcp-discovery", daemon=True
+    )
+    thread.start()
+    thread.join()
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
@@ -195,13 +139,16 @@ async def _discover(servers: Sequence[Server]) -> list[list["Tool"]]:
 
 
 async def _ask_again(server: Server) -> list["Tool"]:
-    attempts = AsyncRetrying(
-        stop=stop_after_attempt(MAX_ATTEMPTS),
-        wait=wait_exponential_jitter(multiplier=_WAIT_INITIAL_S, max=_WAIT_MAX_S),
-        retry=retry_if_exception(_is_passing),
-        reraise=True,
-    )
-    return await attempts(_ask, server)
+    attempt = 1
+    while True:
+        try:
+            return await _ask(server)
+        except ServiceError as error:
+            is_permanent = isinstance(innermost(error.__cause__ or error), _PERMANENT)
+            if is_permanent or attempt >= RETRY.max_attempts:
+                raise
+        await asyncio.sleep(RETRY.pause_s(attempt))
+        attempt += 1
 
 
 async def _ask(server: Server) -> list["Tool"]:
@@ -217,7 +164,7 @@ async def _ask(server: Server) -> list["Tool"]:
                 page = await client.list_tools(cursor=page.next_cursor)
                 tools += page.tools
         if len(tools) > MAX_TOOLS:
-            raise session.unavailable(ValueError(f"it lists more than {MAX_TOOLS} tools"))
+            raise ValueError(f"it lists more than {MAX_TOOLS} tools")
         return tools
     except ServiceError:
         raise
@@ -225,23 +172,3 @@ async def _ask(server: Server) -> list["Tool"]:
         raise session.unavailable(error) from error
     finally:
         await session.close()
-
-
-def _is_passing(error: BaseException) -> bool:
-    """Whether a server may answer if it is asked again: not one whose program is not there."""
-    cause = innermost(error.__cause__ or error)
-    return isinstance(error, ServiceError) and not isinstance(cause, _NOT_PASSING)
-
-
-def _run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run in an event loop of its own on a thread, which holds up no Ctrl-C and no end."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="agentrl-mcp-discovery", daemon=True).start()
-    return done.result()

@@ -1,8 +1,8 @@
-"""Run an MCP server, pass its lines on, and end all that it started: `relay.py MAX COMMAND ...`.
+"""Run an MCP server, pass its lines on, and end all its processes: `relay.py MAX COMMAND ...`.
 
-The client library keeps a line that does not end, and copies it whole for each piece that comes.
-This process is between the two: a line of more than MAX bytes ends the server. It imports the
-standard library alone, so that it starts at once.
+The client library buffers a line until it ends, and copies the buffer for each new piece. This
+process is between the library and the server: a line of more than MAX bytes ends the server. It
+imports only the standard library, so that it starts fast.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ _DRAIN_S = 1.0
 
 
 def main() -> None:
-    """Act as the server for the process that started this one; the server reads this input."""
+    """Act as the server for the parent process. The server reads this process's input itself."""
     signal.signal(signal.SIGTERM, _leave)
-    if sys.platform == "linux":  # what the server's children leave behind becomes ours
+    if sys.platform == "linux":  # orphans of the server become children of this process
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE)
     lines = threading.Thread(target=_pass_on, args=(server, int(sys.argv[1])), daemon=True)
@@ -48,7 +48,7 @@ def _pass_on(server: "subprocess.Popen[bytes]", max_bytes: int) -> None:
         try:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-        except OSError:  # nobody reads any more
+        except OSError:  # the parent has closed the pipe
             server.kill()
             return
 
@@ -62,11 +62,11 @@ def _end_children() -> None:
 
 
 def _children() -> list[int]:
-    """List the children of this process; those of a child that ends become ours."""
+    """List the children of this process, which include orphans of the server."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return []
 
 

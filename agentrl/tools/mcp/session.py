@@ -1,8 +1,8 @@
-"""A session with an MCP server: opened by a task of its own, called from any, and given up once.
+"""A session with an MCP server: opened by a task of its own, called from any task, closed once.
 
-The client library's scopes must be left by the task that entered them, and a transport that fails
-cancels that task. So each session is held open by a task of its own; what fails there ends the
-calls that are under way, and nothing else.
+The client library requires that the task that entered its scopes leaves them, and a transport that
+fails cancels that task. So a task of its own holds each session open. A failure in that task ends
+the running calls of the session, and nothing else.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ class Session:
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._last_words: deque[str] = deque(maxlen=MAX_LAST_WORDS)
-        self._settled = asyncio.Event()
-        """Set when the session is open, or when it is known that it will not be."""
-        self._given_up = asyncio.Event()
+        self._is_decided = asyncio.Event()
+        """Set when the session is open, or has failed to open."""
+        self._must_close = asyncio.Event()
         self._client: Client | None = None
         self._error: Exception | None = None
         self._num_calls = 0
@@ -40,38 +40,38 @@ class Session:
         self._task = asyncio.create_task(self._hold(), name=f"mcp:{server.name}")
 
     @property
-    def is_usable(self) -> bool:
-        """Whether another call may be made, on this event loop."""
-        return not self._is_broken and self._loop is asyncio.get_running_loop()
-
-    @property
-    def is_at_home(self) -> bool:
-        """Whether this is the event loop that it was opened on."""
+    def is_on_this_loop(self) -> bool:
+        """Whether it was opened on the running event loop."""
         return self._loop is asyncio.get_running_loop()
 
     @property
+    def is_usable(self) -> bool:
+        """Whether another call may be made, on the running event loop."""
+        return not self._is_broken and self.is_on_this_loop
+
+    @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is left, its server included."""
+        """Whether the session and its server have ended."""
         return self._task.done()
 
     async def open(self) -> "Client":
         """Wait until it is open.
 
         Raises:
-            ServiceError: where the server did not start, cannot be reached, or does not greet.
+            ServiceError: if the server did not start, cannot be reached, or sends no greeting.
         """
-        await self._settled.wait()
+        await self._is_decided.wait()
         if self._client is None:
             error = self._error or ConnectionError("the session was closed")
             raise self.unavailable(error) from error
         return self._client
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
-        """Call a tool; as many at once as are asked for. Cancelling tells the server.
+        """Call a tool; any number of calls may run at once. Cancelling notifies the server.
 
         Raises:
-            ToolError: for arguments that the server refuses.
-            ServiceError: where the session broke under the call, or the server failed.
+            ToolError: if the server refuses the arguments.
+            ServiceError: if the session broke during the call, or the server failed.
         """
         from mcp.shared.exceptions import MCPError
         from mcp_types import INVALID_PARAMS
@@ -79,26 +79,26 @@ class Session:
         client = await self.open()
         self._num_calls += 1
         try:
-            # A server reports how far it is only where it is asked to.
+            # A server reports progress only if it is asked to.
             progress = partial(_note_progress, f"{self._server.name}: {tool}")
             return await client.call_tool(tool, arguments, progress_callback=progress)
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(f"Error: {error.message}") from error
-            # Over HTTP an error may mean that the server has forgotten the session, however it says
-            # so. That a process is gone, its stream has told.
+            # Over HTTP, any error may mean that the server has lost the session. The end of a
+            # process is seen on its stream.
             self._is_broken = self._is_broken or isinstance(self._server.spec, HttpServer)
             raise self.unavailable(error) from error
         finally:
             self._num_calls -= 1
             if self._is_broken and not self._num_calls:
-                self._given_up.set()
+                self._must_close.set()
 
     async def close(self) -> None:
-        """End the session, and the server where it was started here. May be called twice."""
+        """End the session, and the server if it was started here. May be called twice."""
         self._is_broken = True
-        self._given_up.set()
-        if not self._settled.is_set():
+        self._must_close.set()
+        if not self._is_decided.is_set():
             self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -110,22 +110,22 @@ class Session:
                         self._server, last_words=self._last_words, on_end=self._lose
                     )
                     self._client = await stack.enter_async_context(connection)
-                self._settled.set()
-                await self._given_up.wait()
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for the session
+                self._is_decided.set()
+                await self._must_close.wait()
+        except Exception as error:  # noqa: BLE001 - raised to the callers that wait
             self._error = error
         finally:
             self._is_broken = True
-            self._settled.set()
+            self._is_decided.set()
 
     def _lose(self) -> None:
         self._is_broken = True
-        self._given_up.set()
+        self._must_close.set()
 
     def unavailable(self, error: Exception) -> ServiceError:
-        """Say what went wrong with the server, and what it said last."""
+        """Return an error of the server, with the last lines of its output."""
         return ServiceError(
-            f"MCP server {self._server.in_words}: {describe(error)}",
+            f"MCP server {self._server.label}: {_describe(error)}",
             service=self._server.name,
             expected=f"an answer within {self._server.connect_timeout_s:g} s"
             if isinstance(error, TimeoutError)
@@ -140,16 +140,16 @@ async def _note_progress(
     logger.debug("%s: %g of %s %s", call, progress, total or "?", message or "")
 
 
-def describe(error: BaseException) -> str:
-    """Say what went wrong, behind the groups that the library wraps it in."""
+def _describe(error: BaseException) -> str:
+    """Describe an error without the groups that the library wraps it in."""
     error = innermost(error)
     if isinstance(error, TimeoutError):
-        return "no answer that can be read came in time"
+        return "no valid answer in time"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def innermost(error: BaseException) -> BaseException:
-    """Unwrap a group down to its first error."""
+    """Return the first error of a group, of any depth."""
     if isinstance(error, BaseExceptionGroup):
         group = cast("BaseExceptionGroup[BaseException]", error)
         return innermost(group.exceptions[0])

@@ -1,16 +1,15 @@
-"""Where a tool's methods run: on the event loop, on threads, or in a process of their own.
+"""Run a tool's methods on the event loop, on threads, or in a process (`config.isolation`).
 
-A lane runs one method at a time-out's mercy: it is cancelled when the time is up, and sees to it
-that what it runs ends as far as it can be ended.
+When a call's time is up, it is cancelled. The executor then ends what it runs, as far as possible.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from agentrl.plugins.call import call_method, in_thread_loop
+from agentrl.plugins.call import ExecutionMode, call_method, in_thread_loop
 from agentrl.tools.base import BaseTool
 
 
@@ -27,65 +26,44 @@ class MethodCall:
         return await call_method(getattr(tool, self.method), *self.args, **self.kwargs)
 
 
-class Lane(Protocol):
-    """Where one tool runs, for one request."""
+class ToolExecutor:
+    """Run the methods of one tool for one request; this class runs them on the event loop."""
 
-    @property
-    def gate(self) -> AbstractAsyncContextManager[None]:
-        """Held around each execution: lets through as many at once as the lane can run."""
-        ...
+    request_lock: AbstractAsyncContextManager[None] = nullcontext()
+    """Held around each execution: limits how many run at once."""
+
+    def __init__(self, tool: BaseTool) -> None:
+        self.tool = tool
 
     @property
     def is_lost(self) -> bool:
-        """Whether the instance went down with what it ran in, and must be made again."""
-        ...
+        """Whether the instance ended with its process, and must be created again."""
+        return False
 
     async def open(self) -> None:
-        """Wait for what must be there before the first call; no time-out of the tool counts it."""
-        ...
+        """Wait for what the first call needs. This wait does not count as time of a call."""
 
     async def run(self, call: MethodCall) -> Any:
-        """Make the call; raises what it raises. Cancelling ends it, as far as that can be."""
-        ...
-
-    async def close(self) -> None:
-        """Give back what the lane itself holds. May be called twice."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoopLane:
-    """Run on the event loop."""
-
-    tool: BaseTool
-    gate: AbstractAsyncContextManager[None] = field(default_factory=nullcontext[None])
-    is_lost: bool = False
-
-    async def open(self) -> None:
-        """Need nothing."""
-
-    async def run(self, call: MethodCall) -> Any:
-        """Make the call here."""
+        """Make the call, and raise what it raises. Cancelling ends the call if possible."""
         return await call.on(self.tool)
 
     async def close(self) -> None:
-        """Hold nothing, so give nothing back."""
+        """Give back what the executor holds. May be called twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadLane:
+class ThreadExecutor(ToolExecutor):
     """Run each call in an event loop of its own, on a daemon thread of its own."""
 
-    tool: BaseTool
-    gate: AbstractAsyncContextManager[None] = field(default_factory=nullcontext[None])
-    is_lost: bool = False
-
-    async def open(self) -> None:
-        """Need nothing."""
-
     async def run(self, call: MethodCall) -> Any:
-        """Make the call on a thread; one that blocks for ever keeps that thread."""
+        """Make the call on a thread. A call that blocks forever keeps its thread."""
         return await in_thread_loop(partial(call.on, self.tool))
 
-    async def close(self) -> None:
-        """Hold nothing, so give nothing back."""
+
+def make_executor(tool: BaseTool, mode: ExecutionMode) -> ToolExecutor:
+    """Make the executor of a tool for one request."""
+    if mode is ExecutionMode.PROCESS:
+        # Starts a server of processes when it is used, so only tools that ask for it import it.
+        from agentrl.tools.runtime.process import ProcessExecutor
+
+        return ProcessExecutor(tool)
+    return ThreadExecutor(tool) if mode is ExecutionMode.THREAD else ToolExecutor(tool)

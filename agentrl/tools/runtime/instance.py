@@ -1,4 +1,4 @@
-"""One tool, in one request: its life, and the boundary round every call of its code."""
+"""One tool in one request: its life cycle, and the boundary around every call of its code."""
 
 import copy
 import logging
@@ -29,8 +29,8 @@ from agentrl.plugins.call import (
 )
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
-from agentrl.tools.runtime.executors import Lane, LoopLane, MethodCall, ThreadLane
-from agentrl.tools.runtime.middleware import UnavailableError, Visit, way_of
+from agentrl.tools.runtime.executors import MethodCall, make_executor
+from agentrl.tools.runtime.middleware import CallContext, UnavailableError, handler_of
 from agentrl.tools.runtime.settings import ToolSettings
 from agentrl.tools.signatures import create_arguments
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolKwargs(BaseModel):
-    """What a row hands to one tool: keywords for each of its methods."""
+    """The keywords that a row gives to each method of one tool."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,13 +51,13 @@ class ToolKwargs(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _null_is_nothing(cls, value: Any) -> Any:
-        """Take the nulls with which Parquet fills in what only other rows have."""
+    def _read_null_as_empty(cls, value: Any) -> Any:
+        """Accept null: Parquet fills in null for keys that only other rows have."""
         return {} if value is None else value
 
     @classmethod
     def of(cls, tool: str, kwargs: Mapping[str, Any] | None) -> Self:
-        """Check a row's entry for a tool, and copy it: a tool may change what it is given.
+        """Check and copy a row's entry for a tool; the copy is the tool's to change.
 
         Raises:
             DataError: for an unknown key, with the nearest known one.
@@ -73,43 +73,42 @@ class ToolKwargs(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """What came of one call: what the model is shown, and what is recorded."""
+    """The result of one call: what the model is shown, and what is recorded."""
 
     call: ToolCall
     outcome: CallOutcome
     response: ToolResponse
-    """The tool's answer, or the text that stands in for it."""
+    """The tool's answer; if the call failed, a text in its place."""
     reward: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     should_stop: bool = False
     message: str = ""
-    """What went wrong, for the record and not for the model; empty where nothing did."""
+    """The error, for the record and not for the model; empty if the call did not fail."""
     traceback: str = ""
-    """The end of that of a call that crashed, for whoever wrote the tool."""
+    """The end of the traceback, if the call crashed; for the author of the tool."""
     seconds: float = 0.0
-    """Of all attempts; time in the queue is not counted."""
+    """Seconds of all attempts, without the time in queues."""
     queue_seconds: float = 0.0
-    """The rest of the call's time: waited for a place, for an equal call, for another attempt."""
+    """The rest of the call's time: in queues, waiting for an equal call, between attempts."""
     num_attempts: int = 1
-    """Executions; 0 where the tool was not asked."""
+    """Executions; 0 if the tool was not called."""
     is_cached: bool = False
     """Whether it is the answer of an equal call."""
 
     @property
     def is_infrastructure_failure(self) -> bool:
-        """Whether the tool, not the model, is to blame."""
+        """Whether the tool failed, and not the model."""
         return self.outcome in (CallOutcome.TIMEOUT, CallOutcome.CRASHED, CallOutcome.UNAVAILABLE)
 
 
 class ToolInstance:
-    """One tool of one request (plug-in life cycle). Nothing that its code does leaves these methods
-    unexpected.
+    """One tool of one request. Errors of its code leave these methods only as documented.
 
     Args:
         tool: The run's tool.
-        instance_id: What `create` is given; its answer may replace it.
-        kwargs: What the row hands to it.
-        timeout_s: Seconds of one call, where the tool's config has no `timeout_s`.
+        instance_id: Given to `create`, which may return another.
+        kwargs: The row's keywords for its methods.
+        timeout_s: Seconds of one call, if the tool's config has no `timeout_s`.
     """
 
     def __init__(
@@ -119,9 +118,8 @@ class ToolInstance:
         self.tool = tool
         self._kwargs = kwargs
         self._settings = settings
-        self._goes_straight = not settings.is_guarded
         self._timeout_s = settings.timeout_s or timeout_s
-        self._lane = _lane(tool, settings.isolation)
+        self._executor = make_executor(tool, settings.isolation)
         self._request_id = self._instance_id = instance_id
         self._must_release = False
 
@@ -129,10 +127,10 @@ class ToolInstance:
         """Create the instance, once.
 
         Raises:
-            ToolLifeError: whatever went wrong.
+            ToolLifeError: for every error.
         """
         try:
-            await self._lane.open()
+            await self._executor.open()
             self._must_release = True
             return await self._create()
         except Exception as error:
@@ -142,17 +140,24 @@ class ToolInstance:
         """Answer a call of the model. Raises nothing; cancelling it cancels the tool.
 
         Args:
-            call: Checked.
-            arrived: When its time in the queue began, by the monotonic clock; None: now.
+            call: A checked call.
+            arrived: When the call began to queue, by the monotonic clock; None: now.
         """
         arrived = time.monotonic() if arrived is None else arrived
-        visit = Visit(call, self._kwargs.execute_kwargs, self._lane.gate, self._attempt)
-        way = self._attempt if self._goes_straight else way_of(self.tool, self._settings)
+        lock, kwargs = self._executor.request_lock, self._kwargs.execute_kwargs
+        context = CallContext(call, kwargs, lock, self._attempt)
+        settings = self._settings
+        handler = handler_of(self.tool, settings) if settings.has_middleware else self._attempt
         outcome, message, traceback = CallOutcome.OK, "", ""
         try:
-            result = await way(visit)
+            result = await handler(context)
         except Exception as error:  # noqa: BLE001 - a failed call is data
-            outcome, text, message = self._excuse(call, error)
+            outcome, text = self._describe(error)
+            if outcome is CallOutcome.TOOL_ERROR:
+                message = words_of(error)
+            else:
+                message = words_and_place_of(error)
+                self._log(f"call {call.id}: {message}")
             traceback = traceback_of(error) if outcome is CallOutcome.CRASHED else ""
             result = ToolResult(ToolResponse(text=text))
         return ToolOutcome(
@@ -164,53 +169,54 @@ class ToolInstance:
             should_stop=result.should_stop,
             message=message,
             traceback=traceback,
-            seconds=visit.run_s,
-            queue_seconds=max(0.0, time.monotonic() - arrived - visit.run_s),
-            num_attempts=visit.num_attempts,
-            is_cached=visit.is_cached,
+            seconds=context.run_s,
+            queue_seconds=max(0.0, time.monotonic() - arrived - context.run_s),
+            num_attempts=context.num_attempts,
+            is_cached=context.is_cached,
         )
 
     async def calc_reward(self) -> float | None:
-        """Ask for the tool's reward; None if the tool does not judge.
+        """Return the tool's reward; None if the tool gives none.
 
         Raises:
-            ToolLifeError: where it raises, hangs, or gives no finite number.
+            ToolLifeError: if it raises, times out, or returns no finite number.
         """
         try:
-            await self._revive()
+            await self._recreate_if_lost()
             call = self._call("calc_reward", **self._kwargs.calc_reward_kwargs)
             return await self._run(call, lambda value: read_reward(value, self.tool.name))
         except Exception as error:
             raise self._failure("calc_reward", error) from error
 
     async def release(self) -> ToolLifeError | None:
-        """Release what was created, or whose creation was begun. Called once.
+        """Release the instance, if its creation was started. Called once.
 
         Returns:
-            What went wrong; None where nothing did.
+            The error, for the record; None if there was none.
         """
         try:
             if self._must_release:
                 await self._release()
-        except Exception as error:  # noqa: BLE001 - a failed release ends nothing else
+        except Exception as error:  # noqa: BLE001 - a failed release does not fail the request
             return self._failure("release", error)
         finally:
-            await self._lane.close()
+            await self._executor.close()
         return None
 
     @property
     def needs_release(self) -> bool:
-        """Whether there is anything to give back, by the tool or by what it runs in."""
-        return not (_is_inherited(self.tool, "release") and isinstance(self._lane, LoopLane))
+        """Whether the tool, or the process that it runs in, has anything to give back."""
+        in_process = self._settings.isolation is ExecutionMode.PROCESS
+        return in_process or not _is_inherited(self.tool, "release")
 
     async def _create(self) -> ToolResponse:
         given = create_arguments(self.tool.create, self._kwargs.create_kwargs)
         call = self._call("create", **given)
-        self._instance_id, response = await self._run(call, self._created)
+        self._instance_id, response = await self._run(call, self._read_created)
         return response
 
-    def _created(self, value: Any) -> tuple[str, ToolResponse]:
-        """Read what `create` returned: an id and a response, or either, or nothing."""
+    def _read_created(self, value: Any) -> tuple[str, ToolResponse]:
+        """Read what `create` returned: an id and a response, an id alone, or None."""
         if value is None or isinstance(value, str):
             return value or self._instance_id, ToolResponse()
         if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:
@@ -221,24 +227,24 @@ class ToolInstance:
         )
 
     async def _release(self) -> None:
-        await self._run(self._call("release", **self._kwargs.release_kwargs), _forget)
+        await self._run(self._call("release", **self._kwargs.release_kwargs), lambda _: None)
 
-    async def _attempt(self, visit: Visit) -> ToolResult:
+    async def _attempt(self, context: CallContext) -> ToolResult:
         """Execute a call, once."""
         started = time.monotonic()
-        visit.num_attempts += 1
+        context.num_attempts += 1
         try:
-            await self._revive()
-            arguments = copy.deepcopy(visit.call.function.arguments)
-            call = self._call("execute", arguments, **visit.execute_kwargs)
+            await self._recreate_if_lost()
+            arguments = copy.deepcopy(context.call.function.arguments)
+            call = self._call("execute", arguments, **context.execute_kwargs)
             return await self._run(call, lambda value: ToolResult.of(value, tool=self.tool.name))
         finally:
-            visit.run_s += time.monotonic() - started
+            context.run_s += time.monotonic() - started
 
-    async def _revive(self) -> None:
-        """Make the instance again where its process was killed under it."""
-        if self._lane.is_lost:
-            with suppress(Exception):  # what it would release may have died with the process
+    async def _recreate_if_lost(self) -> None:
+        """Create the instance again, if its process was killed."""
+        if self._executor.is_lost:
+            with suppress(Exception):  # what it would release may have ended with the process
                 await self._release()
             await self._create()
 
@@ -246,26 +252,17 @@ class ToolInstance:
         return MethodCall(method, (self._instance_id, *args), kwargs)
 
     async def _run(self, call: MethodCall, read: Callable[[Any], T]) -> T:
-        """Make a call, and read what it gave back, both inside the boundary."""
+        """Make a call and read its result, both inside the boundary."""
         if _is_inherited(self.tool, call.method):
             return read(await call.on(self.tool))
 
         async def work() -> T:
-            return read(await self._lane.run(call))
+            return read(await self._executor.run(call))
 
         return await call_bounded(work, timeout_s=self._timeout_s, name=f"tool:{self.tool.name}")
 
-    def _excuse(self, call: ToolCall, error: Exception) -> tuple[CallOutcome, str, str]:
-        """Say what a failed call looks like: to the model neutral, on the record in full."""
-        outcome, text = self._describe(error)
-        if outcome is CallOutcome.TOOL_ERROR:
-            return outcome, text, words_of(error)
-        message = words_and_place_of(error)
-        self._log(f"call {call.id}: {message}")
-        return outcome, text, message
-
     def _describe(self, error: Exception) -> tuple[CallOutcome, str]:
-        """Sort what went wrong, and put it into words for the model."""
+        """Return the outcome of a failed call, and the text for the model."""
         name = self.tool.name
         match error:
             case ToolError():
@@ -274,41 +271,26 @@ class ToolInstance:
                 text = f"Error: tool {name!r} timed out after {self._timeout_s:g} seconds"
                 return CallOutcome.TIMEOUT, text
             case UnavailableError():
-                return (
-                    CallOutcome.UNAVAILABLE,
-                    f"Error: tool {name!r} is not available at the moment",
-                )
+                text = f"Error: tool {name!r} is not available at the moment"
+                return CallOutcome.UNAVAILABLE, text
             case _:
                 return CallOutcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
-        words = words_and_place_of(error)
-        why = f"tool {self.tool.name!r}, {method}: {words}"
-        self._log(f"{method}: {words}")
-        return ToolLifeError(why, tool=self.tool.name, method=method)
+        message = words_and_place_of(error)
+        self._log(f"{method}: {message}")
+        name = self.tool.name
+        return ToolLifeError(f"tool {name!r}, {method}: {message}", tool=name, method=method)
 
-    def _log(self, what: str) -> None:
+    def _log(self, message: str) -> None:
         """Log a failure with its request.
 
         The level is info, because a tool may fail thousands of times in a step. The trainer reports
-        failures by tool and step (`agentrl.rollout.failures`).
+        failures by tool and step.
         """
-        logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, printable(what))
+        logger.info("request %s, tool %r, %s", self._request_id, self.tool.name, printable(message))
 
 
 def _is_inherited(tool: BaseTool, method: str) -> bool:
-    """Whether a method is the base class's own, which can neither hang nor harm anybody."""
+    """Whether a method is that of `BaseTool`, which can neither hang nor fail."""
     return getattr(type(tool), method) is getattr(BaseTool, method) and method not in vars(tool)
-
-
-def _lane(tool: BaseTool, isolation: ExecutionMode) -> Lane:
-    if isolation is ExecutionMode.PROCESS:
-        # Starting processes is for those who ask for it: nobody else pays for the import.
-        from agentrl.tools.runtime.process import ProcessLane
-
-        return ProcessLane(tool)
-    return ThreadLane(tool) if isolation is ExecutionMode.THREAD else LoopLane(tool)
-
-
-def _forget(_: Any) -> None:
-    """Take what `release` returned for nothing."""

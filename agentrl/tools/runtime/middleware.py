@@ -1,26 +1,44 @@
-"""The way of a call through the stations of its tool: one for each tool and event loop."""
+"""Wrap the calls of a tool as its `config` asks: cache, circuit breaker, retry and limits.
+
+A call passes the middleware in this order. What `config` does not name is left out; a call of a
+tool that names nothing goes to the tool directly.
+
+    slot of the request (max_parallel_calls)
+      |
+    cache ............. returns a stored answer, or waits for an equal call that is running
+      |
+    circuit breaker ... if open: `unavailable` at once
+      |
+    retry  <--------+.. after a crash or a time-out: pause, then run all of the following again
+      |             |
+    request lock    |.. isolation: process: the calls of one request run one after another
+      |             |
+    max_concurrency |.. limits the calls of all requests that run at once
+      |             |
+    rate_limit      |.. limits the calls of all requests that start in a period
+      |             |
+    circuit breaker |.. may have opened in the meantime; counts how the attempt ends
+      |             |
+    execute --------+.. timeout_s starts here, for each attempt
+
+A cached answer therefore needs no capacity, and is returned even while the service is down. No call
+queues for a service that is down. A call that pauses holds no capacity. No time-out runs in a
+queue. When a call ends, fails or is cancelled, each middleware gives back what it holds.
+
+All requests of a rank share the middleware: there is one chain for each tool object and event loop.
+"""
 
 import asyncio
 import copy
 import json
 import logging
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-
-from aiolimiter import AsyncLimiter
-from cachetools import LRUCache, TTLCache
-from purgatory import SyncCircuitBreakerFactory
-from purgatory.domain.model import CLOSED, HALF_OPENED, OpenedState
-from tenacity import (
-    AsyncRetrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential_jitter,
-)
 
 from agentrl.errors import AgentRLError, ToolError, words_of
 from agentrl.messages import ToolCall
@@ -29,326 +47,278 @@ from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.runtime.settings import (
     BreakerSettings,
     CacheSettings,
+    RateSettings,
     RetrySettings,
     ToolSettings,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class UnavailableError(AgentRLError, RuntimeError):
-    """A tool that is not asked for now: it failed too often lately."""
+    """A call was refused, because the tool failed too often."""
 
 
 @dataclass(slots=True)
-class Visit:
-    """One call on its way to a tool, and what it met there."""
+class CallContext:
+    """One call on its way to a tool, and what is recorded about it."""
 
     call: ToolCall
     execute_kwargs: Mapping[str, Any]
-    gate: AbstractAsyncContextManager[None]
-    """Of the request: lets through as many of its calls as can run at once."""
-    attempt: Callable[["Visit"], Awaitable[ToolResult]]
-    """Executes the call, once; raises what went wrong."""
+    request_lock: AbstractAsyncContextManager[None]
+    """Limits the calls of this request that run at once, if the executor needs that."""
+    attempt: Callable[["CallContext"], Awaitable[ToolResult]]
+    """Executes the call once. Raises the error of the attempt."""
     run_s: float = 0.0
     """Seconds of all attempts."""
     num_attempts: int = 0
     is_cached: bool = False
-    """Whether the answer is that of an equal call."""
+    """Whether the answer is the answer of an equal call."""
 
 
-Way = Callable[[Visit], Awaitable[ToolResult]]
-"""The rest of a call's way, to the tool."""
+Handler = Callable[[CallContext], Awaitable[ToolResult]]
+"""Answers a call: the tool, with the middleware that is still to pass."""
 
 
-class Station(Protocol):
-    """Lets a visit go on along the rest of its way, or not, or later, or again."""
+class Middleware(Protocol):
+    """Answers a call: by the next handler, at once, later, again, or not at all."""
 
-    def __call__(self, visit: Visit, go_on: Way) -> Awaitable[ToolResult]:
-        """Answer the visit's call; raises what went wrong."""
+    def __call__(self, context: CallContext, next_handler: Handler) -> Awaitable[ToolResult]:
+        """Answer the call, or raise its error."""
         ...
 
 
-def way_of(tool: BaseTool, settings: ToolSettings) -> Way:
-    """Find the way of a tool's calls on this event loop; its stations are shared by all of them.
+_handlers: dict[int, PerLoop[Handler]] = {}
+"""By `id(tool)`, for tools that exist: a class of users may define its own equality."""
 
-    What `settings` says of stations counts when the first call of a loop comes.
+
+def handler_of(tool: BaseTool, settings: ToolSettings) -> Handler:
+    """Return the chain of a tool on this event loop.
+
+    The first call on a loop makes the chain, with the settings of that moment.
     """
-    if id(tool) not in _ways:
-        _ways[id(tool)] = PerLoop(partial(_make_way, tool.name, settings))
-        weakref.finalize(tool, _ways.pop, id(tool)).atexit = False
-    return _ways[id(tool)].get()
+    if id(tool) not in _handlers:
+        _handlers[id(tool)] = PerLoop(partial(_make_handler, tool.name, settings))
+        weakref.finalize(tool, _handlers.pop, id(tool)).atexit = False
+    return _handlers[id(tool)].get()
 
 
-def _attempt(visit: Visit) -> Awaitable[ToolResult]:
-    return visit.attempt(visit)
+def _make_handler(name: str, settings: ToolSettings) -> Handler:
+    handler: Handler = _attempt
+    for middleware in reversed([*_middleware(name, settings)]):
+        handler = partial(middleware, next_handler=handler)
+    return handler
 
 
-async def _pass_gate(visit: Visit, go_on: Way) -> ToolResult:
-    async with visit.gate:
-        return await go_on(visit)
-
-
-def _stations(name: str, settings: ToolSettings) -> Iterator[Station]:
-    """Make the stations, in the order in which a call passes them.
-
-    The libraries behind them are for those who ask for them: nobody else pays for the import.
-    """
-    breaker = None
+def _middleware(name: str, settings: ToolSettings) -> Iterator[Middleware]:
+    """Make the middleware, in the order in which a call passes it."""
+    breaker = settings.circuit_breaker and CircuitBreaker(name, settings.circuit_breaker)
     if settings.cache:
-        from agentrl.tools.runtime.middleware import Cache
-
         yield Cache(settings.cache)
-    if settings.circuit_breaker:
-        from agentrl.tools.runtime.middleware import Breaker
-
-        breaker = Breaker(name, settings.circuit_breaker)
+    if breaker:
         yield breaker.refuse
     if settings.retry and settings.retry.max_attempts > 1:
-        from agentrl.tools.runtime.middleware import Retry
-
-        yield Retry(settings.retry)
+        yield partial(retry, settings.retry)
     if settings.isolation is ExecutionMode.PROCESS:
-        yield _pass_gate
-    if settings.max_concurrency or settings.rate_limit:
-        from agentrl.tools.runtime.middleware import limits
-
-        yield from limits(settings)
+        yield _hold_request_lock
+    if settings.max_concurrency:
+        yield partial(_hold, asyncio.Semaphore(settings.max_concurrency))
+    if settings.rate_limit:
+        yield RateLimit(settings.rate_limit)
     if breaker:
-        yield breaker.watch
+        yield breaker.observe
 
 
-def _make_way(name: str, settings: ToolSettings) -> Way:
-    way: Way = _attempt
-    for station in reversed([*_stations(name, settings)]):
-        way = partial(station, go_on=way)
-    return way
+def _attempt(context: CallContext) -> Awaitable[ToolResult]:
+    return context.attempt(context)
 
 
-_ways: dict[int, PerLoop[Way]] = {}
-"""By tool, of those that live: by identity, because a class of users may define equality."""
+async def _hold_request_lock(context: CallContext, next_handler: Handler) -> ToolResult:
+    async with context.request_lock:
+        return await next_handler(context)
+
+
+async def _hold(
+    semaphore: asyncio.Semaphore, context: CallContext, next_handler: Handler
+) -> ToolResult:
+    """Run at most `max_concurrency` calls at once; the others queue in order of arrival.
+
+    A call that ignores its time-out is abandoned, and no longer counts.
+    """
+    async with semaphore:
+        return await next_handler(context)
+
+
+class RateLimit:
+    """Start at most `calls` calls in each period of `per_s` seconds, on average (leaky bucket)."""
+
+    def __init__(self, settings: RateSettings) -> None:
+        from aiolimiter import AsyncLimiter
+
+        self._limiter = AsyncLimiter(settings.calls, settings.per_s)
+
+    async def __call__(self, context: CallContext, next_handler: Handler) -> ToolResult:
+        """Wait until the call may start."""
+        await self._limiter.acquire()
+        return await next_handler(context)
 
 
 class Cache:
-    """Answer equal calls once: same arguments, same `execute_kwargs`, whatever the request.
+    """Answer equal calls once: same arguments and same `execute_kwargs`, in any request.
 
-    Only results enter: a `ToolError` may have been for the moment, and a failure is nobody's
-    answer. Both are told to those that waited for the call, and not kept. Each asker gets a copy
-    of its own, with reward and metrics. What cannot be written as JSON, or not be copied, is not
-    shared.
+    Only results are stored. A `ToolError` may be temporary, and a failure is no answer: the calls
+    that wait for the same answer get the error, and it is not stored. Each caller gets a copy of
+    its own, with reward and metrics. A call that JSON cannot represent, and a result that cannot be
+    copied, are not shared.
 
-    Equal calls that are under way at once are made once: the first goes on, the others wait. Where
-    the first is cancelled, one of the others goes in its place.
+    Equal calls that run at once are executed once: the first one runs, the others wait. If the
+    first one is cancelled, one of the others runs instead.
     """
 
     def __init__(self, settings: CacheSettings) -> None:
+        from cachetools import LRUCache, TTLCache
+
         size, ttl_s = settings.max_entries, settings.ttl_s
-        self._kept: MutableMapping[str, ToolResult] = (
+        self._stored: MutableMapping[str, ToolResult] = (
             LRUCache(size) if ttl_s is None else TTLCache(size, ttl_s)
         )
-        self._under_way: dict[str, asyncio.Future[ToolResult | None]] = {}
+        self._running: dict[str, asyncio.Future[ToolResult | None]] = {}
 
-    async def __call__(self, visit: Visit, go_on: Way) -> ToolResult:
-        """Answer from what is kept or under way; else go on and keep the answer."""
-        key = _key_of(visit)
+    async def __call__(self, context: CallContext, next_handler: Handler) -> ToolResult:
+        """Return the stored answer, or the answer of an equal call that runs, or a new one."""
+        key = _cache_key(context)
         if key is None:
-            return await go_on(visit)
-        while (kept := self._kept.get(key)) is None:
-            first = self._under_way.get(key)
-            if first is None:
-                return await self._go_first(key, visit, go_on)
-            visit.is_cached = True
-            kept = await asyncio.shield(first)
-            if kept is not None:
+            return await next_handler(context)
+        while (stored := self._stored.get(key)) is None:
+            if key not in self._running:
+                return await self._run_first(key, context, next_handler)
+            context.is_cached = True
+            stored = await asyncio.shield(self._running[key])
+            if stored is not None:
                 break
-            visit.is_cached = False
-        visit.is_cached = True
-        return contained(partial(copy.deepcopy, kept))
+            context.is_cached = False
+        context.is_cached = True
+        return contained(partial(copy.deepcopy, stored))
 
-    async def _go_first(self, key: str, visit: Visit, go_on: Way) -> ToolResult:
-        told = self._under_way[key] = asyncio.get_running_loop().create_future()
+    async def _run_first(self, key: str, context: CallContext, next_handler: Handler) -> ToolResult:
+        shared = self._running[key] = asyncio.get_running_loop().create_future()
         try:
-            result = await go_on(visit)
+            result = await next_handler(context)
         except Exception as error:
-            told.set_exception(error)
-            told.exception()  # perhaps nobody waits: that is no error
+            shared.set_exception(error)
+            shared.exception()  # marks it as retrieved: perhaps no call waits
             raise
         else:
-            self._keep(key, result, told)
+            try:
+                self._stored[key] = contained(partial(copy.deepcopy, result))
+                shared.set_result(self._stored.get(key))
+            except Exception:  # noqa: BLE001 - copying runs code of users
+                logger.debug("an answer of %r cannot be shared", context.call.function.name)
             return result
         finally:
-            del self._under_way[key]
-            if not told.done():
-                told.set_result(None)  # nothing to share: each of those who wait tries itself
-
-    def _keep(
-        self, key: str, result: ToolResult, told: "asyncio.Future[ToolResult | None]"
-    ) -> None:
-        try:
-            kept = contained(partial(copy.deepcopy, result))
-        except Exception:  # noqa: BLE001 - whatever a user's value raises in copying
-            return
-        self._kept[key] = kept
-        told.set_result(kept)
+            del self._running[key]
+            if not shared.done():
+                shared.set_result(None)  # nothing to share: each call that waits tries itself
 
 
-def _key_of(visit: Visit) -> str | None:
-    """Write a call as canonical JSON; None where that would not say it all."""
-    asked = [visit.call.function.arguments, dict(visit.execute_kwargs)]
+def _cache_key(context: CallContext) -> str | None:
+    """Write a call as canonical JSON; None if JSON cannot represent the call completely."""
+    key = [context.call.function.arguments, dict(context.execute_kwargs)]
     try:
-        text = json.dumps(asked, sort_keys=True)
+        text = json.dumps(key, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         return None
-    # Tuples, and keys that are no strings, come back as something else.
-    return text if json.loads(text) == asked else None
+    # JSON turns tuples into lists, and keys that are no strings into strings.
+    return text if json.loads(text) == key else None
 
 
-class Breaker:
-    """Open after `max_failures` failed attempts in a row; after `reset_s`, try with one call.
+async def retry(settings: RetrySettings, context: CallContext, next_handler: Handler) -> ToolResult:
+    """Repeat a call that crashed or timed out, after a pause that grows and has a random part.
 
-    The states, their counts and times are the library's. Added here: while one call tries, the
-    others are refused, and what began before the breaker opened no longer decides; a call that is
-    cancelled says nothing, so that the next one tries. A `ToolError` is an answer: the tool works.
+    A `ToolError` is an answer, and is not repeated. Each attempt passes the rest of the middleware
+    again: it queues, and has the whole time-out.
 
-    Two stations: `refuse` before the queues, `watch` behind them.
+    Raises:
+        Exception: the error of the last attempt. If the attempts opened the circuit breaker, that
+            is the failure before the refusal.
+    """
+    failure: Exception | None = None
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return await next_handler(context)
+        except ToolError:
+            raise
+        except UnavailableError as refusal:
+            raise failure or refusal from None
+        except Exception as error:
+            failure = error
+            name, call_id = context.call.function.name, context.call.id
+            logger.info("tool %r, call %s, attempt %d: %s", name, call_id, attempt, words_of(error))
+            if attempt >= settings.max_attempts:
+                raise
+        await asyncio.sleep(settings.pause_s(attempt))
+
+
+class CircuitBreaker:
+    """Refuse calls after `max_failures` failed attempts in a row; after `reset_s`, try one call.
+
+    While that call runs, the others are refused. If it fails, the breaker stays open for another
+    `reset_s`; if it succeeds, the breaker closes; if it is cancelled, the next call is the trial.
+    Calls that started before the breaker opened no longer change its state. A `ToolError` is an
+    answer of a tool that works.
+
+    It is in the chain twice: `refuse` before the queues, `observe` after them.
     """
 
     def __init__(self, name: str, settings: BreakerSettings) -> None:
         self._name = name
-        factory = SyncCircuitBreakerFactory(settings.max_failures, settings.reset_s)
-        self._circuit = factory.get_breaker(name)
-        self._is_tried = False
-        """Whether the one call that tries is under way."""
+        self._settings = settings
+        self._num_failures = 0
+        """Failures in a row."""
+        self._open_until: float | None = None
+        """Time of the next trial, by the monotonic clock; None if the breaker is closed."""
+        self._is_trial_running = False
 
-    async def refuse(self, visit: Visit, go_on: Way) -> ToolResult:
-        """Go on, unless the breaker is open.
-
-        Raises:
-            UnavailableError: where it is.
-        """
-        self._knock()
-        return await go_on(visit)
-
-    async def watch(self, visit: Visit, go_on: Way) -> ToolResult:
-        """Go on, unless the breaker is open, and note how it ends.
+    async def refuse(self, context: CallContext, next_handler: Handler) -> ToolResult:
+        """Pass the call on, unless the breaker is open.
 
         Raises:
-            UnavailableError: where it is.
+            UnavailableError: if it is open.
         """
-        self._knock()
-        tries = self._is_tried = self._circuit.context.state == HALF_OPENED
+        self._check()
+        return await next_handler(context)
+
+    async def observe(self, context: CallContext, next_handler: Handler) -> ToolResult:
+        """Pass the call on, unless the breaker is open, and count how it ends.
+
+        Raises:
+            UnavailableError: if it is open.
+        """
+        self._check()
+        is_trial = self._is_trial_running = self._open_until is not None
+        has_failed: bool | None = None  # None: the call was cancelled
         try:
-            result = await go_on(visit)
-        except ToolError:
-            self._note(None, tries=tries)
-            raise
-        except Exception as error:
-            self._note(error, tries=tries)
-            raise
-        else:
-            self._note(None, tries=tries)
+            result = await next_handler(context)
+            has_failed = False
             return result
+        except Exception as error:
+            has_failed = not isinstance(error, ToolError)
+            raise
         finally:
-            if tries:
-                self._is_tried = False
+            if is_trial:
+                self._is_trial_running = False
+            if has_failed is not None and (is_trial or self._open_until is None):
+                self._count(has_failed)
 
-    def _knock(self) -> None:
-        if self._is_tried:
-            raise UnavailableError(f"tool {self._name!r} is just being tried again")
-        try:
-            self._circuit.__enter__()
-        except OpenedState:
-            raise UnavailableError(f"tool {self._name!r} failed too often lately") from None
+    def _check(self) -> None:
+        if self._is_trial_running:
+            raise UnavailableError(f"tool {self._name!r} failed too often; a trial call is running")
+        if self._open_until is not None and time.monotonic() < self._open_until:
+            raise UnavailableError(f"tool {self._name!r} failed too often in a row")
 
-    def _note(self, failure: Exception | None, *, tries: bool) -> None:
-        if tries or self._circuit.context.state == CLOSED:
-            self._circuit.__exit__(type(failure) if failure else None, failure, None)
-
-
-logger = logging.getLogger(__name__)
-
-
-class Retry:
-    """Repeat what crashed or was late, after a growing pause with a random part.
-
-    Never behind a `ToolError`, which is an answer. Each attempt goes through the rest of the way
-    anew: it queues, and has the whole time-out.
-    """
-
-    def __init__(self, settings: RetrySettings) -> None:
-        self._stop = stop_after_attempt(settings.max_attempts)
-        self._wait = wait_exponential_jitter(
-            multiplier=settings.wait_initial_s,
-            max=settings.wait_max_s,
-            jitter=settings.wait_jitter_s,
-        )
-
-    async def __call__(self, visit: Visit, go_on: Way) -> ToolResult:
-        """Go on until it is answered, or the attempts are used up.
-
-        Raises:
-            Exception: of the last attempt that was made.
-        """
-        last: list[Exception] = []
-
-        def is_worth_another(error: BaseException) -> bool:
-            if isinstance(error, ToolError | UnavailableError) or not isinstance(error, Exception):
-                return False
-            last[:] = [error]
-            place = visit.call.function.name, visit.call.id, visit.num_attempts
-            logger.info("tool %r, call %s, attempt %d: %s", *place, words_of(error))
-            return True
-
-        async def attempt() -> ToolResult:
-            return await go_on(visit)
-
-        # One for each visit: it counts as it goes.
-        attempts = AsyncRetrying(
-            stop=self._stop,
-            wait=self._wait,
-            retry=retry_if_exception(is_worth_another),
-            reraise=True,
-        )
-        try:
-            return await attempts(attempt)
-        except UnavailableError as refusal:
-            # The attempts before opened the breaker: their failure is what happened to this call.
-            raise (last or [refusal])[0] from None
-
-
-def limits(settings: ToolSettings) -> Iterator[Station]:
-    """Make the stations of the limits that there are."""
-    if settings.max_concurrency:
-        yield Places(settings.max_concurrency)
-    if settings.rate_limit:
-        yield Pace(settings.rate_limit.calls, settings.rate_limit.per_s)
-
-
-class Places:
-    """Let so many calls run at once; the others queue, first come, first served.
-
-    A call that ignores its time-out is left behind, and no longer counts.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._places = asyncio.Semaphore(number)
-
-    async def __call__(self, visit: Visit, go_on: Way) -> ToolResult:
-        """Wait for a place, and hold it until the call has ended."""
-        async with self._places:
-            return await go_on(visit)
-
-
-class Pace:
-    """Let so many calls begin at once, and each further one as the period goes by (leaky bucket).
-
-    Args:
-        calls: How many.
-        per_s: The period, in seconds.
-    """
-
-    def __init__(self, calls: float, per_s: float) -> None:
-        self._limiter = AsyncLimiter(calls, per_s)
-
-    async def __call__(self, visit: Visit, go_on: Way) -> ToolResult:
-        """Wait for the call's time."""
-        await self._limiter.acquire()
-        return await go_on(visit)
+    def _count(self, has_failed: bool) -> None:
+        self._num_failures = self._num_failures + 1 if has_failed else 0
+        is_open = self._num_failures >= self._settings.max_failures
+        self._open_until = time.monotonic() + self._settings.reset_s if is_open else None

@@ -1,10 +1,14 @@
-"""The server from which tools' processes are forked: started once, with the main module in it.
+"""Run a tool in a process that can be killed.
 
-It is asked to import the main module (`set_forkserver_preload`), but Python 3.11 and the first
-releases of 3.12 and 3.13 lose the path on the way: there, each process would import it again, with
-all that it imports (https://github.com/python/cpython/issues/126631). So the path, and where to
-import from, travel in the environment, and importing this module in the server does the rest;
-elsewhere it does nothing.
+One process serves one tool of one request, from `create` to `release`. It is used for no other
+request, so that no state can leak. Processes are forked from a server that has imported agentrl and
+the main module, and has none of the trainer's state and threads. As with every Python library that
+starts processes, a script that trains must guard its entry with `if __name__ == "__main__"`.
+
+multiprocessing lets the server import the main module (`set_forkserver_preload`), but Python 3.11
+and the first releases of 3.12 and 3.13 lose its path (https://github.com/python/cpython/issues/126631):
+every process would import the main module again. So the path travels in the environment, and the
+import of this module in the server imports the main module. In other processes that does nothing.
 """
 
 import asyncio
@@ -30,25 +34,26 @@ from agentrl.plugins.call import CallTimeoutError, call_bounded, in_thread, plac
 from agentrl.plugins.environment import end_with_parent
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.tools.base import BaseTool
-from agentrl.tools.runtime.executors import MethodCall
+from agentrl.tools.runtime.executors import MethodCall, ToolExecutor
 
 START_S = 120.0
 """Seconds that the server may take to import the main module."""
-
+_KILL_WAIT_S = 5.0
 _VARIABLE = "_AGENTRL_TOOL_SERVER_MAIN"
 _starting = threading.Lock()
 _ready = threading.Event()
 
 PRELOADED = ("__main__", __name__)
+"""Modules that the server imports."""
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([*PRELOADED])
 
 
 async def wait_for_server() -> None:
-    """Wait until a process can be started at once: the time-out of no call has to bear the start.
+    """Wait until a process can be started at once, so that no call's time-out includes the start.
 
     Raises:
-        ToolLifeError: where the server does not come up.
+        ToolLifeError: if the server does not start in time.
     """
     if _ready.is_set():
         return
@@ -62,11 +67,11 @@ async def wait_for_server() -> None:
 
 
 def ensure_server() -> None:
-    """Start the server where it does not run. Cheap where it does; waits for no import."""
+    """Start the server if it does not run. Does not wait for its imports."""
     with _starting:
-        told = spawn.get_preparation_data("")
-        if "init_main_from_path" in told:
-            os.environ[_VARIABLE] = json.dumps([told["init_main_from_path"], told["sys_path"]])
+        main = spawn.get_preparation_data("")
+        if "init_main_from_path" in main:
+            os.environ[_VARIABLE] = json.dumps([main["init_main_from_path"], main["sys_path"]])
         try:
             forkserver.ensure_running()
         finally:
@@ -74,51 +79,42 @@ def ensure_server() -> None:
 
 
 def _start() -> None:
-    """Start the server, and wait for the first process that it forks."""
+    """Start the server, and wait until it has forked a process, which does nothing."""
     ensure_server()
-    process = context.Process(target=_do_nothing, daemon=True)
+    process = context.Process(target=int, daemon=True)
     process.start()
     process.join()
     _ready.set()
 
 
-def _do_nothing() -> None:
-    """Be forked: that is all."""
-
-
 def _import_main() -> None:
-    told = os.environ.pop(_VARIABLE, None)
-    if told is None:
+    """Import the main module, if this process is the server."""
+    if (main := os.environ.pop(_VARIABLE, None)) is None:
         return
-    path, sys.path = json.loads(told)
-    # As the server itself does it: code that is not guarded may start no process meanwhile.
+    path, sys.path = json.loads(main)
+    # As multiprocessing does: during the import, unguarded code must not start a process.
     process = multiprocessing.current_process()
     vars(process)["_inheriting"] = True
-    # What goes wrong here goes wrong again in the first process, and is told there.
+    # An error here is raised again in the first process, and reported there.
     with suppress(Exception):
         spawn.import_main_path(path)
     del vars(process)["_inheriting"]
-    # No process has to search what was imported: touching a page copies it.
+    # Exclude the imported objects from collections: touching a page copies it.
     gc.collect()
     gc.freeze()
 
 
-_KILL_WAIT_S = 5.0
+class ProcessExecutor(ToolExecutor):
+    """Run in a process, one call at a time. Cancelling a call kills the process.
 
-
-class ProcessLane:
-    """Run in a process, one call at a time; a call that is cancelled takes the process with it.
-
-    Args:
-        tool: Built again in the process from its class, `config` and `tool_schema`.
+    The process builds the tool again, from its class, `config` and `tool_schema`.
     """
 
     def __init__(self, tool: BaseTool) -> None:
-        self._tool = tool
+        super().__init__(tool)
+        self.request_lock = asyncio.Lock()
         self._worker: _Worker | None = None
         self._is_lost = False
-        self.gate = asyncio.Lock()
-        """Held around each execution: the calls of one request run one after another."""
 
     @property
     def is_lost(self) -> bool:
@@ -129,57 +125,50 @@ class ProcessLane:
         """Wait until processes can be started.
 
         Raises:
-            ToolLifeError: where they cannot.
+            ToolLifeError: if they cannot.
         """
         await wait_for_server()
 
     async def run(self, call: MethodCall) -> Any:
-        """Make the call in the process; start one where there is none.
+        """Make the call in the process; start the process if there is none.
 
         Raises:
-            ToolError: as the tool raised it.
-            ToolLifeError: for anything else that the tool raised, and where the process died.
+            ToolError: if the tool raised one.
+            ToolLifeError: if the tool raised another error, or the process died.
         """
         if call.method == "create":
             self._is_lost = False
         try:
-            worker = await self._started()
-            return await in_thread(partial(worker.ask, call))
+            if self._worker is None:
+                self._worker = _Worker(self.tool)
+                await in_thread(self._worker.start)
+            return await in_thread(partial(self._worker.ask, call))
         except (asyncio.CancelledError, ProcessDiedError):
             self._is_lost = True
-            await self._kill()
+            await self.close()
             raise
 
     async def close(self) -> None:
-        """Kill the process: behind `release` there is nothing left in it."""
-        await self._kill()
-
-    async def _started(self) -> "_Worker":
-        if self._worker is None:
-            self._worker = _Worker(self._tool)
-            await in_thread(self._worker.start)
-        return self._worker
-
-    async def _kill(self) -> None:
+        """Kill the process."""
         worker, self._worker = self._worker, None
         if worker is not None:
             await in_thread(worker.kill)
 
 
 class ProcessDiedError(ToolLifeError):
-    """The process ended by itself, or was killed, with a call under way."""
+    """The process ended by itself, or was killed, during a call."""
 
 
 class _Worker:
-    """The near end of one process. Its methods block; `kill` may be called beside `ask`."""
+    """The parent's side of one process. Methods block; `kill` may run while `ask` does."""
 
     def __init__(self, tool: BaseTool) -> None:
-        self._connection, far = context.Pipe()
-        self._far = far
+        self._connection, child = context.Pipe()
+        self._child_connection = child
         self._name = tool.name
         self._process = context.Process(
             target=_serve,
-            args=(far, _source_file(tool), pickle.dumps(tool)),
+            args=(child, _source_file(tool), pickle.dumps(tool)),
             name=f"tool:{tool.name}",
             daemon=True,
         )
@@ -191,10 +180,10 @@ class _Worker:
     def start(self) -> None:
         with self._starting:
             if self._is_killed:
-                return  # whoever wanted it was cancelled
+                return  # the call that needs it was cancelled
             ensure_server()
             self._process.start()
-            self._far.close()
+            self._child_connection.close()
 
     def ask(self, call: MethodCall) -> Any:
         with self._asking:
@@ -202,14 +191,17 @@ class _Worker:
             number, value, error = None, None, None
             try:
                 self._connection.send((self._num_calls, call))
-                while number != self._num_calls:  # a child that the tool forked may have spoken
+                while number != self._num_calls:  # skip what a child of the tool may have sent
                     number, value, error = self._connection.recv()
             except (EOFError, OSError):
                 self._process.join(_KILL_WAIT_S)
+                exit_code = self._process.exitcode
                 raise ProcessDiedError(
                     f"the process of tool {self._name!r} died in {call.method}",
-                    exit_code=self._process.exitcode,
-                    reason=_why(self._process.exitcode),
+                    exit_code=exit_code,
+                    reason="it was killed: by the system, if memory ran out"
+                    if exit_code == -signal.SIGKILL
+                    else None,
                 ) from None
         if error is not None:
             raise error
@@ -220,95 +212,73 @@ class _Worker:
             self._is_killed = True
             pid = self._process.pid
         if pid is not None:
-            # The process leads a group of its own, with whatever the tool started.
+            # The process leads a group of its own, which includes what the tool started.
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(_KILL_WAIT_S)
-        self._close()
-
-    def _close(self) -> None:
-        """Give the descriptors back now: the collector, which would, comes by rarely in a rollout.
-
-        Not while `ask` reads from them; it ends with the process.
-        """
+        # Close the descriptors now: the garbage collector runs rarely during a rollout. Wait until
+        # `ask` no longer reads from them; it ends with the process.
         if self._asking.acquire(timeout=_KILL_WAIT_S):
             self._connection.close()
-            self._far.close()
-            if self._process.pid is None or self._process.exitcode is not None:
+            self._child_connection.close()
+            if pid is None or self._process.exitcode is not None:
                 self._process.close()
 
 
-def _why(exit_code: int | None) -> str | None:
-    if exit_code != -signal.SIGKILL:
-        return None
-    return "it was killed: by the system, if memory ran out"
-
-
 def _source_file(tool: BaseTool) -> str | None:
-    """Name the file to import first, where the class stands in no importable module."""
-    kind = type(tool)
+    """Return the file to import first, if the tool's class is in no importable module."""
     function = vars(tool).get("function")
-    owner = function if inspect.isfunction(function) else kind
+    owner = function if inspect.isfunction(function) else type(tool)
     in_file = owner.__module__.startswith(FILE_MODULE_PREFIX)
     return str(Path(inspect.getfile(owner))) if in_file else None
 
 
-def _serve(connection: Connection, source_file: str | None, tool: bytes) -> None:
-    """Answer calls until the other end closes; the whole life of the process."""
+def _serve(connection: Connection, source_file: str | None, pickled_tool: bytes) -> None:
+    """Answer calls until the other end closes. This is the whole life of the process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()  # a call that never returns does not see that the other end has closed
     pid = os.getpid()
+
+    def reply(number: int, value: Any, error: Exception | None) -> None:
+        if os.getpid() != pid:
+            os._exit(0)  # the tool forked this copy: it must not answer for the tool
+        try:
+            connection.send((number, value, error))
+        except Exception as failure:  # noqa: BLE001 - pickling runs code of users
+            message = f"the answer cannot leave its process: {words_of(failure)}"
+            connection.send((number, None, ToolLifeError(message)))
+
     with asyncio.Runner() as runner, suppress(EOFError):
         number, call = connection.recv()
         try:
-            built = _build(source_file, tool)
-            _leave_if_copied(pid)
-        except Exception as error:  # noqa: BLE001 - the boundary round users' code
-            _reply(connection, number, (None, _broken(error)))
+            if source_file is not None:
+                load_module(source_file)
+            tool: BaseTool = pickle.loads(pickled_tool)
+        except Exception as error:  # noqa: BLE001 - building runs code of users
+            reply(number, None, _sendable(error))
             return
         while True:
-            answer = runner.run(_answer(built, call))
-            _leave_if_copied(pid)
-            _reply(connection, number, answer)
+            reply(number, *runner.run(_answer(tool, call)))
             number, call = connection.recv()
-
-
-def _leave_if_copied(pid: int) -> None:
-    """End this process if the tool forked it: a copy must not answer in the tool's place."""
-    if os.getpid() != pid:
-        os._exit(0)
-
-
-def _build(source_file: str | None, tool: bytes) -> BaseTool:
-    if source_file is not None:
-        load_module(source_file)
-    return pickle.loads(tool)
 
 
 async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | None]:
     try:
         return await call.on(tool), None
     except ToolError as error:
-        # Its text, which the model reads; a class of users' own may pack, and not unpack.
+        # Send the text only: a subclass of users may be picklable, but not unpicklable.
         return None, ToolError(text_of(error))
-    except BaseException as error:  # noqa: BLE001 - the boundary round users' code
-        return None, _broken(error)
+    except BaseException as error:  # noqa: BLE001 - the boundary around code of users
+        return None, _sendable(error)
 
 
-def _broken(error: BaseException) -> ToolLifeError:
-    told = ToolLifeError(words_of(error), at=place_of(error))
-    told.add_note(traceback_of(error))  # a traceback itself does not leave its process
-    return told
-
-
-def _reply(connection: Connection, number: int, answer: tuple[Any, Exception | None]) -> None:
-    try:
-        connection.send((number, *answer))
-    except Exception as error:  # noqa: BLE001 - whatever a user's value raises in pickling
-        told = f"the answer cannot leave its process: {words_of(error)}"
-        connection.send((number, None, ToolLifeError(told)))
+def _sendable(error: BaseException) -> ToolLifeError:
+    """Return an error that can be pickled: its text, with the traceback as a note."""
+    sendable = ToolLifeError(words_of(error), at=place_of(error))
+    sendable.add_note(traceback_of(error))
+    return sendable
 
 
 _import_main()

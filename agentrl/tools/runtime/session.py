@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Opening(NamedTuple):
-    """What the creation of a tool has to say to the conversation."""
+    """A response of a tool's `create`, which is appended before the first turn."""
 
     tool: str
     response: ToolResponse
@@ -27,11 +27,11 @@ class ToolSession:
 
     Args:
         tools: The tools of the row (`select_tools`), by name.
-        instance_id: What each tool is created with: the request's id.
+        instance_id: The request's id, with which each tool is created.
         tools_kwargs: The row's settings by tool name.
-        timeout_s: Seconds of one call of one method, where a tool's config has no `timeout_s`.
-        max_parallel_calls: Calls that run at once; the others queue, and their time-outs start
-            behind the queue.
+        timeout_s: Seconds of one call of one method, if a tool's config has no `timeout_s`.
+        max_parallel_calls: Calls that run at once. The others queue, and their time-outs start
+            after the queue.
 
     Raises:
         DataError: for an unknown key in `tools_kwargs`.
@@ -75,25 +75,25 @@ class ToolSession:
             The responses that are not empty, in the order of the tools, to be appended.
 
         Raises:
-            ToolLifeError: of the first tool that failed, when all have ended.
+            ToolLifeError: of the first tool that failed, after all have ended.
         """
-        made = await _each([instance.create() for instance in self._instances.values()])
-        openings: list[Opening] = []
-        for name, response in zip(self._instances, made, strict=True):
-            if isinstance(response, BaseException):
-                raise response
-            if not response.is_empty():
-                openings.append(Opening(name, response))
-        return openings
+        created = await _gather([instance.create() for instance in self._instances.values()])
+        _raise_first(created)
+        by_name = zip(self._instances, created, strict=True)
+        return [
+            Opening(name, response)
+            for name, response in by_name
+            if isinstance(response, ToolResponse) and not response.is_empty()
+        ]
 
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
-        """Execute the calls of one turn, at most `max_parallel_calls` at once, dropping none.
+        """Execute all calls of one turn, at most `max_parallel_calls` at once.
 
         Args:
             calls: Calls of tools of this session, checked (`agentrl.rollout.tool_calls`).
 
         Returns:
-            One outcome for each call, in the order of the calls. A call that failed is an outcome
+            One outcome for each call, in the order of the calls. A call that failed has an outcome
             too. Cancelling cancels every call.
         """
         if len(calls) == 1:  # the usual case needs no task of its own
@@ -101,19 +101,15 @@ class ToolSession:
         return await asyncio.gather(*(self._execute(call) for call in calls))
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Ask every tool for its reward, all at once; tools that do not judge are left out.
+        """Return the rewards by tool, without the tools that give none.
 
         Raises:
             ToolLifeError: of the first tool that failed.
         """
-        rewards = await _each([instance.calc_reward() for instance in self._instances.values()])
-        by_name: dict[str, float] = {}
-        for name, reward in zip(self._instances, rewards, strict=True):
-            if isinstance(reward, BaseException):
-                raise reward
-            if reward is not None:
-                by_name[name] = reward
-        return by_name
+        rewards = await _gather([instance.calc_reward() for instance in self._instances.values()])
+        _raise_first(rewards)
+        by_name = zip(self._instances, rewards, strict=True)
+        return {name: reward for name, reward in by_name if isinstance(reward, float)}
 
     async def release(self) -> list[BaseException]:
         """Release every tool, all at once; takes no longer than the longest time-out.
@@ -122,7 +118,7 @@ class ToolSession:
         second call waits for the first.
 
         Returns:
-            What went wrong, for the record.
+            The errors, for the record.
         """
         if not self.needs_release:
             return []
@@ -141,15 +137,21 @@ class ToolSession:
             return await self._instances[call.function.name].execute(call, arrived=arrived)
 
     async def _release(self) -> list[BaseException]:
-        failures = await _each([instance.release() for instance in self._instances.values()])
+        failures = await _gather([instance.release() for instance in self._instances.values()])
         return [failure for failure in failures if failure is not None]
 
 
-async def _each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
-    """Await all at once; what one raises is its result."""
+async def _gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+    """Await all at once; an error is the result of the one that raised it."""
     if len(works) != 1:
         return await asyncio.gather(*works, return_exceptions=True)
     try:
         return [await works[0]]  # the usual case needs no task of its own
-    except Exception as error:  # noqa: BLE001 - the caller sees to it
+    except Exception as error:  # noqa: BLE001 - the caller handles it
         return [error]
+
+
+def _raise_first(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

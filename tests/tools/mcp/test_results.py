@@ -64,7 +64,7 @@ def test_structured_content_is_shown_where_no_text_repeats_it():
 def test_an_error_is_told_in_the_servers_words():
     with pytest.raises(ToolError, match=r"^not so\nand not so$"):
         read(text("not so"), text("and not so"), isError=True)
-    with pytest.raises(ToolError, match="did not say why"):
+    with pytest.raises(ToolError, match="gave no reason"):
         read(isError=True)
 
 

@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.messages import CallOutcome
 from agentrl.tools import BaseTool, ToolResult
 from agentrl.tools.runtime.instance import ToolOutcome
-from agentrl.tools.runtime.middleware import _ways
+from agentrl.tools.runtime.middleware import _handlers
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.tools.runtime.settings import ToolSettings
 from tests.fakes.reading import UntellableError
@@ -269,17 +269,17 @@ def test_a_tool_serves_one_event_loop_after_another():
     )
     for _ in range(4):
         assert kinds(asyncio.run(ask_all(tool, 4))) == ["ok"] * 4
-    assert len(_ways[id(tool)]._by_loop) == 1, "loops that are closed are forgotten"
+    assert len(_handlers[id(tool)]._by_loop) == 1, "loops that are closed are forgotten"
 
 
 def test_what_stands_round_a_tool_goes_with_it():
     tool = PlayedTool(max_concurrency=1)
     number = id(tool)
     asyncio.run(ask_all(tool, 2))
-    assert number in _ways
+    assert number in _handlers
     del tool
     gc.collect()
-    assert number not in _ways
+    assert number not in _handlers
 
 
 # The circuit breaker.
@@ -446,4 +446,4 @@ def test_a_wrong_key_of_a_guard_says_which_and_what_was_expected(
 
 
 def test_what_agentrl_does_not_know_is_the_tools_own():
-    assert not ToolSettings.check({"retries": 3, "anything": {"x": 1}}).is_guarded
+    assert not ToolSettings.check({"retries": 3, "anything": {"x": 1}}).has_middleware
