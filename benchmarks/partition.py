@@ -1,11 +1,11 @@
-"""Longest-first dealing beside the differencing of Karmarkar and Karp: balance, and time.
+"""Longest-first partition against the differencing of Karmarkar and Karp: balance and time.
 
-8,192 lengths come to 512 parts. The lengths are those of answers: most of them short, some up to
-the limit of 4,096 tokens. Imbalance is the largest part over the mean of all, less one: what the
-slowest waits for, as a share. Each time is the smallest of several runs.
+8,192 lengths are put into 512 parts. They are lengths of answers: most are short, some are up to
+the limit of 4,096 tokens. Imbalance is the largest part over the mean of all parts, minus one. Each
+time is the smallest of several runs.
 
-Expectation before it was measured: with 16 items a part both come within a percent of even parts,
-and the differencing, which merges lists of 512 sums 8,192 times, takes hundreds of times as long.
+Expectation before the measurement: with 16 items per part, both are within a percent of even parts.
+The differencing merges lists of 512 sums 8,192 times, and takes hundreds of times as long.
 
 Source: Karmarkar and Karp 1982, "The differencing method of set partitioning", for many parts as
 in Korf 2009, "Multi-way number partitioning", section 3.
@@ -88,15 +88,11 @@ def main() -> None:
     differencing = measure_seconds(partition_by_differencing, lengths, max(1, repeats // 5))
     ours = imbalance(lengths, partition_balanced(lengths, NUM_PARTS))
     theirs = imbalance(lengths, partition_by_differencing(lengths, NUM_PARTS))
-    even = imbalance(lengths, partition_balanced(lengths, NUM_PARTS, equal_counts=True))
-    groups = [item // 4 for item in range(NUM_ITEMS)]
-    whole = imbalance(lengths, partition_balanced(lengths, NUM_PARTS, groups=groups))
     print(f"{NUM_ITEMS} lengths, {NUM_PARTS} parts: the largest over the mean, less one")
     print(f"longest first         {1e3 * greedy:10.1f} ms   {ours:.3%}")
     print(f"differencing          {1e3 * differencing:10.1f} ms   {theirs:.3%}")
     print(f"differencing / longest first: {differencing / greedy:.0f} times as long, largest part "
           f"{(1 + theirs) / (1 + ours):.5f} times as large")  # fmt: skip
-    print(f"longest first, equal counts: {even:.3%}; groups of 4 kept whole: {whole:.3%}")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def prepare_components(
         AgentRLError: if the configuration, a file or an object cannot be used.
     """
     claim_folders(config)
-    with world.agreeing():
+    with world.raise_on_all_ranks():
         run_logger.lock_folder()
     now = start_date(config, world)
     seconds = prepare_run(config, world, run_logger, plugins.tools, now=now)

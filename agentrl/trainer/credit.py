@@ -278,7 +278,7 @@ def gather_batch(
 ) -> WholeBatch:
     """Gather columns of all ranks' rows. A collective.
 
-    Rows are sorted by prompt index and then by rank, which is the order in which `deal_samples`
+    Rows are sorted by prompt index and then by rank, which is the order in which `shard_samples`
     assigns samples to ranks.
 
     Args:

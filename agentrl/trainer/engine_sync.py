@@ -42,7 +42,7 @@ class EngineSync:
     async def sleep(self) -> None:
         """Make the engine free its memory for the update."""
         if self.gives_memory:
-            with self.policy.world.agreeing():
+            with self.policy.world.raise_on_all_ranks():
                 await self.engine.sleep()
 
     async def sync(self, version: int) -> None:
@@ -70,6 +70,6 @@ class EngineSync:
 
     async def _wake(self, tag: MemoryTag) -> None:
         if self.gives_memory:
-            with self.policy.world.agreeing():
+            with self.policy.world.raise_on_all_ranks():
                 give_back_cached(self.policy.world.device)
                 await self.engine.wake((tag,))

@@ -110,7 +110,7 @@ class Interruption:
             Interrupted: on every rank.
             RankError: where another rank raised in the block.
         """
-        with self._world.agreeing(), suppress(Interrupted):
+        with self._world.raise_on_all_ranks(), suppress(Interrupted):
             yield
         self.check()
 

@@ -37,7 +37,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.credit import estimator_requires
 from agentrl.trainer.metrics.aggregators import MaxMetric, MeanMetric, MetricDict, mean_max_min
 from agentrl.trainer.metrics.run_logger import RunLogger
-from agentrl.workers.batches import deal_samples
+from agentrl.workers.batches import shard_samples
 from agentrl.workers.distributed import World
 
 NO_SIGNAL = "its group has no signal"
@@ -151,7 +151,7 @@ class StepSampler:
         size, world = self._config.actor.ppo_mini_batch_size, self._world
         requests: list[AsyncRolloutRequest] = []
         for plan in plans:
-            mine = deal_samples(len(prompts), plan.n, size, world.size)[world.rank]
+            mine = shard_samples(len(prompts), plan.n, size, world.size)[world.rank]
             requests += self._manager.make_requests(prompts, plan, step=step, samples=mine)
         return requests
 
@@ -288,7 +288,7 @@ def find_signal(
         ConfigError: if the scorer's dict has no such key, or no number under it.
     """
     mine: list[GroupMember] = []
-    with world.agreeing():
+    with world.raise_on_all_ranks():
         for request in requests:
             if request.in_baseline:
                 value = read_metric(request, config.metric, reward)

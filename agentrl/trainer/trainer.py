@@ -117,7 +117,7 @@ class Trainer:
         self.summary = Summary(seed=config.trainer.seed)
         self.engine_sync = EngineSync.of(config, parts.engine, parts.actor.policy)
         self._timer = Timer(
-            on_enter=lambda stage: self.world.board.note(f"{stage} of step {self.step}")
+            on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
         self._interruption = Interruption(self.world)
         self._last = LastCompletedStep(parts.order, parts.actor)
@@ -141,7 +141,7 @@ class Trainer:
         Raises:
             KeyboardInterrupt: if the run was asked to stop, also while it wrote its final files.
         """
-        with rare_gc(), self._interruption.listening(), self.world.board.explaining():
+        with rare_gc(), self._interruption.listening(), self.world.status.explain_errors():
             try:
                 self.begin()
                 while self.step < self.components.total_steps:
@@ -210,7 +210,7 @@ class Trainer:
         self._last.record(self.step, self.summary)
         if self._is_due(self.config.trainer.save_freq):
             self.save_checkpoint()
-        with self.world.agreeing():
+        with self.world.raise_on_all_ranks():
             self.summary.check_skipped_updates(self.config.actor.max_skipped_updates)
         self._interruption.check()
 
@@ -258,7 +258,7 @@ class Trainer:
             finished += self._interruption.run(self._runner, scored)
         failures = FailureSummary.merge(self.world.gather(FailureSummary.of(finished)))
         self._failures.append(failures)
-        with self.world.agreeing():
+        with self.world.raise_on_all_ranks():
             parts.manager.apply_failure_policy(finished, failures)
         return finished
 
@@ -426,7 +426,7 @@ class Trainer:
     def _load_checkpoint(self, path: Path) -> None:
         parts = self.components
         state = load_run(path, parts.actor)
-        with self.world.agreeing():
+        with self.world.raise_on_all_ranks():
             check_origin(state.origin, self.config, path)
         parts.order.load_state_dict(state.data)
         self.step = state.step
@@ -483,7 +483,7 @@ class Trainer:
         All ranks must save together, so this is possible only if all of them know of the error. If
         saving itself failed, it would fail again.
         """
-        is_shared = self.world.is_alone or error is self.world.board.shared
+        is_shared = self.world.is_alone or error is self.world.status.shared_error
         if not is_shared or isinstance(error, CheckpointError):
             return
         try:

@@ -21,7 +21,7 @@ from agentrl.workers.batches import (
 )
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import TokenScores
-from agentrl.workers.memory import telling_out_of_memory, telling_out_of_memory_in_step
+from agentrl.workers.memory import explain_out_of_memory, explain_out_of_memory_in_step
 from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PackedBatch
@@ -257,7 +257,7 @@ class Actor:
             return step
         lr = self.optimizer.lr
         if mini.has_advantages or grad_norm:
-            with telling_out_of_memory_in_step():
+            with explain_out_of_memory_in_step():
                 self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
         else:
             self.optimizer.drop_gradients()
@@ -277,7 +277,7 @@ class Actor:
         return split_micro_batches(mini.rows.padded, mini.index, budget, self.world)
 
     def _backward(self, packed: PackedBatch, mini: "_MiniBatch") -> MicroLoss:
-        with telling_out_of_memory("the update", packed):
+        with explain_out_of_memory("the update", packed):
             scores = self.policy(packed, mini.params)
             micro = compute_micro_loss(scores, packed, mini.rows, mini.scale, self.config)
             micro.loss.backward()

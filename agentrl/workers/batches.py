@@ -1,6 +1,6 @@
-"""What training reads of a DataProto, as typed records, and how its rows become mini-batches.
+"""Typed records of the columns that training reads from a DataProto, and mini-batches of its rows.
 
-This is the border: behind it there are no string keys.
+Modules of this package that use these records need no string keys.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,18 +37,18 @@ class UpdateRows:
     advantages: Tensor
     """float32."""
     ref_log_prob: Tensor | None
-    """float32, of the frozen reference; None where no KL term needs it."""
+    """float32, of the frozen reference; None if no KL term needs it."""
     rollout_is_weights: Tensor | None
-    """float32, importance weights of the rollout's correction; None where there is none."""
+    """float32, importance weights of the rollout's correction; None: no correction."""
     row_weights: Tensor | None
-    """`[B]` float64, the share of its trajectory that each row is; None: each is a whole one."""
+    """`[B]` float64, each row's share of its trajectory's tokens; None: 1 each."""
     uids: tuple[Hashable, ...]
     """`[B]`: the group of each row."""
-    places: tuple[int, ...]
-    """`[B]`: where the row's prompt stands in the batch of all ranks; where nobody knows, the how
-    manyeth of this rank's groups it is of."""
+    prompt_indices: tuple[int, ...]
+    """`[B]`: index of the row's prompt in the global batch; if unknown, the index of its group on
+    this rank."""
     request_ids: tuple[str, ...]
-    """`[B]`: which request each row was; its position where nobody knows."""
+    """`[B]`: the request of each row; if unknown, the row's index."""
 
     @property
     def response_mask(self) -> Tensor:
@@ -57,7 +57,7 @@ class UpdateRows:
 
 
 def read_padded_rows(batch: DataProto) -> PaddedRows:
-    """Read what log-probabilities are computed from."""
+    """Read the columns that log-probabilities are computed from."""
     return PaddedRows(
         input_ids=_tensor(batch, "input_ids"),
         attention_mask=_tensor(batch, "attention_mask"),
@@ -66,16 +66,17 @@ def read_padded_rows(batch: DataProto) -> PaddedRows:
 
 
 def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
-    """Read what an update is computed from.
+    """Read the columns that an update is computed from.
 
     Args:
         batch: Rows with advantages.
         with_reference: Whether `ref_log_prob` is needed.
 
     Raises:
-        DataError: naming the first key that is missing.
+        DataError: for the first missing key.
     """
     padded = read_padded_rows(batch)
+    mask, trajectories = padded.response_mask, _optional(batch, "trajectory_ids")
     count = len(padded.input_ids)
     uids = tuple(batch.non_tensor_batch.get("uid", np.arange(count)).tolist())
     request_ids = batch.non_tensor_batch.get("request_id", np.arange(count))
@@ -85,31 +86,31 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
         advantages=_tensor(batch, "advantages"),
         ref_log_prob=_tensor(batch, "ref_log_prob") if with_reference else None,
         rollout_is_weights=_optional(batch, "rollout_is_weights"),
-        row_weights=_row_weights(batch, padded.response_mask),
+        row_weights=None if trajectories is None else compute_row_weights(mask, trajectories),
         uids=uids,
-        places=_places(batch, uids),
+        prompt_indices=_prompt_indices(batch, uids),
         request_ids=tuple(str(name) for name in request_ids.tolist()),
     )
 
 
-class SampleAt(NamedTuple):
+class SampleIndex(NamedTuple):
     """One sample of a batch, before it is made."""
 
-    place: int
-    """Of its prompt in the batch of all ranks."""
+    prompt_index: int
+    """In the global batch."""
     offset: int
-    """Of the sample in its group."""
+    """Index of the sample in its group."""
 
 
-def deal_samples(
+def shard_samples(
     num_prompts: int, samples_each: int, groups_per_batch: int | None, num_ranks: int
-) -> list[list[SampleAt]]:
-    """Deal the samples of a batch to the ranks.
+) -> list[list[SampleIndex]]:
+    """Assign the samples of a batch to the ranks.
 
-    Within each mini-batch the prompts that divide evenly are dealt whole and in turn: the samples
-    of a prompt share the prefix that an engine caches. Those left over are split, each rank's part
-    of them in one piece, so that every rank has work in every mini-batch and no two differ by more
-    than one sample of the batch.
+    Within each mini-batch, prompts that divide evenly are assigned whole and in turn: the samples
+    of a prompt share a prefix that the engine caches. The samples of the remaining prompts are
+    split, one contiguous piece per rank. So every rank has work in every mini-batch, and the
+    numbers of samples of two ranks differ by at most one over the whole batch.
 
     Args:
         num_prompts: Of the batch, over all ranks.
@@ -121,61 +122,63 @@ def deal_samples(
         The samples of each rank, in the order of the batch.
 
     Example:
-        >>> [len(dealt) for dealt in deal_samples(1, 8, None, 2)]
+        >>> [len(shard) for shard in shard_samples(1, 8, None, 2)]
         [4, 4]
     """
-    dealt: list[list[SampleAt]] = [[] for _ in range(num_ranks)]
+    shards: list[list[SampleIndex]] = [[] for _ in range(num_ranks)]
     size = groups_per_batch or max(num_prompts, 1)
-    turn = 0
+    first_rank = 0
     for start in range(0, num_prompts, size):
-        places = range(start, min(start + size, num_prompts))
-        num_whole = len(places) // num_ranks * num_ranks
-        for place in places[:num_whole]:
-            rank = (place - start) % num_ranks
-            dealt[rank] += [SampleAt(place, offset) for offset in range(samples_each)]
-        left = [SampleAt(*at) for at in product(places[num_whole:], range(samples_each))]
-        turn = _deal_in_pieces(left, dealt, turn)
-    return dealt
+        prompts = range(start, min(start + size, num_prompts))
+        num_whole = len(prompts) // num_ranks * num_ranks
+        for prompt in prompts[:num_whole]:
+            rank = (prompt - start) % num_ranks
+            shards[rank] += [SampleIndex(prompt, offset) for offset in range(samples_each)]
+        rest = [SampleIndex(*pair) for pair in product(prompts[num_whole:], range(samples_each))]
+        first_rank = _assign_pieces(rest, shards, first_rank)
+    return shards
 
 
-def _deal_in_pieces(left: Sequence[SampleAt], dealt: list[list[SampleAt]], turn: int) -> int:
-    """Deal each rank one piece; the ranks from `turn` on get one more. Returns whose turn is next.
+def _assign_pieces(
+    samples: Sequence[SampleIndex], shards: list[list[SampleIndex]], first_rank: int
+) -> int:
+    """Assign each rank one piece; ranks from `first_rank` on get one sample more.
 
-    The order of a group's samples is that of the ranks which have them.
+    The order of a group's samples is that of their ranks. Returns the next `first_rank`.
     """
-    each, more = divmod(len(left), len(dealt))
+    each, more = divmod(len(samples), len(shards))
     start = 0
-    for rank, own in enumerate(dealt):
-        end = start + each + ((rank - turn) % len(dealt) < more)
-        own += left[start:end]
+    for rank, shard in enumerate(shards):
+        end = start + each + ((rank - first_rank) % len(shards) < more)
+        shard += samples[start:end]
         start = end
-    return (turn + more) % len(dealt)
+    return (first_rank + more) % len(shards)
 
 
 def split_mini_batches(
     rows: UpdateRows, groups_per_batch: int | None, world: World, shuffle_seed: Sequence[int]
 ) -> list[list[int]]:
-    """Deal this rank's rows to mini-batches that count prompts, a prompt's rows together.
+    """Split this rank's rows into mini-batches that count prompts; a prompt's rows stay together.
 
-    The groups are taken in the order of the batch, and may be spread over ranks. A collective.
+    The groups have the order of the batch, and may have rows on several ranks. A collective.
 
     Args:
         rows: This rank's.
         groups_per_batch: Prompts of one mini-batch over all ranks; None: all of them.
         world: The ranks.
-        shuffle_seed: Entropy of a random order of the groups; empty: their own order.
+        shuffle_seed: Seed of a random order of the groups; empty: their own order.
 
     Returns:
-        This rank's rows of each mini-batch; as many lists on every rank.
+        This rank's rows of each mini-batch; the same number of lists on every rank.
     """
-    mine = list(dict.fromkeys(zip(rows.places, rows.uids, strict=True)))
+    mine = list(dict.fromkeys(zip(rows.prompt_indices, rows.uids, strict=True)))
     in_order = sorted(world.gather_flat(mine), key=lambda group: group[0])
     order = list(dict.fromkeys(uid for _, uid in in_order))
     if shuffle_seed:
         permutation = np.random.default_rng(list(shuffle_seed)).permutation(len(order))
-        order = [order[place] for place in permutation]
+        order = [order[index] for index in permutation]
     size = groups_per_batch or max(1, len(order))
-    batch_of = {uid: place // size for place, uid in enumerate(order)}
+    batch_of = {uid: index // size for index, uid in enumerate(order)}
     batches: list[list[int]] = [[] for _ in range(-(-len(order) // size))]
     for row, uid in enumerate(rows.uids):
         batches[batch_of[uid]].append(row)
@@ -185,33 +188,28 @@ def split_mini_batches(
 def split_micro_batches(
     rows: PaddedRows, index: Sequence[int], budget: int, world: World
 ) -> list[PackedBatch]:
-    """Pack rows into micro-batches of at most `budget` tokens, as many on every rank.
+    """Pack rows into micro-batches of at most `budget` tokens, the same number on every rank.
 
-    Rows that train on nothing are left out; a rank with too few gets dummies. A collective.
+    Rows without a trained token are left out. A rank with fewer micro-batches gets dummies. A
+    collective.
     """
     lengths = count_tokens(rows)
     index = [row for row in index if lengths[row] > 0]
     mine = [lengths[row] for row in index]
     count = int(world.max([count_micro_batches(mine, budget)])[0])
     return [
-        pack_rows(rows, [index[place] for place in part], world.device)
+        pack_rows(rows, [index[item] for item in part], world.device)
         if part
         else dummy_batch(rows.response_mask.shape[1], world.device)
         for part in partition_balanced(mine, count)
     ]
 
 
-def _row_weights(batch: DataProto, mask: Tensor) -> Tensor | None:
-    """Weights by the column `trajectory_ids` `[B]`, where rows are parts of trajectories."""
-    trajectory_ids = _optional(batch, "trajectory_ids")
-    return None if trajectory_ids is None else compute_row_weights(mask, trajectory_ids)
-
-
-def _places(batch: DataProto, uids: Sequence[Hashable]) -> tuple[int, ...]:
+def _prompt_indices(batch: DataProto, uids: Sequence[Hashable]) -> tuple[int, ...]:
     known = _optional(batch, "batch_data_id")
     if known is not None:
         return tuple(known.tolist())
-    number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
+    number = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
     return tuple(number[uid] for uid in uids)
 
 

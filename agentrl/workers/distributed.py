@@ -1,7 +1,7 @@
-"""The ranks of a run: who they are, and the few things that they tell each other.
+"""The ranks of a run, and the exchange of small objects between them.
 
-A run without torchrun is a world of one: its process group lives on an in-memory store, opens no
-port, and every exchange below is the identity.
+A run without torchrun is a world of one rank: its process group uses an in-memory store and opens
+no port, and every exchange below is the identity.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from agentrl.errors import ConfigError, RankError
-from agentrl.workers.board import Board, is_broken_exchange, open_board
+from agentrl.workers.rank_status import RankStatus, is_failed_collective, open_rank_status
 
 T = TypeVar("T")
 
@@ -32,12 +32,12 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     """One dimension, `dp`: all ranks shard the weights and split the rows."""
-    board: Board
-    """What the ranks leave for each other to read, should one of them not come."""
+    status: RankStatus
+    """What each rank does, for the error if one does not come."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what one rank should write."""
+        """Whether this is the rank that writes files and logs."""
         return self.rank == 0
 
     @property
@@ -64,7 +64,7 @@ class World:
 
     @property
     def _carrier(self) -> torch.device:
-        """Where a tensor lies to be exchanged: not on the CPU where somebody else chose NCCL."""
+        """The device of exchanged tensors: the CPU, unless the process group is NCCL's alone."""
         cpu = torch.device("cpu")
         return cpu if "gloo" in str(dist.get_backend_config()) else self.device
 
@@ -114,45 +114,44 @@ class World:
         return torch.cat(known).to(rows.device)
 
     @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Let every rank leave the block, and raise on all of them where one raised.
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Wait for all ranks at the end of the block, and raise on all of them if one raised.
 
-        For work in which no rank waits for another: a rank that fails would otherwise be waited for
-        until the time limit. A collective, behind the block. What ends a process (Ctrl-C) passes
-        through without it.
+        For work without collectives: otherwise the ranks would wait for one that failed until the
+        timeout. The wait is a collective. Errors that end a process (Ctrl-C) skip it.
 
         Raises:
-            RankError: where another rank raised.
+            RankError: if another rank raised.
         """
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised again below, when all know of it
+        except Exception as error:  # noqa: BLE001 - raised again below, on all ranks
             failure = error
         if not self.is_alone:
-            self.board.note(f"the wait behind {self.board.place}")
-        words = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        for rank, told in enumerate(words):
-            if failure is None and told is not None:
-                failure = RankError(f"rank {rank} failed: {told}")
+            self.status.enter(f"the wait after {self.status.stage}")
+        texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        for rank, text in enumerate(texts):
+            if failure is None and text is not None:
+                failure = RankError(f"rank {rank} failed: {text}")
         if failure is not None:
-            self.board.shared = failure
+            self.status.shared_error = failure
             raise failure
 
 
 def start_world(device: str, *, timeout_s: float) -> World:
-    """Join the ranks that torchrun started, or be a world of one.
+    """Join the ranks that torchrun started, or make a world of one rank.
 
-    A process group that exists already is used as it is.
+    An existing process group is used as it is.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
-        timeout_s: Seconds that one collective may take, the joining included; a rank that waits
-            longer for another raises instead of hanging.
+        timeout_s: Seconds that one collective, or joining, may take. A rank that waits longer
+            raises an error.
 
     Raises:
-        ConfigError: where `cuda` is asked for and there is none.
-        RankError: where the others do not come.
+        ConfigError: if `device` is `cuda` and there is none.
+        RankError: if the other ranks do not join.
     """
     kind = resolve_device(device)
     store = None
@@ -160,14 +159,23 @@ def start_world(device: str, *, timeout_s: float) -> World:
         try:
             store = _init_process_group(kind, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise _not_joined(error, timeout_s) from error
+            if not is_failed_collective(error):
+                raise
+            rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
+            raise RankError(
+                f"rank {rank} of {size} could not join the others within {timeout_s:g} s: "
+                f"{str(error).splitlines()[0]}",
+                key="trainer.collective_timeout_s",
+                expected="ranks that start together, and reach each other at "
+                "MASTER_ADDR:MASTER_PORT",
+            ) from error
     rank, size = dist.get_rank(), dist.get_world_size()
     return World(
         rank=rank,
         size=size,
         device=_own_device(kind),
         mesh=init_device_mesh(kind, (size,), mesh_dim_names=("dp",)),
-        board=open_board(store, rank=rank, size=size, timeout_s=timeout_s),
+        status=open_rank_status(store, rank=rank, size=size, timeout_s=timeout_s),
     )
 
 
@@ -178,16 +186,16 @@ def stop_world() -> None:
 
 
 def resolve_device(device: str) -> str:
-    """Turn `auto` into the kind of device that is there.
+    """Resolve `auto` to the kind of device that is available.
 
     Raises:
-        ConfigError: where `cuda` is asked for and there is none.
+        ConfigError: if `device` is `cuda` and there is none.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "trainer.device is cuda, and torch sees no such device",
+            "trainer.device is cuda, and torch finds no CUDA device",
             key="trainer.device",
             expected="auto or cpu on this machine",
         )
@@ -195,7 +203,7 @@ def resolve_device(device: str) -> str:
 
 
 def _init_process_group(kind: str, timeout: timedelta) -> Any:
-    """Join the ranks; returns the store by which they found each other."""
+    """Join the ranks, and return their store."""
     if kind == "cuda":
         torch.cuda.set_device(_own_device(kind))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -203,24 +211,12 @@ def _init_process_group(kind: str, timeout: timedelta) -> Any:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return store
-    # What the ranks tell each other goes by gloo on any device: a wait that is too long raises
-    # there, where NCCL's watchdog would end the process without a word.
+    # Objects are exchanged by gloo on any device: its timeouts raise an error, and NCCL's watchdog
+    # would end the process without one.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return store
-
-
-def _not_joined(error: RuntimeError, timeout_s: float) -> RuntimeError:
-    if not is_broken_exchange(error):
-        return error
-    rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
-    return RankError(
-        f"rank {rank} of {size} could not join the others within {timeout_s:g} s: "
-        f"{str(error).splitlines()[0]}",
-        key="trainer.collective_timeout_s",
-        expected="ranks that start together, and reach each other at MASTER_ADDR:MASTER_PORT",
-    )
 
 
 def _own_device(kind: str) -> torch.device:

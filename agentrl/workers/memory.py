@@ -12,7 +12,7 @@ _LONGEST_REASON = 300
 
 
 @contextmanager
-def telling_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
+def explain_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
     """Let memory that runs out in the block say in which micro-batch, and what may be done.
 
     Args:
@@ -38,7 +38,7 @@ def telling_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
 
 
 @contextmanager
-def telling_out_of_memory_in_step() -> Iterator[None]:
+def explain_out_of_memory_in_step() -> Iterator[None]:
     """The same for the optimizer's step, whose moments are made by the first one.
 
     Raises:

@@ -12,7 +12,7 @@ from agentrl.protocol import DataProto
 from agentrl.workers.batches import read_padded_rows, split_micro_batches
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import TokenScores
-from agentrl.workers.memory import telling_out_of_memory
+from agentrl.workers.memory import explain_out_of_memory
 from agentrl.workers.model import PolicyModel, ScoringParams, load_policy
 from agentrl.workers.packing import PackedBatch, PaddedRows
 
@@ -40,7 +40,7 @@ def score_rows(
     policy.eval()
     try:
         for packed in split_micro_batches(rows, range(shape[0]), budget, policy.world):
-            with telling_out_of_memory("log-probabilities", packed):
+            with explain_out_of_memory("log-probabilities", packed):
                 scores = policy(packed, params)
             _put(log_probs, packed, scores.log_probs)
             _put(entropy, packed, scores.entropy)

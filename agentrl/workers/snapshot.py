@@ -89,7 +89,7 @@ def load_run(path: Path, actor: Actor) -> RunState:
             nothing has changed then.
         RankError: where another rank could not read it.
     """
-    with actor.world.agreeing():
+    with actor.world.raise_on_all_ranks():
         snapshot = load_checkpoint(path, identify(actor.policy))
     counters = ActorCounters(**snapshot.state.actor)
     actor.optimizer.load_state_tensors(snapshot.optimizer, counters.num_optimizer_steps)
@@ -197,6 +197,6 @@ def on_main(world: World, act: Callable[[], T]) -> T:
             failure = error
     result, failure = world.broadcast((result, failure))
     if failure is not None:
-        world.board.shared = failure
+        world.status.shared_error = failure
         raise failure
     return cast("T", result)

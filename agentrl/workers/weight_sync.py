@@ -64,14 +64,14 @@ async def sync_weights(
     begun = time.monotonic()
     for attempt in range(1, max_attempts + 1):
         try:
-            with policy.world.agreeing():
+            with policy.world.raise_on_all_ranks():
                 figures = await _try_sync(policy, engine, version)
             if engine.is_shared:
-                with policy.world.agreeing():
+                with policy.world.raise_on_all_ranks():
                     await _follow(policy, engine, version)
         except Exception as error:
             # Only what all ranks know of is met by all of them with another attempt.
-            if attempt == max_attempts or error is not policy.world.board.shared:
+            if attempt == max_attempts or error is not policy.world.status.shared_error:
                 raise
         else:
             return SyncResult(

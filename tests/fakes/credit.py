@@ -146,7 +146,7 @@ class ThreadWorld(World):
 def credit_of_two(world: World, keys: dict[str, Any]) -> list[Credited]:
     """Let two threads of one process be the ranks."""
     table = Table(2)
-    ranks = [ThreadWorld(n, 2, world.device, world.mesh, world.board, table) for n in range(2)]
+    ranks = [ThreadWorld(n, 2, world.device, world.mesh, world.status, table) for n in range(2)]
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda rank: credit_rows(rank, keys), ranks))
 

@@ -1,4 +1,4 @@
-"""What each rank of `tests/workers/test_exchange.py` runs: exchanges that work, and that break."""
+"""The ranks of `tests/workers/test_rank_status.py`: exchanges that succeed and that fail."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def agrees(world: World) -> Any:
 
 
 def one_raises(world: World) -> None:
-    world.board.note("gen of step 1")
-    with world.agreeing():
+    world.status.enter("gen of step 1")
+    with world.raise_on_all_ranks():
         if world.rank == 1:
             raise ValueError("no such tool")
 
@@ -42,20 +42,20 @@ def main_raises(world: World) -> None:
 
 
 def one_is_late(world: World) -> None:
-    world.board.note("gen of step 2")
-    with world.agreeing():
+    world.status.enter("gen of step 2")
+    with world.raise_on_all_ranks():
         time.sleep(2 * LIMIT_S * world.rank)
 
 
 def one_fails_elsewhere(world: World) -> None:
-    world.board.note("update_actor of step 3")
+    world.status.enter("update_actor of step 3")
     if world.rank == 1:
         raise OSError("disk full")
     world.gather(None)
 
 
 def one_is_killed(world: World) -> None:
-    world.board.note("gen of step 4" if world.rank == 1 else "update_actor of step 4")
+    world.status.enter("gen of step 4" if world.rank == 1 else "update_actor of step 4")
     world.gather(None)
     if world.rank == 1:
         os._exit(9)
@@ -71,11 +71,11 @@ def play(scene: Callable[[World], Any], limit_s: float) -> dict[str, Any]:
     world = start_world("cpu", timeout_s=limit_s)
     began = time.monotonic()
     try:
-        with world.board.explaining():
+        with world.status.explain_errors():
             return {"result": scene(world)}
     except Exception as error:  # noqa: BLE001 - what is written down for the test to read
         told = {"error": type(error).__name__, "words": str(error)}
-        is_shared = error is world.board.shared
+        is_shared = error is world.status.shared_error
         return told | {"is_shared": is_shared, "seconds": time.monotonic() - began}
     finally:
         stop_world()

@@ -1,4 +1,4 @@
-"""What each rank of `tests/workers/test_ranks.py` runs: one batch, its share of the rows."""
+"""What each rank of `tests/workers/test_distributed.py` runs: one batch, its share of the rows."""
 
 import json
 import sys

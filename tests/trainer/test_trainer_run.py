@@ -155,7 +155,7 @@ def test_home_folder_is_meant_by_a_tilde_and_a_trainer_closes_twice(
     assert (tmp_path / "mine/summary.json").is_file()
     assert (tmp_path / "mine/rollouts/step_000001.jsonl").is_file()
     assert not list((tmp_path / "elsewhere").iterdir())
-    assert trainer.world.board.timeout_s == 77
+    assert trainer.world.status.timeout_s == 77
     trainer.close()
 
 

@@ -213,8 +213,8 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on(tiny_home: Pat
     main, killed = train_on_two_ranks(file)
     assert time.monotonic() - began < 60, "not the limit of a collective"
     assert (main.code, killed.code) == (2, -9)
-    assert "rank 0: error: rank 0 lost the others in the wait behind reward of step 2" in main.err
-    assert "rank 1 came to gen of step 2" in main.err  # it scores while others roll out
+    assert "rank 0: error: rank 0 lost the other ranks in the wait after reward of step 2" in main.err
+    assert "rank 1 started gen of step 2" in main.err  # it scores while others roll out
     (tmp_path / "armed").unlink()
     main, _ = train_on_two_ranks(file)
     assert main.code == 0
@@ -261,7 +261,7 @@ def test_ranks_with_unlike_work_wait_for_each_other(tiny_home: Path, tmp_path: P
     short = ["trainer.collective_timeout_s=8", "trainer.resume_mode=disable"]
     main, other = train_on_two_ranks(file, *short)
     assert (main.code, other.code) == (2, 2)
-    assert "waited longer than 8 s for the others in the wait behind reward" in main.err
+    assert "waited longer than 8 s for the other ranks in the wait after reward" in main.err
     assert "key: trainer.collective_timeout_s" in main.err
 
 

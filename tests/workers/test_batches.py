@@ -1,4 +1,4 @@
-"""How the samples of a batch are dealt to ranks, and the rows of a rank to mini-batches."""
+"""How the samples of a batch are shards to ranks, and the rows of a rank to mini-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workers.batches import (
-    SampleAt,
+    SampleIndex,
     UpdateRows,
-    deal_samples,
     read_update_rows,
+    shard_samples,
     split_mini_batches,
 )
 from agentrl.workers.distributed import World
@@ -22,8 +22,8 @@ from tests.fakes.training import Row, make_batch
 
 
 @dataclass
-class HeardWorld:
-    """One rank of several: what the others say is known beforehand."""
+class KnownWorld:
+    """One rank of several: the items of all ranks are known beforehand."""
 
     others: list[Any]
 
@@ -62,15 +62,15 @@ def test_shuffled_mini_batches_depend_on_the_seed_alone(world: World):
     assert sorted(row for batch in first for row in batch) == list(range(20))
 
 
-def test_whole_groups_are_dealt_in_turn_and_what_is_left_is_split():
-    dealt = deal_samples(5, 2, None, 2)
-    assert [[at.place for at in own] for own in dealt] == [[0, 0, 2, 2, 4], [1, 1, 3, 3, 4]]
-    assert [own[-1] for own in dealt] == [SampleAt(4, 0), SampleAt(4, 1)]
+def test_whole_groups_are_shards_in_turn_and_what_is_left_is_split():
+    shards = shard_samples(5, 2, None, 2)
+    assert [[at.prompt_index for at in own] for own in shards] == [[0, 0, 2, 2, 4], [1, 1, 3, 3, 4]]
+    assert [own[-1] for own in shards] == [SampleIndex(4, 0), SampleIndex(4, 1)]
 
 
 def test_fewer_samples_than_ranks_leave_ranks_without_work():
-    assert [len(own) for own in deal_samples(1, 2, None, 4)] == [1, 1, 0, 0]
-    assert deal_samples(0, 8, None, 2) == [[], []]
+    assert [len(own) for own in shard_samples(1, 2, None, 4)] == [1, 1, 0, 0]
+    assert shard_samples(0, 8, None, 2) == [[], []]
 
 
 @given(
@@ -79,15 +79,15 @@ def test_fewer_samples_than_ranks_leave_ranks_without_work():
     size=st.none() | st.integers(1, 12),
     num_ranks=st.integers(1, 7),
 )
-def test_every_sample_is_dealt_once_and_evenly(num_prompts, samples_each, size, num_ranks):
-    dealt = deal_samples(num_prompts, samples_each, size, num_ranks)
+def test_every_sample_is_shards_once_and_evenly(num_prompts, samples_each, size, num_ranks):
+    shards = shard_samples(num_prompts, samples_each, size, num_ranks)
     everything = list(product(range(num_prompts), range(samples_each)))
-    assert sorted(at for own in dealt for at in own) == everything
-    assert all(own == sorted(own) for own in dealt), "a rank's rows are in the batch's order"
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    assert sorted(at for own in shards for at in own) == everything
+    assert all(own == sorted(own) for own in shards), "a rank's rows are in the batch's order"
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
     # Rank by rank and then by place is the order of the batch: what `gather_batch` relies on.
-    by_rank = [at for own in dealt for at in own]
-    assert sorted(by_rank, key=lambda at: at.place) == everything
+    by_rank = [at for own in shards for at in own]
+    assert sorted(by_rank, key=lambda at: at.prompt_index) == everything
 
 
 @given(
@@ -100,12 +100,12 @@ def test_layout_is_invisible_mini_batches_of_several_ranks_are_those_of_one(
     num_batches, size, samples_each, num_ranks
 ):
     num_prompts = num_batches * size
-    dealt = deal_samples(num_prompts, samples_each, size, num_ranks)
-    heard = HeardWorld([(at.place, f"g{at.place}") for own in dealt for at in own])
-    found: list[set[SampleAt]] = [set() for _ in range(num_batches)]
-    for own in filter(None, dealt):
-        rows = rows_of([f"g{at.place}" for at in own], [at.place for at in own])
-        for batch, index in zip(found, split_mini_batches(rows, size, heard, []), strict=True):
+    shards = shard_samples(num_prompts, samples_each, size, num_ranks)
+    world = KnownWorld([(at.prompt_index, f"g{at.prompt_index}") for own in shards for at in own])
+    found: list[set[SampleIndex]] = [set() for _ in range(num_batches)]
+    for own in filter(None, shards):
+        rows = rows_of([f"g{at.prompt_index}" for at in own], [at.prompt_index for at in own])
+        for batch, index in zip(found, split_mini_batches(rows, size, world, []), strict=True):
             batch.update(own[row] for row in index)
     whole = list(product(range(num_prompts), range(samples_each)))
     per_batch = size * samples_each
@@ -116,5 +116,5 @@ def test_layout_is_invisible_mini_batches_of_several_ranks_are_those_of_one(
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_each_mini_batch_gives_every_rank_work(num_ranks):
-    for own in deal_samples(4, 4, 1, num_ranks):
-        assert {at.place for at in own} == {0, 1, 2, 3}
+    for own in shard_samples(4, 4, 1, num_ranks):
+        assert {at.prompt_index for at in own} == {0, 1, 2, 3}

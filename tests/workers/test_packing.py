@@ -1,6 +1,10 @@
+"""."""
+
+from itertools import product
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError
@@ -99,3 +103,49 @@ def test_row_longer_than_the_budget_is_alone():
 
 def test_more_micro_batches_than_rows_leave_some_empty():
     assert sorted(map(len, partition_balanced([3, 4], 4))) == [0, 0, 1, 1]
+
+
+few_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=7)
+
+
+def loads(lengths: list[int], parts: list[list[int]]) -> list[int]:
+    return [sum(lengths[item] for item in part) for part in parts]
+
+
+def best_largest(lengths: list[int], num_parts: int) -> int:
+    """Return the smallest possible largest sum, over all partitions."""
+    best = sum(lengths)
+    for owners in product(range(num_parts), repeat=len(lengths)):
+        parts = [
+            [item for item, owner in enumerate(owners) if owner == part]
+            for part in range(num_parts)
+        ]
+        best = min(best, max(loads(lengths, parts)))
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 6))
+def test_every_item_is_in_one_part(lengths: list[int], num_parts: int):
+    parts = partition_balanced(lengths, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(item for part in parts for item in part) == list(range(len(lengths)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(few_lengths, st.integers(1, 3))
+def test_the_largest_part_is_at_most_a_third_over_the_best(lengths: list[int], num_parts: int):
+    largest = max(loads(lengths, partition_balanced(lengths, num_parts)))
+    bound = 4 / 3 - 1 / (3 * num_parts)
+    assert largest <= bound * best_largest(lengths, num_parts) + 1e-9
+
+
+def test_the_bound_is_met_where_longest_first_is_at_its_worst():
+    lengths = [3, 3, 2, 2, 2]
+    assert max(loads(lengths, partition_balanced(lengths, 2))) == 7
+    assert best_largest(lengths, 2) == 6, "7 is 4/3 - 1/6 of it"
+
+
+def test_equal_lengths_are_dealt_in_their_order():
+    assert partition_balanced([2, 2, 2, 2], 2) == [[0, 2], [1, 3]]
+    assert partition_balanced([], 2) == [[], []]

@@ -40,12 +40,12 @@ def prepare_run(
         The seconds that it took.
     """
     started = time.monotonic()
-    world.board.note("the making of data and policy")
-    with world.agreeing():
+    world.status.enter("the making of data and policy")
+    with world.raise_on_all_ranks():
         if world.is_main:
             _prepare_files(config.prepare, run_logger, tools)
     if config.prepare.sft is not None:
-        world.board.note("the warm-up")
+        world.status.enter("the warm-up")
         warm_up(config, config.prepare.sft, world, run_logger, tools, now=now)
     return time.monotonic() - started
 

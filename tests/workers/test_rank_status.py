@@ -1,4 +1,4 @@
-"""What two processes tell each other, and what each is told when the other one does not answer."""
+"""Exchanges between two processes, and the errors if one of them fails or does not answer."""
 
 import json
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from agentrl.errors import RankError
-from agentrl.workers.board import Board
 from agentrl.workers.distributed import World, start_world
+from agentrl.workers.rank_status import RankStatus
 from tests.fakes.exchange import LIMIT_S, SCENES
 from tests.fakes.torchrun import free_port, ranks_of
 
@@ -21,8 +21,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("exchange")
     ports = [str(free_port()) for _ in SCENES]
     with ranks_of("tests.fakes.exchange", str(folder), *ports) as ranks:
-        told = [rank.wait() for rank in ranks]
-    assert [rank.code for rank in told] == [0, 9], [rank.err for rank in told]
+        ended = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in ended] == [0, 9], [rank.err for rank in ended]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -52,36 +52,36 @@ def test_what_one_rank_raises_ends_all(outcomes: Outcomes):
 def test_a_rank_that_waits_too_long_says_where_and_for_whom(outcomes: Outcomes):
     first, second = (own["one_is_late"] for own in outcomes)
     assert LIMIT_S <= first["seconds"] < 2 * LIMIT_S
-    said = "rank 0 waited longer than 2 s for the others in the wait behind gen of step 2"
-    assert first["words"].startswith(said)
-    assert "rank 1 came to gen of step 2" in first["words"]
+    expected = "rank 0 waited longer than 2 s for the other ranks in the wait after gen of step 2"
+    assert first["words"].startswith(expected)
+    assert "rank 1 started gen of step 2" in first["words"]
     assert "key: trainer.collective_timeout_s" in first["words"]
-    assert second["error"] == "RankError", "who comes late finds nobody"
+    assert second["error"] == "RankError", "the late rank finds no other rank"
 
 
 @pytest.mark.slow
 def test_a_rank_that_failed_elsewhere_leaves_its_reason(outcomes: Outcomes):
-    told = outcomes[0]["one_fails_elsewhere"]
-    assert told["words"].startswith("rank 0 lost the others in update_actor of step 3")
-    assert "rank 1 ended with OSError: disk full" in told["words"]
-    assert "key:" not in told["words"], "a longer limit would not have helped"
+    found = outcomes[0]["one_fails_elsewhere"]
+    assert found["words"].startswith("rank 0 lost the other ranks in update_actor of step 3")
+    assert "rank 1 ended with OSError: disk full" in found["words"]
+    assert "key:" not in found["words"], "a longer limit would not have helped"
     assert not any(own["one_fails_elsewhere"]["is_shared"] for own in outcomes)
 
 
 @pytest.mark.slow
 def test_what_the_main_rank_alone_does_fails_on_all(outcomes: Outcomes):
     for own in outcomes:
-        told = own["main_raises"]
-        assert (told["error"], told["words"]) == ("OSError", "disk full")
-        assert told["is_shared"]
+        found = own["main_raises"]
+        assert (found["error"], found["words"]) == ("OSError", "disk full")
+        assert found["is_shared"]
 
 
 @pytest.mark.slow
 def test_a_rank_that_was_killed_ends_the_other_at_once(outcomes: Outcomes):
-    told = outcomes[0]["one_is_killed"]
-    assert told["seconds"] < 10
-    assert told["words"].startswith("rank 0 lost the others in update_actor of step 4")
-    assert "rank 1 came to gen of step 4" in told["words"]
+    found = outcomes[0]["one_is_killed"]
+    assert found["seconds"] < 10
+    assert found["words"].startswith("rank 0 lost the other ranks in update_actor of step 4")
+    assert "rank 1 started gen of step 4" in found["words"]
 
 
 def test_a_rank_that_finds_nobody_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -97,7 +97,7 @@ def test_a_rank_that_finds_nobody_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_rank_alone_agrees_with_itself(world: World):
-    with pytest.raises(KeyError), world.agreeing():
+    with pytest.raises(KeyError), world.raise_on_all_ranks():
         raise KeyError("a")
     rows = torch.zeros(2, 3)
     assert world.gather_rows(rows) is rows
@@ -105,8 +105,11 @@ def test_one_rank_alone_agrees_with_itself(world: World):
 
 
 def test_an_error_that_is_no_exchange_keeps_its_words():
-    board = Board(None, rank=0, size=2, timeout_s=1.0)
-    with pytest.raises(RuntimeError, match=r"^shapes differ$"), board.explaining():
+    status = RankStatus(None, rank=0, size=2, timeout_s=1.0)
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), status.explain_errors():
         raise RuntimeError("shapes differ")
-    with pytest.raises(RankError, match="lost the others in the start"), board.explaining():
+    with (
+        pytest.raises(RankError, match="lost the other ranks in the start"),
+        status.explain_errors(),
+    ):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
