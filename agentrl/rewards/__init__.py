@@ -1,4 +1,4 @@
-"""From a finished request to its rewards, and from those to rewards of tokens. Plain numbers."""
+"""Score finished requests, combine their rewards, and place them on tokens. No tensors."""
 
 from agentrl.rewards.combination import CombinedReward, RewardPart, Source, combine_rewards
 from agentrl.rewards.managers import (

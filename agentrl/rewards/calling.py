@@ -1,9 +1,9 @@
-"""One call of a scorer, where it belongs: on the event loop, on a thread, or in a process."""
+"""Call a scorer on the event loop, on a thread, or in a process."""
 
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,125 +18,106 @@ from agentrl.plugins.call import (
     contained,
     with_event_loop,
 )
-from agentrl.rewards.loading import (
-    LoadedScorer,
-    bundled_of,
-    choose_scorer,
-    is_async,
-    parts_of,
-)
+from agentrl.rewards.loading import LoadedScorer, bundled_of, choose_scorer, is_async, parts_of
 from agentrl.rewards.pool import ScorePool, check_sendable
-from agentrl.rewards.scoring import Score, ScoreFn, WeightedScorers, make_told, read_score
+from agentrl.rewards.scoring import Score, ScoreFn, WeightedScorers, make_arguments, read_score
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.sandbox.factory import SharedSandbox
 from agentrl.sandbox.grading import grading_semaphore
 
 NAME = "agentrl-reward"
-"""Of the tasks that run scorers, for the watchdog."""
+"""Name of the tasks that run scorers, for the watchdog."""
 
 
 class ScoreCaller:
-    """Calls scorers, each within its time; holds what they share: processes, a sandbox, a pace.
+    """Calls scorers with a time limit, and holds what they share: processes, sandbox, rate limit.
 
-    It may be used from several event loops, each of which has a sandbox, pace and room of its own.
-    Call `close` on each, behind its last score.
+    It can be used from several event loops. Each has a sandbox and a rate limit of its own. Call
+    `close` on each loop after its last score.
 
     An `async` scorer runs on the event loop. A plain one runs in the manager's mode, except a
     bundled one that must run in a process.
 
     Args:
-        scorer: One, or several.
+        scorer: One scorer, or several weighted ones.
         config: Time-out, rate limit, processes, sandbox.
         mode: Where plain scorers run.
 
     Raises:
-        PluginError: for a scorer that is to run in a process, and cannot be sent to one.
+        PluginError: If a scorer must run in a process and cannot be sent to one.
     """
 
     def __init__(self, scorer: ScoreFn, config: RewardConfig, mode: ExecutionMode) -> None:
-        self._scorer = scorer
-        self._config = config
-        self._mode = mode
+        self._scorer, self._config, self._mode = scorer, config, mode
         self._pool = ScorePool(
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
             max_waiting=config.max_concurrent_scores,
         )
-        self._limiters = PerLoop(self._make_limiter)
+        rate = config.rate_limit
+        self._limiters = PerLoop(lambda: rate and AsyncLimiter(1, 1 / rate))
         self._sandbox = SharedSandbox(config.sandbox)
         for part in parts_of(scorer):
-            if self._mode_of(part) is ExecutionMode.PROCESS and not is_async(part):
+            if self._needs_process(part):
                 check_sendable(part)
 
     async def score(self, request: AsyncRolloutRequest) -> Score:
-        """Score one finished request, by one function or by several at once.
+        """Score one finished request, by one scorer or by several at once.
 
-        Cancelling cancels an `async` scorer and kills one in a process; one that blocks a thread is
-        left behind there.
+        Cancelling cancels an `async` scorer and kills one in a process. A scorer that blocks a
+        thread runs on there.
 
         Raises:
-            RewardError: where a scorer returned no finite number.
-            Exception: what the scorer raised, or `TimeoutError`.
+            RewardError: If a scorer returned no finite number.
+            Exception: What the scorer raised, or `TimeoutError`.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             if not isinstance(self._scorer, WeightedScorers):
-                returned = await self.call(self._scorer, make_told(request))
+                returned = await self.call(self._scorer, make_arguments(request))
                 return contained(partial(read_score, returned))
             parts = self._scorer.parts
-            calls = (self.call(part.scorer, make_told(request)) for part in parts)
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            return contained(partial(self._scorer.combine, outcomes))
+            calls = (self.call(part.scorer, make_arguments(request)) for part in parts)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            return contained(partial(self._scorer.combine, results))
         finally:
-            request.metrics["seconds_reward"] = time.monotonic() - begun
+            request.metrics["seconds_reward"] = time.monotonic() - started
 
-    async def call(self, scorer: ScoreFn, told: Mapping[str, Any]) -> Any:
-        """Call a scorer, as soon as the rate limit lets it begin.
+    async def call(self, scorer: ScoreFn, arguments: Mapping[str, Any]) -> Any:
+        """Call a scorer as soon as the rate limit allows.
 
         Raises:
-            Exception: what the scorer raised, or `TimeoutError`.
+            Exception: What the scorer raised, or `TimeoutError`.
         """
-        scorer = choose_scorer(scorer, str(told.get("data_source")))
-        if (limiter := self._limiters.get()) is not None:
+        scorer = choose_scorer(scorer, str(arguments.get("data_source")))
+        if limiter := self._limiters.get():
             await limiter.acquire()
-        if self._mode_of(scorer) is ExecutionMode.PROCESS and not is_async(scorer):
-            return await self._pool.run(scorer, told)
-        async with self._room_of(scorer):
-            call = partial(_call, scorer, {**told, **self._resources(scorer)})
+        if self._needs_process(scorer):
+            return await self._pool.run(scorer, arguments)
+        bundled = bundled_of(scorer)
+        runs_code = bundled is not None and bundled.needs_sandbox
+        # Code computes, so as many solutions run at once as there are cores.
+        async with grading_semaphore() if runs_code else nullcontext():
+            extra = {"sandbox": self._sandbox.get()} if runs_code else {}
+            call = partial(_call, scorer, {**arguments, **extra})
             return await call_bounded(call, timeout_s=self._config.timeout_s, name=NAME)
 
     async def close(self) -> None:
-        """Give back processes and sandbox. May be called twice."""
+        """Release processes and sandbox. May be called twice."""
         await self._pool.close()
         for part in parts_of(self._scorer):
             if isinstance(part, LoadedScorer):
                 await part.close()
         await self._sandbox.close()
 
-    def _mode_of(self, scorer: ScoreFn) -> ExecutionMode:
+    def _needs_process(self, scorer: ScoreFn) -> bool:
         bundled = bundled_of(scorer)
-        needs_process = bundled is not None and bundled.mode is ExecutionMode.PROCESS
-        return ExecutionMode.PROCESS if needs_process else self._mode
-
-    def _room_of(self, scorer: ScoreFn) -> AbstractAsyncContextManager[None]:
-        """Where code is run, as many solutions at once as there are cores: they compute."""
-        bundled = bundled_of(scorer)
-        return grading_semaphore() if bundled and bundled.needs_sandbox else nullcontext()
-
-    def _resources(self, scorer: ScoreFn) -> dict[str, Any]:
-        """What a bundled scorer is called with beside the convention."""
-        bundled = bundled_of(scorer)
-        if bundled is None or not bundled.needs_sandbox:
-            return {}
-        return {"sandbox": self._sandbox.get()}
-
-    def _make_limiter(self) -> AsyncLimiter | None:
-        rate = self._config.rate_limit
-        return None if rate is None else AsyncLimiter(1, 1 / rate)
+        modes = (self._mode, bundled and bundled.mode)
+        return ExecutionMode.PROCESS in modes and not is_async(scorer)
 
 
-async def _call(scorer: ScoreFn, keywords: Mapping[str, Any]) -> Any:
-    """Call a scorer; a plain one has an event loop on its thread, as it would on the main one."""
+async def _call(scorer: ScoreFn, arguments: Mapping[str, Any]) -> Any:
+    """Call a scorer. A plain one has an event loop on its thread, as on the main thread."""
     if is_async(scorer):
-        return await call_method(scorer, **keywords)
-    return await call_method(partial(with_event_loop, partial(scorer, **keywords)))
+        return await call_method(scorer, **arguments)
+    return await call_method(partial(with_event_loop, partial(scorer, **arguments)))

@@ -1,4 +1,4 @@
-"""Score a solution that is code, by the tests of its row, in the sandbox."""
+"""Score code by the tests of its row, in the sandbox."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -25,31 +25,31 @@ async def compute_score(
 ) -> dict[str, Any]:
     """Run the tests against the last fenced block of Python in the solution.
 
-    What the tests expect is compared outside the interpreter in which the solution runs, so it
-    cannot say of itself that it passed (see `agentrl.sandbox.grading`).
+    Results are compared outside the interpreter in which the solution runs, so the solution cannot
+    claim to have passed (see `agentrl.sandbox.grading`).
 
     Args:
-        data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution, of which thoughts are left out. Where it has no fenced block,
-            the whole of it is the code.
-        ground_truth: The tests; `agentrl.sandbox.grading.read_tests` says in which forms.
-        extra_info: Taken for the convention of scorers; not read.
-        sandbox: Where the code runs: a run hands that of `reward.sandbox` over. None: one of the
-            default keys, made for this call alone.
-        continuous: Score the share of the tests that pass; else 1.0 where all do, and 0.0.
-        test_timeout_s: Seconds of one test.
-        total_timeout_s: Seconds of all tests of one solution. Keep it below `reward.timeout_s`:
-            a scorer that is late is a failure of the scorer, slow code is one of the model.
-        max_tests: Tests that are run: the first ones, where there are more.
-        format_score: For code that passes no test, in a fenced block.
+        data_source: Not read.
+        solution_str: The solution; thoughts are not read. Without a fenced block, the whole
+            solution is the code.
+        ground_truth: The tests, in a format of `agentrl.sandbox.grading.read_tests`.
+        extra_info: Not read.
+        sandbox: Runs the code. A run passes the one of `reward.sandbox`. None makes one with the
+            default keys for this call.
+        continuous: Score the share of the tests that pass; else 1.0 if all pass, and 0.0.
+        test_timeout_s: Seconds for one test.
+        total_timeout_s: Seconds for all tests of one solution. Keep it below `reward.timeout_s`: a
+            late scorer is a failure of the scorer, slow code is a failure of the model.
+        max_tests: Number of tests to run: the first ones, if there are more.
+        format_score: Score of code in a fenced block that passes no test.
 
     Returns:
-        `score`, and apart from it `acc` (1.0 where all tests passed), `num_tests`, `num_passed`,
-        `passed_frac`, `answered` (1.0 where there is a fenced block).
+        `score`, `acc` (1.0 if all tests passed), `num_tests`, `num_passed`, `passed_frac`,
+        `answered` (1.0 if there is a fenced block).
 
     Raises:
-        DataError: for a ground truth that holds no tests, or none that can grade.
-        SandboxError: where the sandbox failed.
+        DataError: If the ground truth contains no test, or a test that cannot grade.
+        SandboxError: If the sandbox failed.
     """
     tests = read_tests(ground_truth)
     said = without_thought(solution_str)
@@ -61,8 +61,8 @@ async def compute_score(
         stops_at_failure=not continuous,
     )
     code = said if block is None else block
-    async with _open(sandbox) as room:
-        found = await grade(code, tests, room, limits)
+    async with _open(sandbox) as opened:
+        found = await grade(code, tests, opened, limits)
     earned = found.passed_frac if continuous else float(found.passed_all)
     return {
         "score": earned or (0.0 if block is None else format_score),
@@ -76,7 +76,7 @@ async def compute_score(
 
 @asynccontextmanager
 async def _open(given: Sandbox | None) -> AsyncGenerator[Sandbox]:
-    """Give the caller's sandbox; or one that ends with the block."""
+    """Yield the caller's sandbox, or one that is closed after the block."""
     if given is not None:
         yield given
         return

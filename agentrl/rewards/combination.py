@@ -1,4 +1,4 @@
-"""From all that a request earned to one reward: the one declared rule (rewards are on trained
+"""Combine all rewards of a request into one number, by one declared rule (rewards are on trained
 tokens).
 
     combined = weights.trajectory  * (scorer's number + overlong punishment)
@@ -6,13 +6,13 @@ tokens).
              + weights.tool_call   * sum of what `execute` returned for single calls
              + weights.tool        * sum of `calc_reward` of the tools
              + tool_call_bonus     * answered calls, at most max_bonus_calls
-             + interaction_bonus     where the interaction ended the conversation (its metadata's
+             + interaction_bonus     if the interaction ended the conversation (its metadata's
                                      `ended_by` is not `budget`)
              - length_penalty      * sampled tokens / data.max_response_length
 
-Bonuses and penalties are the configuration's own numbers: no weight multiplies them. Nothing here
-changes a request: the scorer's number, `success` and `acc` stay what the scorer said, and whoever
-reads them (validation, `rollout/reward`) sees no bonus.
+No weight multiplies bonuses and penalties. Nothing here changes a request: the scorer's number,
+`success` and `acc` stay as the scorer returned them, so validation and `rollout/reward` contain no
+bonus.
 """
 
 import math
@@ -32,18 +32,18 @@ TRAJECTORY_ALONE = RewardConfig()
 
 
 class Source(StrEnum):
-    """Whose number a part of the reward is; the value is its name in `reward_extra_info`."""
+    """The origin of a part of the reward. The value is its name in `reward_extra_info`."""
 
     TRAJECTORY = "trajectory_reward"
-    """The scorer's, for the finished request."""
+    """The scorer's number for the finished request."""
     INTERACTION = "interaction_reward"
     """The interaction's score of a turn."""
     TOOL_CALL = "tool_call_reward"
-    """What `execute` returned for a call."""
+    """The reward that `execute` returned for a call."""
     TOOL = "tool_reward"
-    """What `calc_reward` of the tools returned, at the end."""
+    """The rewards that `calc_reward` of the tools returned at the end."""
     OVERLONG = "overlong_reward"
-    """The punishment of `reward.overlong_buffer`."""
+    """The penalty of `reward.overlong_buffer`."""
     TOOL_CALL_BONUS = "tool_call_bonus"
     INTERACTION_BONUS = "interaction_bonus"
     LENGTH_PENALTY = "length_penalty"
@@ -52,42 +52,42 @@ class Source(StrEnum):
 SHAPING = frozenset({
     Source.OVERLONG, Source.TOOL_CALL_BONUS, Source.INTERACTION_BONUS, Source.LENGTH_PENALTY,
 })  # fmt: skip
-"""What nobody scored: the configuration gives it."""
+"""Sources that the configuration adds, and that no scorer or plug-in returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One number that a request earned, weighted, and what it belongs to."""
+    """One weighted number of a request's reward, and the part of the request it belongs to."""
 
     source: Source
     value: float
-    """As it enters the combined reward; a penalty is negative."""
+    """The number that enters the combined reward; a penalty is negative."""
     turn: Turn | None = None
-    """None: it belongs to the trajectory."""
+    """The turn it belongs to; None if it belongs to the trajectory."""
     call: CallRecord | None = None
-    """Of the turn's calls; None: it belongs to the turn as a whole."""
+    """The call of the turn; None if it belongs to the whole turn."""
 
 
 @dataclass(frozen=True)
 class CombinedReward:
-    """All parts of a request's reward. Parts of 0 are left out."""
+    """All parts of a request's reward that are not 0."""
 
     parts: tuple[RewardPart, ...] = ()
 
     @cached_property
     def total(self) -> float:
-        """What the request earned, summed without a rounding on the way."""
+        """The combined reward, summed without intermediate rounding."""
         return math.fsum(part.value for part in self.parts)
 
     def of(self, source: Source) -> float:
-        """What one source gave."""
+        """Return the sum of one source's parts."""
         return math.fsum(part.value for part in self.parts if part.source is source)
 
 
 def combine_rewards(
     request: AsyncRolloutRequest, config: RewardConfig = TRAJECTORY_ALONE
 ) -> CombinedReward:
-    """Combine what a finished request earned, by the configured weights, bonuses and penalties.
+    """Combine the rewards of a finished request by the configured weights, bonuses and penalties.
 
     Example:
         A score of 1 and two answered calls of 0.25 each: with the default weights `total` is 1.0;
@@ -99,7 +99,7 @@ def combine_rewards(
 
 
 def active_sources(config: RewardConfig) -> list[Source]:
-    """List the sources that may enter the combined reward beside the scorer's number."""
+    """List the sources that may enter the combined reward, besides the scorer's number."""
     weights = config.weights
     sizes = {
         Source.INTERACTION: weights.interaction,
@@ -114,10 +114,10 @@ def active_sources(config: RewardConfig) -> list[Source]:
 
 
 def record_shaping(request: AsyncRolloutRequest, config: RewardConfig) -> None:
-    """Write down what each bonus and penalty gave a scored request, under its source's name.
+    """Record each bonus and penalty of a scored request in `reward_extra_info`, also if it is 0.
 
-    So a saved rollout shows it, and `algorithm.gdpo_reward_keys` may name it. 0 is written too. Of
-    the overlong punishment it is the number before `weights.trajectory`.
+    So a saved rollout shows it, and `algorithm.gdpo_reward_keys` can name it. The overlong penalty
+    is recorded before it is multiplied by `weights.trajectory`.
     """
     if request.reward is None:
         return
@@ -143,7 +143,7 @@ def _overlong(request: AsyncRolloutRequest, config: RewardConfig) -> float:
 
 
 def _of_turns(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
-    """A turn either made calls or was heard by the interaction: its calls tell which."""
+    """A turn either made calls or was answered by the interaction: its calls show which."""
     weights = config.weights
     for turn in request.turns:
         if not turn.calls:
@@ -157,9 +157,9 @@ def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[
     answered = ((turn, call) for turn in request.turns for call in turn.calls if _is_answered(call))
     for turn, call in islice(answered, config.max_bonus_calls):
         yield RewardPart(Source.TOOL_CALL_BONUS, config.tool_call_bonus, turn, call)
-    heard = _last_sampled(request.turns)
-    if request.stop_reason is StopReason.INTERACTION_ENDED and not _is_out_of_budget(heard):
-        yield RewardPart(Source.INTERACTION_BONUS, config.interaction_bonus, heard)
+    last = _last_sampled(request.turns)
+    if request.stop_reason is StopReason.INTERACTION_ENDED and not _is_out_of_budget(last):
+        yield RewardPart(Source.INTERACTION_BONUS, config.interaction_bonus, last)
     share = count_sampled_tokens(request) / request.budgets.max_response_tokens
     yield RewardPart(Source.LENGTH_PENALTY, -config.length_penalty * share)
 
@@ -168,9 +168,9 @@ def _is_answered(call: CallRecord) -> bool:
     return call.outcome == CallOutcome.OK
 
 
-def _is_out_of_budget(heard: Turn | None) -> bool:
+def _is_out_of_budget(turn: Turn | None) -> bool:
     """Whether the interaction ended the conversation because its own budget was spent."""
-    return heard is not None and heard.metadata.get("ended_by") == "budget"
+    return turn is not None and turn.metadata.get("ended_by") == "budget"
 
 
 def _last_sampled(turns: Sequence[Turn]) -> Turn | None:
@@ -180,16 +180,16 @@ def _last_sampled(turns: Sequence[Turn]) -> Turn | None:
 def compute_overlong_reward(
     num_tokens: int, max_response_length: int, config: OverlongBufferConfig
 ) -> float:
-    """Compute what an answer of this length is given beside its score.
+    """Compute the penalty for an answer's length (0 or negative).
 
-    0 up to `max_response_length - len` tokens, from there down on a straight line, and
+    It is 0 up to `max_response_length - len` tokens, falls linearly from there, and is
     `-penalty_factor` from `max_response_length` on.
 
     Source: Yu et al. 2025 (arXiv 2503.14476), section 3.4, equation 13.
 
     Args:
-        num_tokens: Sampled tokens of the answer.
-        max_response_length: Of the data section.
+        num_tokens: Number of sampled tokens of the answer.
+        max_response_length: The key of the data section.
         config: `len`, the buffer's tokens, and `penalty_factor`.
 
     Example:
@@ -203,9 +203,9 @@ def compute_overlong_reward(
 
 
 def count_sampled_tokens(request: AsyncRolloutRequest) -> int:
-    """Count the tokens of a request that the policy sampled, those of excluded turns among them.
+    """Count the tokens of a request that the policy sampled, including those of excluded turns.
 
-    What it was shown does not count: a tool's long result is not the policy's doing, and no
-    observed token may change a return (observations are invisible).
+    Observed tokens do not count: the policy did not write a tool's long result, and no observed
+    token may change a return (observations are invisible).
     """
     return sum(turn.num_tokens for turn in request.turns if turn.role == "assistant")

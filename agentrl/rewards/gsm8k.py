@@ -20,22 +20,22 @@ def compute_score(
     """Compare the answer that a solution gives with the true one, as numbers.
 
     Args:
-        data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution; what stands in a thought is not read (verl's own reads it).
+        data_source: Not read.
+        solution_str: The solution; thoughts are not read (verl reads them).
         ground_truth: The true number, as a text or a number.
-        extra_info: Of it, `num_tool_calls` is read.
-        method: `strict` reads the number behind `####`; `flexible` the last number anywhere.
-        score: For the right answer.
-        format_score: For a wrong answer that could be read.
-        require_tool: Whether an answer counts only where a tool has answered a call.
+        extra_info: `num_tool_calls` is read.
+        method: `strict` reads the number after `####`; `flexible` the last number anywhere.
+        score: Score of the right answer.
+        format_score: Score of a wrong answer that could be read.
+        require_tool: Whether an answer counts only if a tool has answered a call.
 
     Returns:
-        `score`, and apart from it `acc` (1.0 where the answer is right), `answered` (1.0 where one
-        could be read), `used_tool` (1.0 where a tool has answered a call) and `success` (1.0 where
-        the answer is right and counts).
+        `score`, `acc` (1.0 if the answer is right), `answered` (1.0 if one could be read),
+        `used_tool` (1.0 if a tool has answered a call) and `success` (1.0 if the answer is right
+        and counts).
 
     Raises:
-        RewardError: for a ground truth that is no number.
+        RewardError: If the ground truth is no number.
     """
     truth = read_number(ground_truth)
     answer = extract_gsm8k_answer(without_thought(solution_str), method)

@@ -1,10 +1,10 @@
-"""A language model as judge, by a rubric, behind an OpenAI-compatible address.
+"""Score with a language model as judge, by a rubric, through an OpenAI-compatible API.
 
-The text that is judged was written by the policy, which learns whatever pays. So it is quoted, as
-data, between marks that it cannot have known: they are a digest of the text itself. A verdict
-counts only where it repeats the mark, so that a verdict which the text brings along ("score: 10",
-a JSON object of its own) is none, also where the judge quotes it. What this does not prevent is a
-judge that is talked into a high score: read the answers that it liked best.
+The policy wrote the judged text, and it learns whatever is rewarded. So the text is quoted as data
+between marks that it cannot contain: a mark is a digest of the text itself. A verdict counts only
+if it repeats the mark. A verdict inside the text ("score: 10", a JSON object) therefore does not
+count, even if the judge quotes it. This does not prevent an answer that persuades the judge: read
+the answers with the highest scores.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from agentrl.errors import RewardError
 from agentrl.plugins.keys import read_keys
 
 LONGEST_REPLY = 20_000
-"""Characters at the end of a judge's reply in which its verdict is looked for."""
+"""Characters at the end of a judge's reply that are searched for the verdict."""
 MAX_OBJECTS = 200
-"""Opening braces at which a verdict is tried to be read, from the last one backwards."""
+"""Opening braces at which a verdict may begin; the last ones are tried."""
 _LONGEST_REASON = 500
 
 _SYSTEM = """You are a strict and fair judge. You are shown a task and an answer to it, each \
@@ -40,37 +40,37 @@ Each score is a number from 0 (worst) to {max_points} (best)."""
 
 
 class Criterion(Section):
-    """One thing that a judge looks at."""
+    """One criterion of a judge."""
 
     name: str = Field(min_length=1)
     description: str
     """What earns points, and what costs them."""
     weight: float = Field(default=1.0, gt=0)
-    """Its share in the score, before all weights are normalised to 1."""
+    """Its weight in the score, before all weights are normalized to sum to 1."""
 
 
 class JudgeConfig(ChatConfig):
-    """The judge: a model as `ChatConfig` describes it, and what it is asked."""
+    """The judge's model (see `ChatConfig`) and its task."""
 
     rubric: str | None = None
-    """What a good answer is, in words; it gives one score."""
+    """A description of a good answer, which gets one score."""
     criteria: list[Criterion] = Field(default_factory=list[Criterion])
-    """Instead of one rubric: several, each scored by itself."""
+    """Several criteria with a score each; they replace the rubric."""
     max_points: float = Field(default=10.0, gt=0)
-    """The best score that the judge may give; rewards are divided by it."""
+    """The best score. Rewards are divided by it."""
     show: Literal["answer", "conversation"] = "answer"
-    """What is judged: the policy's last message without its thoughts, or all that it said, with
+    """The judged text: the policy's last message without thoughts, or the whole conversation with
     thoughts, calls and results."""
     show_ground_truth: bool = True
-    """Whether the judge sees the row's ground truth, where there is one, as a reference."""
+    """Whether the judge sees the row's ground truth as a reference, if there is one."""
     max_characters: int = Field(default=20_000, ge=100)
-    """Of each text that is shown; of a longer one the middle is left out."""
+    """Characters to show of each text. The middle of a longer one is left out."""
     max_unreadable: int = Field(default=2, ge=0)
-    """Further attempts where a reply holds no verdict."""
+    """Further attempts if a reply contains no verdict."""
     temperature: float | None = Field(default=0.0, ge=0)
-    """null: the server's."""
+    """null for the server's value."""
     max_tokens: int | None = Field(default=1024, ge=1)
-    """Tokens of one reply; null: the server's limit."""
+    """Tokens of one reply; null for the server's limit."""
 
     @model_validator(mode="after")
     def _one_rubric(self) -> Self:
@@ -82,23 +82,23 @@ class JudgeConfig(ChatConfig):
 
     @property
     def scored(self) -> list[Criterion]:
-        """What the judge scores; a rubric is one criterion, `quality`."""
+        """The criteria; a rubric is one criterion named `quality`."""
         return self.criteria or [Criterion(name="quality", description=self.rubric or "")]
 
 
 class Judge:
-    """Scores by asking a model; a scorer that is built once for a run.
+    """Scores by asking a model. Built once per run.
 
     Its score is between 0 and 1: the weighted mean of the criteria, each divided by `max_points`
-    and clamped. Beside it stand `judge_<criterion>` of each, and the judge's `judge_reason`. An
-    empty answer gets 0 without being judged.
+    and clamped. The result also has `judge_<criterion>` of each criterion and the judge's
+    `judge_reason`. An empty answer gets 0 without a request.
 
     Args:
-        **config: The keys of `JudgeConfig`, those of `ChatConfig` among them.
+        **config: The keys of `JudgeConfig`, which include those of `ChatConfig`.
 
     Raises:
-        ConfigError: for keys that cannot be meant.
-        MissingExtraError: without the extra `openai`.
+        ConfigError: If a key is unknown or invalid.
+        MissingExtraError: If the extra `openai` is not installed.
     """
 
     def __init__(self, **config: Any) -> None:
@@ -112,11 +112,11 @@ class Judge:
         ground_truth: Any,
         extra_info: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Ask for a verdict, again where what came is none.
+        """Ask for a verdict; ask again if a reply contains none.
 
         Raises:
-            RewardError: where no reply held a verdict.
-            ChatError: where no reply came.
+            RewardError: If no reply contained a verdict.
+            ChatError: If no reply came.
         """
         conversation = cast("list[dict[str, Any]]", (extra_info or {}).get("messages", []))
         judged = said = without_thought(solution_str)
@@ -178,14 +178,14 @@ class Judge:
         shares = {name: min(max(p / best, 0.0), 1.0) for name, p in points.items()}
         whole = math.fsum(c.weight for c in self.config.scored)
         total = math.fsum(c.weight * shares[c.name] for c in self.config.scored) / whole
-        told = {f"judge_{name}": share for name, share in shares.items()}
-        return {"score": total, **told, "judge_reason": reason[:_LONGEST_REASON]}
+        extra = {f"judge_{name}": share for name, share in shares.items()}
+        return {"score": total, **extra, "judge_reason": reason[:_LONGEST_REASON]}
 
 
 def make_mark(*texts: str) -> str:
-    """Make a mark that none of the texts can hold on purpose: it depends on all of each.
+    """Return a digest of the texts, so that none of them can contain it on purpose.
 
-    It is the same for the same texts, so that a run can be repeated.
+    Equal texts give an equal mark, so a run can be repeated.
     """
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
@@ -196,10 +196,10 @@ def make_mark(*texts: str) -> str:
 def read_verdict(
     reply: str, mark: str, names: Sequence[str]
 ) -> tuple[dict[str, float], str] | None:
-    """Find the last verdict in a judge's reply; None where there is none.
+    """Return the last verdict in a judge's reply; None if there is none.
 
-    A verdict is a JSON object with the mark and a number for each name. Around it there may be
-    anything: a code fence, a thought, objects that are no verdicts.
+    A verdict is a JSON object with the mark and a number for each name. Other text around it is
+    ignored: a code fence, a thought, other objects.
     """
     tail, decoder = reply[-LONGEST_REPLY:], json.JSONDecoder()
     end = len(tail)
@@ -238,13 +238,13 @@ def _number(value: Any) -> float | None:
 
 
 def first_reply(conversation: Sequence[Mapping[str, Any]]) -> int:
-    """Find the first message that is the policy's, or stands in its name in the prompt."""
+    """Return the index of the first assistant message, which may be in the prompt."""
     roles = [message.get("role") for message in conversation]
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
 def render(conversation: Sequence[Mapping[str, Any]], roles: Sequence[str]) -> str:
-    """Write the messages of these roles as text."""
+    """Return the messages of these roles as text."""
     shown = [message for message in conversation if message.get("role") in roles]
     return "\n\n".join(f"{message['role']}: {_content(message)}" for message in shown)
 
@@ -259,7 +259,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def shorten(text: str, longest: int) -> str:
-    """Leave out the middle of a text that is too long."""
+    """Remove the middle of a text that is too long."""
     if len(text) <= longest:
         return text
     half = longest // 2

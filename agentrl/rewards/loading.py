@@ -1,4 +1,4 @@
-"""From the reward section to the scorer that it names."""
+"""Load the scorers that a reward section names, and check their `reward_kwargs`."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
-from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardFunctionConfig
+from agentrl.config.schema.reward import RewardConfig, RewardFunctionConfig
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load_object
 from agentrl.plugins.call import call_method
@@ -25,37 +25,41 @@ from agentrl.rewards.sources import (
 
 
 class LoadedScorer(partial[Any]):
-    """A scorer found by its path. Another process gets the path, and loads it anew."""
+    """A scorer that was loaded by its path. Another process receives the path and loads it
+    again.
+    """
 
     path: str
     made_with: dict[str, Any]
     bundled: Bundled | None
 
     def __reduce__(self) -> Any:
-        """Pickle the path: a module that was loaded from a file has no name to import."""
+        """Pickle the path, because a module that was loaded from a file cannot be imported by
+        name.
+        """
         return load_scorer, (self.path, self.made_with)
 
     async def close(self) -> None:
-        """Let a scorer that is an object close what it holds, where it has a `close`."""
+        """Call `close` of a scorer that is an object, if it has one."""
         holder = cast("Any", self.func)
         if not inspect.isroutine(holder) and hasattr(holder, "close"):
             await call_method(holder.close)
 
 
 def load_scorer(path: str, kwargs: Mapping[str, Any]) -> ScoreFn:
-    """Load a function, and bind its arguments; a class is built with them, and called.
+    """Load a function and bind its arguments; build a class with them and call the object.
 
     Raises:
-        PluginError: where the path leads to neither, the class cannot be built, or the arguments
-            name what the run hands over itself.
-        ConfigError: for arguments that the function does not take.
+        PluginError: If the path is neither, the class cannot be built, or `kwargs` has a key that
+            the run passes itself.
+        ConfigError: If the function does not take an argument.
     """
     bundled = next((one for one in BUNDLED.values() if one.path == path), None)
     if bundled and bundled.needs_sandbox and "sandbox" in kwargs:
         raise PluginError("reward_kwargs names a sandbox", expected="its keys in reward.sandbox")
     found = load_object(path)
     if not callable(found):
-        raise PluginError(f"{path!r} leads to {found!r}", expected="a function")
+        raise PluginError(f"{path!r} is {found!r}", expected="a function")
     if isinstance(found, type):
         scorer = LoadedScorer(_build(found, kwargs, path))
     else:
@@ -71,9 +75,7 @@ def _build(kind: type, kwargs: Mapping[str, Any], path: str) -> ScoreFn:
     except TypeError as error:
         raise PluginError(f"{path!r}: {error}", expected="reward_kwargs that it takes") from error
     if not callable(made):
-        raise PluginError(
-            f"{path!r} leads to a class", expected="one with `__call__`, or a function"
-        )
+        raise PluginError(f"{path!r} is a class", expected="one with `__call__`, or a function")
     return made
 
 
@@ -81,34 +83,34 @@ def load_bundled(name: str, kwargs: Mapping[str, Any] | None = None) -> ScoreFn:
     """Load a bundled scorer by its name.
 
     Raises:
-        PluginError: where it is not there.
-        ConfigError: for arguments that it does not take.
+        PluginError: If it does not exist.
+        ConfigError: If it does not take an argument.
     """
     return load_scorer(BUNDLED[name].path, kwargs or {})
 
 
 def choose_scorer(scorer: ScoreFn, data_source: str) -> ScoreFn:
-    """Put the bundled scorer of a row in the place of the function that would look for it.
+    """Replace a function that looks a scorer up by the bundled scorer of the row.
 
     Raises:
-        RewardError: for a data source that has none.
+        RewardError: If the data source has none.
     """
-    whole: partial[Any] = partial(scorer)  # of a partial it is that one, flattened
-    looks = whole.func is default_compute_score
-    if not looks and not (whole.func is score_where_known and has_bundled(data_source)):
-        return scorer
-    return load_bundled(find_bundled(data_source), whole.keywords)
+    flat: partial[Any] = partial(scorer)  # flattens nested partials
+    is_lookup = flat.func is default_compute_score
+    if is_lookup or (flat.func is score_where_known and has_bundled(data_source)):
+        return load_bundled(find_bundled(data_source), flat.keywords)
+    return scorer
 
 
 def bundled_in(config: RewardConfig, sources: Iterable[str] = ()) -> list[Bundled]:
-    """List the bundled scorers to which a reward section leads.
+    """List the bundled scorers that a reward section uses.
 
     Args:
-        config: It.
-        sources: The `data_source` of the rows, where they are known.
+        config: The reward section.
+        sources: The `data_source` of the rows, if they are known.
 
     Raises:
-        RewardError: for a source that has none, where the rows' sources say who scores.
+        RewardError: If the sources choose the scorers, and one source has none.
     """
     functions, custom = config.functions, config.custom_reward_function
     names = [function.name for function in functions if function.path is None]
@@ -122,41 +124,41 @@ def bundled_in(config: RewardConfig, sources: Iterable[str] = ()) -> list[Bundle
 
 
 def scores_by_source(config: RewardConfig) -> bool:
-    """Whether the `data_source` of a row says who scores it, alone or beside others."""
+    """Whether the `data_source` of a row chooses its scorer, alone or among others."""
     if config.functions:
         return any(f.name == BY_SOURCE and f.path is None for f in config.functions)
     return config.custom_reward_function is None
 
 
 def bundled_of(scorer: ScoreFn) -> Bundled | None:
-    """Say which of the bundled scorers this is; None: none of them."""
+    """Return the entry of a bundled scorer; None if the scorer is not bundled."""
     return scorer.bundled if isinstance(scorer, LoadedScorer) else None
 
 
 def name_of(scorer: ScoreFn, data_source: str) -> str:
-    """Name the function that scores rows of a source, as a user knows it: a path, or a name.
+    """Return the path or the name by which a user knows the scorer of a source.
 
     Example:
         >>> name_of(default_compute_score, "openai/gsm8k")
         'gsm8k'
     """
-    whole: partial[Any] = partial(scorer)
-    if whole.func in (default_compute_score, score_where_known):
+    flat: partial[Any] = partial(scorer)
+    if flat.func in (default_compute_score, score_where_known):
         return find_bundled(data_source) if has_bundled(data_source) else BY_SOURCE
     if isinstance(scorer, LoadedScorer):
         named = (name for name, bundled in BUNDLED.items() if bundled is scorer.bundled)
         return next(named, scorer.path)
-    function = whole.func
+    function = flat.func
     return str(function.__qualname__ if inspect.isroutine(function) else type(function).__name__)
 
 
 def parts_of(scorer: ScoreFn) -> list[ScoreFn]:
-    """List the scorers that one is made of."""
+    """List the parts of weighted scorers, or the one scorer."""
     return [p.scorer for p in scorer.parts] if isinstance(scorer, WeightedScorers) else [scorer]
 
 
 def is_async(scorer: ScoreFn) -> bool:
-    """Whether a scorer is to be awaited: an `async def`, or an object that is called so."""
+    """Whether a scorer must be awaited: an `async def`, or an object with an async `__call__`."""
     function = scorer
     while isinstance(function, partial):
         function = cast("ScoreFn", function.func)
@@ -165,33 +167,23 @@ def is_async(scorer: ScoreFn) -> bool:
     return inspect.iscoroutinefunction(type(function).__call__)
 
 
-def load_compute_score(config: CustomRewardConfig | None) -> ScoreFn:
-    """Find the configured scorer: the user's own, or the bundled one of each `data_source`.
-
-    Raises:
-        PluginError: where the path does not lead to a function.
-    """
-    if config is None:
-        return default_compute_score
-    return load_scorer(f"{config.path}:{config.name}", config.reward_kwargs)
-
-
 def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:
-    """Find all that a reward section names.
+    """Load all scorers of a reward section.
 
     Raises:
-        PluginError: where a path does not lead to a function.
-        ConfigError: for `reward_kwargs` that a scorer does not take.
+        PluginError: If a path does not lead to a scorer.
+        ConfigError: If a scorer does not take its `reward_kwargs`.
     """
     by_source = default_compute_score if config.weights.trajectory else score_where_known
     if not config.functions:
         if config.custom_reward_function is None:
             return by_source
         with _naming("reward.custom_reward_function"):
-            return load_compute_score(config.custom_reward_function)
+            custom = config.custom_reward_function
+            return load_scorer(f"{custom.path}:{custom.name}", custom.reward_kwargs)
     parts: list[NamedScorer] = []
-    for place, function in enumerate(config.functions):
-        with _naming(f"reward.functions[{place}]"):
+    for index, function in enumerate(config.functions):
+        with _naming(f"reward.functions[{index}]"):
             scorer = _load_function(function, by_source)
             parts.append(NamedScorer(function.name, scorer, function.weight))
     return WeightedScorers(parts)
@@ -199,7 +191,7 @@ def load_scorers(config: RewardConfig) -> ScoreFn | WeightedScorers:
 
 @contextmanager
 def _naming(section: str) -> Generator[None]:
-    """Say of an error of the `with` block in which section its key stands."""
+    """Put the section in front of the key of an error of the `with` block."""
     try:
         yield
     except (ConfigError, PluginError) as error:
@@ -221,25 +213,25 @@ def _load_function(config: RewardFunctionConfig, by_source: ScoreFn) -> ScoreFn:
 
 
 KEY = "reward_kwargs"
-TOLD = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
-"""What every scorer is told of a request, whatever `reward_kwargs` say."""
+GIVEN = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+"""Arguments that the run passes to every scorer."""
 
 
 def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Check that a scorer takes these arguments.
 
     Raises:
-        ConfigError: naming the first that it does not, and the nearest that it does.
+        ConfigError: If it does not take one; it suggests the nearest known one.
     """
     if kwargs:
         _check(kwargs, arguments_of(function))
 
 
 def check_arguments_by_source(kwargs: Mapping[str, Any]) -> None:
-    """Check that each argument is one of a bundled scorer to which a `data_source` leads.
+    """Check that a bundled scorer of some `data_source` takes each argument.
 
     Raises:
-        ConfigError: naming the first that no such scorer takes.
+        ConfigError: If none takes an argument.
     """
     if kwargs:
         names = sorted(set(SOURCES.values()))
@@ -248,7 +240,7 @@ def check_arguments_by_source(kwargs: Mapping[str, Any]) -> None:
 
 
 def arguments_of(function: Callable[..., Any]) -> set[str] | None:
-    """List what a scorer takes beside what it is told; None: whatever it is given."""
+    """Return the names of a scorer's own arguments; None if it accepts any."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # written in C: it has no signature
@@ -256,7 +248,7 @@ def arguments_of(function: Callable[..., Any]) -> set[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in parameters if parameter.kind in by_name} - TOLD
+    return {parameter.name for parameter in parameters if parameter.kind in by_name} - GIVEN
 
 
 def _check(kwargs: Mapping[str, Any], known: set[str] | None) -> None:

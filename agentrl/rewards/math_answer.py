@@ -1,12 +1,11 @@
-r"""Score the answer of a mathematical problem, as `\boxed{}` gives it.
+r"""Score the answer of a mathematical problem in `\boxed{}`.
 
-Reading and comparing is done by `math_verify` (extra `math`), with what it misreads put right
-before: see `normalize_answer`. Where both texts are the same, nothing is parsed.
+`math_verify` (extra `math`) parses and compares the answers, after `normalize_answer` has rewritten
+what it misreads. If both texts are equal, nothing is parsed.
 
-Some texts make computer algebra compute for ever (`9^{9^{9}}`), so that this scorer belongs in a
-process, where the managers put it. There an alarm ends such a comparison: the answer is wrong,
-which is the policy's doing; where not even an alarm is heard, the process is killed. Called on a
-thread it has no such protection.
+Some texts make computer algebra compute for ever (`9^{9^{9}}`). So the managers run this scorer in
+a process. There an alarm ends such a comparison, and the answer is wrong. If the alarm does not
+work either, the process is killed. On a thread there is no such protection.
 """
 
 import logging
@@ -21,9 +20,9 @@ from agentrl.plugins.environment import install_command
 from agentrl.rewards.scoring import read_text
 
 TIMEOUT_S = 3
-"""Seconds for reading one answer, and again for comparing it."""
+"""Seconds to parse one answer, and again to compare it."""
 LONGEST_ANSWER = 1000
-"""Characters; a longer answer is wrong."""
+"""Characters of an answer; a longer one is wrong."""
 LONGEST_TAIL = 1000
 """Characters at the end of a solution in which `flexible` looks for an answer."""
 
@@ -59,21 +58,21 @@ def compute_score(
     r"""Compare the answer that a solution gives with the true one, as mathematics.
 
     Args:
-        data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution; what stands in a thought is not read.
-        ground_truth: The true answer, in LaTeX or as a number; of a list, one of which is right.
+        data_source: Not read.
+        solution_str: The solution; thoughts are not read.
+        ground_truth: The true answer, in LaTeX or as a number; or a list of right answers.
         extra_info: Not read.
-        method: `strict` reads the last `\boxed{}` that is closed; `flexible`, where there is none,
-            the last expression that `math_verify` finds in the last 1,000 characters.
-        score: For the right answer.
-        format_score: For a wrong answer that stands in a box.
+        method: `strict` reads the last closed `\boxed{}`; `flexible`, if there is none, the last
+            expression that `math_verify` finds in the last 1,000 characters.
+        score: Score of the right answer.
+        format_score: Score of a wrong answer in a box.
 
     Returns:
-        `score`, `acc` (1.0 where the answer is right), `answered` (1.0 where one was found).
+        `score`, `acc` (1.0 if the answer is right), `answered` (1.0 if one was found).
 
     Raises:
-        MissingExtraError: without the extra `math`.
-        RewardError: for a ground truth that is empty, or no text and no number.
+        MissingExtraError: If the extra `math` is not installed.
+        RewardError: If the ground truth is empty, or no text and no number.
     """
     many = isinstance(ground_truth, list)
     listed = cast("list[Any]", ground_truth if many else [ground_truth])
@@ -91,14 +90,14 @@ def compute_score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Find what stands in the last `\boxed{}` or `\fbox{}` that is closed; None: there is none.
+    r"""Return the content of the last closed `\boxed{}` or `\fbox{}`; None if there is none.
 
     Example:
         >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
         '\\frac{1}{2}'
     """
-    for place in reversed([match.end() for match in _BOX.finditer(text)][-20:]):
-        inside = _braced(text[place : place + LONGEST_ANSWER + 2])
+    for start in reversed([match.end() for match in _BOX.finditer(text)][-20:]):
+        inside = _braced(text[start : start + LONGEST_ANSWER + 2])
         if inside is not None:
             inner = last_boxed(inside)
             return inside.strip() if inner is None else inner
@@ -109,19 +108,19 @@ def _braced(text: str) -> str | None:
     if not text.startswith("{"):
         return None
     depth = 0
-    for place, character in enumerate(text):
-        if text[place - 1 : place] == "\\":
+    for i, character in enumerate(text):
+        if text[i - 1 : i] == "\\":
             continue
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return text[1:place]
+            return text[1:i]
     return None
 
 
 def normalize_answer(answer: str) -> str:
-    r"""Write an answer as `math_verify` reads it rightly.
+    r"""Rewrite an answer so that `math_verify` reads it correctly.
 
-    Without this it reads `10\,000` as 10 times 0, `1e3` as a product with Euler's number, and a
+    Otherwise it reads `10\,000` as 10 times 0, `1e3` as a product with Euler's number, and a
     percentage not at all.
 
     Example:
@@ -132,7 +131,7 @@ def normalize_answer(answer: str) -> str:
         answer = answer.replace(mark, plain)
     answer = _BEFORE.sub("", answer.strip()).strip()
     answer = _SPACED.sub(_join_thousands, answer)
-    if not _BRACKETS.search(answer):  # between which a comma parts two numbers
+    if not _BRACKETS.search(answer):  # in brackets a comma separates two numbers
         answer = _COMMAS.sub(_join_thousands, answer)
     return _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", answer)
 
@@ -144,10 +143,10 @@ def _join_thousands(match: re.Match[str]) -> str:
 def is_same_answer(answer: str, truth: str) -> bool:
     r"""Whether two answers mean the same.
 
-    A percentage is right as its number and as its share: `50\%` for 50 and for 0.5.
+    A percentage equals its number and its fraction: `50\%` equals 50 and 0.5.
 
     Raises:
-        MissingExtraError: without the extra `math`, where the texts differ.
+        MissingExtraError: If the texts differ and the extra `math` is not installed.
     """
     if len(answer) > LONGEST_ANSWER:
         return False
@@ -161,7 +160,7 @@ def is_same_answer(answer: str, truth: str) -> bool:
 
 
 def _readings(answer: str) -> list[str]:
-    """What an answer may mean: a percentage its number, and its share."""
+    """List the meanings of an answer: a percentage means its number or its fraction."""
     percent = _PERCENT.fullmatch(answer)
     if percent is None:
         return [answer]
@@ -169,7 +168,7 @@ def _readings(answer: str) -> list[str]:
 
 
 def _bare(answer: str) -> str:
-    """Strip what means nothing, for comparing as texts."""
+    """Remove what has no meaning, to compare answers as texts."""
     answer = re.sub(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])", "", answer)
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
     answer = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", answer)
@@ -194,14 +193,14 @@ def _parse_truth(truth: str, limit: int | None) -> tuple[Any, ...]:
 
 
 def _find_expression(text: str) -> str | None:
-    """Give the last expression of a text, as `math_verify` finds it, in its own words."""
+    """Return the text of the last expression that `math_verify` finds."""
     found = _import().parse(text.replace("**", ""), parsing_timeout=_alarm_s())
     texts = [part for part in found if isinstance(part, str)]
     return texts[-1] if texts else None
 
 
 def _alarm_s() -> int | None:
-    # An alarm reaches the main thread alone.
+    # Only the main thread can set an alarm.
     return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
 
 
@@ -213,6 +212,6 @@ def _import() -> Any:
             "scoring mathematics needs the package math-verify",
             install=install_command("math"),
         ) from None
-    # It warns of every time-out, and once that it has none on a thread.
+    # It warns about every time-out, and about a missing alarm on a thread.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return math_verify

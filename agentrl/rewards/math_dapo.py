@@ -12,7 +12,7 @@ from agentrl.rewards.math_answer import is_same_answer, last_boxed
 from agentrl.rewards.scoring import read_text
 
 LONGEST_TAIL = 300
-"""Characters at the end of a solution in which the answer is looked for."""
+"""Characters at the end of a solution that are searched for the answer."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
@@ -28,11 +28,11 @@ def compute_score(
     r"""Compare the answer at the end of a solution with the true one.
 
     Args:
-        data_source: Taken for the convention of scorers; not read.
+        data_source: Not read.
         solution_str: The solution; thoughts are not read.
         ground_truth: The true answer, in LaTeX or as a number.
         extra_info: Not read.
-        strict_box_verify: Read the last `\boxed{}` alone. Otherwise it is read if there is no line
+        strict_box_verify: Read only the last `\boxed{}`. Otherwise it is read if there is no line
             `Answer: ...`, which verl's scorer calls wrong.
 
     Returns:
@@ -40,7 +40,7 @@ def compute_score(
         empty if there is none).
 
     Raises:
-        RewardError: for a ground truth that is empty, or no text and no number.
+        RewardError: If the ground truth is empty, or no text and no number.
     """
     truth = read_text(ground_truth, expected="an answer")
     said = without_thought(solution_str)[-LONGEST_TAIL:]

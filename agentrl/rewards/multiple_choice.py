@@ -1,9 +1,8 @@
 r"""Score the answer to a question with lettered options.
 
-The letter is read where it is given as the answer, the clearest place first: in the last
-`\boxed{}`, in `<answer>`, behind "answer is" or "answer:", and at last where the solution's last
-line is nothing but an option. A letter in the middle of an argument ("(A) is wrong") is none. Where
-several are given in one way, the last counts.
+The letter is searched in these forms, in this order: the last `\boxed{}`, `<answer>`, the text
+after "answer is" or "answer:", and a last line that is only an option. A letter inside an argument
+("(A) is wrong") does not count. If one form occurs several times, the last one counts.
 """
 
 import re
@@ -18,13 +17,13 @@ from agentrl.rewards.scoring import read_text
 LONGEST_TAIL = 2000
 """Characters at the end of a solution that are read."""
 
-_RIGHT = "a letter, the place of an option, or its text"
+_RIGHT = "a letter, the index of an option, or its text"
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)
 _SAYS = (
     r"(?:answer|choice|option|solution)(?:\s+(?:choice|option|letter))?\s*"
     r"(?:is|:|=|would be|must be)"
 )
-# Up to where an answer is given anew: "The answer is A. No, the answer is B." gives two.
+# Each match ends before the next answer: "The answer is A. No, the answer is B." gives two.
 _SAID = re.compile(rf"{_SAYS}\s*:?\s*((?:(?!{_SAYS})[^\n]){{1,200}})", re.I)
 _MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b|[*_$`{}]|\\[()\[\]]")
 _LETTER = re.compile(
@@ -45,20 +44,19 @@ def compute_score(
     r"""Compare the option that a solution chooses with the right one.
 
     Args:
-        data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution; what stands in a thought is not read.
-        ground_truth: The right letter ("B", "(B)"), its place among the options (0 is A), or the
-            right option's own text.
-        extra_info: Of it, `options` (or `choices`) is read: the texts of the options in order, or a
+        data_source: Not read.
+        solution_str: The solution; thoughts are not read.
+        ground_truth: The right letter ("B", "(B)"), the option's index (0 is A), or its text.
+        extra_info: `options` (or `choices`) is read: the texts of the options in order, or a
             mapping of letters to texts. With them, an answer may also be an option's text.
-        score: For the right option.
-        format_score: For a wrong one that could be read.
+        score: Score of the right option.
+        format_score: Score of a wrong option.
 
     Returns:
-        `score`, `acc` (1.0 where the option is right), `answered` (1.0 where one could be read).
+        `score`, `acc` (1.0 if the option is right), `answered` (1.0 if one could be read).
 
     Raises:
-        RewardError: for a ground truth that is neither a letter nor an option.
+        RewardError: If the ground truth is neither a letter nor an option.
     """
     options = _options(extra_info or {})
     truth = _truth(ground_truth, options)
@@ -69,11 +67,11 @@ def compute_score(
 
 
 def find_choice(solution: str, options: Mapping[str, str] | None = None) -> str | None:
-    """Find the letter of the option that a solution gives as its answer; None: none is clear.
+    """Return the letter that a solution gives as its answer; None if there is none.
 
     Args:
         solution: A text.
-        options: The options' texts by letter; other letters are then no answers.
+        options: The options' texts by letter. Other letters do not count then.
 
     Example:
         >>> find_choice("(A) is too small. The answer is (B).")
@@ -88,7 +86,7 @@ def find_choice(solution: str, options: Mapping[str, str] | None = None) -> str 
 
 
 def _given_answers(tail: str) -> list[str]:
-    """List the places at which an answer may be given, the clearest and last ones first."""
+    """List the texts that may contain the answer, in order of preference."""
     boxed = last_boxed(tail)
     tagged, said = _TAG.findall(tail), _SAID.findall(tail)
     lines = tail.strip().splitlines()
@@ -129,7 +127,7 @@ def _options(extra_info: Mapping[str, Any]) -> dict[str, str]:
         return {str(letter).upper(): str(text) for letter, text in named.items()}
     if isinstance(found, Sequence) and not isinstance(found, str):
         texts = cast("Sequence[Any]", found)
-        return {_letter(place): str(text) for place, text in enumerate(texts)}
+        return {_letter(index): str(text) for index, text in enumerate(texts)}
     return {}
 
 
@@ -146,5 +144,5 @@ def _truth(ground_truth: Any, options: Mapping[str, str]) -> str:
     return matching[0]
 
 
-def _letter(place: int) -> str:
-    return chr(ord("A") + place)
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)

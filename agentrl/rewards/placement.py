@@ -1,7 +1,7 @@
-"""From the reward of a request to rewards of its tokens (rewards are on trained tokens).
+"""Place the rewards of a request on its trained tokens (rewards are on trained tokens).
 
-Each part of the reward belongs to the trajectory, to a turn, or to a call of a turn, and lands on
-trained tokens of it. `reward.placement` says on which:
+Each part of the reward belongs to the trajectory, to a turn, or to a call of a turn.
+`reward.placement` chooses trained tokens of it:
 
 ===================== ==================== ================== ==================================
 placement             of the trajectory    of a turn          of a call
@@ -17,13 +17,18 @@ placement             of the trajectory    of a turn          of a call
                       calls, equal parts
 ===================== ==================== ================== ==================================
 
-"Token" is a trained token: observed ones are never seen. A call whose tokens are not known is its
-whole turn, and under `tool_call_tokens` a trajectory without calls is rewarded on its last token.
+"Token" means trained token; observed tokens are skipped. If the tokens of a call are unknown, its
+whole turn is used. Under `tool_call_tokens` a trajectory without calls is rewarded on its last
+token.
 
-A turn of which nothing is trained (it was excluded, or it is a reply) gives its reward to the
-nearest trained token before it, which led to it; where there is none, to the first trained token,
-so that the parts always sum to the combined reward. A request of which nothing is trained places
-nothing, and says so.
+If a turn has no trained token (it was excluded, or it is a reply), its reward goes to the nearest
+trained token before it; if there is none, to the first trained token. So the parts always sum to
+the combined reward. If a request has no trained token, nothing is placed, and `index` is None.
+
+Batches store rewards of tokens in float32, and group-relative estimators compare their sums. With
+plain rounding, equal rewards of responses of different lengths would differ in their last digits,
+and the estimator would train on the difference (equal rewards train nothing). So the parts are
+float32 numbers whose float32 sum is exactly the reward.
 """
 
 import math
@@ -45,22 +50,21 @@ class PlacedReward(NamedTuple):
     position: int
     """Index into the response."""
     value: float
-    """As float32 holds it."""
+    """A float32 number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPlacement:
-    """Where the rewards of one request landed."""
+    """The placed rewards of one request."""
 
     combined: float
     """The request's rewards, weighted and summed."""
     rewards: tuple[PlacedReward, ...] = ()
-    """By position, each position once. Their sum is `combined`, in float32."""
+    """Rewards by position, each position once. Their float32 sum is `combined`."""
     index: int | None = None
-    """Where the trajectory's reward is attached: the last token on which a part of it lies. None:
-    nothing is trained, and nothing was placed."""
+    """The last token with a part of the trajectory's reward; None if nothing is trained."""
     moved_turns: tuple[int, ...] = ()
-    """Turns whose reward landed on a token of another turn."""
+    """Turns whose reward is on a token of another turn."""
 
 
 def place_rewards(
@@ -73,118 +77,118 @@ def place_rewards(
         `last_token` it is `(PlacedReward(3, 1.0),)`; under `uniform` a third on each of 0, 1, 3.
     """
     reward = combine_rewards(request, config)
-    ground = _Ground.of(request)
-    if not ground.tokens:
+    trained = _TrainedTokens.of(request)
+    if not trained.tokens:
         return RewardPlacement(combined=reward.total)
     place, decay = _PLACEMENTS[config.placement], config.placement_decay
-    attached = place(_Lot(ground, ground.tokens, None, None, decay)).tokens[-1]
+    attached = place(_Target(trained, trained.tokens, None, None, decay)).tokens[-1]
     placed, moved = {attached: 0.0}, dict[int, None]()
     for part in reward.parts:
-        tokens = ground.of_turn(part.turn)
+        tokens = trained.of_turn(part.turn)
         if part.turn is not None and not tokens:
-            tokens = [ground.nearest(part.turn)]
+            tokens = [trained.nearest(part.turn)]
             moved[part.turn.index] = None
-        shares = place(_Lot(ground, tokens, part.turn, part.call, decay))
+        shares = place(_Target(trained, tokens, part.turn, part.call, decay))
         for token, value in shares.of(part.value):
             placed[token] = placed.get(token, 0.0) + value
-    settled = settle(placed, reward.total, spare=ground.tokens)
+    exact = distribute_exactly(placed, reward.total, spare=trained.tokens)
     return RewardPlacement(
         combined=reward.total,
-        rewards=tuple(PlacedReward(token, settled[token]) for token in sorted(settled)),
+        rewards=tuple(PlacedReward(token, exact[token]) for token in sorted(exact)),
         index=attached,
         moved_turns=tuple(moved),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Ground:
-    """What rewards may land on: the trained tokens of a request, and whose they are."""
+class _TrainedTokens:
+    """The trained tokens of a request, and the turns and calls that they belong to."""
 
     tokens: Sequence[int]
     """Positions in the response, in order."""
     turns: Sequence[Turn]
 
     @classmethod
-    def of(cls, request: AsyncRolloutRequest) -> "_Ground":
+    def of(cls, request: AsyncRolloutRequest) -> "_TrainedTokens":
         mask = request.loss_mask if request.is_trained else []
-        return cls([place for place, is_trained in enumerate(mask) if is_trained], request.turns)
+        return cls([index for index, is_trained in enumerate(mask) if is_trained], request.turns)
 
     def between(self, start: int, end: int) -> Sequence[int]:
         return self.tokens[bisect_left(self.tokens, start) : bisect_left(self.tokens, end)]
 
     def of_turn(self, turn: Turn | None) -> Sequence[int]:
-        """The trained tokens of a turn; None: of the trajectory."""
+        """Return the trained tokens of a turn; for None, those of the trajectory."""
         return self.tokens if turn is None else self.between(turn.start, turn.end)
 
     def of_call(self, turn: Turn, call: CallRecord) -> Sequence[int]:
-        """The trained tokens of a call: those of its turn, where they are not known."""
+        """Return the trained tokens of a call; those of its turn if they are unknown."""
         return (call.span and self.between(*call.span)) or self.of_turn(turn)
 
     def of_calls(self) -> Sequence[int]:
-        """The trained tokens of all calls, each once."""
+        """Return the trained tokens of all calls, each once."""
         calls = ((turn, call) for turn in self.turns for call in turn.calls)
         return sorted({token for turn, call in calls for token in self.of_call(turn, call)})
 
     def nearest(self, turn: Turn) -> int:
-        """The token before a turn of which nothing is trained; else the first of all."""
+        """Return the last trained token before a turn; if there is none, the first one."""
         return self.tokens[max(bisect_left(self.tokens, turn.start) - 1, 0)]
 
 
 class _Shares(NamedTuple):
-    """How a reward is cut: tokens in order, and what part of it each is given."""
+    """Tokens in order, and each token's share of a reward."""
 
     tokens: Sequence[int]
     parts: Sequence[float] = ()
-    """They sum to 1, the last is the largest; none: equal ones."""
+    """Shares that sum to 1, the last one the largest; empty for equal shares."""
 
     def of(self, reward: float) -> Iterator[tuple[int, float]]:
-        """Cut a reward: each token's own."""
+        """Yield each token and its part of a reward."""
         cut = split(reward, self.parts) if self.parts else split_evenly(reward, len(self.tokens))
         return zip(self.tokens, cut, strict=True)
 
 
-class _Lot(NamedTuple):
-    """What one part of the reward belongs to."""
+class _Target(NamedTuple):
+    """The tokens, turn and call that one part of the reward belongs to."""
 
-    ground: _Ground
+    trained: _TrainedTokens
     tokens: Sequence[int]
-    """The trained tokens of its turn, or of the trajectory; where there are none, the nearest."""
+    """Trained tokens of the turn or the trajectory; if there are none, the nearest one."""
     turn: Turn | None
-    """None: the trajectory."""
+    """None for the trajectory."""
     call: CallRecord | None
     decay: float
 
 
-def _last_token(lot: _Lot) -> _Shares:
-    return _Shares(lot.tokens[-1:])
+def _last_token(target: _Target) -> _Shares:
+    return _Shares(target.tokens[-1:])
 
 
-def _turn_last_token(lot: _Lot) -> _Shares:
-    if lot.turn is not None:
-        return _last_token(lot)
-    of_turns = map(lot.ground.of_turn, lot.ground.turns)
+def _turn_last_token(target: _Target) -> _Shares:
+    if target.turn is not None:
+        return _last_token(target)
+    of_turns = map(target.trained.of_turn, target.trained.turns)
     return _Shares([tokens[-1] for tokens in of_turns if tokens])
 
 
-def _uniform(lot: _Lot) -> _Shares:
-    return _Shares(lot.tokens)
+def _uniform(target: _Target) -> _Shares:
+    return _Shares(target.tokens)
 
 
-def _exponential_decay(lot: _Lot) -> _Shares:
-    shares = [lot.decay**back for back in range(len(lot.tokens))]
+def _exponential_decay(target: _Target) -> _Shares:
+    shares = [target.decay**back for back in range(len(target.tokens))]
     total = sum(shares)
-    return _Shares(lot.tokens, [share / total for share in reversed(shares)])
+    return _Shares(target.tokens, [share / total for share in reversed(shares)])
 
 
-def _tool_call_tokens(lot: _Lot) -> _Shares:
-    if lot.turn is None:
-        return _Shares(lot.ground.of_calls() or lot.tokens[-1:])
-    if lot.call is None:
-        return _last_token(lot)
-    return _Shares(lot.ground.of_call(lot.turn, lot.call) or lot.tokens)
+def _tool_call_tokens(target: _Target) -> _Shares:
+    if target.turn is None:
+        return _Shares(target.trained.of_calls() or target.tokens[-1:])
+    if target.call is None:
+        return _last_token(target)
+    return _Shares(target.trained.of_call(target.turn, target.call) or target.tokens)
 
 
-_PLACEMENTS: Mapping[Placement, Callable[[_Lot], _Shares]] = {
+_PLACEMENTS: Mapping[Placement, Callable[[_Target], _Shares]] = {
     "last_token": _last_token,
     "turn_last_token": _turn_last_token,
     "uniform": _uniform,
@@ -194,19 +198,19 @@ _PLACEMENTS: Mapping[Placement, Callable[[_Lot], _Shares]] = {
 
 
 def split_evenly(total: float, count: int) -> list[float]:
-    """Cut a reward into equal parts, but for a rest of the rounding in the last."""
+    """Cut a reward into equal parts; the last one takes the rest of the rounding."""
     return split(total, [1 / count] * count)
 
 
 def split(total: float, shares: Sequence[float]) -> list[float]:
-    """Cut a reward by shares, so that the parts, each a float32, sum to it in float32.
+    """Cut a reward by shares into float32 parts whose float32 sum is the reward.
 
-    All but the last part are rounded to multiples of a power of two, coarse enough that the last,
-    which takes the rest, has no more digits than float32 holds.
+    All parts except the last are rounded to multiples of a power of two. It is coarse enough that
+    the last part, which takes the rest, is a float32 number too.
 
     Args:
         total: The reward.
-        shares: They sum to 1, and none is larger than the last.
+        shares: Shares that sum to 1; none is larger than the last.
     """
     if len(shares) == 1:
         return [total]
@@ -216,32 +220,34 @@ def split(total: float, shares: Sequence[float]) -> list[float]:
     return [*parts, total - sum(parts)]  # exact: all are multiples of one power of two
 
 
-def settle(placed: Mapping[int, float], total: float, *, spare: Sequence[int]) -> dict[int, float]:
-    """Round rewards of tokens to float32, so that their sum is the total, in float32.
+def distribute_exactly(
+    placed: Mapping[int, float], total: float, *, spare: Sequence[int]
+) -> dict[int, float]:
+    """Round rewards of tokens to float32, so that their float32 sum is the total.
 
-    What the rounding took is given to the largest, and what that cannot hold to smaller ones, down
-    to a spare token: where a large reward and a large penalty cancel, the difference has finer
-    digits than either. (Where there is no spare token left, it stays rounded as they are.)
+    The rounding error goes to the largest reward; what that cannot represent goes to smaller ones,
+    and last to a spare token. (If a large reward and a large penalty cancel, their difference has
+    finer digits than either.) If no spare token is left, the rest of the error stays.
 
     Args:
-        placed: By token.
-        total: What they were cut from.
-        spare: Tokens that may be given such a remainder, the last ones first.
+        placed: Rewards by token.
+        total: The sum.
+        spare: Tokens that may take a remainder, the last ones first.
     """
-    settled = {token: to_float32(value) for token, value in placed.items()}
+    exact = {token: to_float32(value) for token, value in placed.items()}
     wanted = to_float32(total)
-    if to_float32(math.fsum(settled.values())) == wanted:
-        return settled
-    takers = sorted(settled, key=lambda token: (-abs(settled[token]), -token))
-    free = next((token for token in reversed(spare) if token not in settled), None)
+    if to_float32(math.fsum(exact.values())) == wanted:
+        return exact
+    takers = sorted(exact, key=lambda token: (-abs(exact[token]), -token))
+    free = next((token for token in reversed(spare) if token not in exact), None)
     for token in [*takers, *([] if free is None else [free])]:
-        found = math.fsum(settled.values())
+        found = math.fsum(exact.values())
         if to_float32(found) == wanted:
             break
-        settled[token] = to_float32(settled.get(token, 0.0) + wanted - found)
-    return settled
+        exact[token] = to_float32(exact.get(token, 0.0) + wanted - found)
+    return exact
 
 
 def to_float32(value: float) -> float:
-    """Round to the nearest number that float32 holds."""
+    """Round to the nearest float32 number."""
     return struct.unpack("f", struct.pack("f", value))[0]

@@ -1,6 +1,6 @@
-"""Score a short answer to a question: exact match and F1, after the normalisation of SQuAD.
+"""Score a short answer to a question: exact match and F1, after the normalization of SQuAD.
 
-Source: Rajpurkar et al. 2016 (arXiv 1606.05250), section 6.1 (both measures); the answer between
+Source: Rajpurkar et al. 2016 (arXiv 1606.05250), section 6.1 (both measures). The answer between
 `<answer>` and `</answer>` is the convention of Search-R1 (arXiv 2503.09516).
 """
 
@@ -45,25 +45,25 @@ def compute_score(
     score: float = 1.0,
     format_score: float = 0.0,
 ) -> dict[str, Any]:
-    """Compare a solution's answer with the golden ones; the best of them counts.
+    """Compare a solution's answer with the golden answers; the best match counts.
 
     Args:
-        data_source: Taken for the convention of scorers; not read.
-        solution_str: The solution; what stands in a thought is not read.
+        data_source: Not read.
+        solution_str: The solution; thoughts are not read.
         ground_truth: A golden answer, a list of them, or a mapping with them under `target`.
         extra_info: Not read.
-        metric: `em`: the same words in the same order; `f1`: the share of words in common;
-            `contains`: a golden answer stands in the answer.
-        require_tags: Whether the answer must stand in `<answer>`; of several the last counts. If
-            not, a solution without tags is its own answer.
-        score: For the best possible answer.
-        format_score: At least so much for an answer that could be read.
+        metric: `em`: the same words in the same order; `f1`: the share of common words;
+            `contains`: the answer contains a golden answer.
+        require_tags: Whether the answer must be in `<answer>` (the last one counts). If not, a
+            solution without tags is its own answer.
+        score: Score of the best possible answer.
+        format_score: Smallest score of an answer that could be read.
 
     Returns:
-        `score`, `acc` (1.0 for an exact match), `em`, `f1`, `answered` (1.0 where one was given).
+        `score`, `acc` (1.0 for an exact match), `em`, `f1`, `answered` (1.0 if one was given).
 
     Raises:
-        RewardError: for a ground truth without an answer.
+        RewardError: If the ground truth contains no answer.
     """
     golden = _golden(ground_truth)
     answer = find_answer(without_thought(solution_str), require_tags=require_tags)
@@ -77,7 +77,7 @@ def compute_score(
 
 
 def find_answer(solution: str, *, require_tags: bool = True) -> str | None:
-    """Find the answer in a solution; None where it gives none.
+    """Return the answer in a solution; None if there is none.
 
     Example:
         >>> find_answer("<answer>Rome</answer> no: <answer> Paris </answer>")
@@ -90,7 +90,7 @@ def find_answer(solution: str, *, require_tags: bool = True) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """Lower the case, and drop punctuation, articles and superfluous white space.
+    """Lower the case and remove punctuation, articles and extra white space.
 
     Example:
         >>> normalize("The  Eiffel Tower.")
@@ -101,7 +101,7 @@ def normalize(text: str) -> str:
 
 
 def _is_same(answer: str, golden: str) -> bool:
-    # Of "The The" nothing is left, and of an empty answer neither.
+    # Normalizing "The The" leaves nothing, as for an empty answer.
     if normalize(golden):
         return normalize(answer) == normalize(golden)
     return answer.casefold().split() == golden.casefold().split()
@@ -110,7 +110,7 @@ def _is_same(answer: str, golden: str) -> bool:
 def compute_f1(answer: str, golden: str) -> float:
     """Compute the harmonic mean of precision and recall over the words of two answers.
 
-    Yes, no and "no answer" have nothing in common with anything but themselves.
+    "yes", "no" and "no answer" match only themselves.
 
     Example:
         >>> compute_f1("Barack Obama", "Barack Hussein Obama")
@@ -135,7 +135,7 @@ def _golden(ground_truth: Any) -> list[str]:
     found = ground_truth
     if isinstance(found, dict):
         found = cast("dict[str, Any]", found).get("target")
-    if hasattr(found, "tolist"):  # an array, as parquet files give them
+    if hasattr(found, "tolist"):  # an array from a Parquet file
         found = cast("Any", found).tolist()
     many = isinstance(found, Sequence) and not isinstance(found, str)
     listed = list(cast("Sequence[Any]", found if many else [found]))

@@ -1,4 +1,4 @@
-"""The convention of scorers: what they are told, and what they may return.
+"""The convention of scorers: their arguments, their results, and ground truths.
 
 A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`, a
 plain or an `async` function that returns a number, or a dict with the number under `score`.
@@ -21,22 +21,22 @@ from agentrl.plugins.call import call_method
 from agentrl.rollout.request import AsyncRolloutRequest
 
 ScoreFn = Callable[..., Any]
-"""A scorer: a function of the convention above, its `reward_kwargs` bound."""
+"""A scorer of this convention, with its `reward_kwargs` bound."""
 
 MAX_REWARD = 1e30
-"""Larger ones would overflow float32, in which batches hold rewards."""
+"""Largest allowed reward. Larger ones could overflow float32, the dtype of rewards in batches."""
 
 
 class Score(NamedTuple):
-    """What a scorer said of one request."""
+    """A scorer's result for one request."""
 
     value: float
     extra: dict[str, Any]
-    """What else it returned; of a bare number, the number as `acc`."""
+    """The other entries of a dict; for a bare number, the number as `acc`."""
 
 
-def make_told(request: AsyncRolloutRequest) -> dict[str, Any]:
-    """Gather what a scorer is called with. It may do with it what it likes: it is a copy."""
+def make_arguments(request: AsyncRolloutRequest) -> dict[str, Any]:
+    """Return the arguments of a scorer. They are copies, so a scorer may change them."""
     return {
         "data_source": request.data_source,
         "solution_str": solution_text(request),
@@ -46,11 +46,11 @@ def make_told(request: AsyncRolloutRequest) -> dict[str, Any]:
 
 
 def solution_text(request: AsyncRolloutRequest) -> str:
-    """The text that is scored: the last message that the policy wrote.
+    """Return the text to score: the last message that the policy wrote.
 
-    Not the whole response, of which tool results and users' replies are a part: an answer that
-    stands in one of those would be scored as the policy's own. A scorer that wants more finds the
-    whole conversation in `extra_info["messages"]`.
+    It is not the whole response, which includes tool results and users' replies: an answer in one
+    of those would be scored as the policy's own. The whole conversation is in
+    `extra_info["messages"]`.
     """
     if not request.num_assistant_turns:
         return ""
@@ -59,11 +59,11 @@ def solution_text(request: AsyncRolloutRequest) -> str:
 
 
 def make_extra_info(request: AsyncRolloutRequest) -> dict[str, Any]:
-    """What a scorer is told beside the solution: the row's own `extra_info`, and of the rollout.
+    """Return a scorer's `extra_info`: the row's own, and entries about the rollout.
 
     Returns:
-        The row's entries and `num_turns` (the prompt counts as one, several tool results in
-        succession as one), `num_tool_calls` (by tool: calls that it answered), `turn_scores`
+        The row's entries, and `num_turns` (the prompt counts as one, several tool results in
+        succession as one), `num_tool_calls` (answered calls by tool), `turn_scores`
         (rewards of turns), `tool_rewards` (rewards of single calls), `rollout_reward_scores`
         (`calc_reward` of each tool by name, and `user_turn_rewards`), `stop_reason`, `messages`.
     """
@@ -82,10 +82,10 @@ def make_extra_info(request: AsyncRolloutRequest) -> dict[str, Any]:
 
 
 def read_score(returned: object) -> Score:
-    """Read what a scorer returned.
+    """Read a scorer's return value.
 
     Raises:
-        RewardError: where it is, or holds under `score`, no finite number.
+        RewardError: If it is no finite number and has none under `score`.
     """
     if not isinstance(returned, Mapping):
         value = check_number(returned, "the scorer's return value")
@@ -98,10 +98,10 @@ def read_score(returned: object) -> Score:
 
 
 def check_number(value: object, what: str) -> float:
-    """Read a reward: numbers of every library count, texts and containers do not.
+    """Return a reward as a float. It may be a number of any library, but no text or container.
 
     Raises:
-        RewardError: naming what it is.
+        RewardError: If it is no finite number.
     """
     if isinstance(value, SupportsFloat):
         try:
@@ -121,14 +121,16 @@ def _shown(value: object) -> str:
 
 
 def read_text(truth: Any, *, expected: str) -> str:
-    """Read a right answer that is a text or a number, as a text.
+    """Return a ground truth that is a text or a number, as a text.
+
+    A bundled scorer raises if it cannot compare, and scores 0 only if the answer is wrong.
 
     Args:
-        truth: As the row has it.
-        expected: What the scorer compares with, for the error.
+        truth: The row's ground truth.
+        expected: What the scorer accepts, for the error.
 
     Raises:
-        RewardError: for anything else: null, a truth value, a list, a mapping, an empty text.
+        RewardError: If it is anything else: null, a bool, a list, a mapping, an empty text.
     """
     is_plain = not isinstance(truth, bool) and isinstance(truth, str | Number)
     text = str(truth).strip() if is_plain else ""
@@ -138,10 +140,10 @@ def read_text(truth: Any, *, expected: str) -> str:
 
 
 def read_number(truth: Any) -> str:
-    """Read a right answer that is a number, with or without `$` and commas, as a text.
+    """Return a ground truth that is a number, with or without `$` and commas, as a text.
 
     Raises:
-        RewardError: for anything else.
+        RewardError: If it is anything else.
     """
     text = read_text(truth, expected="a number")
     try:
@@ -163,7 +165,7 @@ class NamedScorer:
 
 
 class WeightedScorers:
-    """Several scorers, whose weighted numbers are summed.
+    """Several scorers. The reward is the weighted sum of their numbers.
 
     Args:
         parts: The scorers, each with its name and weight.
@@ -172,35 +174,34 @@ class WeightedScorers:
     def __init__(self, parts: Sequence[NamedScorer]) -> None:
         self.parts = tuple(parts)
 
-    async def __call__(self, **told: Any) -> dict[str, Any]:
-        """Score as one scorer would: for managers that know of one alone."""
-        calls = (call_method(part.scorer, **told) for part in self.parts)
+    async def __call__(self, **arguments: Any) -> dict[str, Any]:
+        """Score as one scorer, for managers that expect one."""
+        calls = (call_method(part.scorer, **arguments) for part in self.parts)
         score = self.combine(await asyncio.gather(*calls, return_exceptions=True))
         return {**score.extra, "score": score.value}
 
-    def combine(self, outcomes: Sequence[Any]) -> Score:
-        """Make one score of what each scorer returned, or raised.
+    def combine(self, results: Sequence[Any]) -> Score:
+        """Make one score of the scorers' results or errors.
 
-        Beside the sum the score keeps each function's number under its name, and of what else they
-        said the first word on every key: `acc` and `success` are those of the first function that
-        tells them. A bare number says nothing else.
+        The score keeps each function's number under its name. If several functions return the same
+        other key (`acc`, `success`), the first function's value counts. A bare number has no other
+        keys.
 
         Raises:
-            RewardError: naming the function that raised, or returned no finite number.
+            RewardError: If a function raised or returned no finite number; it names the function.
         """
-        scores = [_read(part, outcome) for part, outcome in zip(self.parts, outcomes, strict=True)]
-        said = [score.extra for score in reversed(scores)]
-        extra = {key: value for one in said for key, value in one.items()}
+        scores = [_read(part, result) for part, result in zip(self.parts, results, strict=True)]
+        extra = {key: value for s in reversed(scores) for key, value in s.extra.items()}
         values = {part.name: s.value for part, s in zip(self.parts, scores, strict=True)}
         total = math.fsum(part.weight * values[part.name] for part in self.parts)
         return Score(total, extra | values)
 
 
-def _read(part: NamedScorer, outcome: Any) -> Score:
+def _read(part: NamedScorer, result: Any) -> Score:
     try:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        score = read_score(outcome)
+        if isinstance(result, BaseException):
+            raise result
+        score = read_score(result)
     except Exception as error:
         raise RewardError(f"the reward function {part.name!r}: {words_of(error)}") from error
-    return score if isinstance(outcome, dict) else Score(score.value, {})
+    return score if isinstance(result, dict) else Score(score.value, {})

@@ -1,7 +1,7 @@
-"""The bundled scorers: by name, and by the `data_source` of a row.
+"""The bundled scorers, by name and by the `data_source` of a row.
 
-A source is looked up among the exact names first, and then among the patterns, from the top down.
-The names are those that verl's `default_compute_score` knows.
+A source is looked up among the exact names first, then among the patterns in their order. The names
+are those of verl's `default_compute_score`.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from agentrl.plugins import load_object
 from agentrl.plugins.call import ExecutionMode
 
 BY_SOURCE = "data_source"
-"""Names no scorer of its own, but that of each row's `data_source`."""
+"""The name that means: the scorer of each row's `data_source`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """A scorer that agentrl brings along; imported when it is first asked for."""
+    """A scorer that agentrl includes. It is imported when it is first used."""
 
     path: str
     mode: ExecutionMode = ExecutionMode.THREAD
     needs_sandbox: bool = False
-    """Whether it is called with `sandbox`, in which it runs code that a model wrote."""
+    """Whether it takes an argument `sandbox`, in which it runs code that a model wrote."""
 
     def load(self) -> Callable[..., Any]:
-        """Import it.
+        """Import the scorer.
 
         Raises:
-            PluginError: where it is not there.
+            PluginError: If it does not exist.
         """
         return load_object(self.path)
 
@@ -40,7 +40,7 @@ class Bundled:
 BUNDLED: MappingProxyType[str, Bundled] = MappingProxyType(
     {
         "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
-        # Some answers make computer algebra compute for ever: it must be in a process.
+        # Some answers make computer algebra compute for ever: run it in a process.
         "math": Bundled("agentrl.rewards.math_answer:compute_score", ExecutionMode.PROCESS),
         "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", ExecutionMode.PROCESS),
         "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),
@@ -49,7 +49,7 @@ BUNDLED: MappingProxyType[str, Bundled] = MappingProxyType(
         "judge": Bundled("agentrl.rewards.judge:Judge"),
     }
 )
-"""By name, as `reward.functions` calls them."""
+"""Bundled scorers by their names in `reward.functions`."""
 
 SOURCES: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -78,7 +78,7 @@ SOURCES: MappingProxyType[str, str] = MappingProxyType(
         "triviaqa": "qa",
     }
 )
-"""The scorer's name for a data source."""
+"""Scorer names by data source."""
 
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("math_dapo*", "math_dapo"),
@@ -88,14 +88,14 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("searchR1_*", "qa"),
     ("Idavidrein/gpqa*", "multiple_choice"),
 )
-"""The scorer's name for data sources of a shape, in the manner of a shell (`*`)."""
+"""Scorer names by patterns of data sources, with `*` as in a shell."""
 
 
 def find_bundled(data_source: str) -> str:
-    """Name the bundled scorer of a data source.
+    """Return the name of the bundled scorer of a data source.
 
     Raises:
-        RewardError: for a source that has none, with the nearest that has one.
+        RewardError: If it has none; the error suggests the nearest known source.
     """
     if (name := _named_for(data_source)) is not None:
         return name
@@ -104,7 +104,7 @@ def find_bundled(data_source: str) -> str:
     raise RewardError(
         f"no bundled scorer for the data source {data_source!r}{guess}",
         expected=f"one of {', '.join(known)}; or reward.custom_reward_function, or "
-        "reward.functions that name who scores",
+        "reward.functions that name the scorers",
     )
 
 
@@ -119,10 +119,10 @@ def _named_for(data_source: str) -> str | None:
 
 
 def find_scorer(data_source: str) -> Callable[..., Any]:
-    """Find the bundled scorer of a data source.
+    """Return the bundled scorer of a data source.
 
     Raises:
-        RewardError: for a source that has none.
+        RewardError: If the source has none.
     """
     return _load(find_bundled(data_source))
 
@@ -139,10 +139,10 @@ def default_compute_score(
     extra_info: dict[str, Any] | None = None,
     **reward_kwargs: Any,
 ) -> Any:
-    """Score by the bundled scorer of the data source; what an `async` one gives is awaitable.
+    """Score with the bundled scorer of the data source. An `async` one returns an awaitable.
 
     Raises:
-        RewardError: for a source that has none.
+        RewardError: If the source has no scorer.
     """
     scorer = find_scorer(data_source)
     return scorer(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)
@@ -155,9 +155,9 @@ def score_where_known(
     extra_info: dict[str, Any] | None = None,
     **reward_kwargs: Any,
 ) -> Any:
-    """Score as `default_compute_score` does, and give 0 where the data source has no scorer.
+    """Score as `default_compute_score` does; return 0 if the data source has no scorer.
 
-    For runs in which the scorer's number weighs nothing (`reward.weights.trajectory: 0`).
+    For runs in which the scorer's number has no weight (`reward.weights.trajectory: 0`).
     """
     if not has_bundled(data_source):
         return {"score": 0.0}

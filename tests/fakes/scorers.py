@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
@@ -70,6 +71,13 @@ async def misbehave_later(**told: Any) -> Any:
     """Do so on the event loop."""
     await asyncio.sleep(0)
     return misbehave(**told)
+
+
+def write_pid_and_hang(*, ground_truth: str, **_: Any) -> float:
+    """Write a file with the name of this process into a folder, then hang."""
+    Path(ground_truth, str(os.getpid())).touch()
+    time.sleep(30)
+    return 1.0
 
 
 def tell_process(**_: Any) -> dict[str, Any]:

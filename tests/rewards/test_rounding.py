@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.rewards.placement import settle, split, split_evenly
+from agentrl.rewards.placement import distribute_exactly, split, split_evenly
 
 totals = st.floats(-1e6, 1e6, width=32).filter(lambda total: total == 0 or abs(total) > 1e-6)
 
@@ -48,7 +48,7 @@ def test_a_negated_reward_is_cut_into_negated_parts():
 def test_equal_rewards_settled_rewards_sum_to_the_total_while_a_token_is_spare(values: list[float]):
     placed = dict(enumerate(values))
     total = math.fsum(values)
-    settled = settle(placed, total, spare=range(len(values) + 1))
+    settled = distribute_exactly(placed, total, spare=range(len(values) + 1))
     assert np.float32(math.fsum(settled.values())) == np.float32(total)
     assert is_float32(list(settled.values()))
     for token, value in placed.items():
@@ -56,7 +56,7 @@ def test_equal_rewards_settled_rewards_sum_to_the_total_while_a_token_is_spare(v
 
 
 def test_a_reward_and_a_penalty_that_cancel_leave_what_one_number_would_be():
-    settled = settle({3: -1.0, 7: 0.9}, -1.0 + 0.9, spare=[3, 6, 7])
+    settled = distribute_exactly({3: -1.0, 7: 0.9}, -1.0 + 0.9, spare=[3, 6, 7])
     assert np.float32(math.fsum(settled.values())) == np.float32(-0.1)
     assert abs(settled[6]) < 1e-7
-    assert settle({3: 0.25, 7: 0.5}, 0.75, spare=[3, 6, 7]) == {3: 0.25, 7: 0.5}
+    assert distribute_exactly({3: 0.25, 7: 0.5}, 0.75, spare=[3, 6, 7]) == {3: 0.25, 7: 0.5}

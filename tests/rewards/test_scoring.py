@@ -20,7 +20,7 @@ from agentrl.rewards import (
     make_reward_manager,
     register_reward_manager,
 )
-from agentrl.rewards.loading import load_compute_score
+from agentrl.rewards.loading import load_scorer
 from agentrl.rewards.scoring import make_extra_info, read_score, solution_text
 from agentrl.rollout.records import CallRecord
 from agentrl.rollout.states import RequestState, StopReason
@@ -166,9 +166,9 @@ def test_reward_kwargs_reach_the_scorer(tmp_path):
 
 def test_a_scorer_path_to_no_function_is_refused():
     with pytest.raises(PluginError, match="expected: a function"):
-        load_compute_score(CustomRewardConfig(path="math", name="pi"))
+        load_scorer("math:pi", {})
     with pytest.raises(PluginError, match="no_such_module"):
-        load_compute_score(CustomRewardConfig(path="no_such_module"))
+        load_scorer("no_such_module:compute_score", {})
 
 
 def test_scores_are_concurrent():

@@ -1,4 +1,6 @@
-"""Tests of programming problems, run so that the code cannot say of itself that it passed."""
+"""Grade code by tests, in such a way that the code cannot claim to have passed
+(docs/grading.md).
+"""
 
 from agentrl.sandbox.grading.cases import AssertTest, CallTest, StdinTest, TestCase, read_tests
 from agentrl.sandbox.grading.grader import (

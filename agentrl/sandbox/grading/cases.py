@@ -1,4 +1,4 @@
-"""The tests of a programming problem, as data sets write them."""
+"""Read the tests of a programming problem in the formats of data sets."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """The program reads `stdin` and prints `expected`."""
+    """Passes if the program, given `stdin`, prints `expected`."""
 
     stdin: str
     expected: str
@@ -24,7 +24,7 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """The function (or method of a class `Solution`) returns `expected`."""
+    """Passes if the function (or method of a class `Solution`) returns `expected`."""
 
     function: str
     arguments: Sequence[Any]
@@ -33,11 +33,11 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class AssertTest:
-    """The test code raises nothing."""
+    """Passes if the test code raises nothing."""
 
     source: str
     entry_point: str | None = None
-    """Handed to the test code's own `check(candidate)`."""
+    """Expression for the argument of the test code's own `check(candidate)`."""
 
 
 TestCase = StdinTest | CallTest | AssertTest
@@ -47,13 +47,13 @@ def read_tests(ground_truth: Any) -> tuple[TestCase, ...]:
     """Read the tests of a row.
 
     Args:
-        ground_truth: JSON or what it says: `{inputs, outputs}` (programs that read standard input)
-            with `fn_name` (functions), as APPS, TACO and CodeContests have it; `{assert_case}` or
+        ground_truth: JSON text or its value: `{inputs, outputs}` (programs that read standard
+            input), with `fn_name` for functions (APPS, TACO, CodeContests); `{assert_case}` or
             `{test_list, test_setup_code}` (MBPP); `{test, entry_point}` (HumanEval); a list of
-            asserts, or of `{input, output}`; or test code as it stands.
+            asserts or of `{input, output}`; or the text of test code.
 
     Raises:
-        DataError: for anything else, and where there is no test.
+        DataError: If it has another format or contains no test.
 
     Example:
         >>> read_tests('{"inputs": ["1 2"], "outputs": ["3"]}')
@@ -75,7 +75,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Make lists of the arrays of which Parquet is read."""
+    """Replace arrays, which Parquet files give, by lists."""
     if isinstance(value, Mapping):
         return {key: _plain(held) for key, held in cast("Mapping[str, Any]", value).items()}
     if type(value).__module__ == "numpy":
@@ -120,8 +120,9 @@ def _read_mapping(tests: Mapping[str, Any]) -> Iterator[TestCase]:
 
 def _read_pairs(inputs: Any, outputs: Any, function: str | None) -> Iterator[TestCase]:
     if len(inputs) != len(outputs):
-        told = f"{len(inputs)} inputs and {len(outputs)} outputs"
-        raise DataError(told, expected="as many outputs as inputs")
+        raise DataError(
+            f"{len(inputs)} inputs and {len(outputs)} outputs", expected="as many outputs as inputs"
+        )
     for given, expected in zip(inputs, outputs, strict=True):
         yield _case(given, expected, function)
 
@@ -133,14 +134,14 @@ def _case(given: Any, expected: Any, function: str | None) -> TestCase:
 
 
 def _text(value: Any) -> str:
-    """Read a text; some data sets keep it as a list of lines."""
+    """Return a text, which some data sets store as a list of lines."""
     if isinstance(value, str):
         return value
     return "\n".join(map(str, cast("list[Any]", value))) if _is_list(value) else str(value)
 
 
 def _arguments(given: Any) -> Sequence[Any]:
-    """Read the arguments of one call; a text holds one on each line."""
+    """Return the arguments of one call. A text has one argument on each line."""
     if isinstance(given, str):
         return [_value(line) for line in given.splitlines() if line.strip()]
     return list(cast("list[Any]", given)) if _is_list(given) else [given]

@@ -1,4 +1,4 @@
-"""Whether what a program gave is what was expected."""
+"""Compare the output or the return value of code with the expected one."""
 
 import math
 from decimal import Decimal, InvalidOperation
@@ -6,12 +6,14 @@ from itertools import zip_longest
 from typing import Any, cast
 
 TOLERANCE = 1e-6
-"""By which decimals may differ, absolutely or as a share."""
+"""Allowed difference of decimal numbers, absolute or relative."""
 
 
 def same_text(got: str, expected: str) -> bool:
-    r"""Compare two outputs line by line: white space at the ends, and how numbers are written
-    (`2` and `2.0`, digits beyond the sixth), make no difference.
+    r"""Compare two outputs line by line.
+
+    White space at line ends and the notation of numbers (`2` and `2.0`, digits after the sixth)
+    make no difference.
 
     Example:
         >>> same_text("3.0 yes \n\n", "3 yes"), same_text("a b", "a  c")
@@ -22,8 +24,9 @@ def same_text(got: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Compare a returned value with the expected one, which came from JSON: a tuple is a list, keys
-    may have become texts, decimals may differ by a little.
+    """Compare a returned value with the expected one, which came from JSON.
+
+    A tuple equals a list, keys may have become texts, and decimals may differ by `TOLERANCE`.
 
     Example:
         >>> same_value((1, 2.0000000001), [1, 2]), same_value("1", 1)

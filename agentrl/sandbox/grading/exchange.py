@@ -1,4 +1,7 @@
-"""Ask the guest in one interpreter for something, and read its answer, which may be a lie."""
+"""Exchange requests and answers with the guests of a test. An answer may be forged: check it.
+
+`relay_asserts` carries the requests of the asserts to the interpreter with the code and back.
+"""
 
 import json
 import secrets
@@ -11,6 +14,7 @@ from typing import Any, Literal, cast
 
 from agentrl.errors import DataError
 from agentrl.sandbox.base import Execution, ExecutionEnd, Sandbox, Session
+from agentrl.sandbox.grading.cases import AssertTest
 from agentrl.sandbox.grading.guest import decode
 
 _ENDS = {
@@ -19,28 +23,32 @@ _ENDS = {
     ExecutionEnd.MEMORY: "it ran out of memory",
     ExecutionEnd.KILLED: "the interpreter was ended",
 }
-
-
 Role = Literal["guest_callee", "guest_asserter"]
 _MODULES: dict[Role, tuple[str, ...]] = {
     "guest_callee": ("guest", "guest_callee"),
     "guest_asserter": ("guest", "guest_tests", "guest_asserter"),
 }
 MIN_OUTPUT_BYTES = 64 * 1024
-"""Output that is read of a program or function, however little is expected."""
+"""Bytes to read of a program or function, even if the expected output is short."""
 MAX_OUTPUT_BYTES = 32 * 1024**2
-"""Output that is read at most; what is expected may have an eighth of it."""
+"""Largest limit on what is read. The expected output may have an eighth of it."""
+MAX_REQUESTS = 10_000
+"""Requests to the code (calls, attributes, ...) that the asserts of one test may make."""
+MAX_ANSWER_BYTES = 2 * 1024**2
+"""JSON of one value that asserts fetch from the code. The code fails if a value has more."""
+MAX_REQUEST_BYTES = 8 * 1024**2
+"""JSON of the arguments of one call. A test with more is an error of the row."""
 
 
-class TestFailure(Exception):  # noqa: N818 - a verdict, and no error
-    """A test that the code did not pass. Its text says why, for whoever wrote the code.
+class TestFailure(Exception):  # noqa: N818 - a verdict, not an error
+    """A test that the code did not pass. Its text tells the author of the code why.
 
     Args:
-        text: What went wrong, or what came instead.
-        is_late: Whether it did not end in time.
+        text: The error, or the output that was wrong.
+        is_late: Whether the test did not end in time.
     """
 
-    __test__ = False  # what pytest would collect
+    __test__ = False  # pytest would collect it
 
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
@@ -52,16 +60,16 @@ class OutputCutError(TestFailure):
 
 
 class GuestRaisedError(TestFailure):
-    """What was asked for raised."""
+    """The requested operation raised."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self.answer = {"error": str(answer["error"]), "message": str(answer.get("message", ""))}
-        told = f"{self.answer['error']}: {self.answer['message']}".rstrip(": ")
-        super().__init__(f"it raised {told}")
+        message = f"{self.answer['error']}: {self.answer['message']}".rstrip(": ")
+        super().__init__(f"it raised {message}")
 
 
 class Opaque:
-    """Stands on the host for an object of the code that is no data. It equals nothing."""
+    """Represents on the host an object of the code that is no data. It equals nothing."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -71,33 +79,35 @@ class Opaque:
 
 
 class Guest:
-    """An interpreter of the sandbox with the guest in it.
+    """An interpreter of the sandbox with the guest's modules in it.
 
     Args:
-        session: A new one; whoever opened it closes it.
-        role: What the guest is for.
+        session: A new session; the caller closes it.
+        role: The guest's role.
+        deadline: End of the test, on the monotonic clock.
     """
 
-    def __init__(self, session: Session, role: Role) -> None:
-        self._session = session
+    def __init__(self, session: Session, role: Role, deadline: float) -> None:
+        self._session, self._deadline = session, deadline
         self._prelude = _prelude(role)
 
-    async def ask(
-        self, what: str, *, timeout_s: float, max_output_bytes: int, **request: Any
-    ) -> Any:
-        """Have something done, and give the answer as JSON has it.
+    async def ask(self, what: str, *, max_output_bytes: int, **request: Any) -> Any:
+        """Request an operation and return its answer as JSON values.
 
         Raises:
-            GuestRaisedError: where it raised.
-            OutputCutError: if it printed more than `max_output_bytes`.
-            TestFailure: where there is no answer.
-            SandboxError: where the sandbox failed.
+            GuestRaisedError: If the operation raised.
+            OutputCutError: If it printed more than `max_output_bytes`.
+            TestFailure: If there is no answer, or no time is left.
+            SandboxError: If the sandbox failed.
         """
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TestFailure(_ENDS[ExecutionEnd.TIMEOUT], is_late=True)
         mark = f"answer-{secrets.token_hex(8)}:"
-        asked = json.dumps({"ask": what, **request})
-        source = f"{self._prelude}_agentrl_serve({mark!r}, {asked!r})"
+        encoded = json.dumps({"ask": what, **request})
+        source = f"{self._prelude}_agentrl_serve({mark!r}, {encoded!r})"
         execution = await self._session.run(
-            source, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+            source, timeout_s=left_s, max_output_bytes=max_output_bytes
         )
         self._prelude = ""
         answer = _find_answer(execution, mark)
@@ -106,47 +116,75 @@ class Guest:
         return answer.get("value")
 
 
-class Clock:
-    """What is left of a time limit.
-
-    Args:
-        timeout_s: All of it, in seconds, from now on.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._due = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left.
-
-        Raises:
-            TestFailure: where none are.
-        """
-        left_s = self._due - time.monotonic()
-        if left_s <= 0:
-            raise TestFailure(_ENDS[ExecutionEnd.TIMEOUT], is_late=True)
-        return left_s
-
-
 @asynccontextmanager
-async def guests(sandbox: Sandbox, *roles: Role) -> AsyncGenerator[tuple[Guest, ...]]:
-    """Open fresh interpreters with a guest in each, and end them."""
+async def guests(
+    sandbox: Sandbox, timeout_s: float, *roles: Role
+) -> AsyncGenerator[tuple[Guest, ...]]:
+    """Open fresh interpreters with a guest in each, and close them after the block."""
+    deadline = time.monotonic() + timeout_s
     async with AsyncExitStack() as stack:
-        sessions: list[Session] = []
-        for _ in roles:
-            sessions.append(await sandbox.open_python())
-            stack.push_async_callback(sessions[-1].close)
-        yield tuple(map(Guest, sessions, roles))
+        opened: list[Guest] = []
+        for role in roles:
+            session = await sandbox.open_python()
+            stack.push_async_callback(session.close)
+            opened.append(Guest(session, role, deadline))
+        yield tuple(opened)
+
+
+async def relay_asserts(code: str, test: AssertTest, sandbox: Sandbox, timeout_s: float) -> None:
+    """Run the asserts in one interpreter against the code in another.
+
+    Raises:
+        TestFailure: If the code does not pass.
+        DataError: If the test cannot grade anything.
+        SandboxError: If the sandbox failed.
+    """
+    async with guests(sandbox, timeout_s, "guest_callee", "guest_asserter") as (callee, asserter):
+        await callee.ask("load", max_output_bytes=MAX_ANSWER_BYTES, code=code)
+        begin = {"source": test.source, "entry_point": test.entry_point}
+        request = await _ask_asserter(asserter, "begin", **begin)
+        for _ in range(MAX_REQUESTS):
+            if "verdict" in request:
+                return _judge(request, test)
+            what = str(request.pop("ask"))
+            try:
+                value = await callee.ask(what, max_output_bytes=MAX_ANSWER_BYTES, **request)
+                answer = {"value": value}
+            except GuestRaisedError as error:  # the asserts may expect it
+                answer = error.answer
+            request = await _ask_asserter(asserter, "resume", answer=answer)
+    raise TestFailure(f"the asserts made more than {MAX_REQUESTS} requests")
+
+
+async def _ask_asserter(asserter: Guest, what: str, **request: Any) -> dict[str, Any]:
+    try:
+        answer = await asserter.ask(what, max_output_bytes=MAX_REQUEST_BYTES, **request)
+    except OutputCutError:
+        raise DataError(
+            "a test hands over too much",
+            expected=f"at most {MAX_REQUEST_BYTES} bytes of JSON in one call",
+        ) from None
+    return cast("dict[str, Any]", answer)
+
+
+def _judge(verdict: dict[str, Any], test: AssertTest) -> None:
+    if verdict["ungradable"]:
+        raise DataError(
+            f"{verdict['ungradable']}: {test.source!r:.200}",
+            expected="asserts on what functions of the code return",
+        )
+    if verdict["verdict"] is not True:
+        last = f" ({verdict['last']})" if verdict["last"] else ""
+        raise TestFailure(f"{verdict['error'] or 'it failed'}{last}")
 
 
 def output_limit(expected: str) -> int:
-    """Compute how much output is read where this is expected, in bytes.
+    """Return how many bytes of output to read if `expected` is the right output.
 
-    What is right may be written with more digits, spaces or brackets than what is expected.
+    The right output may have more digits, spaces or brackets than the expected one.
 
     Raises:
-        DataError: if that is too much to read: right code could not pass.
+        DataError: If the limit would be too large: correct code could not pass.
     """
     limit = MIN_OUTPUT_BYTES + 8 * len(expected.encode(errors="replace"))
     if limit > MAX_OUTPUT_BYTES:
@@ -161,7 +199,7 @@ def read_value(value: Any) -> Any:
     """Rebuild a value on the host.
 
     Raises:
-        TestFailure: for what is none.
+        TestFailure: If it is not a value that a guest writes.
     """
     try:
         return decode(value, lambda _, kind: Opaque(kind))
@@ -170,18 +208,18 @@ def read_value(value: Any) -> Any:
 
 
 def show_value(value: Any) -> str:
-    """Show a value, which may be too large to be shown."""
+    """Return the text of a value, or of its type if it is too large."""
     try:
         return repr(value)
-    except (ValueError, RecursionError):  # Python writes no integer of thousands of digits
+    except (ValueError, RecursionError):  # Python does not print integers of thousands of digits
         return f"<{type(value).__name__}, too large to show>"
 
 
 def check_end(execution: Execution) -> None:
-    """Let an execution pass that ran to its end.
+    """Raise unless an execution ran to its end.
 
     Raises:
-        TestFailure: for any other, in words.
+        TestFailure: With the reason.
     """
     if execution.end in _ENDS:
         is_late = execution.end is ExecutionEnd.TIMEOUT
@@ -212,7 +250,7 @@ def _find_answer(execution: Execution, mark: str) -> dict[str, Any]:
 
 @cache
 def _prelude(role: Role) -> str:
-    """Write what brings the guest into an interpreter: its modules, under their own names."""
+    """Return code that defines the guest's modules in an interpreter, under their own names."""
     folder = Path(__file__).parent
     texts = {
         f"{__package__}.{name}": (folder / f"{name}.py").read_text(encoding="utf-8")

@@ -1,23 +1,23 @@
-"""Grade code by tests, so that the code cannot say of itself that it passed.
+"""Grade code by tests, in such a way that the code cannot claim to have passed (docs/grading.md).
 
-What is expected never enters an interpreter in which the graded code runs. A program's output, and
-what a function returns, are compared on the host. Asserts hold what is expected in their own text,
-so they run in a second interpreter, and reach the code only through the host:
+Expected values never enter an interpreter in which the graded code runs. The output of a program
+and the return value of a function are compared on the host. Asserts contain the expected values in
+their own text, so they run in a second interpreter and reach the code only through the host:
 
     host:       grade() ---- request, answer ----.---- request, answer ----.
                                                  |                         |
     sandbox:                    interpreter with the asserts    interpreter with the code
                                 (guest_asserter)                (guest_callee)
 
-Exit codes, printed tokens, an overridden `__eq__` or `print`, files and frames of the code's own
-interpreter therefore decide nothing. Every test begins in fresh interpreters.
+Exit codes, printed marks, an overridden `__eq__` or `print`, files and frames of the code's own
+interpreter therefore decide nothing. Every test starts in fresh interpreters.
 """
 
 import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -30,66 +30,65 @@ from agentrl.sandbox.grading.cases import AssertTest, CallTest, StdinTest, TestC
 from agentrl.sandbox.grading.compare import same_text, same_value
 from agentrl.sandbox.grading.exchange import (
     MIN_OUTPUT_BYTES,
-    Clock,
     TestFailure,
     check_end,
     guests,
     output_limit,
     read_value,
+    relay_asserts,
     show_value,
 )
 from agentrl.sandbox.grading.guest import encode
-from agentrl.sandbox.grading.relay import relay_asserts
 
 MAX_SHOWN = 300
-"""Characters of an input, an expected and a given output that a report shows."""
+"""Characters that a report shows of an input, an expected output and the actual output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingLimits:
-    """How long a grading may take."""
+    """Limits of one grading."""
 
     test_timeout_s: float = 5.0
-    """Seconds of one test."""
+    """Seconds for one test."""
     total_timeout_s: float = 40.0
-    """Seconds of all; tests that no time is left for count as failed."""
+    """Seconds for all tests. Tests that do not start in time count as failed."""
     max_tests: int = 32
-    """Tests that are run: the first ones, where there are more."""
+    """Number of tests to run: the first ones, if there are more."""
     max_timeouts: int = 2
-    """After so many tests that did not end in time the rest count as failed."""
+    """After this many tests that did not end in time, the rest count as failed."""
     stops_at_failure: bool = False
-    """Whether the first failed test ends the grading: all or nothing."""
+    """Whether the first failed test ends the grading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestReport:
-    """What came of one test."""
+    """The result of one test."""
 
-    __test__ = False  # what pytest would collect
+    __test__ = False  # pytest would collect it
 
     passed: bool
     given: str
-    """The input, the call or the asserts; shortened, like the rest."""
+    """The input, the call or the asserts, shortened like the other texts."""
     expected: str = ""
-    """Empty for asserts, which say it themselves."""
+    """The expected output; empty for asserts, which contain it."""
     got: str = ""
-    """The output, the value, or what went wrong."""
+    """The output, the value, or the error."""
     is_late: bool = False
     """Whether it did not end in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """What came of all tests."""
+    """The result of all tests."""
 
     reports: tuple[TestReport, ...]
-    """Of the tests that were run, in their order."""
+    """Reports of the tests that were run, in order."""
     num_tests: int
-    """Tests that counted, those included that were not run any more."""
+    """Number of tests that count, including those that were not run."""
 
     @property
     def num_passed(self) -> int:
-        """Tests passed."""
+        """Number of tests that passed."""
         return sum(report.passed for report in self.reports)
 
     @property
@@ -104,7 +103,7 @@ class Grade:
 
     @property
     def first_failure(self) -> TestReport | None:
-        """The first test that failed; None where none that was run did."""
+        """The first test that failed; None if every test that was run passed."""
         return next((report for report in self.reports if not report.passed), None)
 
 
@@ -115,13 +114,13 @@ async def grade(
 
     Args:
         code: The program or module.
-        tests: From `read_tests`; at least one.
-        sandbox: Where everything runs.
-        limits: None: the defaults.
+        tests: At least one test, from `read_tests`.
+        sandbox: Runs the code and the tests.
+        limits: None for the defaults.
 
     Raises:
-        DataError: for tests that cannot grade anything.
-        SandboxError: where the sandbox failed, which says nothing of the code.
+        DataError: If a test cannot grade anything.
+        SandboxError: If the sandbox failed. This says nothing about the code.
     """
     limits = limits or GradingLimits()
     chosen = tests[: limits.max_tests]
@@ -141,20 +140,21 @@ async def run_test(code: str, test: TestCase, sandbox: Sandbox, *, timeout_s: fl
     """Run one test.
 
     Raises:
-        DataError: for a test that cannot grade anything.
-        SandboxError: where the sandbox failed.
+        DataError: If the test cannot grade anything.
+        SandboxError: If the sandbox failed.
     """
     given, expected = _describe(test)
     try:
-        await _RUN[type(test)](code, test, sandbox, timeout_s)
+        match test:
+            case StdinTest():
+                await _run_stdin(code, test, sandbox, timeout_s)
+            case CallTest():
+                await _run_call(code, test, sandbox, timeout_s)
+            case AssertTest():
+                await relay_asserts(code, test, sandbox, timeout_s)
     except TestFailure as failure:
-        return TestReport(
-            passed=False,
-            given=given,
-            expected=expected,
-            got=_shown(str(failure)),
-            is_late=failure.is_late,
-        )
+        got, is_late = _shown(str(failure)), failure.is_late
+        return TestReport(passed=False, given=given, expected=expected, got=got, is_late=is_late)
     return TestReport(passed=True, given=given, expected=expected, got=expected)
 
 
@@ -172,41 +172,22 @@ async def _run_stdin(code: str, test: StdinTest, sandbox: Sandbox, timeout_s: fl
 
 
 async def _run_call(code: str, test: CallTest, sandbox: Sandbox, timeout_s: float) -> None:
-    clock = Clock(timeout_s)
     max_output_bytes = output_limit(json.dumps(encode(test.expected, _refuse)))
-    async with guests(sandbox, "guest_callee") as (guest,):
-        await guest.ask(
-            "load", code=code, timeout_s=clock.left_s, max_output_bytes=MIN_OUTPUT_BYTES
-        )
-        arguments = encode(list(test.arguments), _refuse)
+    arguments = encode(list(test.arguments), _refuse)
+    async with guests(sandbox, timeout_s, "guest_callee") as (guest,):
+        await guest.ask("load", max_output_bytes=MIN_OUTPUT_BYTES, code=code)
         answer = await guest.ask(
-            "function",
-            name=test.function,
-            args=arguments,
-            timeout_s=clock.left_s,
-            max_output_bytes=max_output_bytes,
+            "function", max_output_bytes=max_output_bytes, name=test.function, args=arguments
         )
     value = read_value(answer)
     if not _is_expected(value, test.expected):
         raise TestFailure(show_value(value))
 
 
-async def _run_asserts(code: str, test: AssertTest, sandbox: Sandbox, timeout_s: float) -> None:
-    async with guests(sandbox, "guest_callee", "guest_asserter") as (callee, asserter):
-        await relay_asserts(code, test, callee, asserter, Clock(timeout_s))
-
-
-_RUN: dict[type[TestCase], Callable[[str, Any, Sandbox, float], Awaitable[None]]] = {
-    StdinTest: _run_stdin,
-    CallTest: _run_call,
-    AssertTest: _run_asserts,
-}
-
-
 def _is_expected(value: Any, expected: Any) -> bool:
-    """Compare; data sets write the expected value as it is, or as a list of it alone.
+    """Compare with the expected value, which some data sets write as a list of one.
 
-    A value whose comparison raises (a signaling NaN, a key of 5,000 digits) is another one.
+    If the comparison raises (a signaling NaN, a key of 5,000 digits), the value is wrong.
     """
     try:
         if same_value(value, expected):
@@ -217,11 +198,11 @@ def _is_expected(value: Any, expected: Any) -> bool:
 
 
 def _refuse(value: Any) -> Any:
-    raise DataError(f"a value of a test is {value!r:.80}", expected="data, as JSON has it")
+    raise DataError(f"a value of a test is {value!r:.80}", expected="data that JSON can hold")
 
 
 def _describe(test: TestCase) -> tuple[str, str]:
-    """Show what a test gives, and what it expects; asserts say the latter themselves."""
+    """Describe the input of a test and its expected output, which is empty for asserts."""
     match test:
         case StdinTest():
             return _shown(test.stdin), _shown(test.expected)
@@ -244,9 +225,9 @@ _PYTHON = {"", "py", "python", "python3", "Python"}
 
 
 def last_code_block(text: str) -> str | None:
-    r"""Give the last fenced block of Python, or of no language; None where there is none.
+    r"""Return the last fenced block of Python or of no language; None if there is none.
 
-    A block that was cut before its closing fence counts.
+    A block without its closing fence counts.
 
     Example:
         >>> last_code_block("First\n```python\nx = 1\n```\nthen")
@@ -254,7 +235,7 @@ def last_code_block(text: str) -> str | None:
     """
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if line.lstrip(" \t").startswith("```")]
-    # Every second fence closes; the last one may be missing.
+    # Every second fence closes a block. The last one may be missing.
     blocks = list(zip_longest(fences[::2], fences[1::2], fillvalue=len(lines)))
     for first, last in reversed(blocks):
         opening = _LANGUAGE.match(lines[first])
@@ -264,7 +245,7 @@ def last_code_block(text: str) -> str | None:
 
 
 def without_fence(code: str) -> str:
-    r"""Take the fence off code that a model wrote into one, whatever its language.
+    r"""Remove the fence around code that a model wrote, in any language.
 
     Example:
         >>> without_fence("```bash\nls\n```")
@@ -276,17 +257,18 @@ def without_fence(code: str) -> str:
     return body[:-3].rstrip(" \t").removesuffix("\n") if is_fenced else code
 
 
-_ROOMS = PerLoop(lambda: asyncio.Semaphore(num_cores()))
+_SEMAPHORES = PerLoop(lambda: asyncio.Semaphore(num_cores()))
 
 
 def grading_semaphore() -> asyncio.Semaphore:
-    """Give the event loop's one room for gradings; scorers and reviewers share it.
+    """Return the semaphore that limits the event loop's gradings to the number of cores.
 
-    Tests have a time-out of wall clock. Where more of them compute than there are cores, they take
-    each other's time, and right code comes out as late. So enter it before a clock starts.
+    Scorers and reviewers share it. The time limit of a test is wall clock time: if more tests
+    compute than there are cores, they slow each other down and correct code is late. So enter it
+    before a clock starts.
 
     Example:
         >>> async with grading_semaphore():
         ...     found = await grade(code, tests, sandbox)
     """
-    return _ROOMS.get()
+    return _SEMAPHORES.get()

@@ -1,15 +1,14 @@
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false
-"""What runs inside the sandbox when code is graded: values as JSON, and how requests are answered.
+"""The part that both guests of a test share: values as JSON, and answers to requests.
 
-This file is sent as text into the interpreter with the code (`guest_callee`) and into the one with
-the asserts (`guest_asserter`), which share nothing; the host carries requests and answers between
-them. Standard library only: nothing of agentrl can be imported there. It runs for every test, so
-what takes time to import is imported where it is needed.
+The host sends this file as text into the interpreter with the code (`guest_callee`) and into the
+one with the asserts (`guest_asserter`). The two share nothing; the host carries requests and
+answers between them. Use the standard library only: nothing of agentrl can be imported there. The
+file runs for every test, so slow imports are inside the functions that need them.
 
-What the code's interpreter says is never believed to be more than data: values are rebuilt from
-JSON on the other side, and an object that is no data stays behind a handle, which equals no data,
-whatever its class says.
+What comes from the code's interpreter is only data: the other side rebuilds values from JSON. An
+object that is no data becomes a handle. A handle equals no data, whatever its class defines.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
     Json = Any
 
 MAX_TEXT = 500
-"""Characters of a message."""
+"""Characters to keep of a message."""
 MAX_COLLISIONS = 100
-"""Keys of a mapping, or items of a set, that may have the hash of another one."""
+"""Keys of a mapping, or items of a set, that may share their hash with another one."""
 MAX_DIGITS = 20_000
-"""Hexadecimal digits of a numerator or denominator, which take quadratic time to reduce."""
+"""Hexadecimal digits of a numerator or denominator. To reduce them takes quadratic time."""
 
 _EXACT_INT = 2**53
 
 
 def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
-    """Write a value as JSON; what is no plain data is what `keep` makes of it."""
+    """Encode a value as JSON; `keep` encodes what is no plain data."""
 
     def items(values: Any) -> list[Json]:
         return [encode(item, keep) for item in values]
@@ -67,15 +66,15 @@ def encode(value: Any, keep: Callable[[Any], Json]) -> Json:
 
 
 def decode(value: Json, handle: Callable[[int, str], Any]) -> Any:
-    """Rebuild what `encode` wrote.
+    """Rebuild a value that `encode` wrote.
 
-    The time that it takes is bounded by the length of the JSON text, whatever that says.
+    The length of the JSON text bounds the time, whatever the text contains.
 
     Raises:
-        ValueError: for what it cannot have written.
-        TypeError: likewise.
-        ArithmeticError: likewise.
-        RecursionError: if it is nested too deeply.
+        ValueError: If `encode` cannot have written it.
+        TypeError: If `encode` cannot have written it.
+        ArithmeticError: If `encode` cannot have written it.
+        RecursionError: If it is nested too deeply.
     """
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
@@ -103,13 +102,13 @@ def _encode_rarely(value: Any, keep: Callable[[Any], Json]) -> Json:
 def _decimal(content: str, _: Any) -> Any:
     from decimal import Decimal
 
-    return Decimal("".join(content))  # a text: it takes other things too
+    return Decimal("".join(content))  # `join` refuses what is no text
 
 
 def _fraction(content: list[str], _: Any) -> Any:
     from fractions import Fraction
 
-    # Never from a text: that of 1e999999999 is a number of a billion digits.
+    # Never from a text: 1e999999999 would be a number of a billion digits.
     if any(len(digits) > MAX_DIGITS for digits in content):
         raise ValueError("a fraction of too many digits")
     numerator, denominator = (int(digits, 16) for digits in content)
@@ -117,7 +116,7 @@ def _fraction(content: list[str], _: Any) -> Any:
 
 
 def _hashable(content: list[Any], item: Callable[[Any], Any]) -> list[Any]:
-    """Decode keys; those that all have one hash take quadratic time to put into a mapping."""
+    """Decode keys. Keys with equal hashes take quadratic time to put into a mapping."""
     keys = [item(key) for key in content]
     if len(keys) - len({hash(key) for key in keys}) > MAX_COLLISIONS:
         raise ValueError("too many keys of one hash")
@@ -143,23 +142,23 @@ _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 
 def answer_request(roles: Mapping[str, Callable[..., Any]], mark: str, request: str) -> None:
-    """Do what the host asks, and print one line that begins with `mark`."""
+    """Run the host's request and print the answer on one line that begins with `mark`."""
     out = sys.stdout
     asked = json.loads(request)
     try:
-        with redirect_stdout(_nowhere()):
+        with redirect_stdout(_null_output()):
             answer = {"value": roles[asked.pop("ask")](**asked)}
         line = json.dumps(answer)
-    except BaseException as error:  # noqa: BLE001 - whatever it raises is its answer
+    except BaseException as error:  # noqa: BLE001 - an error is an answer too
         line = json.dumps({"error": type(error).__name__, "message": _message(error)})
     print(f"\n{mark}{line}", file=out, flush=True)
 
 
 @cache
-def _nowhere() -> TextIO:
-    """Open where goes what is printed on the way: it is no answer, and would use up its room.
+def _null_output() -> TextIO:
+    """Open a file for what the code prints: it would use up the bytes of the answer.
 
-    Never closed: code keeps `sys.stdout.write`, which it found when it was loaded.
+    It is never closed: code may keep the `sys.stdout.write` that it found when it was loaded.
     """
     return open(os.devnull, "w")
 

@@ -1,4 +1,4 @@
-"""The side of the asserts: runs them, and asks for what the code must do. See `guest`."""
+"""The guest with the asserts: runs them and requests what they need of the code. See `guest`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     Json = Any
     Answer = dict[str, Any]
 
-sys.set_int_max_str_digits(0)  # for what is shown; the code has Python's own limit
+sys.set_int_max_str_digits(0)  # for messages; the interpreter with the code keeps the limit
 
 
 class Asserter:
-    """Runs test code on a thread, which waits wherever it needs something of the graded code."""
+    """Runs test code on a thread, which waits whenever it needs the graded code."""
 
     def __init__(self) -> None:
         self._requests: SimpleQueue[Answer] = SimpleQueue()
@@ -32,19 +32,19 @@ class Asserter:
         self._has_reached_code = False
 
     def begin(self, source: str, entry_point: str | None) -> Answer:
-        """Start the tests, and give their first request or their verdict."""
+        """Start the tests; return their first request or their verdict."""
         run = threading.Thread(target=self._run, args=(source, entry_point), daemon=True)
         run.start()
         return self._requests.get()
 
-    def go_on(self, answer: Answer) -> Answer:
-        """Hand an answer over, and give the next request or the verdict."""
+    def resume(self, answer: Answer) -> Answer:
+        """Pass an answer to the tests; return their next request or their verdict."""
         self._answers.put(answer)
         return self._requests.get()
 
     def ask(self, operation: str, *args: Any) -> Any:
-        """Have something done in the other interpreter. Called on the tests' thread."""
-        # Whether a function is true, or is another one, says nothing of what it does.
+        """Run an operation in the other interpreter. The tests' thread calls this."""
+        # Truth and identity of a function show nothing about what it does.
         self._has_reached_code |= operation not in ("bool", "eq")
         found = self._ask({"ask": "do", "operation": operation, "args": self._write(list(args))})
         if operation == "call":
@@ -59,7 +59,7 @@ class Asserter:
             tests.run(found)
         except UngradableError as broken:
             self._ungradable = str(broken)
-        except BaseException as raised:  # noqa: BLE001 - whatever a test raises is its verdict
+        except BaseException as raised:  # noqa: BLE001 - an error is a verdict
             error = f"{type(raised).__name__}: {raised}"[:MAX_TEXT].rstrip(": ")
         else:
             data = {name for name, value in found.items() if not isinstance(value, Remote)}
@@ -69,13 +69,13 @@ class Asserter:
         self._requests.put({"verdict": not error and not self._ungradable, **verdict})
 
     def _fetch(self, tests: TestSource) -> dict[str, Any]:
-        """Fetch those names of the tests that the code defines."""
+        """Fetch the names that the tests use and the code defines."""
         candidates = [names for names in tests.candidates() if names]
         if not candidates:
             raise UngradableError("the tests use nothing that the code defines")
         for wanted in candidates:
             found = self._ask({"ask": "names", "names": sorted(wanted)})
-            # Hostile code may give more than it was asked for: its own `set` or `isclose`, say.
+            # Hostile code may return more names, for example its own `set` or `isclose`.
             chosen = {name: value for name, value in dict(found).items() if name in wanted}
             if chosen:
                 return chosen
@@ -99,15 +99,15 @@ class Asserter:
 
 
 class Remote:
-    """Stands in the tests for an object of the graded code that is no data."""
+    """Represents in the tests an object of the graded code that is no data."""
 
     def __init__(self, asserter: Asserter, index: int, kind: str) -> None:
-        # Not by assignment, which is one of an attribute over there.
+        # Not by assignment: that would set an attribute in the other interpreter.
         own: dict[str, Any] = {"agentrl_ask": asserter.ask, "agentrl_kind": kind}
         self.__dict__.update(own, agentrl_handle={"handle": index})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it over there."""
+        """Call the object in the other interpreter."""
         return self.agentrl_ask("call", self, list(args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +132,7 @@ class Remote:
         yield
 
     def __contains__(self, item: Any) -> bool:
-        return item in list(self)  # and not what its class says
+        return item in list(self)  # ignores its class's own `__contains__`
 
     def __len__(self) -> int:
         return int(self.agentrl_ask("len", self))
@@ -144,7 +144,7 @@ class Remote:
         return self.agentrl_ask("getitem", self, index)
 
     def __eq__(self, other: object) -> bool:
-        """Equal no data: what its class says counts only between two objects of the code."""
+        """Equal no data. The class's own `__eq__` counts only between two objects of the code."""
         if not isinstance(other, Remote):
             return False
         return self.agentrl_ask("eq", self, other) is True
@@ -160,9 +160,9 @@ class Remote:
 
 
 def _rebuilt(name: str, message: str) -> Exception:
-    """Make the exception anew, where it is one of Python's own."""
+    """Rebuild an exception of Python; replace any other one by a RuntimeError."""
     kind = vars(builtins).get(name)
-    # One that stops an iteration would end a loop of the tests before they have looked.
+    # One that stops an iteration would end a loop of the tests before its asserts run.
     if isinstance(kind, type) and issubclass(kind, Exception) and "Iteration" not in name:
         try:
             return kind(message)
@@ -178,7 +178,7 @@ def _call_text(args: tuple[Any, ...]) -> str:
 
 
 _ASSERTER = Asserter()
-_ROLES: dict[str, Callable[..., Any]] = {"begin": _ASSERTER.begin, "go_on": _ASSERTER.go_on}
+_ROLES: dict[str, Callable[..., Any]] = {"begin": _ASSERTER.begin, "resume": _ASSERTER.resume}
 
 
 def serve(mark: str, request: str) -> None:

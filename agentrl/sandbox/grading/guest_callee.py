@@ -1,4 +1,4 @@
-"""The side of the code: holds what is graded, and does what is asked of it. See `guest`."""
+"""The guest with the graded code: runs the code and answers requests. See `guest`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     Json = Any
 
 MAX_ITEMS = 100_000
-"""Items that are fetched of an iterable which is no data (a generator, say)."""
+"""Items to fetch from an iterable that is no data (for example a generator)."""
 
 
 class Callee:
-    """Holds the code that is graded, and does what is asked of it."""
+    """Holds the graded code and runs operations on it."""
 
     def __init__(self) -> None:
         self._module: ModuleType = type(sys)("solution")
@@ -44,11 +44,11 @@ class Callee:
     def load(self, code: str) -> None:
         """Run the code as a module that is not the main one."""
         sys.modules["solution"] = self._module
-        with suppress(SystemExit):  # it had come to its end
+        with suppress(SystemExit):  # the code ended itself
             exec(compile(code, "solution.py", "exec"), self._module.__dict__)
 
     def names(self, names: list[str]) -> Json:
-        """Give what the code defines of some names."""
+        """Return those of the names that the code defines, with their values."""
         known: dict[str, Any] = vars(self._module)
         return self._write({name: known[name] for name in names if name in known})
 
@@ -63,7 +63,7 @@ class Callee:
         return self._write(found(*self._read(args)))
 
     def do(self, operation: str, args: Json) -> Json:
-        """Do one thing to what is kept here, or to data."""
+        """Run one operation on objects that are kept here, or on data."""
         return self._write(self._operations[operation](*self._read(args)))
 
     def _read(self, args: Json) -> Any:

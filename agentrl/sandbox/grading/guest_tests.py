@@ -1,10 +1,10 @@
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false
-"""Test code: which names it takes from the graded code, and how all of it is run. See `guest`.
+"""Run test code, and choose the names that it takes from the graded code. See `guest`.
 
-A name that judges must not come from the code that is judged. The tests' own names (`def`, `class`,
-an assignment, an import) never do, and Python's own names and those of its library (`Counter`,
-`sqrt`) do only if the tests use no other name that the code could define.
+A name that judges must not come from the code that is judged. Names that the tests define (`def`,
+`class`, an assignment, an import) never come from the code. Names of Python and its library
+(`Counter`, `sqrt`) do only if the tests use no other name that the code could define.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _WELL_KNOWN = {
     "typing": "Any Callable Dict Iterable List Optional Sequence Set Tuple Union",
 }
 _MODULE_OF = {name: module for module, names in _WELL_KNOWN.items() for name in names.split()}
-"""Names that tests often leave to the imports of the code."""
+"""Names that tests often use without importing them."""
 
 
 class UngradableError(Exception):
-    """A test that cannot be carried out across two interpreters, or that tests nothing."""
+    """A test that cannot run across two interpreters, or that tests nothing."""
 
 
 class TestSource:
@@ -52,14 +52,13 @@ class TestSource:
 
     Args:
         source: The code.
-        entry_point: An expression for what its `check` is called with; None: it calls the code
-            itself.
+        entry_point: An expression for the argument of its `check`; None if it has no `check`.
 
     Raises:
-        UngradableError: if it cannot be run.
+        UngradableError: If it cannot be run.
     """
 
-    __test__ = False  # what pytest would collect
+    __test__ = False  # pytest would collect it
 
     def __init__(self, source: str, entry_point: str | None) -> None:
         try:
@@ -73,15 +72,16 @@ class TestSource:
         if self._entry is not None and "check" not in self._own:
             raise UngradableError("the tests define no function check")
         self.given = _library(self._tree, read - self._own)
-        """Names that Python's library gives."""
+        """Names that Python's library provides."""
         entries = set(self._entry.co_names) if self._entry else set()
         self._wanted = read - self._own - set(self.given) - set(dir(builtins)) | entries
         self._free = read - self._own
 
     def candidates(self) -> Iterator[set[str]]:
-        """List names to ask the code for, until it has some: the first set is the best.
+        """Yield sets of names to ask the code for, the best set first.
 
-        A test of a function that is called `gcd` or `sum` uses names of Python's alone.
+        The further sets are for a test of a function named `gcd` or `sum`: it uses only names that
+        Python defines.
         """
         if self._wanted:
             yield self._wanted
@@ -93,7 +93,7 @@ class TestSource:
         yield {name for name, value in library.items() if isinstance(value, type)}
 
     def shows(self, names: set[str]) -> bool:
-        """Whether an assert of the module itself, which surely runs, reads one of the names."""
+        """Whether an assert at module level, which is sure to run, reads one of the names."""
         asserts = [node.test for node in self._tree.body if isinstance(node, ast.Assert)]
         for nodes in (list(ast.walk(test)) for test in asserts):
             is_plain = not any(isinstance(node, ast.GeneratorExp | ast.Lambda) for node in nodes)
@@ -102,8 +102,8 @@ class TestSource:
         return False
 
     def run(self, found: dict[str, Any]) -> None:
-        """Run all of it, with what the code defines: whatever it raises is its verdict."""
-        # What is written for `python tests.py` runs as well; classes of unittest run below.
+        """Run the test code with the names of the graded code. An error is the verdict."""
+        # Code for `python tests.py` runs too. Classes of unittest run below.
         namespace: dict[str, Any] = {"__name__": "__main__", **self.given, **found}
         _adapt_library(self._own | set(self.given))
         self._run_module(namespace)
@@ -131,7 +131,7 @@ class TestSource:
 
 
 def _own_and_read(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
-    """Collect the names that a module defines, and those that it reads as global ones."""
+    """Collect the names that a module defines and the global names that it reads."""
     own: set[str] = set()
     read: set[str] = set()
     is_module = table.get_type() == "module"
@@ -159,7 +159,7 @@ def _check_imports(tree: ast.Module) -> None:
 
 
 def _library(tree: ast.Module, free: set[str]) -> dict[str, Any]:
-    """Import what tests use of Python's library, and may leave to the code to import."""
+    """Import the names of Python's library that the tests use without importing them."""
     given: dict[str, Any] = {}
     for name in free & set(_MODULE_OF):
         given[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
@@ -167,19 +167,19 @@ def _library(tree: ast.Module, free: set[str]) -> dict[str, Any]:
     for node in attributes:
         name = node.value.id if isinstance(node.value, ast.Name) else ""
         if name in free and (name in sys.stdlib_module_names or name in _ALIASES):
-            with suppress(ImportError):  # then it is missing in the tests
+            with suppress(ImportError):  # then the tests lack it
                 module = importlib.import_module(_ALIASES.get(name, name))
-                if name not in given or hasattr(module, node.attr):  # `datetime`, `copy` are both
+                if name not in given or hasattr(module, node.attr):  # `datetime` is both
                     given[name] = module
     return given
 
 
 def _adapt_library(used: set[str]) -> None:
-    """Let two functions of the library work here."""
+    """Adapt two functions of the library to this interpreter."""
     if "unittest" in used:
         import unittest
 
-        unittest.main = lambda *args, **kwargs: None  # pyright: ignore # its classes run anyway
+        unittest.main = lambda *args, **kwargs: None  # pyright: ignore # its classes run below
     if "asyncio" in used:
         import asyncio
 
@@ -188,7 +188,7 @@ def _adapt_library(used: set[str]) -> None:
         async def wait(awaitable: Any) -> Any:
             return await awaitable
 
-        # It takes coroutines alone, and those of the code are objects over there.
+        # It takes coroutines only. Those of the code are objects in the other interpreter.
         def run_awaitable(main: Any, *, debug: bool | None = None) -> Any:
             return run(wait(main), debug=debug)
 
@@ -233,7 +233,7 @@ def _needs_arguments(function: Any, num_given: int) -> bool:
 
 
 def _finish(result: Any) -> None:
-    """Run what an `async def` gave."""
+    """Run the coroutine that an `async def` returned."""
     if isinstance(result, CoroutineType):
         import asyncio
 
