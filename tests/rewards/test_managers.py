@@ -150,7 +150,7 @@ def test_closing_ends_the_workers_even_if_a_scorer_hangs():
         manager = by_path("write_pid_and_hang", "prime", num_workers=2, timeout_s=60.0)
         with tempfile.TemporaryDirectory() as folder:
             scoring = asyncio.create_task(manager.score(answers(folder, folder)))
-            while len(os.listdir(folder)) < 2:
+            while len(os.listdir(folder)) < 2:  # noqa: ASYNC110 - other processes write them
                 await asyncio.sleep(0.02)
             workers = [psutil.Process(int(name)) for name in os.listdir(folder)]
         scoring.cancel()
