@@ -1,28 +1,34 @@
-"""What a run tells of itself while it runs: lines, bars, figures, and the curve at the end."""
+"""The output of a run: lines, progress bars, metrics, and the learning curve at the end."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from agentrl.atomic_io import remove_drafts
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError
+from agentrl.trainer.metrics.console import ConsoleSink
 from agentrl.trainer.metrics.curve import plot_curve
-from agentrl.trainer.metrics.sinks import METRICS_FILE, RunProgress, Tracker, open_tracker
+from agentrl.trainer.metrics.sinks import METRICS_FILE, JsonlSink, Sink, TensorBoardSink
 from agentrl.trainer.state.run_folder import RunLock
-
-Advance = Callable[[int], None]
 
 
 class RunLogger:
-    """The voice of a run. On every rank but the main one it is silent.
+    """Prints lines and progress bars, and logs metrics. Only the main rank prints and writes.
 
     Args:
-        config: Where to write, and to which sinks.
-        is_main: Whether this rank speaks.
-        console: Where lines go; standard output by default.
+        config: The run's folder and the sinks of its metrics.
+        is_main: Whether this is the main rank.
+        console: The console to print to; standard output by default.
     """
 
     def __init__(
@@ -31,8 +37,18 @@ class RunLogger:
         self._config = config
         self._is_main = is_main
         self.console = console or Console(highlight=False)
-        self._tracker = Tracker([])
-        self._bars: RunProgress | None = None
+        self._sinks: list[Sink] = []
+        is_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not (is_main and is_terminal),
+        )
         self._lock = RunLock(config.default_local_dir)
 
     def lock_folder(self) -> None:
@@ -44,22 +60,33 @@ class RunLogger:
         if self._is_main:
             self._lock.take()
 
-    @property
-    def folder(self) -> Path:
-        """Where the run writes."""
-        return self._config.default_local_dir
-
     def open(self, *, resumed_step: int | None, total_steps: int = 0) -> None:
-        """Start tracking; figures beyond `resumed_step` are dropped, half-written files go."""
+        """Open the sinks that `trainer.logger` names, and remove incomplete files.
+
+        Args:
+            resumed_step: Step of the checkpoint that the run resumes from; metrics of later steps
+                are dropped. None for a new run: metrics of an earlier run are renamed.
+            total_steps: Steps of the whole run.
+
+        Raises:
+            MissingExtraError: for `tensorboard` without its package.
+            OSError: if the run's folder cannot be written.
+        """
         if not self._is_main:
             return
-        config = self._config
-        for folder in (self.folder, config.rollout_data_dir, config.validation_data_dir):
+        config, run = self._config, self._config.default_local_dir
+        for folder in (run, config.rollout_data_dir, config.validation_data_dir):
             if folder is not None:
                 remove_drafts(folder)
-        self._tracker = open_tracker(
-            config, resumed_step=resumed_step, total_steps=total_steps, console=self.console
-        )
+        for name in dict.fromkeys(config.logger):
+            match name:
+                case "console":
+                    self._sinks.append(ConsoleSink(self.console, total_steps))
+                case "jsonl":
+                    self._sinks.append(JsonlSink(run / METRICS_FILE, resumed_step=resumed_step))
+                case "tensorboard":
+                    folder = run / "tensorboard"
+                    self._sinks.append(TensorBoardSink(folder, resumed_step=resumed_step))
 
     def info(self, *lines: str) -> None:
         """Print lines."""
@@ -71,51 +98,49 @@ class RunLogger:
         self.info(*(f"note: {note}" for note in notes))
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the figures of one step."""
-        self._tracker.log(step, metrics)
+        """Log the metrics of one step to every sink."""
+        for sink in self._sinks:
+            sink.log(step, metrics)
 
-    def bar(self, name: str, total: int) -> AbstractContextManager[Advance]:
-        """Show a progress bar during a `with` block, which advances it."""
-        if not self._is_main:
-            return nullcontext(_nothing)
-        if self._bars is None:
-            self._bars = RunProgress(self.console)
-            self._bars.__enter__()
-        return self._bars.task(name, total=total)
+    @contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show a progress bar during a `with` block, if the output is a terminal.
+
+        Yields:
+            A function that advances the bar by a count.
+        """
+        self._progress.start()
+        bar = self._progress.add_task(name, total=total)
+        try:
+            yield lambda count: self._progress.advance(bar, count)
+        finally:
+            self._progress.remove_task(bar)
 
     @contextmanager
     def ignoring_write_errors(self, what: str) -> Iterator[None]:
-        """Tell what of the block could not be written, and go on: it is only for looking at."""
+        """Print an error of writing files that are only for viewing, and continue."""
         try:
             yield
         except OSError as error:
             self.info(f"note: {what} not written: {error}")
 
     def plot(self) -> None:
-        """Draw the learning curve; a run without figures has none."""
-        metrics = self.folder / METRICS_FILE
-        if not (self._is_main and self._config.plot and metrics.is_file()):
+        """Draw the learning curve, if there are metrics."""
+        config, folder = self._config, self._config.default_local_dir
+        metrics, title = folder / METRICS_FILE, f"{config.project_name} / {config.experiment_name}"
+        if not (self._is_main and config.plot and metrics.is_file()):
             return
         try:
             with self.ignoring_write_errors("the learning curve"):
-                plot_curve(
-                    metrics,
-                    self.folder / "curve.png",
-                    title=f"{self._config.project_name} / {self._config.experiment_name}",
-                )
+                plot_curve(metrics, folder / "curve.png", title=title)
         except DataError as error:
             self.info(f"no learning curve: {error}")
 
     def close(self) -> None:
         """Close what was opened; may be called twice."""
-        if self._bars is not None:
-            self._bars.__exit__()
-            self._bars = None
+        self._progress.stop()
         try:
-            self._tracker.close()
+            while self._sinks:
+                self._sinks.pop(0).close()
         finally:
             self._lock.release()
-
-
-def _nothing(_: int) -> None:
-    """Advance no bar."""

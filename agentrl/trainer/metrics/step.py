@@ -26,7 +26,7 @@ from agentrl.trainer.metrics.aggregators import (
     tensor_mean_max_min,
 )
 from agentrl.trainer.metrics.rollout import rollout_metrics
-from agentrl.trainer.metrics.sinks import NO_SIGNAL
+from agentrl.trainer.metrics.sinks import ZERO_SIGNAL
 
 _GIB = 1024**3
 
@@ -82,7 +82,7 @@ def batch_metrics(data: DataProto) -> MetricDict:
         rows = ((tensors["advantages"] != 0) & trained).any(dim=-1).tolist()
         for group, row in zip(data.non_tensor_batch["uid"], rows, strict=True):
             has_signal[group] = has_signal.get(group, False) or row
-        metrics[NO_SIGNAL] = ZeroSignalMetric(has_signal)
+        metrics[ZERO_SIGNAL] = ZeroSignalMetric(has_signal)
     return metrics
 
 

@@ -13,15 +13,9 @@ from rich.console import Console
 from agentrl.atomic_io import written_whole
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
-from agentrl.trainer.metrics.sinks import (
-    ConsoleSink,
-    JsonlSink,
-    RunProgress,
-    TensorBoardSink,
-    Tracker,
-    open_tracker,
-    read_metrics,
-)
+from agentrl.trainer.metrics.console import ConsoleSink
+from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.metrics.sinks import JsonlSink, TensorBoardSink, read_metrics
 
 STEP = {
     "rollout/reward/mean": 0.125,
@@ -220,16 +214,18 @@ def test_a_log_file_gets_no_escape_codes_and_a_terminal_does():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_drawn_on_terminals_only(terminal):
+def test_progress_is_drawn_on_terminals_only(terminal, tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=terminal)
     threads = threading.active_count()
-    with RunProgress(console) as progress, progress.task("train [1]", total=3) as advance:
+    run_logger = RunLogger(TrainerConfig(default_local_dir=tmp_path), console=console)
+    with run_logger.bar("train [1]", total=3) as advance:
         ConsoleSink(console).log(1, STEP)
-        with progress.task("gen", total=8) as advance_inner:
+        with run_logger.bar("gen", total=8) as advance_inner:
             advance_inner(8)
         advance(2)
         assert (threading.active_count() > threads) == terminal, "nothing draws into a log file"
+    run_logger.close()
     assert ("train [1]" in out.getvalue()) == terminal
     assert "0.125" in out.getvalue()
 
@@ -237,30 +233,15 @@ def test_progress_is_drawn_on_terminals_only(terminal):
 # Sinks together.
 
 
-def test_open_tracker_opens_what_the_run_file_names(tmp_path):
+def test_each_step_goes_to_the_sinks_that_the_run_file_names(tmp_path):
     out = io.StringIO()
     config = TrainerConfig(default_local_dir=tmp_path, logger=["console", "jsonl", "jsonl"])
-    with open_tracker(config, resumed_step=None, console=Console(file=out)) as tracker:
-        tracker.log(1, STEP)
+    run_logger = RunLogger(config, console=Console(file=out))
+    run_logger.open(resumed_step=None)
+    run_logger.track(1, STEP)
+    run_logger.close()
     assert "0.125" in out.getvalue()
     assert steps_of(tmp_path / "metrics.jsonl") == [1]
-
-
-def test_a_tracker_hands_each_step_to_every_sink_and_closes_them():
-    class Sink:
-        def __init__(self):
-            self.seen = []
-
-        def log(self, step, metrics):
-            self.seen.append((step, dict(metrics)))
-
-        def close(self):
-            self.seen.append("closed")
-
-    sinks = [Sink(), Sink()]
-    with Tracker(sinks) as tracker:
-        tracker.log(4, {"a": 1.0})
-    assert [sink.seen for sink in sinks] == [[(4, {"a": 1.0}), "closed"]] * 2
 
 
 def test_tensorboard_without_its_package_names_the_extra(tmp_path, monkeypatch):
