@@ -4,14 +4,14 @@
     rollouts/val_000010.jsonl     validation rollouts after step 10 (`val_<set>_...` by set)
     skipped/step_000010.jsonl     rows for which an optimizer step of step 10 was skipped
 
-A line holds the whole request and a summary of what can be derived from it:
+A line holds the whole request and a summary that is derived from it:
 
     {"version": 1, "step": 10, "combined_reward": 1.2, "summary": {"num_turns": 3, ...},
      "request": {...}}
 
-What JSON cannot hold is written as the nearest that it can: numbers that are not finite as Python's
-`json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, other objects as their
-`str`.
+Values that JSON cannot hold are written in the nearest form: numbers that are not finite as
+Python's `json` writes them (`NaN`, `Infinity`), arrays as lists, bytes as base64, other objects as
+their `str`.
 """
 
 import json
@@ -30,22 +30,25 @@ from agentrl.rewards import combine_rewards
 from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
-from agentrl.workers.actor import BrokenRow, SkippedStep
+from agentrl.workers.actor import SkippedStep
 from agentrl.workers.distributed import World
-
-_FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.jsonl")
 
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""
+SKIPPED = "skipped"
+"""Subfolder of the run's folder with the rows for which an optimizer step was skipped."""
+_FILE = re.compile(r"(?:step|val|val_.+)_(\d{6,})\.jsonl")
 
 
-class TrajectorySummary(BaseModel):
-    """What one looks for first in a trajectory. All of it follows from the request."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+
+class TrajectorySummary(_Record):
+    """The most important facts of a trajectory, all derived from the request."""
+
     num_turns: int
-    """Counted as the request does, the prompt included."""
+    """Turns as the request counts them, the prompt included."""
     num_assistant_turns: int
     num_user_turns: int
     num_tool_calls: int
@@ -53,10 +56,10 @@ class TrajectorySummary(BaseModel):
     num_response_tokens: int
     num_trained_tokens: int
     mask_ones_ratio: float
-    """Share of the response that is trained; 0 for an empty one."""
+    """Fraction of the response that is trained; 0 for an empty response."""
     reward_index: int | None
-    """Response token on which the trajectory's reward sits under `placement: last_token`: the last
-    trained one. None where nothing is trained."""
+    """Response token with the trajectory's reward under `placement: last_token`: the last trained
+    one. None if no token is trained."""
 
     @classmethod
     def of(cls, request: AsyncRolloutRequest) -> Self:
@@ -76,33 +79,28 @@ class TrajectorySummary(BaseModel):
         )
 
 
-class SkipNote(BaseModel):
-    """Why a trajectory stands in a file of rows for which an optimizer step was skipped."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class SkipNote(_Record):
+    """The reason why a trajectory is in a file of `skipped/`."""
 
     mini_batch: int
-    """The step's place in the update, counted over the epochs."""
+    """Index of the skipped step in the update, counted over the epochs."""
     not_finite: dict[str, list[int]]
     """By quantity (`log_probs`, `advantages`, ...): the response tokens at which it was not finite.
-    `loss` and `gradient`: no number of the row itself, but those of the micro-batch it was in;
-    no tokens then."""
+    `loss` and `gradient` have no tokens: they are those of the row's micro-batch."""
 
 
-class SavedTrajectory(BaseModel):
+class SavedTrajectory(_Record):
     """One line of a rollout file, checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
     version: int
-    """`LINE_VERSION` of what wrote the line."""
+    """`LINE_VERSION` of the writer."""
     step: int
     combined_reward: float | None = None
     """The reward that training uses: the scorer's number with weights, bonuses and penalties. None
     in lines that `agentrl reward rescore` or an older version wrote."""
     summary: TrajectorySummary
     skipped: SkipNote | None = None
-    """In `skipped/` alone."""
+    """Set only in files of `skipped/`."""
     request: AsyncRolloutRequest
 
     @field_validator("version")
@@ -113,9 +111,9 @@ class SavedTrajectory(BaseModel):
         return version
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _matches_its_summary(self) -> Self:
         if self.summary != TrajectorySummary.of(self.request):
-            raise ValueError("a summary of another request")
+            raise ValueError("the summary does not match the request")
         return self
 
 
@@ -130,7 +128,7 @@ def rollout_path(folder: Path, step: int, kind: str = "step") -> Path:
 
 
 def find_rollouts(folder: Path, *, after: int) -> list[Path]:
-    """Find the files of later steps than `after`, by name; none where there is no such folder."""
+    """Find the files of steps later than `after`, by name; the folder may be missing."""
     found = ((path, _FILE.fullmatch(path.name)) for path in sorted(folder.glob("*.jsonl")))
     return [path for path, match in found if match and int(match.group(1)) > after]
 
@@ -142,34 +140,34 @@ def save_rollouts(
     step: int,
     reward: RewardConfig | None = None,
 ) -> int:
-    """Write trajectories as they come, one line each; the file appears when it is whole.
+    """Write trajectories, one line each, to a file that appears when it is complete.
 
     Args:
         path: The file.
-        requests: Finished.
-        step: Of the run.
-        reward: How the combined reward is made; None: it is not written.
+        requests: Finished requests.
+        step: The run's step.
+        reward: How rewards are combined; None to leave out the combined reward.
 
     Returns:
-        How many were written.
+        The number of trajectories.
 
     Raises:
-        OSError: naming `path`, where the disk does not take it.
+        OSError: naming `path`, if it cannot be written.
     """
     return save_lines(path, (to_line(request, step, reward=reward) for request in requests))
 
 
 def save_lines(path: Path, lines: Iterable[str]) -> int:
-    """Write lines of `to_line`; the file appears when it is whole.
+    """Write lines of `to_line` to a file that appears when it is complete.
 
     Returns:
-        How many were written.
+        The number of lines.
 
     Raises:
-        OSError: naming `path`, where the disk does not take it.
+        OSError: naming `path`, if it cannot be written.
     """
     count = 0
-    # A lone surrogate, which UTF-8 cannot hold, becomes the JSON escape of itself.
+    # UTF-8 cannot hold a lone surrogate; it becomes its JSON escape.
     with (
         written_whole(path) as draft,
         draft.open("w", encoding="utf-8", errors="backslashreplace") as file,
@@ -190,28 +188,26 @@ def to_line(
     """Write a trajectory as one line.
 
     Args:
-        request: Finished.
-        step: Of the run.
-        note: Of a row for which an optimizer step was skipped.
-        reward: How the combined reward is made; None: it is not written.
+        request: A finished request.
+        step: The run's step.
+        note: Set for a row for which an optimizer step was skipped.
+        reward: How rewards are combined; None to leave out the combined reward.
     """
-    combined = None if reward is None else combine_rewards(request, reward).total
-    line = {
-        "version": LINE_VERSION,
-        "step": step,
-        **({} if combined is None else {"combined_reward": combined}),
-        "summary": TrajectorySummary.of(request).model_dump(),
-        **({} if note is None else {"skipped": note.model_dump()}),
-        "request": request.model_dump(mode="json", fallback=to_plain),
-    }
+    line: dict[str, object] = {"version": LINE_VERSION, "step": step}
+    if reward is not None:
+        line["combined_reward"] = combine_rewards(request, reward).total
+    line["summary"] = TrajectorySummary.of(request).model_dump()
+    if note is not None:
+        line["skipped"] = note.model_dump()
+    line["request"] = request.model_dump(mode="json", fallback=to_plain)
     return json.dumps(line, ensure_ascii=False) + "\n"
 
 
 def read_rollouts(path: Path) -> Iterator[AsyncRolloutRequest]:
-    """Read requests back as they were when saved: tokens, mask, turns, state and end.
+    """Read requests as they were when they were saved: tokens, mask, turns, state and end.
 
     Raises:
-        DataError: naming the line that is damaged or of another version.
+        DataError: naming a line that is damaged or of another version.
     """
     return (trajectory.request for trajectory in read_trajectories(path))
 
@@ -220,48 +216,36 @@ def read_trajectories(path: Path) -> Iterator[SavedTrajectory]:
     """Read a rollout file line by line, with each line's step and summary.
 
     Raises:
-        DataError: naming the line that is damaged or of another version.
+        DataError: naming a line that is damaged or of another version.
     """
     if not path.is_file():
         raise DataError("no such rollout file", file=path)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            yield _parse(line, path, number)
+            try:
+                yield SavedTrajectory.model_validate(json.loads(line))
+            except (ValueError, LookupError, TypeError, RecursionError, AgentRLError) as error:
+                raise DataError(
+                    f"a rollout line that cannot be read: {_reason(error)}",
+                    file=path,
+                    line=number,
+                    expected=f"a line of `save_rollouts`, version {LINE_VERSION}",
+                ) from error
 
 
-def _parse(line: bytes, path: Path, number: int) -> SavedTrajectory:
-    try:
-        return SavedTrajectory.model_validate(json.loads(line))
-    except ValidationError as error:
-        raise _damaged(path, number, _reason(error)) from error
-    except (ValueError, LookupError, TypeError, RecursionError, AgentRLError) as error:
-        raise _damaged(path, number, f"{type(error).__name__}: {error}") from error
-
-
-def _reason(error: ValidationError) -> str:
+def _reason(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
     first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else first["msg"]
-
-
-def _damaged(path: Path, number: int, reason: str) -> DataError:
-    return DataError(
-        f"a rollout line that cannot be read: {reason}",
-        file=path,
-        line=number,
-        expected=f"one trajectory as `save_rollouts` of version {LINE_VERSION} writes it",
-    )
-
-
-SKIPPED = "skipped"
-"""Folder, in the run's, of the rows for which an optimizer step was skipped."""
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else first["msg"]
 
 
 class _Line(NamedTuple):
-    """A line of a file; what ranks send each other."""
+    """A line of a file; ranks send these to each other."""
 
-    place: tuple[int, int]
-    """By which the lines of all ranks are put in order."""
+    sort_key: tuple[int, int]
+    """Sorts the lines of all ranks."""
     text: str
 
 
@@ -269,9 +253,9 @@ class RolloutFiles:
     """Saves a run's rollouts. Every method is a collective; the main rank writes.
 
     Args:
-        config: Which folders, and how rewards combine.
-        world: The ranks, each with rollouts of its own.
-        run_logger: Told what could not be written.
+        config: The folders, and how rewards are combined.
+        world: The ranks; each has its own rollouts.
+        run_logger: Reports what could not be written.
     """
 
     def __init__(self, config: RunConfig, world: World, run_logger: RunLogger) -> None:
@@ -281,53 +265,47 @@ class RolloutFiles:
         self._run_logger = run_logger
 
     def save_step(self, step: int, requests: Sequence[AsyncRolloutRequest]) -> None:
-        """Save training rollouts, where `trainer.rollout_data_dir` names a folder."""
-        if self._config.rollout_data_dir is not None:
-            self._save_all(rollout_path(self._config.rollout_data_dir, step), requests, step)
+        """Save training rollouts, if `trainer.rollout_data_dir` names a folder."""
+        self._save_all(self._config.rollout_data_dir, requests, step, "step")
 
     def save_validation(
         self, step: int, requests: Sequence[AsyncRolloutRequest], name: str
     ) -> None:
-        """Save a set's rollouts, where `trainer.validation_data_dir` names a folder."""
-        folder = self._config.validation_data_dir
-        if folder is not None:
-            self._save_all(rollout_path(folder, step, f"val_{name}"), requests, step)
+        """Save a set's rollouts, if `trainer.validation_data_dir` names a folder."""
+        self._save_all(self._config.validation_data_dir, requests, step, f"val_{name}")
 
     def save_skipped(
         self, step: int, requests: Sequence[AsyncRolloutRequest], skipped: Sequence[SkippedStep]
     ) -> None:
-        """Tell of optimizer steps that were not taken, and save the rows that are to blame."""
+        """Report skipped optimizer steps, and save the rows that caused them."""
         if not skipped:
             return
         path = rollout_path(self._config.default_local_dir / SKIPPED, step)
-        own = {one.request_id: one for one in requests}
-        lines = [
-            _Line((place, number), self._line(own[row.request_id], step, _note(one, row)))
-            for place, one in enumerate(skipped)
-            for number, row in enumerate(one.rows)
-            if row.request_id in own
-        ]
-        for one in skipped:
+        own = {request.request_id: request for request in requests}
+        lines: list[_Line] = []
+        for index, one in enumerate(skipped):
             self._run_logger.info(f"step {step}: {one.in_words()}; the rows to blame: {path}")
+            for number, row in enumerate(one.rows):
+                if row.request_id in own:
+                    tokens = {name: list(at) for name, at in row.not_finite.items()}
+                    note = SkipNote(mini_batch=one.mini_batch, not_finite=tokens)
+                    line = to_line(own[row.request_id], step, note, reward=self._reward)
+                    lines.append(_Line((index, number), line))
         self._save(path, lines, "the rows to blame")
 
-    def _save_all(self, path: Path, requests: Sequence[AsyncRolloutRequest], step: int) -> None:
+    def _save_all(
+        self, folder: Path | None, requests: Sequence[AsyncRolloutRequest], step: int, kind: str
+    ) -> None:
+        if folder is None:
+            return
         lines = [
-            _Line((one.batch_data_id, one.rollout_offset), self._line(one, step))
+            _Line((one.batch_data_id, one.rollout_offset), to_line(one, step, reward=self._reward))
             for one in requests
         ]
-        self._save(path, lines, "rollouts")
-
-    def _line(self, one: AsyncRolloutRequest, step: int, note: SkipNote | None = None) -> str:
-        return to_line(one, step, note, reward=self._reward)
+        self._save(rollout_path(folder, step, kind), lines, "rollouts")
 
     def _save(self, path: Path, lines: Sequence[_Line], what: str) -> None:
-        everyone = sorted(self._world.gather_on_main(lines))
+        gathered = sorted(self._world.gather_on_main(lines))
         if self._world.is_main:
             with self._run_logger.ignoring_write_errors(what):
-                save_lines(path, (line.text for line in everyone))
-
-
-def _note(step: SkippedStep, row: BrokenRow) -> SkipNote:
-    tokens = {name: list(places) for name, places in row.not_finite.items()}
-    return SkipNote(mini_batch=step.mini_batch, not_finite=tokens)
+                save_lines(path, (line.text for line in gathered))

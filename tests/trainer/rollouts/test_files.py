@@ -183,7 +183,7 @@ def damage(line, place, value):
         ("request.turns", [], "do not cover"),
         ("request.state", "dreaming", "state: Input should be 'pending'"),
         ("request.invented", 1, "invented"),
-        ("summary.reward_index", 3, "another request"),
+        ("summary.reward_index", 3, "does not match the request"),
         ("request", None, "request"),
     ],
 )

@@ -18,12 +18,12 @@ from agentrl.rollout.failures import describe_failure
 from agentrl.rollout.records import CallRecord, TokenDifference
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
-from agentrl.trainer.rollouts import transcript as transcript_end
+from agentrl.trainer.rollouts import transcript as transcript_module
 from agentrl.trainer.rollouts.files import read_rollouts, save_rollouts
 from agentrl.trainer.rollouts.transcript import (
-    Mark,
+    TokenStatus,
     decode_pieces,
-    find_place,
+    find_user_frame,
     plain_transcript,
     print_transcript,
     read_transcript,
@@ -222,11 +222,11 @@ def test_rewards_on_trained_tokens_the_rewards_that_are_shown_sum_to_the_one_tha
     total = combine_rewards(request, config).total
     assert placed == pytest.approx(
         total
-        if request.is_trained and any(token.mark is Mark.TRAINED for token in tokens)
+        if request.is_trained and any(token.status is TokenStatus.TRAINED for token in tokens)
         else 0.0,
         abs=1e-5,
     )
-    assert all(token.reward is None or token.mark is Mark.TRAINED for token in tokens)
+    assert all(token.reward is None or token.status is TokenStatus.TRAINED for token in tokens)
 
 
 def test_a_failure_is_told_in_words_with_the_users_own_line():
@@ -245,9 +245,9 @@ def test_a_failure_is_told_in_words_with_the_users_own_line():
 
 
 def test_a_failure_of_agentrls_own_names_no_place():
-    assert find_place(f'  File "{transcript_end.__file__}", line 3, in f\n') is None
-    assert find_place(f'  File "{json.__file__}", line 3, in f\n') is None
-    assert find_place("") is None
+    assert find_user_frame(f'  File "{transcript_module.__file__}", line 3, in f\n') is None
+    assert find_user_frame(f'  File "{json.__file__}", line 3, in f\n') is None
+    assert find_user_frame("") is None
 
 
 def _raised_at_home() -> Exception:
@@ -325,7 +325,7 @@ def test_any_request_can_be_shown_and_every_token_has_its_place(request):
     assert [token.token_id for token in tokens] == request.input_ids
     response = tokens[request.num_prompt_tokens :]
     mask = request.loss_mask if request.is_trained else [0] * len(response)
-    assert [int(token.mark is Mark.TRAINED) for token in response] == mask
+    assert [int(token.status is TokenStatus.TRAINED) for token in response] == mask
     text = plain_transcript(transcript)
     assert not {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs")} - {"\n"}
     assert shown(render_transcript(transcript))
