@@ -1,13 +1,13 @@
-"""Which rows a run began with, and in words how those of a resumed run differ.
+"""Record the rows that a run began with, and describe how a resumed run's rows differ.
 
-The order of the data is a place in one list of rows: with other rows it would mean nothing. A
-checkpoint keeps enough of them to say what changed, and the run is refused before its model loads.
+A position in the data's order is only meaningful for the same list of rows. A checkpoint keeps
+enough information about the rows to say what changed. The run is refused before its model loads.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from agentrl.trainer.state.resume import checkpoint_folder
 from agentrl.workers.checkpoint import STATE, newest_first
 
 RECORD = "rows"
-"""Where the record stands in a checkpoint's `data`, beside the order's own state."""
+"""Key of the record in a checkpoint's `data`, next to the order's own state."""
 _NUM_BLOCKS = 64
 _SETTINGS = (
     "seed", "shuffle", "train_max_samples", "max_prompt_length", "filter_overlong_prompts",
@@ -30,16 +30,16 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecord:
-    """What a checkpoint keeps of the rows; JSON values throughout."""
+    """Information about the rows in a checkpoint; all values are JSON."""
 
     files: list[str]
     settings: dict[str, Any]
     num_rows: int
     fingerprint: str
     blocks: list[str]
-    """Hashes of up to 64 equal parts, in order: where a change lies."""
+    """Hashes of up to 64 equal blocks, in order, to locate a change."""
     in_any_order: str
-    """Hash of the same rows, whatever their order."""
+    """Hash of the sorted rows."""
     prompts_read_by: str
     """Hash of tokenizer, template and tools."""
     val: dict[str, str]
@@ -47,7 +47,7 @@ class DataRecord:
 
     @classmethod
     def of(cls, config: RunConfig, data: RunData, setup: RolloutSetup) -> "DataRecord":
-        """Take the record of a run's rows."""
+        """Record a run's rows."""
         digests = data.train.row_digests
         settings = config.data.model_dump(mode="json", include=set(_SETTINGS))
         return cls(
@@ -55,88 +55,85 @@ class DataRecord:
             settings={name: settings[name] for name in _SETTINGS},
             num_rows=len(digests),
             fingerprint=data.train.fingerprint,
-            blocks=[_hash(digests[part]) for part in _blocks(len(digests))],
+            blocks=[_hash(digests[block]) for block in _blocks(len(digests))],
             in_any_order=_hash(sorted(digests)),
             prompts_read_by=fingerprint_of(setup),
             val={name: rows.fingerprint for name, rows in data.val.items()},
         )
 
-    def is_order_of(self, other: "DataRecord") -> bool:
-        """Whether a place in the one's order is the same place in the other's."""
+    def has_order_of(self, other: "DataRecord") -> bool:
+        """Return whether a position in the order means the same row in both records."""
         drawn = [(r.fingerprint, r.settings["seed"], r.settings["shuffle"]) for r in (self, other)]
         return drawn[0] == drawn[1]
 
-    def to_json(self) -> dict[str, Any]:
-        """Give what a checkpoint keeps."""
-        return asdict(self)
-
 
 def check_rows(record: DataRecord, config: RunConfig) -> list[str]:
-    """Hold a run's rows against those of the checkpoint that it will go on from.
+    """Check a run's rows against those of the checkpoint that it will resume from.
 
     Returns:
-        What has changed and may change: a sentence each.
+        Changes that are allowed, a sentence each.
 
     Raises:
-        DataError: where the training rows, or their order, are not those that the run began with.
+        DataError: if the training rows, or their order, differ from those that the run began with.
     """
-    path = _checkpoint(config)
-    was = None if path is None else _read(path)
-    if was is None:
+    path: Path | None = None
+    match config.trainer.resume_mode:
+        case "auto":
+            # The newest one, even if it is damaged: its rows are those of the run as well.
+            path = next((path for _, path in newest_first(checkpoint_folder(config))), None)
+        case "resume_path":
+            path = config.trainer.resume_from_path
+        case "disable":
+            pass
+    if path is None:
         return []
-    if not config.trainer.val_only and not was.is_order_of(record):
+    try:
+        before = DataRecord(**json.loads((path / STATE).read_bytes())["data"][RECORD])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # reported when the whole checkpoint is read
+    if not config.trainer.val_only and not before.has_order_of(record):
         raise DataError(
             "the training rows, or their order, are not those that the run began with:\n  - "
-            + "\n  - ".join(_differences(was, record)),
+            + "\n  - ".join(_differences(before, record)),
             file=", ".join(record.files),
             checkpoint=path,
-            expected="the rows that the run began with, to go on; trainer.resume_mode=disable or "
-            "another trainer.default_local_dir, to begin anew",
+            expected="the rows that the run began with, to resume; or "
+            "trainer.resume_mode=disable or another trainer.default_local_dir, to start again",
         )
-    return list(_notes(was, record))
+    return list(_notes(before, record))
 
 
-def _notes(was: DataRecord, now: DataRecord) -> Iterator[str]:
+def _notes(before: DataRecord, now: DataRecord) -> Iterator[str]:
     for name, fingerprint in now.val.items():
-        if was.val.get(name, fingerprint) != fingerprint:
+        if before.val.get(name, fingerprint) != fingerprint:
             yield (
-                f"the validation set {name!r} is not the one that the run began with: its figures "
-                "before and after do not compare"
+                f"the validation set {name!r} is not the one that the run began with: do not "
+                "compare its metrics before and after this start"
             )
-    if was.prompts_read_by != now.prompts_read_by:
+    if before.prompts_read_by != now.prompts_read_by:
         yield (
-            "tokenizer, chat template or tools are not those that the run began with: from here on "
+            "tokenizer, chat template or tools are not those that the run began with: from now on "
             "prompts have other tokens"
         )
 
 
-def _differences(was: DataRecord, now: DataRecord) -> Iterator[str]:
+def _differences(before: DataRecord, now: DataRecord) -> Iterator[str]:
     for name, value in now.settings.items():
-        if was.settings.get(name) != value:
-            yield f"data.{name} is {value!r}, was {was.settings.get(name)!r}"
-    if was.files != now.files:
-        yield f"data.train_files are {', '.join(now.files)}, were {', '.join(was.files)}"
-    if was.num_rows != now.num_rows:
-        yield f"there are {now.num_rows} rows, there were {was.num_rows}"
-    elif was.in_any_order == now.in_any_order and was.fingerprint != now.fingerprint:
+        if before.settings.get(name) != value:
+            yield f"data.{name} is {value!r}, was {before.settings.get(name)!r}"
+    if before.files != now.files:
+        yield f"data.train_files are {', '.join(now.files)}, were {', '.join(before.files)}"
+    if before.num_rows != now.num_rows:
+        yield f"there are {now.num_rows} rows, there were {before.num_rows}"
+        return
+    if before.in_any_order == now.in_any_order and before.fingerprint != now.fingerprint:
         yield "they are the same rows in another order"
-    if first := _first_difference(was, now):
-        yield first
-
-
-def _first_difference(was: DataRecord, now: DataRecord) -> str | None:
-    """Say between which rows the first change lies; nothing where rows were added at the end."""
-    if was.num_rows != now.num_rows:
-        return None
-    for part, before, after in zip(_blocks(now.num_rows), was.blocks, now.blocks, strict=False):
-        if before != after:
-            rows = f"row {part.start}" if part.stop == part.start + 1 else _span(part)
-            return f"the first that differs is {rows}, counted from 0 behind the length filter"
-    return None
-
-
-def _span(part: slice) -> str:
-    return f"one of rows {part.start} to {part.stop - 1}"
+    blocks = zip(_blocks(now.num_rows), before.blocks, now.blocks, strict=False)
+    if changed := next((block for block, old, new in blocks if old != new), None):
+        rows = f"one of rows {changed.start} to {changed.stop - 1}"
+        if changed.stop == changed.start + 1:
+            rows = f"row {changed.start}"
+        yield f"the first that differs is {rows}, counted from 0 after the length filter"
 
 
 def _blocks(count: int) -> list[slice]:
@@ -146,22 +143,3 @@ def _blocks(count: int) -> list[slice]:
 
 def _hash(digests: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
-
-
-def _checkpoint(config: RunConfig) -> Path | None:
-    """The checkpoint that will be gone on from; of a damaged one the rows are the run's as well."""
-    match config.trainer.resume_mode:
-        case "disable":
-            return None
-        case "auto":
-            return next((path for _, path in newest_first(checkpoint_folder(config))), None)
-        case "resume_path":
-            return config.trainer.resume_from_path
-
-
-def _read(path: Path) -> DataRecord | None:
-    """Read a record; what cannot be read here is told where the whole checkpoint is read."""
-    try:
-        return DataRecord(**json.loads((path / STATE).read_bytes())["data"][RECORD])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -1,11 +1,11 @@
-"""The lock of a run's folder: one run at a time writes there.
+"""A run's folder: its lock, and the records of the run's starts.
 
-The lock is `flock` on `run.lock`, which the kernel gives back when the process ends, however it
-ends. The file's text names the owner, for the message that a second run shows. The text is removed
-when the run ends; text without a lock is what a killed run left.
+The lock is `flock` on `run.lock`; the kernel releases it when the process ends. The file's text
+names the owner, for the message that a second run shows. The text is removed when the run ends.
+Text without a lock means that the run was killed.
 
-Some network file systems lock for each host apart. So the owner touches the file every few seconds,
-and a run on another host takes over only if the file is not touched for a while.
+Some network file systems lock for each host separately. The owner therefore touches the file every
+few seconds, and a run on another host takes over only if the file is not touched for a while.
 """
 
 import errno
@@ -44,22 +44,22 @@ LOCK_FILE = "run.lock"
 TOUCH_S = 5.0
 """Seconds between two touches of the file by its owner."""
 SILENCE_S = 60.0
-"""Seconds without a touch after which the owner on another host has ended. Network file systems
-may show a touch many seconds later."""
+"""Seconds without a touch after which an owner on another host counts as ended. Network file
+systems may show a touch many seconds later."""
 _HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The process that holds a lock, as it wrote itself into the file."""
+    """The process that holds a lock; the text of the lock file."""
 
     host: str
     process: int
     started: str
     """Local time, to the second."""
     process_started: float
-    """When the system started the process: another process may get the same number later."""
+    """Start time of the process: another process may get the same number later."""
 
     @classmethod
     def this_process(cls) -> Self:
@@ -73,7 +73,7 @@ class Owner:
 
     @classmethod
     def read(cls, file: IO[str]) -> Self | None:
-        """Read the owner; None if the file is empty or is not readable as one."""
+        """Read the owner; None if the file is empty or damaged."""
         file.seek(0)
         try:
             return cls(**json.load(file))
@@ -117,10 +117,10 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._path.open("a+", encoding="utf-8")
         try:
-            is_exclusive = _lock(file)
+            is_locked = _try_lock(file)
             owner = Owner.read(file)
-            if not is_exclusive or (owner is not None and not _is_left_over(owner, self._path)):
-                raise _refusal(owner, self._path)
+            if not is_locked or (owner is not None and not _has_ended(owner, self._path)):
+                raise _in_use_error(owner, self._path)
             file.truncate(0)
             file.write(json.dumps(asdict(Owner.this_process())) + "\n")
             file.flush()
@@ -133,7 +133,7 @@ class RunLock:
         return self
 
     def release(self) -> None:
-        """Give the lock back; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._file is not None:
             file, self._file = self._file, None
             self._ended.set()
@@ -150,8 +150,8 @@ class RunLock:
         self.release()
 
 
-def _lock(file: IO[str]) -> bool:
-    """Lock the file without waiting; False if another process has it."""
+def _try_lock(file: IO[str]) -> bool:
+    """Lock the file without waiting; return False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -163,22 +163,22 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _touch(path: Path, ended: threading.Event) -> None:
-    """Touch the file until the owner has ended."""
+    """Touch the file until the lock is released."""
     while not ended.wait(TOUCH_S):
         with suppress(OSError):
             os.utime(path)
 
 
-def _is_left_over(owner: Owner, path: Path) -> bool:
-    """Whether the file's text is of a run that was killed.
+def _has_ended(owner: Owner, path: Path) -> bool:
+    """Return whether the run that wrote the file has ended, although the text is still there.
 
-    The lock proves that no process of this host is alive behind the text. It does not prove it for
-    another host, so that one is waited for.
+    For an owner on this host, the lock of the kernel is proof. For an owner on another host it is
+    not, so this waits for a touch of the file.
     """
     if owner.is_here:
         return owner.has_ended() or owner.process == os.getpid()
     logger.warning(
-        "%s is of process %d on host %s: waiting %.0f s for a sign of it",
+        "%s belongs to process %d on host %s: waiting %.0f s to see if it is alive",
         *(path, owner.process, owner.host, SILENCE_S),
     )
     touched, end = path.stat().st_mtime_ns, time.monotonic() + SILENCE_S
@@ -189,37 +189,38 @@ def _is_left_over(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _refusal(owner: Owner | None, path: Path) -> ConfigError:
-    what, expected = "another run uses", "another folder, or to wait until that run has ended"
+def _in_use_error(owner: Owner | None, path: Path) -> ConfigError:
+    what, expected = "another run uses", "another folder, or wait until that run has ended"
     if owner is not None and owner.is_here:
         if owner.process == os.getpid():
-            what, expected = "a Trainer of this process uses", "close() of that Trainer"
+            what, expected = "a Trainer of this process uses", "call close() of that Trainer"
         elif owner.has_ended():
-            what = "a run that was killed left a child process that still holds"
-            expected = f"to end the processes that `fuser {path}` lists"
-    told = {"host": owner.host, "process": owner.process, "started": owner.started} if owner else {}
+            what = "a child process of a killed run still uses"
+            expected = f"end the processes that `fuser {path}` lists"
+    details = asdict(owner) if owner else {}
+    details.pop("process_started", None)
     return ConfigError(
-        f"{what} {path.parent}", **told, key="trainer.default_local_dir", expected=expected
+        f"{what} {path.parent}", **details, key="trainer.default_local_dir", expected=expected
     )
 
 
 STARTED_AS = "started_as"
-"""Under which name a checkpoint keeps the folder of its start."""
+"""Key of the start's folder in a checkpoint."""
 _STARTS = "starts"
 _RESOLVED = "resolved.yaml"
 _GIT_TIMEOUT_S = 5
 
 
 def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
-    """Write what this start of a run is; the main rank alone calls it.
+    """Record configuration, command, packages and hardware of a start; only the main rank calls it.
 
     Args:
-        folder: Of the run.
-        config: Of the run.
+        folder: The run's folder.
+        config: The run's configuration.
         num_ranks: Processes that train.
 
     Returns:
-        The folder of the record, in the run's: `starts/0001`.
+        The record's folder, relative to the run's folder: `starts/0001`.
 
     Raises:
         OSError: if it cannot be written.
@@ -240,14 +241,14 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
 
 
 def changed_keys(start: Path, config: RunConfig) -> list[str]:
-    """Name the keys whose values differ from those of an earlier start, with both values.
+    """List the keys whose values differ from those of an earlier start, with both values.
 
     Args:
         start: The folder of the earlier start.
-        config: Of this one.
+        config: The configuration of this start.
 
     Returns:
-        A line for each key; none if there is no record to compare with.
+        A line for each key; no lines if there is no record to compare with.
     """
     try:
         before = yaml.safe_load((start / _RESOLVED).read_text(encoding="utf-8"))
@@ -292,7 +293,9 @@ def _describe(num_ranks: int) -> dict[str, Any]:
             "system": platform.platform(),
             "cores": num_cores(),
             "memory_bytes": psutil.virtual_memory().total,
-            "accelerators": _accelerators(),
+            "accelerators": [
+                torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+            ],
         },
         "python": platform.python_version(),
         "packages": dict(sorted({d.name: d.version for d in distributions()}.items())),
@@ -300,7 +303,7 @@ def _describe(num_ranks: int) -> dict[str, Any]:
 
 
 def _redacted(argument: str) -> str:
-    """Redact the secrets of an override, `section.api_key=value` or `section={api_key: value}`."""
+    """Redact secrets in an override, `section.api_key=value` or `section={api_key: value}`."""
     key, equals, value = argument.partition("=")
     if equals and is_secret_name(key.rpartition(".")[2].lstrip("-+")):
         return f"{key}={REDACTED}"
@@ -314,14 +317,8 @@ def _redacted(argument: str) -> str:
     return argument if redacted == given else f"{key}={json.dumps(redacted, default=str)}"
 
 
-def _accelerators() -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
-
-
 def _git_revision(folder: Path) -> str | None:
-    """Name the commit of a folder, with `+changes` if files differ; None outside of git."""
+    """Return the commit of a folder, with `+changes` if files differ; None outside of git."""
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return None
