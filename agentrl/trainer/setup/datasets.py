@@ -1,8 +1,8 @@
-"""Load the rows of a run and hold them against its plug-ins and budgets."""
+"""Load the rows of a run and check them against its plug-ins and budgets."""
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,21 +31,21 @@ from agentrl.trainer.setup.rollout_setup import RolloutSetup, template_needs
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The rows of a run, all of them usable."""
+    """The rows of a run; all of them can be used."""
 
     train: PromptDataset
     val: dict[str, PromptDataset]
-    """By name; the first is the one that a run is judged by."""
+    """Validation sets by name; the run is judged by the first one."""
     notes: tuple[str, ...]
-    """What was dropped, in words."""
+    """Sentences on dropped rows and possible mistakes."""
 
 
 def load_run_data(config: RunConfig, setup: RolloutSetup, given: Given = NOTHING) -> RunData:
     """Load training and validation rows.
 
     Args:
-        config: Of the run.
-        setup: Its plug-ins and template.
+        config: The run's configuration.
+        setup: The run's plug-ins and template.
         given: Rows that were passed as Python objects.
 
     Raises:
@@ -54,71 +54,21 @@ def load_run_data(config: RunConfig, setup: RolloutSetup, given: Given = NOTHING
     """
     notes: list[str] = []
     data = config.data
-    loader = _Loader(config, setup, notes, given)
-    train = PromptDataset([])
-    if not config.trainer.val_only:
-        train = loader.load("train", data.train_files, data.train_max_samples)
-    val = {
-        name: loader.load(name, [file], data.val_max_samples)
-        for name, file in data.val_files.items()
-    }
-    return RunData(train, val, tuple(notes))
 
-
-class _Loader:
-    """Loads one set after the other by the same rules."""
-
-    def __init__(
-        self, config: RunConfig, setup: RolloutSetup, notes: list[str], given: Given
-    ) -> None:
-        self._config = config
-        self._given = given
-        self._setup = setup
-        self._notes = notes
-        self._encode = prompt_encoder(setup)
-
-    def load(self, name: str, files: list[Path], max_samples: int | None) -> PromptDataset:
-        data = self._config.data
-        source = ", ".join(map(str, files))
-        rows = self._given.rows_of(name)
+    def load(name: str, files: list[Path], max_samples: int | None) -> PromptDataset:
+        source, rows = ", ".join(map(str, files)), given.rows_of(name)
         dataset = (
             load_prompts(files, data, max_samples=max_samples)
             if rows is None
             else read_prompts(rows, data, source=f"{name} rows {source}", max_samples=max_samples)
         )
-        self._notes += (f"{name}: {note}" for note in self._check(dataset, source))
-        if data.filter_overlong_prompts or data.truncation == "error":
-            return self._without_overlong(name, dataset, source)
-        return dataset
-
-    def _check(self, dataset: PromptDataset, source: str) -> Iterator[str]:
-        """Check the rows against the template, the plug-ins and the scorers.
-
-        Yields:
-            What the user should know: a sentence each.
-        """
-        data, reward, plugins = self._config.data, self._config.reward, self._setup.plugins
-        needs = template_needs(self._config, plugins)
-        check_system_messages(dataset, self._setup.report, needs)
-        if plugins.tools or data.strict_rows:
-            check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
-        yield from note_tools(dataset, plugins.tools, self._setup.tools_per_row)
-        yield from check_tools_kwargs(dataset, plugins.tools, file=source)
-        check_interactions(dataset, plugins.interactions, file=source, is_strict=data.strict_rows)
-        check_sources(dataset, reward, file=source)
-        yield from note_unscored(dataset, reward)
-        if plugins.interactions and not is_answered(dataset, plugins.interactions):
-            yield "no row selects an interaction, so nobody answers"
-        if not plugins.interactions and (asking := sum(map(asks_for_interaction, dataset))):
-            yield f"{_rows(asking)} ask for an interaction: the run has none"
-
-    def _without_overlong(self, name: str, dataset: PromptDataset, source: str) -> PromptDataset:
-        """Drop or refuse prompts over their budget, as the configuration says."""
-        data = self._config.data
+        notes.extend(f"{name}: {note}" for note in check_dataset(dataset, config, setup, source))
+        if not data.filter_overlong_prompts and data.truncation != "error":
+            return dataset
         lengths = measure_prompts(
             dataset,
-            self._encode,
-            fingerprint=fingerprint_of(self._setup),
+            prompt_encoder(setup),
+            fingerprint=fingerprint_of(setup),
             cache_dir=data.cache_dir,
             num_workers=data.filter_num_workers,
         )
@@ -127,8 +77,45 @@ class _Loader:
             return dataset
         filtered = drop_overlong(dataset, lengths, data.max_prompt_length)
         if filtered.num_dropped:
-            self._notes.append(f"{name}: {filtered}")
+            notes.append(f"{name}: {filtered}")
         return filtered.dataset
+
+    train = PromptDataset([])
+    if not config.trainer.val_only:
+        train = load("train", data.train_files, data.train_max_samples)
+    val = {name: load(name, [file], data.val_max_samples) for name, file in data.val_files.items()}
+    return RunData(train, val, tuple(notes))
+
+
+def check_dataset(
+    dataset: PromptDataset, config: RunConfig, setup: RolloutSetup, source: str
+) -> Iterator[str]:
+    """Check rows against the template, the plug-ins and the scorers.
+
+    Yields:
+        Notes for the user, a sentence each.
+
+    Raises:
+        DataError: for a row that cannot be used.
+        ConfigError: for a tool that a row names and the run does not have.
+    """
+    data, reward, plugins = config.data, config.reward, setup.plugins
+    check_system_messages(dataset, setup.report, template_needs(config, plugins))
+    if plugins.tools or data.strict_rows:
+        check_tools(dataset.tools_named(), [tool.name for tool in plugins.tools], file=source)
+    yield from note_tools(dataset, plugins.tools, setup.tools_per_row)
+    checks = RowKwargs(plugins.tools)
+    for prompt in dataset:
+        with _naming_row(prompt, source):
+            checks.check(prompt.tools_kwargs)
+    yield from checks.notes
+    check_interactions(dataset, plugins.interactions, file=source, is_strict=data.strict_rows)
+    check_sources(dataset, reward, file=source)
+    yield from note_unscored(dataset, reward)
+    if plugins.interactions and not is_answered(dataset, plugins.interactions):
+        yield "no row selects an interaction, so the policy gets no replies"
+    if not plugins.interactions and (asking := sum(map(asks_for_interaction, dataset))):
+        yield f"{_rows(asking)} ask for an interaction: the run has none"
 
 
 def check_system_messages(
@@ -148,7 +135,7 @@ def check_system_messages(
 def refuse_overlong(
     dataset: PromptDataset, lengths: Sequence[int], max_length: int, *, file: str
 ) -> None:
-    """Refuse a prompt over its budget, where it is neither dropped nor cut.
+    """Refuse prompts that are longer than their budget and are neither dropped nor cut.
 
     Raises:
         DataError: with the first such row.
@@ -165,23 +152,23 @@ def refuse_overlong(
 
 
 def check_sources(dataset: PromptDataset, config: RewardConfig, *, file: str) -> None:
-    """Hold the rows' data sources against the bundled scorers, where they say who scores.
+    """Check that every data source has a bundled scorer, if scorers are chosen by data source.
 
     Raises:
-        DataError: with the first row whose source has none.
-        SandboxError: for a source whose scorer runs code that nothing here keeps in.
-        MissingExtraError: likewise.
+        DataError: with the first row whose source has no scorer.
+        SandboxError: for a source whose scorer runs code that this machine cannot isolate.
+        MissingExtraError: for a source whose scorer needs a package that is not installed.
     """
     for name, row in dataset.sources().items():
         try:
             check_code_scorers(config, [name])
         except RewardError as error:
-            told = {"file": file, "row": row, **error.details}
-            raise DataError(str(error.args[0]), **told) from None
+            details = {"file": file, "row": row, **error.details}
+            raise DataError(str(error.args[0]), **details) from None
 
 
 def note_unscored(dataset: PromptDataset, config: RewardConfig) -> Iterator[str]:
-    """Say which data sources nobody scores, where that is allowed."""
+    """Report data sources without a scorer, if that is allowed."""
     if not scores_by_source(config):
         return
     for name in dataset.sources():
@@ -195,7 +182,7 @@ def note_unscored(dataset: PromptDataset, config: RewardConfig) -> Iterator[str]
 def note_tools(
     dataset: PromptDataset, tools: Sequence[BaseTool], per_row: Literal["all", "tools_kwargs"]
 ) -> Iterator[str]:
-    """Say where rows and the run's tools do not fit together, and the run goes on all the same."""
+    """Report rows that do not fit the run's tools, although the run can continue."""
     named = ", ".join(dataset.tools_named())
     if named and not tools:
         yield f"rows name the tools {named}, and the run has none: no row is shown a tool"
@@ -217,24 +204,6 @@ def _rows(number: int) -> str:
     return f"{number} row{'' if number == 1 else 's'}"
 
 
-def check_tools_kwargs(
-    dataset: PromptDataset, tools: Sequence[BaseTool], *, file: str
-) -> list[str]:
-    """Check the rows' `tools_kwargs` against the methods that will receive them.
-
-    Returns:
-        Keys that look like slips and are no errors.
-
-    Raises:
-        DataError: with the first row that cannot be used.
-    """
-    checks = RowKwargs(tools)
-    for prompt in dataset:
-        with _naming_row(prompt, file):
-            checks.check(prompt.tools_kwargs)
-    return checks.notes
-
-
 @contextmanager
 def _naming_row(prompt: Prompt, file: str) -> Generator[None]:
     try:
@@ -251,32 +220,19 @@ def check_interactions(
     file: str,
     is_strict: bool = True,
 ) -> None:
-    """Check the interactions that rows ask for against those that the run has.
+    """Check that the run has the interactions that rows ask for.
 
     Args:
         dataset: The rows.
-        interactions: The run's, by name.
+        interactions: The run's interactions by name.
         file: Named in the error.
         is_strict: Whether a row may not ask for one if the run has none (`data.strict_rows`).
 
     Raises:
         DataError: with the first row that asks for one that the run does not have.
     """
-    if not interactions and is_strict:
-        refuse_interactions(dataset, file=file)
     for prompt in dataset:
-        with _naming_row(prompt, file):
-            _interaction_of(prompt, interactions)
-
-
-def refuse_interactions(dataset: PromptDataset, *, file: str) -> None:
-    """Check that no row of a run without interactions asks for one.
-
-    Raises:
-        DataError: with the first row that does.
-    """
-    for prompt in dataset:
-        if asks_for_interaction(prompt):
+        if is_strict and not interactions and asks_for_interaction(prompt):
             name = prompt.interaction_kwargs.get("name")
             which = "an interaction" if name is None else f"the interaction {name!r}"
             raise DataError(
@@ -284,32 +240,33 @@ def refuse_interactions(dataset: PromptDataset, *, file: str) -> None:
                 key="rollout.multi_turn.interaction_config_path",
                 file=file,
                 row=prompt.index,
-                expected="a YAML of interactions; or interaction_kwargs: {name: none} in rows that "
-                "want none; or data.strict_rows: false, with which such rows run without",
+                expected="a YAML of interactions; or interaction_kwargs: {name: none} in rows "
+                "without one; or data.strict_rows: false, to run such rows without one",
             )
+        with _naming_row(prompt, file):
+            _interaction_of(prompt, interactions)
 
 
 def asks_for_interaction(prompt: Prompt) -> bool:
-    """Whether a row asks for an interaction, be it by name or by kwargs alone."""
+    """Return whether a row asks for an interaction, by name or by kwargs."""
     kwargs = prompt.interaction_kwargs
     return bool(kwargs) and kwargs.get("name") != NO_INTERACTION
 
 
-def is_answered(dataset: PromptDataset, interactions: Mapping[str, BaseInteraction]) -> bool:
-    """Whether any row selects an interaction."""
+def is_answered(dataset: Iterable[Prompt], interactions: Mapping[str, BaseInteraction]) -> bool:
+    """Return whether any row selects an interaction."""
     return any(_interaction_of(prompt, interactions) for prompt in dataset)
 
 
 def _interaction_of(
     prompt: Prompt, interactions: Mapping[str, BaseInteraction]
 ) -> BaseInteraction | None:
-    return select_interaction(
-        interactions, prompt.interaction_kwargs, data_source=prompt.data_source
-    )
+    kwargs, source = prompt.interaction_kwargs, prompt.data_source
+    return select_interaction(interactions, kwargs, data_source=source)
 
 
 def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
-    """Make the function that renders a row's prompt with the tools that it may use."""
+    """Make a function that renders a row's prompt with the tools that the row may use."""
 
     def encode(prompt: Prompt) -> list[int]:
         tools = select_tools(
@@ -324,7 +281,10 @@ def prompt_encoder(setup: RolloutSetup) -> Callable[[Prompt], list[int]]:
 
 
 def fingerprint_of(setup: RolloutSetup) -> str:
-    """Hash what a prompt's tokens depend on beside the row: tokenizer, template, tools."""
+    """Hash everything besides the row that a prompt's tokens depend on: tokenizer, template, tools.
+
+    Changing this hash changes the fingerprint in checkpoints and the names of cached lengths.
+    """
     vocabulary = sorted(setup.tokenizer.get_vocab().items())
     digest = hashlib.sha256(repr(vocabulary).encode())
     digest.update(repr(setup.template.encode_prompt([Message(role="user", content="")])).encode())
