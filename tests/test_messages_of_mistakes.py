@@ -129,7 +129,7 @@ def test_a_function_tool_that_tells_the_model_nothing_is_noted():
 
     assert notes(bare) == [
         "the function tool 'bare' has no annotation for word",
-        "the function tool 'bare' has no docstring: the model sees no purpose",
+        "the function tool 'bare' has no docstring: the model does not see what it does",
     ]
     assert notes(told) == []
 

@@ -381,7 +381,7 @@ def test_an_interrupted_warm_up_is_not_made_yet_and_is_made_again(
     assert (checked.code, checked.err) == (0, "")
     assert f"`prepare` has yet to make {folder}" in checked.out
     again = run_agentrl(capsys, "sft", file)
-    assert f"warmed-up policy: {folder}, made anew: it was not finished\n" in again.out
+    assert f"warmed-up policy: {folder}, made again: it was not finished\n" in again.out
     assert "settings or inputs" not in again.out
 
 

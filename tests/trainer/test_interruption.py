@@ -136,7 +136,7 @@ def test_preparation_that_is_stopped_is_made_anew(
     assert "Traceback" not in told.err
     told = run_agentrl(capsys, "train", file)
     assert told.code == 0, told
-    assert f"problems: {tmp_path}/data, made anew: it was not finished\n" in told.out
+    assert f"problems: {tmp_path}/data, made again: it was not finished\n" in told.out
 
 
 @pytest.mark.slow

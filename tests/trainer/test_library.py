@@ -115,7 +115,7 @@ def test_two_sources_of_one_thing_are_refused(tiny_home: Path, tmp_path: Path):
 
 def test_wrong_objects_are_named(tiny_home: Path, tmp_path: Path):
     config = config_in(tmp_path, tiny_home)
-    with pytest.raises(ConfigError, match="is no tool"):
+    with pytest.raises(ConfigError, match="is not a tool"):
         Trainer(config, tools=[print], reward=score, rows=ROWS)
     with pytest.raises(DataError, match="a row without 'prompt'") as caught:
         Trainer(config, reward=score, rows=[*ROWS, {"question": "?"}])

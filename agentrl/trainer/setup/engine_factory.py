@@ -4,7 +4,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config.conflicts import longest_sequence
@@ -29,7 +28,7 @@ from agentrl.plugins.environment import install_command
 
 
 def choose_engine(config: RunConfig) -> EngineName:
-    """Resolve `rollout.engine.name: auto` to the engine that this machine runs best."""
+    """Resolve `rollout.engine.name: auto` to the best engine for this machine."""
     name = config.rollout.engine.name
     if name != "auto":
         return name
@@ -39,12 +38,12 @@ def choose_engine(config: RunConfig) -> EngineName:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuse an engine that could not start, as far as its keys alone tell; nothing is started.
+    """Refuse an engine that cannot start, judged by its keys; start nothing.
 
     Raises:
         ConfigError: for a server argument that the installed SGLang does not know, or that other
-            keys decide.
-        MissingExtraError: where SGLang is asked for and not installed.
+            keys set.
+        MissingExtraError: if SGLang is required and not installed.
     """
     if choose_engine(config) != "sglang":
         return
@@ -59,13 +58,13 @@ def check_engine(config: RunConfig) -> None:
 
 
 def announce_start(config: RunConfig) -> tuple[str, ...]:
-    """Say that the start of an engine takes long, where it does."""
+    """Return a line that announces a start which takes long, or no line."""
     is_slow = choose_engine(config) == "sglang"
     return ("starting SGLang: this takes a minute",) if is_slow else ()
 
 
 def describe_engine(config: RunConfig) -> str:
-    """Say which engine it is, and what of it the machine decides."""
+    """Describe the engine, and its settings that depend on the machine."""
     name = choose_engine(config)
     return f"{name}, {describe_platform()}" if name == "sglang" else name
 
@@ -81,21 +80,25 @@ def build_engine(
     """Build the configured engine.
 
     Args:
-        config: Its name, settings, and the budgets that its cache must hold.
-        model: The trainer's module, whose weights an embedded engine shares.
+        config: The engine's name and settings, and the budgets that its cache must hold.
+        model: The trainer's module; an embedded engine shares its weights.
         tokenizer: For stop strings and scripted answers.
-        device: Of this rank; its parameters may lie elsewhere.
-        dtype: What the trainer computes in; None: the module's own.
+        device: The device of this rank; the model's parameters may be on another one.
+        dtype: The dtype that the trainer computes in; None for the module's own.
 
     Raises:
         ConfigError: for settings that the engine does not know.
-        EngineError: where it cannot be built.
+        EngineError: if the engine cannot be built.
     """
     match choose_engine(config):
         case "scripted":
             return build_scripted_engine(config, tokenizer)
         case "sglang":
-            needs = _needs_in_keep(config, dtype or model.dtype, device)
+            needs = replace(
+                sglang_needs(config, dtype or model.dtype),
+                first_device=device.index or 0,
+                gives_memory=config.rollout.free_cache_engine,
+            )
             bucket_bytes = config.weight_sync.bucket_bytes
             return SGLangEngine.start(needs, tokenizer, bucket_bytes=bucket_bytes)
         case "sglang_server":
@@ -107,20 +110,32 @@ def build_engine(
             needs = sglang_needs(config, dtype or model.dtype)
             return connect(config.rollout.engine.sglang_server, needs, tokenizer, source)
         case _:
-            return _build_transformers_engine(config, model, tokenizer, dtype=dtype)
+            own = config.rollout.engine.transformers
+            settings = TransformersEngineSettings(
+                page_size=own.page_size,
+                num_pages=own.num_pages,
+                max_batch_tokens=own.max_batch_tokens,
+                max_batch_size=config.rollout.max_concurrent_requests,
+                max_model_len=_max_model_len(config),
+                seed=config.rollout.seed,
+                fit_memory=not config.rollout.deterministic,
+            )
+            return TransformersEngine.from_model(
+                model, tokenizer=tokenizer, dtype=dtype, settings=settings
+            )
 
 
 def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
-    """Build the engine that needs no model.
+    """Build the scripted engine, which needs no model.
 
     Raises:
-        EngineError: where it has no answers.
+        EngineError: if it has no answers.
     """
     return ScriptedEngine(config.rollout.engine.scripted.answers, tokenizer=tokenizer)
 
 
 def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
-    """Say what a run needs of SGLang, in its own keeping or as servers."""
+    """Return a run's requirements on SGLang, in-process or as servers."""
     model = config.model
     return SGLangNeeds(
         model_path=model.path,
@@ -133,35 +148,6 @@ def sglang_needs(config: RunConfig, dtype: torch.dtype) -> SGLangNeeds:
         override_config=model.override_config,
         given=config.rollout.engine.sglang.server_arguments,
     )
-
-
-def _needs_in_keep(config: RunConfig, dtype: torch.dtype, device: torch.device) -> SGLangNeeds:
-    """Say what a run needs of a SGLang that is on the trainer's own device."""
-    return replace(
-        sglang_needs(config, dtype),
-        first_device=device.index or 0,
-        gives_memory=config.rollout.free_cache_engine,
-    )
-
-
-def _build_transformers_engine(
-    config: RunConfig,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: torch.dtype | None,
-) -> TransformersEngine:
-    own = config.rollout.engine.transformers
-    settings = TransformersEngineSettings(
-        page_size=own.page_size,
-        num_pages=own.num_pages,
-        max_batch_tokens=own.max_batch_tokens,
-        max_batch_size=config.rollout.max_concurrent_requests,
-        max_model_len=_max_model_len(config),
-        seed=config.rollout.seed,
-        fit_memory=not config.rollout.deterministic,
-    )
-    return TransformersEngine.from_model(model, tokenizer=tokenizer, dtype=dtype, settings=settings)
 
 
 def _max_model_len(config: RunConfig) -> int:

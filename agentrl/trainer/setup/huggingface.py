@@ -1,4 +1,4 @@
-"""Whether a name leads to the Hugging Face hub, and whether anything can be had from there."""
+"""Check hub names and whether the Hugging Face hub is reachable; silence its libraries."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
 PATIENCE_S = 10.0
-"""Seconds that the hub may take to answer."""
+"""Seconds to wait for the hub's answer."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model of the hub can be called so."""
+    """Return whether a hub model can have this name."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -24,9 +24,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def is_within_reach(name: str) -> bool:
-    """Whether something of a model lies in the cache, or the hub answers at all.
+    """Return whether the cache has files of a model, or the hub answers at all.
 
-    The hub is asked once; what it says of the model is for the loading to tell.
+    The hub is queried once; its answer about the model is reported when the model is loaded.
     """
     cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
     if (cached / "snapshots").is_dir():
@@ -35,16 +35,16 @@ def is_within_reach(name: str) -> bool:
         get_hf_file_metadata(hf_hub_url(name, constants.CONFIG_NAME), timeout=PATIENCE_S)
     except HfHubHTTPError:
         return True
-    except Exception:  # noqa: BLE001 - the errors of a broken connection are the HTTP client's own
+    except Exception:  # noqa: BLE001 - HTTP clients have errors of their own for no connection
         return False
     return True
 
 
 def quiet_libraries() -> None:
-    """Silence the bars and advice of transformers; a download from the hub keeps its bar.
+    """Silence progress bars and advice of transformers, and retry messages of the hub's client.
 
-    What the hub's client says of each new try goes too. `TRANSFORMERS_VERBOSITY` and
-    `HF_HUB_VERBOSITY`, where they are set, decide about the words of the two.
+    A download from the hub keeps its progress bar. `TRANSFORMERS_VERBOSITY` and
+    `HF_HUB_VERBOSITY` take precedence if they are set.
     """
     hub_was_silent = are_progress_bars_disabled()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The plug-ins of a run: its tools, its interactions, its scorer. Nothing here imports torch."""
+"""Build the plug-ins of a run: tools, interactions, scorer. This module does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,44 +25,44 @@ from agentrl.tools.function_tool import FunctionTool
 from agentrl.tools.registry import load_all_tools, refuse_duplicates, refuse_undeclared
 
 GIVEN = "(given in Python)"
-"""The value of a path in a configuration, if the object itself was passed to the `Trainer`."""
+"""The value of a path in a configuration if the object was passed to the `Trainer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plugins:
-    """What a run file names by path, built once for a run."""
+    """The plug-ins of a run, built once."""
 
     tools: list[BaseTool]
     interactions: dict[str, BaseInteraction]
     rewards: RewardManager
 
     async def shutdown(self) -> None:
-        """Let every plug-in give back what the whole run shares; none of them can prevent that."""
+        """Shut down every plug-in, even if another plug-in raises."""
         await shut_down([*self.tools, *self.interactions.values()])
         await self.rewards.close()
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Import the modules that the key `plugins` names: what they register is known from then on.
+    """Import the modules that the key `plugins` names, so that they register their names.
 
     Raises:
         PluginError: for a module that cannot be imported.
     """
-    for place, module in enumerate(modules):
+    for index, module in enumerate(modules):
         try:
             load_module(module)
         except PluginError as error:
-            error.details.setdefault("key", f"plugins[{place}]")
+            error.details.setdefault("key", f"plugins[{index}]")
             error.details.setdefault("expected", "package.module or path/to/file.py")
             raise
 
 
 def load_plugins(config: RunConfig) -> Plugins:
-    """Build tools, interactions and the scorer; no model is touched.
+    """Build tools, interactions and the scorer, without loading a model.
 
     Raises:
         ConfigError: with file, key and what was expected.
-        PluginError: for a class path that leads nowhere.
+        PluginError: for a class path that cannot be imported.
     """
     tools, interactions = load_tools(config), load_interactions(config)
     return Plugins(tools, interactions, make_reward_manager(config.reward))
@@ -98,7 +98,7 @@ def load_interactions(config: RunConfig) -> dict[str, BaseInteraction]:
 
 
 def find_classes_of_verl(config: RunConfig) -> list[str]:
-    """Name verl's classes among the plug-ins of a run, each with the class that replaces it."""
+    """Report verl's classes among the plug-ins of a run, each with the class that replaces it."""
     turns = config.rollout.multi_turn
     tools, users = turns.tool_config_path, turns.interaction_config_path
     is_named = users is not None and users != Path(GIVEN)
@@ -110,14 +110,14 @@ def find_classes_of_verl(config: RunConfig) -> list[str]:
 
 Row = Mapping[str, Any] | Prompt
 Tool = BaseTool | Callable[..., Any]
-"""A tool, or a function that `@function_tool` marks."""
+"""A tool, or a function with `@function_tool`."""
 EngineFactory = Callable[[Any, Any], Engine]
-"""(model, tokenizer) -> engine, for engines that share the policy's weights."""
+"""(model, tokenizer) -> engine, for an engine that shares the policy's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What was passed to a `Trainer` as Python objects; None: what the configuration names."""
+    """The Python objects passed to a `Trainer`; None for objects that the configuration names."""
 
     tools: Sequence[Tool] | None = None
     interactions: Sequence[BaseInteraction] | None = None
@@ -127,10 +127,10 @@ class Given:
     engine: Engine | EngineFactory | None = None
 
     def mark(self, config: RunConfig) -> RunConfig:
-        """Note in a configuration what is given instead of being named.
+        """Mark the objects that are given in the configuration.
 
         Raises:
-            ConfigError: for a scorer or rows that the configuration names as well.
+            ConfigError: for a scorer or rows that the configuration also names.
         """
         data, reward, turns = config.data, config.reward, config.rollout.multi_turn
         if self.rows is not None:
@@ -152,10 +152,10 @@ class Given:
         return config.model_copy(update={"data": data, "reward": reward, "rollout": rollout})
 
     def build_plugins(self, config: RunConfig) -> Plugins:
-        """Build what a marked configuration names, and add what is given.
+        """Build the plug-ins of a marked configuration, and add the given ones.
 
         Raises:
-            ConfigError: see `load_plugins`; for two tools or interactions of one name, too.
+            ConfigError: see `load_plugins`; also for two tools or interactions of one name.
             PluginError: see `load_plugins`.
         """
         given = [_as_tool(tool) for tool in self.tools or ()]
@@ -168,7 +168,7 @@ class Given:
             if name in interactions:
                 raise ConfigError(
                     f"two interactions have the name {name!r}",
-                    expected="a name for each: config={'name': ...}",
+                    expected="a different name for each: config={'name': ...}",
                 )
             interaction.name = name
             interactions[name] = interaction
@@ -178,7 +178,7 @@ class Given:
         return Plugins(tools, interactions, rewards)
 
     def rows_of(self, name: str) -> Sequence[Row] | None:
-        """Return the rows that are given for a set, `train` or a validation set; None: none are."""
+        """Return the given rows of a set, `train` or a validation set; None if none are given."""
         return self.rows if name == "train" else self.val_rows.get(name)
 
 
@@ -186,7 +186,7 @@ NOTHING = Given()
 
 
 def given_rows(rows: Sequence[Row] | Mapping[str, Sequence[Row]] | None) -> Mapping[str, Any]:
-    """Name validation rows that come as a plain list: the set `val`."""
+    """Return validation rows by set; a plain list becomes the set `val`."""
     if rows is None or isinstance(rows, Mapping):
         return cast("Mapping[str, Any]", rows or {})
     return {"val": rows}
@@ -199,7 +199,7 @@ def _as_tool(tool: Tool) -> BaseTool:
         return FunctionTool(tool)
     except (KeyError, TypeError):
         raise ConfigError(
-            f"{tool!r} is no tool",
+            f"{tool!r} is not a tool",
             expected="an object of a BaseTool subclass, or a function with @function_tool",
         ) from None
 
@@ -213,5 +213,5 @@ def _refuse_both(argument: str, key: str, named: object) -> None:
         raise ConfigError(
             f"{argument} is given, and the configuration names {key}",
             key=key,
-            expected="one of both",
+            expected="one of the two",
         )

@@ -1,4 +1,4 @@
-"""Check a run before anything is made or loaded, torch included: mistakes are cheapest here."""
+"""Check a run before anything is prepared or loaded, and before torch is imported."""
 
 import shutil
 import sys
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import Purpose, RunConfig, check_config
-from agentrl.config.tables import method_facts
+from agentrl.config.method_keys import KEYS_OF_ESTIMATOR, KEYS_OF_LOSS
 from agentrl.data.prepare.manifest import is_made, is_unfinished
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.plugins.registry import unknown_name
@@ -28,11 +28,11 @@ ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.policy_loss"
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """A run whose configuration can succeed, as far as that is known without torch."""
+    """A run that passed all checks that need no torch."""
 
     plugins: Plugins
     notes: tuple[str, ...]
-    """What its user should know."""
+    """Notes for the user."""
 
 
 def check_run(
@@ -43,20 +43,19 @@ def check_run(
     purpose: Purpose = Purpose.TRAIN,
     build: Callable[[RunConfig], Plugins] = load_plugins,
 ) -> CheckedRun:
-    """Refuse a run that cannot succeed. `late_checks` has the checks that need torch.
+    """Refuse a run that cannot succeed; `check_names_and_engine` has the checks that need torch.
 
     Args:
-        config: Of the run.
+        config: The run's configuration.
         world_size: Ranks that share each batch.
         file: The run file, for errors.
-        purpose: What is to be done with the run.
+        purpose: The purpose of the run.
         build: Builds the run's plug-ins.
 
     Raises:
-        ConfigError: for settings that contradict each other, an unknown name, a model's folder
-            that is not there.
-        PluginError: for a module, class path or function path that leads nowhere.
-        DataError: for a data file that is not there.
+        ConfigError: for contradictory settings, an unknown name or a missing model folder.
+        PluginError: for a module, class path or function path that cannot be imported.
+        DataError: for a missing data file.
     """
     notes = check_config(config, world_size=world_size, file=file, purpose=purpose)
     try:
@@ -65,7 +64,7 @@ def check_run(
         check_inputs(config)
         plugins = build(config)
     except AgentRLError as error:
-        # An error in a plug-in's own YAML names that file already.
+        # An error in a plug-in's own YAML already names that file.
         if file is not None:
             error.details.setdefault("file", file)
         raise
@@ -80,46 +79,45 @@ def check_run(
 
 
 def check_known_names(config: RunConfig) -> None:
-    """Look up what the run file chooses by name, as far as that is known without torch.
+    """Look up names of the run file, as far as they are known without torch.
 
     Raises:
-        ConfigError: with the nearest name that there is.
+        ConfigError: with the nearest known name.
     """
     get_reward_manager(config.reward.manager)
     if config.rollout.multi_turn.format is not None:
         get_tool_parser(config.rollout.multi_turn.format)
     if config.plugins or "agentrl.algorithms" in sys.modules:
-        return  # there may be others: `late_checks` asks the registries
-    facts, estimator = method_facts(), config.algorithm.adv_estimator
+        return  # there may be registered names: `check_names_and_engine` looks them up
     for kind, key, name, known in (
-        ("advantage estimator", ESTIMATOR_KEY, estimator, facts.estimators),
-        ("policy loss", LOSS_KEY, config.actor.policy_loss.loss_mode, facts.losses),
+        ("advantage estimator", ESTIMATOR_KEY, config.algorithm.adv_estimator, KEYS_OF_ESTIMATOR),
+        ("policy loss", LOSS_KEY, config.actor.policy_loss.loss_mode, KEYS_OF_LOSS),
     ):
         if name not in known:
             raise unknown_name(kind, name, known, key=key)
 
 
 def find_undescribed(plugins: Plugins) -> Iterator[str]:
-    """Find function tools of which the model is told too little to call them."""
+    """Find function tools whose schemas have too little information for a model."""
     for tool in plugins.tools:
         if isinstance(tool, FunctionTool):
-            properties = tool.tool_schema.function.parameters.get("properties") or {}
-            bare = [name for name, schema in properties.items() if not schema]
-            if bare:
-                yield f"the function tool {tool.name!r} has no annotation for {', '.join(bare)}"
-            if not tool.tool_schema.function.description:
-                yield f"the function tool {tool.name!r} has no docstring: the model sees no purpose"
+            name, schema = f"the function tool {tool.name!r}", tool.tool_schema.function
+            properties = schema.parameters.get("properties") or {}
+            if bare := [key for key, value in properties.items() if not value]:
+                yield f"{name} has no annotation for {', '.join(bare)}"
+            if not schema.description:
+                yield f"{name} has no docstring: the model does not see what it does"
 
 
 def find_trained_validation(config: RunConfig) -> Iterator[str]:
-    """Find validation files that are training files too."""
+    """Find validation files that are also training files."""
     for name, path in config.data.val_files.items():
         if path in config.data.train_files and path != Path(GIVEN):
             yield f"data.val_files.{name} is a training file too: {path}"
 
 
 def find_idle_weights(config: RunConfig, plugins: Plugins) -> Iterator[str]:
-    """Find a weight on rewards that none of the run's tools gives."""
+    """Find a weight on tool rewards if no tool of the run gives any."""
     weight = config.reward.weights.tool
     if weight and not any(
         type(tool).calc_reward is not BaseTool.calc_reward for tool in plugins.tools
@@ -131,13 +129,16 @@ def find_idle_weights(config: RunConfig, plugins: Plugins) -> Iterator[str]:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Look for the files that the run reads and does not make itself.
+    """Check that the files exist that the run reads and does not prepare itself.
 
     Raises:
-        DataError: naming a data file that is not there.
-        ConfigError: naming a model's folder that is not there.
+        DataError: naming a missing data file.
+        ConfigError: naming a missing model folder.
     """
-    for key, path in _data_files(config):
+    train_files = () if config.trainer.val_only else config.data.train_files
+    files = {f"data.train_files[{index}]": path for index, path in enumerate(train_files)}
+    files |= {f"data.val_files.{name}": path for name, path in config.data.val_files.items()}
+    for key, path in files.items():
         is_named = config.data.custom_cls is None and path != Path(GIVEN)
         if is_named and not path.exists() and not is_made_later(config, path):
             raise DataError(
@@ -147,10 +148,10 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def check_model_folders(config: RunConfig) -> None:
-    """Look for the folders of models and tokenizers, and for the hub where one is named.
+    """Check that folders of models and tokenizers exist, and that the hub answers if it is needed.
 
     Raises:
-        ConfigError: naming one that is not there.
+        ConfigError: naming a missing folder.
     """
     for key, name in (
         ("model.path", config.model.path),
@@ -159,36 +160,36 @@ def check_model_folders(config: RunConfig) -> None:
     ):
         if name is None or Path(name).exists() or is_made_later(config, Path(name)):
             continue
-        # Only a name that is no folder here is worth the import of the hub's client.
+        # Importing the hub's client takes long, so only for a name that is no folder here.
         from agentrl.trainer.setup.huggingface import is_hub_name, is_within_reach
 
-        told, expected = f"no folder {name}", "a Hugging Face folder, or a hub name"
-        if not is_hub_name(name):
-            raise ConfigError(told, key=key, expected=expected, **looked_in(name))
-        if not is_within_reach(name):
-            told += " here, and the hub cannot be reached"
-            raise ConfigError(told, key=key, expected=expected, **looked_in(name))
+        message = f"no folder {name}"
+        if is_hub_name(name):
+            if is_within_reach(name):
+                continue
+            message += " here, and the hub cannot be reached"
+        expected = "a Hugging Face folder, or a hub name"
+        raise ConfigError(message, key=key, expected=expected, **looked_in(name))
 
 
 def looked_in(path: Path | str) -> dict[str, str]:
-    """Name the folder in which a relative path was looked for: the command's, not the file's."""
+    """Return the folder that a relative path is relative to: the command's, not the run file's."""
     return {} if Path(path).is_absolute() else {"looked_in": str(Path.cwd())}
 
 
 def is_made_later(config: RunConfig, path: Path) -> bool:
-    """Whether `prepare` will write what a path leads to: it is not there yet, or not whole."""
-    prepare = config.prepare
-    makers = (prepare.arithmetic, prepare.gsm8k, prepare.tiny_policy, prepare.sft)
-    folders = [maker.out_dir for maker in makers if maker is not None]
+    """Return whether `prepare` will write this path, because it is missing or incomplete."""
+    is_missing = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     return any(
-        path.absolute().is_relative_to(folder.absolute())
-        and (_is_missing(path) or is_unfinished(folder))
-        for folder in folders
+        path.absolute().is_relative_to(maker.out_dir.absolute())
+        and (is_missing or is_unfinished(maker.out_dir))
+        for _, maker in config.prepare
+        if maker is not None
     )
 
 
 def claim_folders(config: RunConfig) -> None:
-    """Make the folders that a run writes to, before it has anything to lose.
+    """Create the folders that a run writes to, before it has results to lose.
 
     Raises:
         ConfigError: naming the key of one that cannot be written.
@@ -206,27 +207,21 @@ def claim_folders(config: RunConfig) -> None:
 
 
 def claim_prepared(config: RunConfig) -> None:
-    """Make the folders that `prepare` will fill; what was made before is only to be read.
+    """Create the folders that `prepare` will fill; finished folders are only read.
 
     Raises:
         ConfigError: naming the key of one that cannot be written.
     """
-    prepare = config.prepare
-    for name, maker in (
-        ("arithmetic", prepare.arithmetic),
-        ("gsm8k", prepare.gsm8k),
-        ("tiny_policy", prepare.tiny_policy),
-        ("sft", prepare.sft),
-    ):
+    for name, maker in config.prepare:
         if maker is not None and not is_made(maker.out_dir):
             claim_folder(maker.out_dir, key=f"prepare.{name}.out_dir")
 
 
 def claim_file(file: Path, *, key: str) -> None:
-    """See that a file can be written, before there is anything to write.
+    """Check that a file can be written, before there is anything to write.
 
     Raises:
-        ConfigError: where it is a folder, or its folder cannot be written.
+        ConfigError: if it is a folder, or its folder cannot be written.
     """
     if file.is_dir():
         raise ConfigError(f"{file} is a folder", key=key, expected="a file to write")
@@ -234,15 +229,15 @@ def claim_file(file: Path, *, key: str) -> None:
 
 
 def check_disk_space(folder: Path, num_weights: int, config: RunConfig) -> None:
-    """Refuse a run whose checkpoint the disk has no room for: it may be written after days.
+    """Refuse a run whose checkpoint does not fit on the disk; it may be written after days.
 
     Args:
-        folder: Of the run.
-        num_weights: Of the policy.
-        config: Of the run.
+        folder: The run's folder.
+        num_weights: The number of the policy's weights.
+        config: The run's configuration.
 
     Raises:
-        ConfigError: with what is needed and what is free.
+        ConfigError: with the needed and the free space.
     """
     # The weights and two moments each, in float32; Muon's matrices have one.
     copies = 2 if config.actor.optim.name == "muon" else 3
@@ -251,7 +246,7 @@ def check_disk_space(folder: Path, num_weights: int, config: RunConfig) -> None:
         raise ConfigError(
             f"a checkpoint takes {_size(needed)}, and {_size(free)} are free",
             key="trainer.default_local_dir",
-            expected="a folder on a disk with room for a checkpoint",
+            expected="a folder on a disk with enough space for a checkpoint",
         )
 
 
@@ -261,9 +256,9 @@ def _size(num_bytes: int) -> str:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make absolute what a run writes to, and reads again later: a tool may change the directory.
+    """Make output paths and the model's path absolute, because a tool may change the directory.
 
-    A model's name stays as it is if there is no such folder: it is a name of the hub.
+    A model's name is kept if there is no such folder: then it is a hub name.
     """
     trainer = config.trainer
     paths = {n: v.absolute() for n in type(trainer).model_fields
@@ -275,10 +270,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def claim_folder(folder: Path, *, key: str) -> None:
-    """Make a folder and try to write in it.
+    """Create a folder and try to write in it.
 
     Raises:
-        ConfigError: where that cannot be done.
+        ConfigError: if that fails.
     """
     probe = folder / ".agentrl-can-write"
     try:
@@ -293,15 +288,3 @@ def claim_folder(folder: Path, *, key: str) -> None:
             key=key,
             expected="a folder that can be written",
         ) from error
-
-
-def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    if not config.trainer.val_only:
-        for place, path in enumerate(config.data.train_files):
-            yield f"data.train_files[{place}]", path
-    for name, path in config.data.val_files.items():
-        yield f"data.val_files.{name}", path
-
-
-def _is_missing(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))

@@ -1,4 +1,4 @@
-"""Make what a run file's `prepare` names and is not there yet: data, policy, warm-up."""
+"""Prepare what a run file's `prepare` names and is missing: data, policy, warm-up."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,20 +21,20 @@ from agentrl.workers.sft import SftStep, run_sft
 from agentrl.workers.snapshot import on_main
 
 _SFT = "sft/2"
-"""Name and version of the warm-up in the manifest of its folder."""
+"""Name and version of the warm-up in its folder's manifest."""
 
 
 def prepare_run(
     config: RunConfig, world: World, run_logger: RunLogger, tools: list[BaseTool], *, now: datetime
 ) -> float:
-    """Make what is missing, in the order of the file; what is there already is left alone.
+    """Make what is missing, in the order of the file; keep what exists.
 
     Args:
-        config: The run, whose model settings and template the warm-up shares.
-        world: The ranks; files are made by the main one.
-        run_logger: Told what was made.
-        tools: The run's tools: a small policy's tokenizer knows their schemas.
-        now: The run's date, for templates that write one.
+        config: The run; the warm-up uses its model settings and its chat template.
+        world: The ranks; the main rank writes the files.
+        run_logger: Reports what was made.
+        tools: The run's tools; the tokenizer of a small policy is trained on their schemas.
+        now: The run's date, for templates that write a date.
 
     Returns:
         The seconds that it took.
@@ -51,27 +51,22 @@ def prepare_run(
 
 
 def _prepare_files(config: PrepareConfig, run_logger: RunLogger, tools: list[BaseTool]) -> None:
+    def make(what: str, folder: Path, make: Callable[[], bool]) -> None:
+        reason = _describe_remake(folder)
+        run_logger.info(f"{what}: {folder}{reason if make() else ', made before'}")
+
     if (problems := config.arithmetic) is not None:
-        _make(run_logger, "problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
+        make("problems", problems.out_dir, lambda: prepare_arithmetic(problems).made)
     if (gsm8k := config.gsm8k) is not None:
-        _make(run_logger, "GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
+        make("GSM8K", gsm8k.out_dir, lambda: prepare_gsm8k(gsm8k).made)
     if (policy := config.tiny_policy) is not None:
         schemas = [tool.tool_schema for tool in tools]
-        _make(run_logger, "policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
+        make("policy", policy.out_dir, lambda: make_tiny_policy(policy, tools=schemas))
 
 
-def _make(run_logger: RunLogger, what: str, folder: Path, make: Callable[[], bool]) -> None:
-    """Make what is missing in a folder, and tell whether anything was."""
-    why = _why_anew(folder)
-    if not make():
-        run_logger.info(f"{what}: {folder}, made before")
-    else:
-        run_logger.info(f"{what}: {folder}{why}")
-
-
-def _why_anew(folder: Path) -> str:
-    """Say why the content of a folder is made again; empty if nothing was begun there."""
-    return ", made anew: it was not finished" if is_unfinished(folder) else ""
+def _describe_remake(folder: Path) -> str:
+    """Explain why a folder's content is made again; empty if the folder is new."""
+    return ", made again: it was not finished" if is_unfinished(folder) else ""
 
 
 def warm_up(
@@ -83,17 +78,25 @@ def warm_up(
     *,
     now: datetime,
 ) -> None:
-    """Run the supervised warm-up on all ranks, unless its result is there.
+    """Run the supervised warm-up on all ranks, unless its result exists.
 
     Args:
-        run: The run, whose model settings and template the warm-up shares.
-        config: Of the warm-up.
-        world: The ranks; the main one decides whether the result is missing.
-        run_logger: Gets a line on what was made.
-        tools: The run's.
-        now: The run's date, for templates that write one.
+        run: The run, whose model settings and chat template the warm-up uses.
+        config: The warm-up's settings.
+        world: The ranks; the main rank decides whether the result is missing.
+        run_logger: Reports what was made.
+        tools: The run's tools.
+        now: The run's date, for templates that write a date.
     """
-    shown = [tool.tool_schema for tool in _tools_shown(config, tools)]
+    has_own_tools = config.tool_config_path is not None or config.function_tool_path is not None
+    shown = [
+        tool.tool_schema
+        for tool in (
+            load_all_tools(config.tool_config_path, config.function_tool_path)
+            if has_own_tools
+            else tools
+        )
+    ]
     files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
 
     def find_arguments() -> dict[str, Any] | None:
@@ -101,7 +104,7 @@ def warm_up(
         arguments = _arguments(run, config, shown)
         return arguments if must_make(config.out_dir, _SFT, arguments, files) else None
 
-    run_logger.info(*(f"note: {note}" for note in compare_tools(shown, tools)))
+    run_logger.notes(compare_tools(shown, tools))
     arguments = on_main(world, find_arguments)
     if arguments is None:
         return run_logger.info(f"warmed-up policy: {config.out_dir}, made before")
@@ -111,23 +114,16 @@ def warm_up(
 
     if not world.is_main:
         return train()
-    if why := _why_anew(config.out_dir):
-        run_logger.info(f"warmed-up policy: {config.out_dir}{why}")
+    if reason := _describe_remake(config.out_dir):
+        run_logger.info(f"warmed-up policy: {config.out_dir}{reason}")
     make_once(config.out_dir, _SFT, arguments, files, train)
     return None
-
-
-def _tools_shown(config: SftConfig, of_run: Sequence[BaseTool]) -> Sequence[BaseTool]:
-    """Load the tools that demonstrations without `tools` of their own are shown."""
-    if config.tool_config_path is None and config.function_tool_path is None:
-        return of_run
-    return load_all_tools(config.tool_config_path, config.function_tool_path)
 
 
 def compare_tools(
     shown: Sequence[OpenAIFunctionToolSchema], of_run: Sequence[BaseTool]
 ) -> Iterator[str]:
-    """Report in which tools a warm-up and its run differ: a policy knows those that it has seen."""
+    """Report tools that differ between a warm-up and its run: a policy learns what it is shown."""
     schemas = {schema.name: schema.to_template() for schema in shown}
     expected = {tool.name: tool.tool_schema.to_template() for tool in of_run}
     for name in expected.keys() - schemas.keys():
@@ -142,10 +138,9 @@ def compare_tools(
 def _arguments(
     run: RunConfig, config: SftConfig, shown: Sequence[OpenAIFunctionToolSchema]
 ) -> dict[str, Any]:
-    """Return what decides the result: settings, tools, and inputs by their content."""
+    """Return everything that decides the result: settings, tools, and the content of inputs."""
     named = {"out_dir", "model_path", "train_file", "tool_config_path", "function_tool_path"}
     arguments = config.model_dump(mode="json", exclude=named)
-    # The warm-up shares the run's model settings and template: with others it is another one.
     arguments["model"] = run.model.model_dump(mode="json", exclude={"path"})
     arguments["template_kwargs"] = run.data.apply_chat_template_kwargs
     arguments["tools"] = [schema.to_template() for schema in shown]

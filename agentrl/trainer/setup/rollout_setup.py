@@ -1,4 +1,4 @@
-"""What a rollout needs besides weights: tokenizer, template, parser, tools, interactions."""
+"""Set up everything that a rollout needs besides weights: tokenizer, template, parser, plug-ins."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ _UNUSED_PARSER = "hermes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSetup:
-    """The plug-ins of a run, and how its model is spoken to."""
+    """The plug-ins of a run, and the tokenizer, template and parser of its model."""
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     report: TemplateReport
-    """What the template does with texts, and what it can carry."""
+    """What the template does with texts, and what it supports."""
     parser: ToolParser
     plugins: Plugins
     tools_per_row: Literal["all", "tools_kwargs"] = "all"
@@ -45,13 +45,13 @@ class RolloutSetup:
 
     @property
     def pad_token_id(self) -> int:
-        """What stands on padding."""
+        """The token id of padding."""
         return int(cast("int", self.tokenizer.pad_token_id))
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """A model's tokenizer and template, and what the template was found to do."""
+    """A model's tokenizer and template, and the report on the template."""
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
@@ -59,16 +59,16 @@ class ProbedModel:
 
 
 def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = None) -> ProbedModel:
-    """Load the tokenizer, and learn what its chat template does with texts and tools.
+    """Load the tokenizer, and probe what its chat template does with texts and tools.
 
     Args:
-        config: The model, and variables of its template.
-        plugins: The tools that the template is told of.
-        now: The date for templates that write one; None: today's.
+        config: Names the model, and has the variables of its template.
+        plugins: Has the tools that the template renders.
+        now: The date for templates that write one; None for today.
 
     Raises:
-        ConfigError: where there is no tokenizer.
-        TemplateError: where there is no template, or none that can be read.
+        ConfigError: if there is no tokenizer.
+        TemplateError: if there is no template, or it cannot be read.
     """
     tokenizer = load_tokenizer(config.model)
     template = ChatTemplate(
@@ -83,11 +83,11 @@ def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = N
 
 
 def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel) -> RolloutSetup:
-    """Hold a probed template against what the run needs.
+    """Check a probed template against what the run needs.
 
     Raises:
-        ConfigError: where no known tool-call format fits the template.
-        TemplateError: where the template cannot carry what the run needs.
+        ConfigError: if no known tool-call format fits the template.
+        TemplateError: if the template does not support what the run needs.
     """
     require(probed.report, template_needs(config, plugins))
     parser = choose_parser(_format(config, plugins), probed.report)
@@ -103,13 +103,13 @@ def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel)
 
 
 def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
-    """Say what a run asks of its chat template.
+    """Return what a run needs from its chat template.
 
     Raises:
         ConfigError: for an unknown tool-call format.
     """
     name, has_tools = _format(config, plugins), bool(plugins.tools)
-    # Every format that a template's own calls can lead to answers by the role `tool`.
+    # Every format that is derived from a template's own calls answers with the role `tool`.
     by_role = name is None or get_tool_parser(name).result_role == "tool"
     return TemplateNeeds(
         tools=has_tools and by_role,
@@ -120,13 +120,13 @@ def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
 
 
 def _format(config: RunConfig, plugins: Plugins) -> str | None:
-    """Name the tool-call format; None: the one that fits the template."""
-    # Where there are no tools nothing is read as a call, and the template need not know how.
+    """Return the tool-call format; None to choose the one that fits the template."""
+    # Without tools no text is parsed as a call, so the template needs no format for calls.
     return config.rollout.multi_turn.format or (None if plugins.tools else _UNUSED_PARSER)
 
 
 def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> RolloutManager:
-    """Put engine and plug-ins together."""
+    """Make the rollout manager from engine and plug-ins."""
     turns = config.rollout.multi_turn
     fitter = TextFitter(
         setup.template,
@@ -155,7 +155,7 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
 def make_token_check(
     template: ChatTemplate, settings: MultiTurnConfig
 ) -> Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]:
-    """Make the check that holds finished ledgers against the renderings of their conversations."""
+    """Make the check that compares finished ledgers with renderings of their conversations."""
     mode = settings.tokenization_sanity_check_mode
     share = settings.tokenization_sanity_check_frac
 
