@@ -1,4 +1,4 @@
-"""The application that the commands belong to."""
+"""The commands and their options. Each command imports what it needs when it runs."""
 
 import sys
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ import agentrl
 from agentrl.commands.run_file import read_run_file
 from agentrl.config import Purpose
 from agentrl.errors import ConfigError
-from agentrl.trainer.process_exit import importing, say_interrupted
+from agentrl.trainer.process_exit import importing, print_interrupted
 
 
 class Commands(TyperGroup):
-    """The commands; one that Ctrl-C has ended says so, however early it was."""
+    """The group of commands; prints a line if Ctrl-C ends one of them."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the chosen command."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            say_interrupted(*map(str, stop.args))
+            print_interrupted(*map(str, stop.args))
             raise
 
 
@@ -38,15 +38,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 prepare_app = typer.Typer(help="Make datasets and indices.", no_args_is_help=True)
-config_app = typer.Typer(help="Look at run files.", no_args_is_help=True)
-reward_app = typer.Typer(help="Look at rewards.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and convert run files.", no_args_is_help=True)
+reward_app = typer.Typer(help="Check rewards.", no_args_is_help=True)
 app.add_typer(prepare_app, name="prepare")
 app.add_typer(config_app, name="config")
 app.add_typer(reward_app, name="reward")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(f"agentrl {agentrl.__version__}")
         raise typer.Exit
 
@@ -60,38 +60,39 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Hold the options of `agentrl` itself; typer calls it before any command."""
+    """Define the options of `agentrl` itself; typer calls this before every command."""
 
 
-RunFile = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A YAML run file.", show_default=False)
-]
+def _argument(metavar: str, text: str) -> Any:
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+def _option(text: str, **limits: Any) -> Any:
+    """Make an option whose default is not shown."""
+    return typer.Option(help=text, show_default=False, **limits)
+
+
+RunFile = Annotated[Path, _argument("FILE", "A YAML run file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Keys of the file to replace: rollout.n=4 data.seed=1.",
-        show_default=False,
-    ),
+    _argument("KEY=VALUE", "Keys of the file to replace: rollout.n=4 data.seed=1."),
 ]
-OutDir = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="Folder to write.", show_default=False)
-]
+OutDir = Annotated[Path, _argument("FOLDER", "Folder to write.")]
 
 _HYDRA_OPTIONS = ("--config-path", "--config-dir", "--config-name", "--cfg")
 
 
 def refuse_hydra_options(arguments: Sequence[str]) -> None:
-    """Refuse Hydra's options, by which verl's scripts name their run file.
+    """Refuse Hydra's options, with which verl's scripts name their run file.
 
     Raises:
         ConfigError: for such an option, with the command to use instead.
     """
     values: dict[str, str] = {}
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         name, has_value, value = argument.partition("=")
         if name in _HYDRA_OPTIONS:
-            following = arguments[place + 1] if place + 1 < len(arguments) else ""
+            following = arguments[index + 1] if index + 1 < len(arguments) else ""
             values[name] = value if has_value else following
     if not values:
         return
@@ -104,42 +105,17 @@ def refuse_hydra_options(arguments: Sequence[str]) -> None:
     )
 
 
-@reward_app.command("rescore")
-def reward_rescore(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Saved rollouts, as JSONL.", show_default=False),
-    ],
-    overrides: Overrides = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A run file, for its section reward.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="A new file for the rollouts with new rewards.", show_default=False),
-    ] = None,
-) -> None:
-    """Score saved rollouts anew, without generating anything.
-
-    Exits with 1 where nothing could be scored.
-    """
-    with importing():
-        from agentrl.commands.rescore import rescore_from_file
-
-    changes = rescore_from_file(file, config, overrides or [], Console(), out=out)
-    raise typer.Exit(int(not any(change.new for change in changes.values())))
-
+# Runs.
 
 _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
-    "What its `prepare` section names and is not there yet (problems, a small policy, its warm-up) "
-    "is made first. A run that was stopped goes on from its last complete checkpoint.\n\n"
+    "What its `prepare` section names and is missing (problems, a small policy, its warm-up) is "
+    "made first. A run that was stopped resumes from its last complete checkpoint.\n\n"
     "On several devices: torchrun --nproc-per-node 2 -m agentrl train FILE"
 )
 _ROLLOUT_HELP = (
     "Show whole conversations token by token, with mask and rewards, without training.\n\n"
-    "What the run file prepares is made first. To try tools out without a model's whims: "
+    "What the run file prepares is made first. To test tools without a model: "
     "rollout.engine.name=scripted 'rollout.engine.scripted.answers=[first turn, second turn]'"
 )
 
@@ -156,7 +132,7 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def sft(run_file: RunFile, overrides: Overrides = None) -> None:
-    """Run the supervised warm-up of a run file (prepare.sft), and what it needs before it."""
+    """Run the supervised warm-up of a run file (prepare.sft), and make what it needs first."""
     file = read_run_file(run_file, overrides or [], Purpose.SFT)
     with importing():
         from agentrl.commands.train import sft_from_file
@@ -179,16 +155,13 @@ def rollout(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Also save the rollouts, with whole tracebacks, to this JSONL file.",
-            show_default=False,
-        ),
+        _option("Also save the rollouts, with whole tracebacks, to this JSONL file."),
     ] = None,
 ) -> None:
     """Show whole conversations without training."""
     file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT)
     with importing():
-        from agentrl.commands.train import RolloutOptions, rollout_from_file
+        from agentrl.commands.rollout import RolloutOptions, rollout_from_file
 
     options = RolloutOptions(
         num=num, samples=samples, split=split, greedy=greedy, tokens=tokens, out=out
@@ -196,17 +169,37 @@ def rollout(
     rollout_from_file(file, options, Console())
 
 
+@reward_app.command("rescore")
+def reward_rescore(
+    file: Annotated[Path, _argument("FILE", "Saved rollouts, as JSONL.")],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, _option("A run file, for its section reward.")] = None,
+    out: Annotated[Path | None, _option("A new file for the rollouts with new rewards.")] = None,
+) -> None:
+    """Score saved rollouts again, without generating anything.
+
+    Exits with 1 if nothing could be scored.
+    """
+    with importing():
+        from agentrl.commands.rescore import rescore_from_file
+
+    changes = rescore_from_file(file, config, overrides or [], Console(), out=out)
+    raise typer.Exit(int(not any(change.new for change in changes.values())))
+
+
+# Checks.
+
 _DOCTOR_HELP = (
-    "Look at everything that a run stands on, before it is paid for.\n\n"
+    "Check everything that a run depends on, before it is started.\n\n"
     "Versions, devices, the run file, tools, tokenizer, chat template, data; then the engine: a "
     "rollout of some rows, its log-probabilities against the trainer's, a weight sync. Leaves no "
-    "file but what the run file prepares, and exits with 1 where it finds a fault."
+    "files except what the run file prepares, and exits with 1 if it finds a fault."
 )
 
 
 @app.command(help=_DOCTOR_HELP)
 def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
-    """Look at everything that a run stands on, before it is paid for."""
+    """Check everything that a run depends on."""
     with importing():
         from agentrl.doctor.command import examine
         from agentrl.doctor.report import Verdict
@@ -217,10 +210,10 @@ def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
 
 @config_app.command("check")
 def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
-    """Print the resolved configuration, the batch arithmetic, and what the template can carry."""
+    """Print the resolved configuration, batch arithmetic, and what the chat template supports."""
     file = read_run_file(run_file, overrides or [], Purpose.TRAIN)
     with importing():
-        from agentrl.commands.train import explain_config
+        from agentrl.commands.explain import explain_config
 
     explain_config(file, Console())
 
@@ -229,12 +222,9 @@ def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
 def config_from_verl(
     run_file: RunFile,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write to this file instead of printing.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, _option("Write to this file instead of printing.")] = None,
 ) -> None:
-    """Write a file in verl's key tree anew, with our keys, and what became of each as a comment."""
+    """Convert a file in verl's key tree to agentrl's keys, with a comment on each key."""
     from agentrl.config.explain import convert_from_verl
 
     text = convert_from_verl(run_file, overrides or [])
@@ -244,10 +234,12 @@ def config_from_verl(
     return typer.echo(f"written: {out}")
 
 
+# Servers.
+
 _SERVE_HELP = (
     "Start SGLang servers for a run file's model, and keep them running until Ctrl-C.\n\n"
-    "They are started by the keys of rollout.engine.sglang, each with devices of its own. Training "
-    "reaches them by the addresses that are printed: "
+    "They use the keys of rollout.engine.sglang; each has devices of its own. Training connects to "
+    "them by the addresses that are printed: "
     "agentrl train FILE rollout.engine.name=sglang_server "
     "'rollout.engine.sglang_server.addresses=[http://127.0.0.1:30000]'"
 )
@@ -258,18 +250,13 @@ def serve(
     run_file: RunFile,
     overrides: Overrides = None,
     num: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
-    host: Annotated[str, typer.Option(help="Address that they listen at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(
-            help="Port of the first; the others follow. Without it free ones are chosen.",
-            min=1,
-            max=65535,
-            show_default=False,
-        ),
+        _option("Port of the first server, others follow; default: free ports.", min=1, max=65535),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(help="How often a server that dies is started again.", min=0)
+        int, typer.Option(help="How often a server that dies is restarted.", min=0)
     ] = 3,
 ) -> None:
     """Start SGLang servers."""
@@ -277,19 +264,21 @@ def serve(
         from agentrl.commands.serve import serve_from_file
         from agentrl.engines.sglang.servers.launch import ServeOptions
 
+    def say(text: str) -> None:
+        typer.echo(text)
+        sys.stdout.flush()
+
     options = ServeOptions(num=num, host=host, port=port, max_restarts=max_restarts)
-    serve_from_file(run_file, overrides or [], options, say=_say)
+    serve_from_file(run_file, overrides or [], options, say=say)
 
 
-def _say(text: str) -> None:
-    typer.echo(text)
-    sys.stdout.flush()
+# Data.
 
 
 @prepare_app.command("arithmetic")
 def prepare_arithmetic(
     out_dir: OutDir,
-    seed: Annotated[int, typer.Option(help="Other seeds make other problems.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed makes other problems.")] = 0,
     num_train: Annotated[int, typer.Option(help="Training problems.", min=1)] = 2048,
     num_val: Annotated[int, typer.Option(help="Problems of each validation set.", min=1)] = 256,
     num_demos: Annotated[int, typer.Option(help="Conversations for a warm-up.", min=0)] = 16000,
@@ -311,14 +300,9 @@ def prepare_gsm8k(
     out_dir: OutDir,
     source_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder with train.jsonl and test.jsonl; without it they are downloaded.",
-            show_default=False,
-        ),
+        _option("Folder with train.jsonl and test.jsonl; without it they are downloaded."),
     ] = None,
-    max_samples: Annotated[
-        int | None, typer.Option(help="Only so many rows of each.", min=1, show_default=False)
-    ] = None,
+    max_samples: Annotated[int | None, _option("Use only so many rows of each.", min=1)] = None,
 ) -> None:
     """Turn the real GSM8K into rows with tools and an interaction."""
     from agentrl.config.schema.prepare import Gsm8kConfig
@@ -328,21 +312,13 @@ def prepare_gsm8k(
     _list_files([files.train, files.test], made=files.made)
 
 
-def _list_files(files: Sequence[Path], *, made: bool) -> None:
-    for file in files:
-        typer.echo(f"{'made' if made else 'there already'}: {file}")
-
-
 @prepare_app.command("search-index")
 def prepare_search_index(
     out_dir: OutDir,
-    corpus: Annotated[
-        Path,
-        typer.Option(help="JSON lines of {id, contents} or {id, title, text}.", show_default=False),
-    ],
+    corpus: Annotated[Path, _option("JSON lines of {id, contents} or {id, title, text}.")],
     stopwords: Annotated[str, typer.Option(help="Language of the words left out, or none.")] = "en",
-    k1: Annotated[float, typer.Option(help="How much further occurrences of a word count.")] = 1.5,
-    b: Annotated[float, typer.Option(help="How much a long document counts for less.")] = 0.75,
+    k1: Annotated[float, typer.Option(help="Weight of further occurrences of a word.")] = 1.5,
+    b: Annotated[float, typer.Option(help="Penalty for long documents.")] = 0.75,
 ) -> None:
     """Index a corpus for SearchTool with `retriever: bm25` (extra `search`)."""
     from agentrl.config.schema.prepare import SearchIndexConfig
@@ -350,7 +326,11 @@ def prepare_search_index(
     from agentrl.plugins.keys import read_keys
 
     given = {"out_dir": out_dir, "corpus": corpus, "stopwords": stopwords, "k1": k1, "b": b}
-    config = read_keys(SearchIndexConfig, given, key="prepare search-index")
-    files = prepare(config)
+    files = prepare(read_keys(SearchIndexConfig, given, key="prepare search-index"))
     _list_files([files.index_dir], made=files.made)
     typer.echo(f"{files.num_documents:,} documents")
+
+
+def _list_files(files: Sequence[Path], *, made: bool) -> None:
+    for file in files:
+        typer.echo(f"{'made' if made else 'there already'}: {file}")

@@ -1,1 +1,1 @@
-"""What each command does: from a run file to a finished run."""
+"""The commands, one module each."""

@@ -1,4 +1,4 @@
-"""Read a run file and check all that is known without torch, so that mistakes are found at once."""
+"""Read a run file and do all checks that need no torch, so that mistakes are reported at once."""
 
 import os
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ class RunFile:
     purpose: Purpose
     config: RunConfig
     report: VerlReport | None
-    """What became of each key, if the file is in verl's key tree."""
+    """The result for each key, if the file is in verl's key tree."""
     plugins: Plugins
     notes: tuple[str, ...]
-    """What its user should know."""
+    """Notes for the user."""
 
 
 def read_run_file(path: Path, overrides: Sequence[str], purpose: Purpose) -> RunFile:
-    """Read a run file, and refuse what cannot succeed.
+    """Read a run file, and refuse a run that cannot succeed.
 
     Raises:
-        AgentRLError: with what, where and what was expected; see `check_run`.
+        AgentRLError: if the file or a plug-in cannot be used; see `check_run`.
     """
     config, report = read_config(path, overrides)
-    # A slip in a key is reported before the plug-ins' packages are imported.
+    # Imported late, so that a wrong key is reported before the plug-ins' packages are imported.
     from agentrl.trainer.setup.preflight import check_run
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

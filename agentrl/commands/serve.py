@@ -21,15 +21,15 @@ from agentrl.workers.model import resolve_dtype
 def serve_from_file(
     run_file: Path, overrides: Sequence[str], options: ServeOptions, *, say: Say
 ) -> None:
-    """Start servers, say where they are, and keep them running until Ctrl-C.
+    """Start servers, print their addresses, and keep them running until Ctrl-C.
 
-    Of the file only the model, the lengths and `rollout.engine.sglang` are looked at.
+    Only the model, the lengths and `rollout.engine.sglang` of the file are used.
 
     Raises:
-        ConfigError: for a model that is not there yet, a server argument that SGLang does not know,
-            too few devices, a port that is taken.
-        MissingExtraError: where SGLang is not installed.
-        EngineError: where a server does not start, or died too often.
+        ConfigError: for a missing model, a server argument that SGLang does not know, too few
+            devices, a port that is in use.
+        MissingExtraError: if SGLang is not installed.
+        EngineError: if a server does not start, or died too often.
     """
     quiet_libraries()
     config, report = read_config(run_file, overrides)
@@ -43,10 +43,10 @@ def serve_from_file(
 
 
 def refuse_unmade_model(config: RunConfig, run_file: Path) -> None:
-    """Refuse a model that is not there.
+    """Refuse a missing model.
 
     Raises:
-        ConfigError: saying what makes it, where the run file does.
+        ConfigError: naming the command that makes it, if the run file prepares it.
     """
     if is_made_later(config, Path(config.model.path)):
         maker = "sft" if config.prepare.sft is not None else "rollout"
@@ -54,6 +54,6 @@ def refuse_unmade_model(config: RunConfig, run_file: Path) -> None:
             f"{config.model.path} is not made yet",
             file=run_file,
             key="model.path",
-            expected=f"that this ran before: agentrl {maker} {run_file}",
+            expected=f"run this first: agentrl {maker} {run_file}",
         )
     check_model_folders(config)

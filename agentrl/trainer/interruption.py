@@ -1,14 +1,14 @@
-"""Ctrl-C and SIGTERM in a run: cut short what loses nothing by it, finish the rest.
+"""SIGINT (Ctrl-C) and SIGTERM in a run: cancel rollouts, finish everything else, save.
 
-The first signal cancels the rollouts under way, whose tools are released; log-probabilities, an
-update or a checkpoint under way are finished. Then the last finished step is saved, and the run
-ends with exit code 130; so it does where the signal comes while the finished run writes its end.
-Another Ctrl-C leaves at once, but for a rank that waits for the others: Python hears a signal only
-when the exchange is over. Schedulers allow some 30 s between SIGTERM and SIGKILL; where a step
-computes for longer, the last regular checkpoint stands.
+The first signal cancels running rollouts and releases their tools. Log-probabilities, an update or
+a checkpoint are finished. Then the last completed step is saved, and the run ends with exit code
+130, also if the signal arrives while the finished run writes its last files. A second Ctrl-C ends
+the process immediately, except on a rank that waits for other ranks: Python handles a signal only
+after the exchange. Schedulers wait about 30 s between SIGTERM and SIGKILL. If a step computes for
+longer, only the last periodic checkpoint is left.
 
-On several ranks all of them stop at the same place: each waits for the others' word behind its
-rollouts and around its update. Whoever was not signalled finishes its rollouts first.
+All ranks stop at the same point: they exchange the request to stop after their rollouts and around
+the update. A rank that did not get the signal finishes its rollouts first.
 """
 
 import asyncio
@@ -29,10 +29,9 @@ from agentrl.workers.distributed import World
 T = TypeVar("T")
 
 ECHO_S = 1.0
-"""A Ctrl-C within so many seconds of the first signal is the same one: a terminal sends it to every
-rank, and torchrun passes it on."""
-SAVED = "what is finished is saved"
-_LEAVING = b"left at once: nothing more was saved\n"
+"""A Ctrl-C within so many seconds of the first signal counts as the same one: a terminal sends it
+to every rank, and torchrun forwards it."""
+_EXITING = b"exiting immediately: nothing more was saved\n"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -40,11 +39,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """What a run knows of Ctrl-C and SIGTERM.
+    """Handles SIGINT and SIGTERM of a run.
 
     Args:
         world: The ranks, which stop together.
-        fate: What becomes of the work, in words, for whoever has stopped it.
+        consequence: The effect on the work, for the message to the user.
 
     Example:
         >>> with interruption.listening(), asyncio.Runner() as runner:
@@ -52,23 +51,30 @@ class Interruption:
         ...     interruption.check()
     """
 
-    def __init__(self, world: World, fate: str = SAVED) -> None:
+    def __init__(self, world: World, consequence: str = "completed work is saved") -> None:
         self._world = world
-        self._stopping = f"stopping: tools are released, {fate}; Ctrl-C leaves at once\n".encode()
+        self._stopping = (
+            f"stopping: tools are released, {consequence}; Ctrl-C exits immediately\n"
+        ).encode()
         self._asked_at: float | None = None
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[Self]:
-        """Take the signals over during the block.
+        """Handle the signals during the block.
 
-        What the process ignores stays ignored: a shell starts its background jobs so. Outside the
-        main thread Python takes no signals, and the block changes nothing.
+        A signal that the process ignores stays ignored: a shell starts background jobs so. Outside
+        of the main thread Python cannot handle signals, and the block changes nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if _is_heard(n)]
+        # getsignal returns None for a handler that was not set from Python: it cannot be restored.
+        numbers = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) not in (signal.SIG_IGN, None)
+        ]
         before = [(number, signal.signal(number, self._on_signal)) for number in numbers]
         try:
             yield self
@@ -77,10 +83,10 @@ class Interruption:
                 signal.signal(number, handler)
 
     def run(self, runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
-        """Run what a signal may cut short: it is cancelled, and waited for.
+        """Run a coroutine that a signal may cancel.
 
         Raises:
-            Interrupted: on this rank alone; see `together`.
+            Interrupted: on this rank only; see `together`.
         """
 
         async def main() -> T:
@@ -102,20 +108,18 @@ class Interruption:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let all ranks leave the block, and then stop where one of them was asked to.
-
-        A collective, behind the block.
+        """Let all ranks finish the block, then stop if any rank was asked to. A collective.
 
         Raises:
             Interrupted: on every rank.
-            RankError: where another rank raised in the block.
+            RankError: if another rank raised in the block.
         """
         with self._world.raise_on_all_ranks(), suppress(Interrupted):
             yield
         self.check()
 
     def check(self) -> None:
-        """Stop where any rank was asked to. A collective.
+        """Stop if any rank was asked to. A collective.
 
         Raises:
             Interrupted: on every rank.
@@ -128,49 +132,43 @@ class Interruption:
         if self._asked_at is None:
             self._asked_at = now
             if self._world.is_main:
-                _tell(self._stopping)
+                _write_error(self._stopping)
         elif number == signal.SIGINT and now - self._asked_at > ECHO_S:
-            leave_at_once()
+            exit_immediately()
         if self._running is not None:
             loop, task = self._running
-            # From another thread's way in: it wakes a loop that sleeps.
-            loop.call_soon_threadsafe(task.cancel)
+            loop.call_soon_threadsafe(task.cancel)  # wakes a loop that sleeps
 
 
-def leave_at_once() -> NoReturn:
-    """End this process and the tools' processes, releasing nothing."""
-    _tell(_LEAVING)
+def exit_immediately() -> NoReturn:
+    """End this process and the processes of tools, without releasing anything."""
+    _write_error(_EXITING)
     end_process(EXIT_CODE)
 
 
-def _is_heard(number: int) -> bool:
-    # None: a handler that was not set from Python, which could not be put back.
-    return signal.getsignal(number) not in (signal.SIG_IGN, None)
-
-
-def _tell(line: bytes) -> None:
-    # In a signal handler: the streams of Python may be in the middle of a line.
+def _write_error(line: bytes) -> None:
+    # In a signal handler, Python's streams may be in the middle of a line.
     with suppress(OSError):
         os.write(2, line)
 
 
 class NestableRunner(asyncio.Runner):  # pyright: ignore[reportGeneralTypeIssues] # final in stubs only
-    """Runs coroutines on a loop of its own, whatever runs in the calling thread.
+    """Runs coroutines on its own event loop, also if the calling thread runs another one.
 
-    If the calling thread runs an event loop, the coroutine runs on another thread, and the caller
-    waits for it. Ctrl-C is heard by the waiting thread: a handler may cancel the coroutine.
+    In that case the coroutine runs on another thread, and the caller waits for it. The waiting
+    thread still gets Ctrl-C, and its handler may cancel the coroutine.
     """
 
     def run(self, coro: Coroutine[Any, Any, T], *, context: Context | None = None) -> T:
         """Run a coroutine to its end."""
-        return _aside(lambda: super(NestableRunner, self).run(coro, context=context))
+        return _outside_loop(lambda: super(NestableRunner, self).run(coro, context=context))
 
     def close(self) -> None:
         """Shut the loop down."""
-        _aside(super().close)
+        _outside_loop(super().close)
 
 
-def _aside(work: Callable[[], T]) -> T:
+def _outside_loop(work: Callable[[], T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:

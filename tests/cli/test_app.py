@@ -180,7 +180,7 @@ def test_config_check_of_the_example_before_anything_is_made(
         f"trainer.default_local_dir={tmp_path}/run",
     )
     assert (told.code, told.err) == (0, "")
-    assert f"`prepare` has yet to make {tmp_path}/run/warmed_up" in told.out
+    assert f"`prepare` must first make {tmp_path}/run/warmed_up" in told.out
     assert not (tmp_path / "run").exists(), "looking makes nothing"
 
 
@@ -379,7 +379,7 @@ def test_an_interrupted_warm_up_is_not_made_yet_and_is_made_again(
         assert run_agentrl(capsys, "sft", file).code == 130
     checked = run_agentrl(capsys, "config", "check", file)
     assert (checked.code, checked.err) == (0, "")
-    assert f"`prepare` has yet to make {folder}" in checked.out
+    assert f"`prepare` must first make {folder}" in checked.out
     again = run_agentrl(capsys, "sft", file)
     assert f"warmed-up policy: {folder}, made again: it was not finished\n" in again.out
     assert "settings or inputs" not in again.out
@@ -572,7 +572,7 @@ def test_rollout_that_is_stopped_promises_no_file(
     custom = f"reward.custom_reward_function.path={tmp_path}/stops.py"
     told = run_agentrl(capfd, "rollout", run_file, "--num", 1, custom)
     assert told.code == 130
-    assert "stopping: tools are released, nothing is shown or saved; Ctrl-C leaves" in told.err
+    assert "stopping: tools are released, nothing is shown or saved; Ctrl-C exits" in told.err
 
 
 def test_rollout_shows_what_would_be_trained(capsys: Capture, run_file: Path):

@@ -159,7 +159,7 @@ def test_second_ctrl_c_leaves_at_once(tiny_home: Path, workshop: Path, tmp_path:
         process.kill()
     assert process.returncode == 130
     assert time.monotonic() - asked < 10
-    assert err.endswith("left at once: nothing more was saved\n")
+    assert err.endswith("exiting immediately: nothing more was saved\n")
     assert "Traceback" not in err
 
 
