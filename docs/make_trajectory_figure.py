@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from agentrl.commands.rollout import RolloutOptions, rollout_from_file
 from agentrl.commands.run_file import read_run_file
 from agentrl.config import Purpose, load_config
-from agentrl.config.schema.run import RewardConfig
+from agentrl.config.schema.reward import RewardConfig
 from agentrl.rewards import place_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.rollouts.transcript import Decode, decode_pieces

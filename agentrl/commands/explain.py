@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.commands.run_file import RunFile
-from agentrl.config import check_model_length, comment, describe, telling_where
+from agentrl.config import check_model_length, comment, describe, naming_origin
 from agentrl.config.problems import naming_file
 from agentrl.trainer.components import check_names_and_engine
 from agentrl.trainer.setup.datasets import load_run_data
@@ -29,7 +29,7 @@ def explain_config(file: RunFile, console: Console) -> None:
     if file.report is not None:
         say(comment(file.report))
     say(describe(config))
-    with telling_where(file.overrides, file.report), naming_file(file.path):
+    with naming_origin(file.overrides, file.report), naming_file(file.path):
         notes = [*file.notes, *check_names_and_engine(config, starts_here=False)]
     say(*(f"note: {note}" for note in notes))
     say(f"tools: {', '.join(tool.name for tool in plugins.tools) or 'none'}")

@@ -8,7 +8,7 @@ from datetime import datetime
 from rich.console import Console
 
 from agentrl.commands.run_file import RunFile
-from agentrl.config import RunConfig, telling_where
+from agentrl.config import RunConfig, naming_origin
 from agentrl.config.problems import naming_file
 from agentrl.errors import ConfigError
 from agentrl.trainer.components import check_names_and_engine, prepare_components
@@ -41,10 +41,10 @@ def open_run(file: RunFile, console: Console | None = None) -> Iterator[Prepared
     run_logger = RunLogger(config.trainer, is_main=world.is_main, console=console)
     try:
         if file.report is not None:
-            run_logger.info(f"{file.path}: {file.report.in_short()}")
+            run_logger.info(f"{file.path}: {file.report.summarize()}")
         run_logger.notes(file.notes)
         with world.board.explaining():
-            with telling_where(file.overrides, file.report), naming_file(file.path):
+            with naming_origin(file.overrides, file.report), naming_file(file.path):
                 check_names_and_engine(config, purpose=file.purpose)
             yield PreparedRun(config, world, run_logger, file.plugins)
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import Purpose, RunConfig, check_config
-from agentrl.config.method_keys import KEYS_OF_ESTIMATOR, KEYS_OF_LOSS
+from agentrl.config.tables import method_facts
 from agentrl.data.prepare.manifest import is_made, is_unfinished
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.plugins.registry import unknown_name
@@ -89,9 +89,10 @@ def check_known_names(config: RunConfig) -> None:
         get_tool_parser(config.rollout.multi_turn.format)
     if config.plugins or "agentrl.algorithms" in sys.modules:
         return  # there may be registered names: `check_names_and_engine` looks them up
+    facts, estimator = method_facts(), config.algorithm.adv_estimator
     for kind, key, name, known in (
-        ("advantage estimator", ESTIMATOR_KEY, config.algorithm.adv_estimator, KEYS_OF_ESTIMATOR),
-        ("policy loss", LOSS_KEY, config.actor.policy_loss.loss_mode, KEYS_OF_LOSS),
+        ("advantage estimator", ESTIMATOR_KEY, estimator, facts.estimators),
+        ("policy loss", LOSS_KEY, config.actor.policy_loss.loss_mode, facts.losses),
     ):
         if name not in known:
             raise unknown_name(kind, name, known, key=key)
