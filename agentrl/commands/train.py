@@ -43,7 +43,7 @@ def open_run(file: RunFile, console: Console | None = None) -> Iterator[Prepared
         if file.report is not None:
             run_logger.info(f"{file.path}: {file.report.summarize()}")
         run_logger.notes(file.notes)
-        with world.board.explaining():
+        with world.status.explain_errors():
             with naming_origin(file.overrides, file.report), naming_file(file.path):
                 check_names_and_engine(config, purpose=file.purpose)
             yield PreparedRun(config, world, run_logger, file.plugins)
@@ -77,7 +77,7 @@ def sft_from_file(file: RunFile) -> None:
                 expected="model_path, train_file, out_dir",
             )
         claim_prepared(run.config)
-        with run.world.agreeing():
+        with run.world.raise_on_all_ranks():
             run.run_logger.lock_folder()
         now = datetime.now()
         prepare_run(run.config, run.world, run.run_logger, run.plugins.tools, now=now)

@@ -213,7 +213,9 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on(tiny_home: Pat
     main, killed = train_on_two_ranks(file)
     assert time.monotonic() - began < 60, "not the limit of a collective"
     assert (main.code, killed.code) == (2, -9)
-    assert "rank 0: error: rank 0 lost the other ranks in the wait after reward of step 2" in main.err
+    assert (
+        "rank 0: error: rank 0 lost the other ranks in the wait after reward of step 2" in main.err
+    )
     assert "rank 1 started gen of step 2" in main.err  # it scores while others roll out
     (tmp_path / "armed").unlink()
     main, _ = train_on_two_ranks(file)
