@@ -62,9 +62,9 @@ def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"pagesize": 2}, "such as page_size"),
+        ({"pagesize": 2}, "did you mean 'page_size'"),
         ({"dp_size": 2}, "takes no new weights"),
-        ({"model_path": "a"}, "decided by other keys"),
+        ({"model_path": "a"}, "set by other keys"),
     ],
 )
 def test_an_argument_that_sglang_cannot_be_given_is_refused_before_it_starts(
