@@ -21,7 +21,7 @@ from agentrl.engines.sglang.servers.launch import (
     ServeOptions,
     ServerPlan,
     choose_ports,
-    in_run_file,
+    run_file_keys,
     serve,
     share_devices,
 )
@@ -78,12 +78,12 @@ def test_a_taken_port_is_refused_before_anything_starts():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be had"):
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be used"):
             choose_ports(ServeOptions(port=port))
 
 
 def test_a_host_of_another_machine_is_refused():
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 cannot be had"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 cannot be used"):
         choose_ports(ServeOptions(host="192.0.2.1"))
 
 
@@ -97,7 +97,7 @@ def test_each_server_sees_its_own_devices(monkeypatch: pytest.MonkeyPatch):
 
 def test_addresses_are_told_as_a_run_file_takes_them():
     plans = [ServerPlan(host="127.0.0.1", port=port, arguments={}) for port in (30000, 30001)]
-    assert in_run_file(plans) == (
+    assert run_file_keys(plans) == (
         "rollout.engine.name=sglang_server 'rollout.engine.sglang_server.addresses="
         "[http://127.0.0.1:30000,http://127.0.0.1:30001]'"
     )
@@ -117,11 +117,11 @@ async def test_a_server_that_dies_is_started_again_at_its_port(make_plan: Callab
     plans = [make_plan(), make_plan()]
     supervising = asyncio.create_task(serve(plans, say=said.append, max_restarts=2))
     await until(lambda: len(said) == 2, seconds=20)
-    assert said[1] == in_run_file(plans)
+    assert said[1] == run_file_keys(plans)
     victims = [p for p in psutil.Process().children() if str(plans[0].port) in p.cmdline()]
     os.kill(victims[0].pid, signal.SIGKILL)
     await until(lambda: len(said) == 4, seconds=20)
-    assert f"{plans[0].address} ended with -9; it is started again in 1 s (1 of 2)" in said[2]
+    assert f"{plans[0].address} ended with -9; it is restarted in 1 s (1 of 2)" in said[2]
     assert f"{plans[0].address} is ready again" in said[3]
     supervising.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -154,7 +154,7 @@ async def test_a_server_that_does_not_start_ends_all_and_says_so(
 async def test_a_server_that_does_not_answer_at_first_is_asked_again(
     make_plan: Callable[..., PlainPlan], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launch, "_LOOK_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+    monkeypatch.setattr(launch, "_HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
     deaf_at_first = SERVER.replace(
         "    def do_GET(self):\n",
         "    told = []\n    def do_GET(self):\n        self.told.append(1)\n"
@@ -170,7 +170,7 @@ async def test_a_server_that_does_not_answer_at_first_is_asked_again(
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path):
     child = f"""
         import os, sys, time
-        from agentrl.engines.sglang.servers.server_process import end_with
+        from agentrl.engines.sglang.processes import end_with
         end_with(int(sys.argv[1]))
         open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()) + "\\n")
         time.sleep(60)

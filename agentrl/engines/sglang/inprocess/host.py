@@ -19,13 +19,14 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import psutil
 
 from agentrl.engines.sglang.backend import JsonFields
+from agentrl.engines.sglang.processes import kill, with_children
 from agentrl.errors import EngineError
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class SGLangHost:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         # The thread may not look alive yet if the interruption came while it was started.
         while not started.done() and time.monotonic() < deadline:
-            _kill(self._new_processes())  # without a wait: SGLang must notice the end itself
+            kill(self._new_processes())  # without a wait: SGLang must notice the end itself
             concurrent.futures.wait([started], timeout=_POLL_S)
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -144,7 +145,7 @@ class SGLangHost:
     def _new_processes(self) -> list[psutil.Process]:
         """Return the processes that the start has created so far, with their descendants."""
         mine = set(multiprocessing.active_children()) - self._other_children
-        return _with_children([process.pid for process in mine if process.pid is not None])
+        return with_children([process.pid for process in mine if process.pid is not None])
 
     def _end_error(self) -> EngineError:
         """Return a new error for each caller: one raised twice collects both tracebacks."""
@@ -173,7 +174,7 @@ class SGLangHost:
             started.set_exception(EngineError(reason, expected=_START_ADVICE))
             self._loop.close()
             return
-        self._processes = _with_children(self._engine.get_all_child_pids())
+        self._processes = with_children(self._engine.get_all_child_pids())
         started.set_result(None)
         try:
             self._loop.run_forever()
@@ -278,24 +279,8 @@ def _engine_class() -> Any:
     return Engine
 
 
-def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
-    """Return processes and their descendants."""
-    found: dict[int, psutil.Process] = {}
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            found |= {p.pid: p for p in (process, *process.children(recursive=True))}
-    return list(found.values())
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def _end_processes(processes: list[psutil.Process]) -> None:
-    _kill(processes)
+    kill(processes)
     psutil.wait_procs(processes, timeout=CLOSE_TIMEOUT_S)
 
 

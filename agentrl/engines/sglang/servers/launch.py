@@ -1,4 +1,4 @@
-"""Local SGLang servers, started and kept running: what `agentrl serve` does."""
+"""Start local SGLang servers and keep them running (`agentrl serve`)."""
 
 import asyncio
 import contextlib
@@ -18,24 +18,25 @@ import torch
 
 from agentrl.engines.sglang.arguments import (
     CPU_ENVIRONMENT,
+    DEVICES_VARIABLE,
     ENVIRONMENT,
     SGLangNeeds,
     has_accelerator,
     server_arguments,
 )
+from agentrl.engines.sglang.processes import kill, with_children
 from agentrl.errors import ConfigError, EngineError
 
 READY_TIMEOUT_S = 1800.0
-"""Seconds from a server's start to its first answer: weights of hundreds of gigabytes are read."""
+"""Seconds from a server's start to its first answer: it may read hundreds of gigabytes."""
 STEADY_S = 600.0
-"""A server that ran for so long has its restarts forgiven."""
-LONGEST_BACKOFF_S = 60.0
+"""After so many seconds of running, a server's restarts are counted from zero."""
+MAX_BACKOFF_S = 60.0
 END_TIMEOUT_S = 20.0
 _POLL_S = 0.5
-_LOOK_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-"""A server that has not said within this that it is well is asked again."""
-_DEVICES = "CUDA_VISIBLE_DEVICES"
-_EVERYWHERE = "0.0.0.0"
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+"""After this time without an answer, the health check is repeated."""
+_ALL_ADDRESSES = "0.0.0.0"
 
 Say = Callable[[str], None]
 
@@ -46,59 +47,59 @@ class ServeOptions:
 
     num: int = 1
     host: str = "127.0.0.1"
-    """The address of this machine that they listen at."""
+    """The address of this machine on which they listen."""
     port: int | None = None
-    """Of the first; the others follow it. None: free ones."""
+    """Of the first server; the others use the next ports. None: free ports."""
     max_restarts: int = 3
-    """How often one server is started again, before all are ended."""
+    """How often one server is restarted before all are ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """One server that is to run."""
+    """How to start one server."""
 
     host: str
     port: int
     arguments: Mapping[str, Any]
     """Of SGLang's `ServerArgs`, without host and port."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables that it sees besides those of this process."""
+    """Environment variables in addition to those of this process."""
 
     @property
     def address(self) -> str:
-        """Where the others reach it."""
-        host = socket.gethostname() if self.host == _EVERYWHERE else self.host
+        """The address for other processes."""
+        host = socket.gethostname() if self.host == _ALL_ADDRESSES else self.host
         return f"http://{host}:{self.port}"
 
     @property
     def local_address(self) -> str:
-        """Where this process reaches it."""
-        host = "127.0.0.1" if self.host == _EVERYWHERE else self.host
+        """The address for this process."""
+        host = "127.0.0.1" if self.host == _ALL_ADDRESSES else self.host
         return f"http://{host}:{self.port}"
 
     @property
     def command(self) -> list[str]:
-        """What is run; its arguments come by its standard input, for every user sees these."""
+        """The command. Server arguments are sent to its standard input, which is private."""
         return [
             sys.executable,
             "-m",
-            "agentrl.engines.sglang.servers.server_process",
+            "agentrl.engines.sglang.processes",
             str(os.getpid()),
         ]
 
     @property
     def server_arguments(self) -> bytes:
-        """SGLang's arguments as JSON: an `api_key` may be among them."""
+        """SGLang's arguments as JSON; an `api_key` may be one of them."""
         arguments = dict(self.arguments) | {"host": self.host, "port": self.port}
         return json.dumps(arguments).encode()
 
 
 def plan_servers(needs: SGLangNeeds, options: ServeOptions) -> list[ServerPlan]:
-    """Give each server a port, and devices of its own.
+    """Assign a port and devices to each server.
 
     Raises:
-        ConfigError: where there are too few devices or a port is taken.
-        MissingExtraError: where SGLang is not installed.
+        ConfigError: There are too few devices, or a port is in use.
+        MissingExtraError: SGLang is not installed.
     """
     on_cpu = not has_accelerator()
     arguments = server_arguments(needs, on_cpu=on_cpu)
@@ -122,7 +123,7 @@ def share_devices(arguments: Mapping[str, Any], options: ServeOptions) -> list[d
     Raises:
         ConfigError: where there are too few.
     """
-    given = os.environ.get(_DEVICES)
+    given = os.environ.get(DEVICES_VARIABLE)
     devices = given.split(",") if given else [f"{n}" for n in range(torch.cuda.device_count())]
     size = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
     if options.num * size > len(devices):
@@ -132,22 +133,22 @@ def share_devices(arguments: Mapping[str, Any], options: ServeOptions) -> list[d
             expected=f"a smaller one, or --num {len(devices) // size}",
         )
     return [
-        {_DEVICES: ",".join(devices[place * size : (place + 1) * size])}
-        for place in range(options.num)
+        {DEVICES_VARIABLE: ",".join(devices[index * size : (index + 1) * size])}
+        for index in range(options.num)
     ]
 
 
 def choose_ports(options: ServeOptions) -> list[int]:
-    """Choose free ports, or check those that are given.
+    """Choose free ports, or check the given ones.
 
     Raises:
-        ConfigError: for one that is taken, or a host that is not this machine's.
+        ConfigError: A port is in use, or the host is not this machine.
     """
     wanted: Iterable[int] = [0] * options.num
     if options.port is not None:
         wanted = range(options.port, options.port + options.num)
     with contextlib.ExitStack() as stack:
-        # All are held until the last is chosen, so that none is chosen twice.
+        # All stay bound until the last is chosen, so that none is chosen twice.
         return [_bind(stack, options.host, port) for port in wanted]
 
 
@@ -158,17 +159,17 @@ def _bind(stack: contextlib.ExitStack, host: str, port: int) -> int:
         bound.bind((host, port))
     except OSError as error:
         raise ConfigError(
-            f"port {port} of {host} cannot be had: {error.strerror or error}",
-            expected="another --port, or none for free ones; a --host of this machine",
+            f"port {port} of {host} cannot be used: {error.strerror or error}",
+            expected="another --port, or none for free ports; a --host of this machine",
         ) from None
     return bound.getsockname()[1]
 
 
 class LocalServer:
-    """One server's process: started, waited for, ended with all that it started.
+    """The process of one server.
 
     Args:
-        plan: What runs where.
+        plan: How to start it.
     """
 
     def __init__(self, plan: ServerPlan) -> None:
@@ -177,21 +178,21 @@ class LocalServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs."""
+        """The id of the process."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start it and wait until it is well.
+        """Start it and wait until it is healthy.
 
         Raises:
-            EngineError: where it ends before, or takes too long.
+            EngineError: It ends before, or takes too long.
         """
         self._process = await asyncio.create_subprocess_exec(
             *self.plan.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             env=dict(os.environ) | dict(self.plan.environment),
-            start_new_session=True,  # Ctrl-C is the supervisor's
+            start_new_session=True,  # only the supervisor reacts to Ctrl-C
         )
         assert self._process.stdin is not None
         self._process.stdin.write(self.plan.server_arguments)
@@ -199,7 +200,7 @@ class LocalServer:
         ended = asyncio.ensure_future(self._process.wait())
         try:
             async with asyncio.timeout(READY_TIMEOUT_S), aiohttp.ClientSession() as session:
-                while not await self._is_well(session):
+                while not await self._is_healthy(session):
                     await asyncio.wait([ended], timeout=_POLL_S)
                     self._raise_if_ended()
         except TimeoutError:
@@ -210,25 +211,23 @@ class LocalServer:
             ended.cancel()
 
     async def wait(self) -> int:
-        """Wait for the end of the process; gives its exit status."""
+        """Wait for the end of the process, and return its exit status."""
         assert self._process is not None, "start() comes first"
         return await self._process.wait()
 
     async def end(self) -> None:
-        """Kill the process and all that it has started; nothing happens where none runs."""
+        """Kill the process and its descendants. Does nothing if it has ended."""
         if self._process is None or self._process.returncode is not None:
             return
-        tree = _tree(self._process.pid)
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes = with_children([self._process.pid])
+        kill(processes)
         await self._process.wait()
-        await asyncio.to_thread(psutil.wait_procs, tree[1:], timeout=END_TIMEOUT_S)
+        await asyncio.to_thread(psutil.wait_procs, processes[1:], timeout=END_TIMEOUT_S)
 
-    async def _is_well(self, session: aiohttp.ClientSession) -> bool:
+    async def _is_healthy(self, session: aiohttp.ClientSession) -> bool:
         try:
             async with session.get(
-                f"{self.plan.local_address}/health", timeout=_LOOK_TIMEOUT
+                f"{self.plan.local_address}/health", timeout=_HEALTH_TIMEOUT
             ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
@@ -239,30 +238,21 @@ class LocalServer:
         if status is not None:
             raise EngineError(
                 f"the server at {self.plan.address} did not start: its process ended with {status}",
-                expected="what it said above, or says with rollout.engine.sglang.log_level=info, "
-                "names the cause",
+                expected="the cause is in its output above; rollout.engine.sglang.log_level=info "
+                "shows more",
             )
 
 
-def _tree(pid: int) -> list[psutil.Process]:
-    """A process and all that it has started."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 class LocalServers:
-    """Starts servers, and starts those again that die.
+    """Starts servers, and restarts those that die.
 
-    Leaving the `async with` block ends all of them. Where this process is killed, the kernel ends
+    The end of the `async with` block ends all of them. If this process is killed, the kernel ends
     them.
 
     Args:
-        plans: What runs where.
-        say: Told what happens.
-        max_restarts: How often one server is started again.
+        plans: How to start each.
+        say: Gets a message about each event.
+        max_restarts: How often one server is restarted.
 
     Example:
         >>> async with LocalServers(plans, say=print) as servers:
@@ -290,10 +280,10 @@ class LocalServers:
         await self._end_all()
 
     async def watch(self) -> None:
-        """Keep all of them running, until one cannot be kept.
+        """Keep all of them running until one fails.
 
         Raises:
-            EngineError: for a server that died too often, or does not start again.
+            EngineError: A server has died too often, or does not restart.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -313,15 +303,15 @@ class LocalServers:
                 raise EngineError(
                     f"the server at {server.plan.address} ended with {status}",
                     restarts=num_restarts,
-                    expected="what it said above names the cause",
+                    expected="the cause is in its output above",
                 )
             num_restarts += 1
             await self._restart(server, status, num_restarts)
 
     async def _restart(self, server: LocalServer, status: int, attempt: int) -> None:
-        delay_s = min(2.0 ** (attempt - 1), LONGEST_BACKOFF_S)
+        delay_s = min(2.0 ** (attempt - 1), MAX_BACKOFF_S)
         self._say(
-            f"the server at {server.plan.address} ended with {status}; it is started again in "
+            f"the server at {server.plan.address} ended with {status}; it is restarted in "
             f"{delay_s:g} s ({attempt} of {self._max_restarts})"
         )
         await asyncio.sleep(delay_s)
@@ -335,19 +325,19 @@ class LocalServers:
 
 
 async def serve(plans: Sequence[ServerPlan], *, say: Say, max_restarts: int) -> None:
-    """Start servers, say where they are, and keep them running until this is cancelled.
+    """Start servers, report their addresses, and keep them running until this is cancelled.
 
     Raises:
-        EngineError: where one does not start, or died too often.
+        EngineError: A server does not start, or has died too often.
     """
     say(f"starting {len(plans)} SGLang server{'s' * (len(plans) > 1)}: this takes a minute")
     async with LocalServers(plans, say=say, max_restarts=max_restarts) as servers:
-        say(in_run_file(plans))
+        say(run_file_keys(plans))
         await servers.watch()
 
 
-def in_run_file(plans: Sequence[ServerPlan]) -> str:
-    """The keys that lead a run to the servers."""
+def run_file_keys(plans: Sequence[ServerPlan]) -> str:
+    """Return the keys with which a run uses the servers."""
     addresses = ",".join(plan.address for plan in plans)
     return (
         f"rollout.engine.name=sglang_server 'rollout.engine.sglang_server.addresses=[{addresses}]'"

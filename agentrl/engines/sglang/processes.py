@@ -1,0 +1,62 @@
+"""SGLang's processes: end them, and run one server.
+
+`python -m agentrl.engines.sglang.processes PARENT` runs a server. PARENT is the id of the process
+that starts it; the server ends when that process ends. The standard input holds the arguments of
+SGLang's `ServerArgs` as JSON, because every user of the machine can read a command line.
+"""
+# pyright: reportMissingImports=false
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+def with_children(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return processes and their descendants, without those that have ended."""
+    found: dict[int, psutil.Process] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+    return list(found.values())
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes, without a wait for their end."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def run_server(arguments: Sequence[str]) -> None:
+    """Run a server until it is ended."""
+    end_with(int(arguments[0]))
+    server_arguments = json.load(sys.stdin)
+    warnings.simplefilter("ignore")  # about kernels of other devices
+    from sglang import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    launch_server.run_server(ServerArgs(**server_arguments))
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; SGLang's processes end with it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_server(sys.argv[1:])
