@@ -151,7 +151,7 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
     told = run_agentrl(capsys, "train", *verl_run, "rollout.engine.name=transformers")
     assert (told.code, told.err) == (0, "")
     assert "keys of verl's tree read" in told.out
-    assert "wandb: not here" in told.out
+    assert "agentrl has no wandb" in told.out
     assert "actor_rollout_ref.rollout.gpu_memory_utilization" not in told.out, "verl's default"
     assert "actor_rollout_ref.model.use_remove_padding: rows are always packed" in told.out
     [step] = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if line["step"] == 1]

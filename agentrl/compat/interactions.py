@@ -6,10 +6,9 @@ from typing import Any
 from agentrl.compat.scoring import score_gsm8k
 from agentrl.interactions.base import BaseInteraction as OwnBaseInteraction
 from agentrl.interactions.base import InteractionResult
-from agentrl.interactions.registry import STAND_INS
 from agentrl.interactions.session import last_answer
 from agentrl.plugins import load_class
-from agentrl.plugins.from_verl import translate
+from agentrl.plugins.from_verl import VERL_INTERACTIONS, translate
 
 _RIGHT = "Your response is correct!"
 _WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
@@ -79,5 +78,5 @@ def get_interaction_class(cls_name: str) -> type[OwnBaseInteraction]:
     Raises:
         PluginError: for a path that does not lead to an interaction.
     """
-    path = translate(cls_name, STAND_INS, base="BaseInteraction")
+    path = translate(cls_name, VERL_INTERACTIONS, base="BaseInteraction")
     return load_class(path, OwnBaseInteraction)

@@ -16,11 +16,10 @@ from agentrl.compat.scoring import FINISHED
 from agentrl.errors import ConfigError, ServiceError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins import load_class
-from agentrl.plugins.from_verl import translate
+from agentrl.plugins.from_verl import VERL_TOOLS, translate
 from agentrl.rewards.math_answer import is_same_answer
 from agentrl.sandbox import Execution
 from agentrl.tools.base import BaseTool, ToolResult
-from agentrl.tools.from_verl import STAND_INS
 from agentrl.tools.gsm8k_tool import Gsm8kTool as OwnGsm8kTool
 from agentrl.tools.mcp_tool import MCPTool
 from agentrl.tools.retrieval import Document, ServiceRetriever
@@ -314,7 +313,7 @@ def get_tool_class(cls_name: str) -> type[BaseTool]:
     Raises:
         PluginError: for a path that does not lead to a tool.
     """
-    return load_class(translate(cls_name, STAND_INS, base="BaseTool"), BaseTool)
+    return load_class(translate(cls_name, VERL_TOOLS, base="BaseTool"), BaseTool)
 
 
 # Helpers.

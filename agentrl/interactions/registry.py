@@ -9,15 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
 from agentrl.interactions.base import BaseInteraction
 from agentrl.plugins import load_class
-from agentrl.plugins.from_verl import name_translated, translate
+from agentrl.plugins.from_verl import VERL_INTERACTIONS, name_translated, translate
 from agentrl.plugins.keys import add_place, read_entries
-
-STAND_INS = (
-    "verl.interactions.base.BaseInteraction",
-    "verl.interactions.gsm8k_interaction.Gsm8kInteraction",
-    "verl.interactions.weather_interaction.WeatherInteraction",
-)
-"""Class paths of verl's interactions that `agentrl.compat` stands in for, with verl's texts."""
 
 NO_INTERACTION = "none"
 """What a row names that wants no interaction, whatever its source."""
@@ -73,7 +66,7 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
 def classes_of_verl(path: str | Path) -> list[str]:
     """Name the classes of verl's in such a YAML, each with ours that stands for it."""
     entries = read_entries(path, "interaction", InteractionEntry)
-    return name_translated((entry.class_name for entry in entries), STAND_INS)
+    return name_translated((entry.class_name for entry in entries), VERL_INTERACTIONS)
 
 
 def select_interaction(
@@ -137,7 +130,7 @@ def default_name(interaction: type[BaseInteraction]) -> str:
 
 def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInteraction]:
     try:
-        class_path = translate(entry.class_name, STAND_INS, base=_BASE)
+        class_path = translate(entry.class_name, VERL_INTERACTIONS, base=_BASE)
         found = load_class(class_path, BaseInteraction, file=path)
     except PluginError as error:
         details = {"file": path, **error.details, "key": f"{key}.class_name"}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
 from agentrl.messages import Message
-from agentrl.plugins.call import call_bounded, call_method, words_and_place_of
+from agentrl.plugins.call import call_bounded, call_method, describe_error
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class InteractionSession:
 
     def _failure(self, method: str, error: Exception) -> InteractionError:
         name = self.interaction.name
-        why = f"interaction {name!r}, {method}: {words_and_place_of(error)}"
+        why = f"interaction {name!r}, {method}: {describe_error(error)}"
         return InteractionError(why, interaction=name, method=method)
 
 

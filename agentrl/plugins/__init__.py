@@ -1,4 +1,4 @@
-"""Users' code: found, checked, called so that it can harm nothing but its own request."""
+"""Users' code: loaded, checked, and called so that a fault affects only its own request."""
 
 from agentrl.plugins.loading import load_class, load_module, load_object
 from agentrl.plugins.registry import Registry

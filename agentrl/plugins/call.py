@@ -1,9 +1,10 @@
-"""Call code of users so that it cannot hang, block or bring down what called it.
+"""Call code of users so that it cannot hang, block or crash its caller.
 
-`call_bounded` is the one boundary round tools and simulated users: time out, cancellation and every
-exception, even `SystemExit`, end there; what reads their answers stands inside it too, for a value
-of users' own runs their code when it is made a number or shown. `contained` is the boundary where
-nothing is awaited. `in_thread` and `in_thread_loop` keep code that blocks off the event loop.
+`call_bounded` is the one boundary around tools and simulated users: time-outs, cancellation and
+every exception, even `SystemExit`, end there. Code that reads their answers is inside it too,
+because converting or printing an object of the user runs the user's code. `contained` is the
+boundary for code that awaits nothing. `in_thread` and `in_thread_loop` keep blocking code off the
+event loop. Further down: where in users' code an exception was raised, and the end of plug-ins.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from agentrl.errors import words_of
 T = TypeVar("T")
 
 TASK_PREFIX = "plugin:"
-"""Begins the name of every task that runs users' code; the watchdog reads it."""
+"""Prefix of the name of every task that runs users' code; the watchdog reads it."""
 
 MAX_GRACE_S = 1.0
 GRACE_FRAC = 0.05
@@ -44,7 +45,7 @@ class ExecutionMode(StrEnum):
 
 
 class CallTimeoutError(TimeoutError):
-    """The time-out of the call itself, told apart from a `TimeoutError` that the plug-in raised."""
+    """The time-out of the call itself, in contrast to a `TimeoutError` that the plug-in raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,14 @@ class _Attempt(Generic[T]):
 async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, name: str) -> T:
     """Await `call()` in a task of its own for at most `timeout_s` seconds.
 
-    A call that is late, or whose caller is cancelled, is cancelled and given a moment to clean up
-    (5 % of its time, at most a second); one that ignores even that is left behind.
+    If the call is late, or its caller is cancelled, the call is cancelled and gets 5 % of its time,
+    at most a second, to clean up. If it does not end then either, it is abandoned.
 
-    Where nobody blocks the event loop, all of it ends within 110 % of `timeout_s`. A call cannot
-    answer while another one blocks the loop. So where the loop was held up when the time was up,
-    the time-out is put off, once, by as long as the loop was late and at most by `timeout_s`
-    again: a hang lasts at most twice its `timeout_s`, and for as long as others hold up the few
-    turns of the loop in which it is noticed and cleaned up.
+    If nothing blocks the event loop, everything ends within 110 % of `timeout_s`. A call cannot
+    answer while another one blocks the loop. If the loop was blocked when the time was up, the
+    time-out is postponed once: by the lateness of the loop, at most by `timeout_s`. A hanging call
+    therefore ends after at most twice its `timeout_s`, plus the time for which others block the few
+    turns of the loop that end it.
 
     Args:
         call: Starts the work; called inside the task.
@@ -82,7 +83,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
     Raises:
         CallTimeoutError: after `timeout_s`.
         Exception: what the call raised. A `KeyboardInterrupt`, `SystemExit` or stray
-            `CancelledError` of its own comes out as a `RuntimeError`.
+            `CancelledError` of its own becomes a `RuntimeError`.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_Attempt[T] | None] = loop.create_future()
@@ -103,16 +104,16 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float, na
 
 
 def contained(function: Callable[[], T]) -> T:
-    """Call users' code here and now: for what reads a value of theirs, and takes no time.
+    """Call users' code directly, for code that reads an object of theirs and takes no time.
 
     Raises:
-        Exception: what it raised. A `SystemExit` and its like come out as a `RuntimeError`.
+        Exception: what it raised. A `SystemExit` and the like become a `RuntimeError`.
     """
     return _try(function).unwrap()
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a user's method, which may be `async def` or, off the loop, a plain `def`."""
+    """Call a user's method: an `async def` on the loop, a plain `def` on a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
     value = await in_thread(lambda: method(*args, **kwargs))
@@ -120,9 +121,9 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def with_event_loop(function: Callable[[], T]) -> T:
-    """Call blocking code that asks `asyncio.get_event_loop()` for a loop to run things in.
+    """Call blocking code that runs coroutines on the loop of `asyncio.get_event_loop()`.
 
-    Code that was written for the main thread does so, and other threads have none.
+    Code that was written for the main thread does so; other threads have no loop by default.
     """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -136,8 +137,8 @@ def with_event_loop(function: Callable[[], T]) -> T:
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a blocking function on a daemon thread of its own.
 
-    A thread cannot be killed. Cancelling leaves it behind; being a daemon it holds up neither
-    another call nor the end of the process, as one of an executor would.
+    A thread cannot be killed. Cancelling abandons it. A daemon thread delays neither another call
+    nor the end of the process; a thread of an executor would.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Attempt[T]] = loop.create_future()
@@ -145,7 +146,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 
     def run() -> None:
         attempt = context.run(_try, function)
-        # The loop may have closed meanwhile: then nobody waits for this any more.
+        # If the loop has closed meanwhile, no task waits for the result.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, future, attempt)
 
@@ -156,8 +157,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 async def in_thread_loop(call: Callable[[], Awaitable[T]]) -> T:
     """Await `call()` in an event loop of its own on a daemon thread.
 
-    Cancelling is passed on into that loop, which ends whatever awaits there; code that blocks is
-    left behind.
+    Cancelling also cancels the task in that loop. Code that blocks is abandoned.
     """
     remote = _RemoteTask()
 
@@ -173,7 +173,7 @@ async def in_thread_loop(call: Callable[[], Awaitable[T]]) -> T:
 
 
 class _RemoteTask:
-    """A task of another thread's loop, to be cancelled from this one."""
+    """A task of another thread's loop, which this thread can cancel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -218,17 +218,17 @@ def _try(function: Callable[[], T]) -> _Attempt[T]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alarm:
-    """Says that a call's time is up."""
+    """The time-out of one call."""
 
     ended: "asyncio.Future[Any]"
     due: float
-    """When it is, by the loop's clock."""
+    """The time of the loop's clock at which the call is late."""
     timeout_s: float
     grace_s: float
-    """Lateness of the loop that is no block."""
+    """Lateness of the loop that does not count as blocked."""
 
     def ring(self) -> None:
-        """End the call, or give it, once, the time for which the loop was held up."""
+        """End the call; if the loop was blocked, postpone the end once by that time."""
         loop = self.ended.get_loop()
         late_s = loop.time() - self.due
         if late_s <= self.grace_s:
@@ -243,20 +243,20 @@ def _settle(future: asyncio.Future[T], result: T) -> None:
 
 
 LONGEST_TRACEBACK = 4000
-"""Characters that are kept, the last ones."""
+"""Characters of a traceback that are kept, from its end."""
 
 _NOT_THEIRS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
-"""Folders of agentrl, of Python, and of what is installed."""
+"""Folders of agentrl, of Python, and of installed packages."""
 
 
-def place_of(error: BaseException) -> str | None:
-    """Name the last line of users' code that an exception passed through; None: there is none.
+def source_line(error: BaseException) -> str | None:
+    """Return the last line of users' code that an exception passed through; None if there is none.
 
     Example:
-        >>> place_of(error)
+        >>> source_line(error)
         'my_tools.py:12'
     """
     places = [
@@ -267,33 +267,33 @@ def place_of(error: BaseException) -> str | None:
     return places[-1] if places else None
 
 
-def words_and_place_of(error: BaseException) -> str:
-    """Word an exception in a line, with the last line of users' code that it passed through.
+def describe_error(error: BaseException) -> str:
+    """Describe an exception in a line, with the last line of users' code that it passed through.
 
     Example:
-        >>> words_and_place_of(error)
+        >>> describe_error(error)
         'KeyError: price (at my_tools.py:12)'
     """
-    return f"{words_of(error)}{at_place_of(error)}"
+    return f"{words_of(error)}{at_source_line(error)}"
 
 
-def at_place_of(error: BaseException) -> str:
-    """Word `place_of` for the end of a message; empty if there is no such line."""
-    place = place_of(error)
+def at_source_line(error: BaseException) -> str:
+    """Write `source_line` for the end of a message; empty if there is no such line."""
+    place = source_line(error)
     return f" (at {place})" if place else ""
 
 
 def traceback_of(error: BaseException) -> str:
-    """Write out the end of an exception's traceback; raises nothing, however broken the error."""
+    """Return the end of an exception's traceback. Never raises, even if the error is broken."""
     try:
         text = "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 - users' errors may break when they are asked what they are
+    except Exception:  # noqa: BLE001 - `__str__` of users' errors may raise
         text = "".join(traceback.format_tb(error.__traceback__))
     return text[-LONGEST_TRACEBACK:]
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Walk the frames, outermost first; those of what it was raised from behind its own."""
+    """Walk the frames, outermost first; then the frames of its cause."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -312,20 +312,20 @@ TIMEOUT_S = 15.0
 
 
 class HasShutdown(Protocol):
-    """A plug-in."""
+    """A plug-in with resources that all requests of a run share."""
 
     @property
     def name(self) -> str:
-        """Under which it is known."""
+        """Its name in messages."""
         ...
 
     def shutdown(self) -> Awaitable[None]:
-        """Give back what the run shares."""
+        """Release what the requests share."""
         ...
 
 
 async def shut_down(plugins: Iterable[HasShutdown], *, timeout_s: float = TIMEOUT_S) -> None:
-    """Shut every plug-in down, all at once; what one raises is logged."""
+    """Shut all plug-ins down at the same time; log what they raise."""
     await asyncio.gather(*(_shut_down(plugin, timeout_s) for plugin in plugins))
 
 

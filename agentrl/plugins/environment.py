@@ -1,4 +1,4 @@
-"""Packages that only some plug-ins need, and how to install them."""
+"""What plug-ins need of their environment: optional packages, cores, a living parent process."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ DISTRIBUTION = "agentrl-multiturn"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of agentrl brings.
+    """Return the command that installs the packages of an extra of agentrl.
 
     It names the packages themselves, so it works in every folder and needs no published agentrl.
 
@@ -44,8 +44,8 @@ def require_package(package: str, *, extra: str, what: str) -> None:
 
     Args:
         package: As it is imported.
-        extra: Of agentrl, which brings it.
-        what: Needs it; for the error.
+        extra: The extra of agentrl that has the package.
+        what: Who needs it, for the error.
 
     Raises:
         MissingExtraError: saying how to install it.
@@ -58,7 +58,7 @@ def require_package(package: str, *, extra: str, what: str) -> None:
 
 
 def end_with_parent() -> None:
-    """See that this process ends, with its group where it leads one, when its parent is gone.
+    """End this process when its parent has ended; if it leads a process group, end the group too.
 
     Call it in a process that `multiprocessing` started. A thread waits for the parent's end, so
     that Python code that never returns is ended too.

@@ -1,10 +1,9 @@
-"""Lead from a path in a configuration to a checked Python object.
+"""Load the Python object that a path in a configuration names, and check it.
 
 A path is `package.module.Name`, `package.module:name`, or `path/to/file.py:name`. Loading imports a
-module and nothing more: what is found is checked against what was asked for before any of it runs.
+module and does no more: the object is checked before any of it runs.
 """
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from agentrl.errors import PluginError
+from agentrl.errors import PluginError, did_you_mean
 from agentrl.plugins.from_verl import derives_from_verl, switch_hint
 
 T = TypeVar("T")
@@ -22,7 +21,7 @@ T = TypeVar("T")
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 FILE_MODULE_PREFIX = "agentrl_plugin_"
-"""Begins the module names of files loaded by path, which no other process can import by name."""
+"""Prefix of the module names of files loaded by path; other processes cannot import these names."""
 
 
 def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> type[T]:
@@ -35,7 +34,7 @@ def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> t
     if not isinstance(found, type) or not issubclass(found, base):
         what = f"the class {found.__name__}" if isinstance(found, type) else repr(found)
         if isinstance(found, type) and derives_from_verl(found):
-            what += " that derives from a class of verl, which is installed here and goes first"
+            what += " that derives from the installed verl, which is found before agentrl.compat"
         raise PluginError(
             f"{path!r} leads to {what}, which is not a {base.__name__}",
             file=file,
@@ -45,10 +44,10 @@ def load_class(path: str, base: type[T], *, file: str | Path | None = None) -> t
 
 
 def load_object(path: str, *, file: str | Path | None = None) -> Any:
-    """Load whatever stands at `path`.
+    """Load the object at `path`, of any type.
 
     Raises:
-        PluginError: where the module cannot be imported or has no such name.
+        PluginError: if the module cannot be imported or has no such name.
     """
     return _find(path, file, None)
 
@@ -65,41 +64,41 @@ def _find(path: str, file: str | Path | None, base: type | None) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = _names(found, base)
-            near = _in_submodule(found, part) or difflib.get_close_matches(part, names, n=1)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
+            guess = _guess_submodule(found, part) or did_you_mean(part, names)
+            one_of = f"one of {', '.join(names)}" if names else None
             raise PluginError(
                 f"{path!r}: {_shown(found, module_path)} has no {name!r}{guess}",
                 file=file,
-                expected=_expected(names, base),
+                expected=one_of or (_a_subclass_of(base) if base else None),
             )
         found = getattr(found, part)
     return found
 
 
 def _shown(found: Any, module_path: str) -> str:
-    """Name a module with its file: another of the same name may come first on the path."""
+    """Name a module with its file; another module of the same name may be first on the path."""
     file = getattr(found, "__file__", None) if isinstance(found, ModuleType) else None
     is_named = file is None or module_path.endswith(".py")
     return module_path if is_named else f"{module_path} ({file})"
 
 
-def _in_submodule(holder: Any, name: str) -> list[str]:
-    """The path of a class by which a module of the package seems to be named; imports nothing.
+def _guess_submodule(holder: Any, name: str) -> str:
+    """Suggest a submodule that seems to be named after a class, without importing it.
 
     `HTTPTool` is looked for in `http_tool`.
     """
-    if not isinstance(holder, ModuleType) or not hasattr(holder, "__path__"):
-        return []
+    if not isinstance(holder, ModuleType) or not hasattr(holder, "__path__") or name.islower():
+        return ""
     module = f"{holder.__name__}.{_WORD_STARTS.sub('_', name).lower()}"
     try:
         is_there = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a guess is no reason for another error
-        return []
-    return [f"{module}.{name}"] if is_there and not name.islower() else []
+    except (ImportError, ValueError):  # a guess must not raise another error
+        return ""
+    return f"; did you mean {f'{module}.{name}'!r}?" if is_there else ""
 
 
 def _names(holder: Any, base: type | None) -> list[str]:
-    """Public names of a module or class that can be meant: of subclasses, where one is wanted."""
+    """List public names of a module or class; with `base`, only those of its subclasses."""
     held = getattr(holder, "__dict__", {}).items()
     there = {name: value for name, value in held if not name.startswith("_")}
     if base is None:
@@ -111,12 +110,6 @@ def _names(holder: Any, base: type | None) -> list[str]:
     return sorted(own or found)  # without the bases that the module imports
 
 
-def _expected(names: list[str], base: type | None) -> str | None:
-    if names or base is None:
-        return f"one of {', '.join(names)}" if names else None
-    return _a_subclass_of(base)
-
-
 def _a_subclass_of(base: type) -> str:
     return f"a subclass of {base.__module__}.{base.__qualname__}"
 
@@ -125,7 +118,7 @@ def load_module(path: str, *, file: str | Path | None = None) -> ModuleType:
     """Load a module, given as `package.module` or `path/to/file.py`.
 
     Raises:
-        PluginError: where it cannot be imported.
+        PluginError: if it cannot be imported.
     """
     return _import(path, path, file)
 
@@ -149,7 +142,7 @@ def _load_file(source: Path) -> ModuleType:
         raise FileNotFoundError(f"no file {source}")
     main = sys.modules.get("__main__")
     if main is not None and source == Path(getattr(main, "__file__", None) or "").resolve():
-        return main  # the script that runs: another copy of it would register everything twice
+        return main  # the running script; a second copy of it would register everything twice
     digest = hashlib.sha256(str(source).encode()).hexdigest()[:12]
     name = f"{FILE_MODULE_PREFIX}{source.stem}_{digest}"
     if name in sys.modules:

@@ -1,4 +1,4 @@
-"""Names under which the functions and classes of one kind are found."""
+"""Registries: tables from names to functions and classes of one kind."""
 
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -14,7 +14,7 @@ class Registry(Generic[T]):
     """A table that users extend with a decorator and configurations choose from by name.
 
     Args:
-        kind: What it holds, in words, for messages.
+        kind: The kind of its entries, for messages.
         key: The configuration key that chooses.
 
     Example:
@@ -32,10 +32,10 @@ class Registry(Generic[T]):
         self._found: dict[str, T] = {}
 
     def register(self, name: str | Enum) -> Callable[[F], F]:
-        """Decorate what is to be found under `name`.
+        """Return a decorator that registers an object under `name`.
 
         Raises:
-            ConfigError: where the name is taken by another. (The same one, defined anew in a
+            ConfigError: if another object has the name. (The same object, defined again in a
                 notebook or a reloaded module, replaces itself.)
         """
         plain = _plain(name)
@@ -50,7 +50,7 @@ class Registry(Generic[T]):
         return put
 
     def get(self, name: str | Enum) -> T:
-        """Look a name up.
+        """Return the object that is registered under a name.
 
         Raises:
             ConfigError: for an unknown name, with the nearest known one.
@@ -62,12 +62,12 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> list[str]:
-        """What there is, sorted."""
+        """All names, sorted."""
         return sorted(self._found)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
-    """Build the error for a name that nothing is registered under."""
+    """Build the error for an unregistered name."""
     names = sorted(known)
     return ConfigError(
         f"unknown {kind} {name!r}{did_you_mean(name, names)}",

@@ -1,4 +1,4 @@
-"""Name the plug-in that blocks the event loop, while it does so."""
+"""Log the name of a plug-in that blocks the event loop, while it does so."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 class LoopWatchdog:
     """Watch an event loop from a thread; a context manager, entered inside that loop.
 
-    Each plug-in is warned of once, with the line at which it was found.
+    The log has one warning for each plug-in, with the line of code that blocks.
 
     Args:
-        threshold_s: How long the loop may be silent, in seconds.
+        threshold_s: Seconds for which the loop may not respond.
 
     Example:
         >>> async def main():
@@ -33,7 +33,7 @@ class LoopWatchdog:
 
     def __init__(self, threshold_s: float = 0.5) -> None:
         self.blocked_s: dict[str, float] = {}
-        """By plug-in (`tool:calculator`): the longest time it was seen to hold up the loop."""
+        """By plug-in (`tool:calculator`): the longest time that it was seen to block the loop."""
         self._threshold_s = threshold_s
         self._over = threading.Event()
         self._beat = 0.0
@@ -58,10 +58,10 @@ class LoopWatchdog:
         while not over.wait(self._threshold_s / 4):
             try:
                 loop.call_soon_threadsafe(self._mark)
-            except RuntimeError:  # the loop is closed: there is nothing left to watch
+            except RuntimeError:  # the loop is closed
                 return
             now = time.monotonic()
-            # A loop may be silent because it is busy with many tasks, none of which is to blame.
+            # A loop may not respond because it runs many tasks, of which none is too long.
             if (task := asyncio.current_task(loop)) is not running:
                 running, since = task, now
             silent_s = now - max(since, self._beat)
@@ -92,7 +92,7 @@ class LoopWatchdog:
 
 
 def _starts_a_thread(frame: FrameType | None) -> bool:
-    """Return whether agentrl waits for a thread of its own to start: a busy machine is to blame."""
+    """Whether agentrl waits for its own thread to start; then the cause is a busy machine."""
     caller = frame
     while caller is not None and caller.f_code.co_filename == threading.__file__:
         caller = caller.f_back

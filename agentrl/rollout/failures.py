@@ -22,7 +22,7 @@ from agentrl.errors import (
     text_of,
 )
 from agentrl.messages import CallOutcome
-from agentrl.plugins.call import at_place_of
+from agentrl.plugins.call import at_source_line
 from agentrl.rollout.argument_schemas import find_argument_error
 from agentrl.rollout.records import CallRecord, Failure
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -71,7 +71,7 @@ def describe_failure(error: BaseException, fault: Fault, *, turn: int) -> Failur
         fault: Whose fault it is.
         turn: Number of turns that the request had.
     """
-    message, source_line = text_of(error), at_place_of(error)
+    message, source_line = text_of(error), at_source_line(error)
     if source_line not in message:
         message += source_line
     try:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from agentrl.errors import ConfigError, ServiceError, ToolError, did_you_mean
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.environment import require_package
+from agentrl.plugins.from_verl import our_names
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.bundled import NoKeys, refuse_isolation, refuse_unsendable
-from agentrl.tools.from_verl import our_names
 from agentrl.tools.mcp.hub import Hub, Sessions
 from agentrl.tools.mcp.servers import McpSection, Server, read_servers
 from agentrl.tools.runtime.settings import SHARED_KEYS

@@ -1,6 +1,5 @@
 """Read a tool YAML, and a module of function tools, into checked tools."""
 
-import difflib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError
+from agentrl.errors import AgentRLError, ConfigError, DataError, PluginError, find_nearest
 from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.plugins import load_class, load_module
-from agentrl.plugins.from_verl import name_translated, translate
+from agentrl.plugins.from_verl import VERL_TOOLS, name_translated, our_names, translate
 from agentrl.plugins.keys import add_place, read_entries
 from agentrl.tools.base import BaseTool
-from agentrl.tools.from_verl import STAND_INS, our_names
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.mcp.hub import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
@@ -73,7 +71,7 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
 def classes_of_verl(path: str | Path) -> list[str]:
     """Name verl's classes in a tool YAML, each with the class that replaces it."""
     entries = read_entries(path, "tools", ToolEntry)
-    return name_translated((entry.class_name for entry in entries), STAND_INS)
+    return name_translated((entry.class_name for entry in entries), VERL_TOOLS)
 
 
 def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:
@@ -207,7 +205,7 @@ def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
 
 def _class(entry: ToolEntry, key: str, path: str | Path) -> type[BaseTool]:
     try:
-        class_path = translate(entry.class_name, STAND_INS, base=_BASE)
+        class_path = translate(entry.class_name, VERL_TOOLS, base=_BASE)
         return load_class(class_path, BaseTool, file=path)
     except PluginError as error:
         details = {"file": path, **error.details, "key": f"{key}.class_name"}
@@ -255,11 +253,11 @@ def _warn_of_near_misses(config: Mapping[str, Any], *, file: Path, key: str) -> 
     """Point out keys of a user's tool that may be meant for agentrl; they may be the tool's own."""
     known = list(ToolSettings.model_fields)
     for name in config:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+        near = find_nearest(name, known, cutoff=_NEAR)
         # What only adds a word to a key of ours, as cache_dir does, is not meant for it.
-        if near and name not in known and not name.startswith(f"{near[0]}_"):
+        if near and name not in known and not name.startswith(f"{near}_"):
             logger.warning(
-                "%s: %s.%s is not read by agentrl; did you mean %s?", file, key, name, near[0]
+                "%s: %s.%s is not read by agentrl; did you mean %s?", file, key, name, near
             )
 
 

@@ -16,9 +16,9 @@ from agentrl.config.schema.section import Section, UserPath
 from agentrl.errors import ToolError
 from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 from agentrl.plugins.environment import require_package
+from agentrl.plugins.from_verl import our_names
 from agentrl.tools.base import ToolResult
 from agentrl.tools.bundled import BundledTool, function_schema, refuse_unsendable
-from agentrl.tools.from_verl import our_names
 from agentrl.tools.retrieval import (
     Document,
     IndexRetriever,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from agentrl.messages import OpenAIFunctionToolSchema
-from agentrl.plugins.call import LONGEST_TRACEBACK, place_of, traceback_of
+from agentrl.plugins.call import LONGEST_TRACEBACK, source_line, traceback_of
 
 
 def raised(work: Callable[[], object]) -> BaseException:
@@ -36,14 +36,14 @@ def line_of(function: Callable[[], object], offset: int) -> str:
 
 
 def test_the_last_line_of_users_code_is_named_and_not_the_librarys():
-    assert place_of(raised(theirs)) == line_of(theirs, 1)
-    assert place_of(raised(wrapped)) == line_of(leave, 1)
-    assert place_of(ValueError("never raised")) is None
+    assert source_line(raised(theirs)) == line_of(theirs, 1)
+    assert source_line(raised(wrapped)) == line_of(leave, 1)
+    assert source_line(ValueError("never raised")) is None
 
 
 def test_lines_of_agentrl_are_not_users():
     error = raised(lambda: OpenAIFunctionToolSchema.model_validate({}).name)
-    assert (place_of(error) or "").startswith("test_tracebacks.py")
+    assert (source_line(error) or "").startswith("test_tracebacks.py")
 
 
 class UnspeakableError(Exception):

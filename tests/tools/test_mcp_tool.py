@@ -195,7 +195,7 @@ def test_verls_names_and_keys_are_read(tmp_path: Path):
     assert isinstance(tool, MCPTool)
     assert tool.config == {"type": "mcp", "timeout_s": 7}
     told = refused(tmp_path, one(), timeout=7, timeout_s=8)
-    assert "timeout and timeout_s say the same thing" in str(told)
+    assert "timeout and timeout_s are two names of one key" in str(told)
 
 
 VERLS = "verl.tools.mcp_search_tool.MCPSearchTool"

@@ -107,7 +107,7 @@ class MySearch(SearchTool):
             "config",
             "a key is missing: retriever http needs url (or retrieval_service_",
         ),
-        ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "say the same thing"),
+        ("{url: 'http://x', topk: 3, top_k: 3}", "config.topk", "two names of one key"),
     ],
 )
 def test_what_a_bundled_tool_refuses_is_named_with_file_and_key(
@@ -205,7 +205,7 @@ def test_a_subclass_of_verls_base_is_told_what_to_import(
     monkeypatch.syspath_prepend(tmp_path)
     path = written(tmp_path, "tools: [{class_name: their_tools.Mine, config: {type: native}}]\n")
     error = refused(path, PluginError)
-    assert "set AGENTRL_VERL=1 in the environment and agentrl stands in for verl" in str(error)
+    assert "set AGENTRL_VERL=1 in the environment" in str(error)
 
 
 def test_a_tool_that_shows_images_says_that_there_are_none(tmp_path: Path):

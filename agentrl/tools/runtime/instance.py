@@ -24,8 +24,8 @@ from agentrl.plugins.call import (
     CallTimeoutError,
     ExecutionMode,
     call_bounded,
+    describe_error,
     traceback_of,
-    words_and_place_of,
 )
 from agentrl.plugins.keys import read_keys
 from agentrl.tools.base import BaseTool, ToolResult, read_reward
@@ -156,7 +156,7 @@ class ToolInstance:
             if outcome is CallOutcome.TOOL_ERROR:
                 message = words_of(error)
             else:
-                message = words_and_place_of(error)
+                message = describe_error(error)
                 self._log(f"call {call.id}: {message}")
             traceback = traceback_of(error) if outcome is CallOutcome.CRASHED else ""
             result = ToolResult(ToolResponse(text=text))
@@ -277,7 +277,7 @@ class ToolInstance:
                 return CallOutcome.CRASHED, f"Error executing tool {name!r}: internal error"
 
     def _failure(self, method: str, error: Exception) -> ToolLifeError:
-        message = words_and_place_of(error)
+        message = describe_error(error)
         self._log(f"{method}: {message}")
         name = self.tool.name
         return ToolLifeError(f"tool {name!r}, {method}: {message}", tool=name, method=method)

@@ -30,7 +30,13 @@ from typing import Any
 
 from agentrl.errors import ToolError, ToolLifeError, text_of, words_of
 from agentrl.plugins import load_module
-from agentrl.plugins.call import CallTimeoutError, call_bounded, in_thread, place_of, traceback_of
+from agentrl.plugins.call import (
+    CallTimeoutError,
+    call_bounded,
+    in_thread,
+    source_line,
+    traceback_of,
+)
 from agentrl.plugins.environment import end_with_parent
 from agentrl.plugins.loading import FILE_MODULE_PREFIX
 from agentrl.tools.base import BaseTool
@@ -276,7 +282,7 @@ async def _answer(tool: BaseTool, call: MethodCall) -> tuple[Any, Exception | No
 
 def _sendable(error: BaseException) -> ToolLifeError:
     """Return an error that can be pickled: its text, with the traceback as a note."""
-    sendable = ToolLifeError(words_of(error), at=place_of(error))
+    sendable = ToolLifeError(words_of(error), at=source_line(error))
     sendable.add_note(traceback_of(error))
     return sendable
 
