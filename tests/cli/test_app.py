@@ -161,7 +161,7 @@ def test_config_check_prints_a_run_file_that_reads_back(
         "4 prompts x 4 samples = 16 rows",
         "tools: calculator",
         "interactions: none",
-        "carries: several tool results",
+        "supports: several tool results",
         "rows of train: 14",
         "10 of 24 prompts were dropped",
     ):

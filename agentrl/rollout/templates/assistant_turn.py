@@ -1,8 +1,12 @@
-"""Whole demonstrations as tokens and a mask, built turn by turn as a rollout builds them.
+"""Assistant turns: the tokens of a message, and the content of a sampled turn.
 
 A demonstration's prompt, deltas and generation prompts are those of a rollout, so a policy that is
-warmed up on it sees in a rollout what it was trained on. An assistant turn is what the template
-writes for it behind the generation prompt, with the token that ends it.
+trained on it sees the same tokens in a rollout. An assistant turn is what the template writes for
+it after the generation prompt, with the token that ends it.
+
+A message's content is what the policy says. The rest of the turn's text (a channel's name,
+`<|END_RESPONSE|>`, the wrapper of tool calls) is a frame, which the template writes again when the
+message is rendered. Frames are found by rendering; nothing here knows a model's name.
 """
 
 import re
@@ -55,10 +59,10 @@ def encode_conversation(
     """
     turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not turns:
-        raise TemplateError("a demonstration without an assistant turn", template=template.name)
+        raise TemplateError("the demonstration has no assistant turn", template=template.name)
     if turns[0] == 0:
         raise TemplateError(
-            "a demonstration that begins with an assistant turn",
+            "the demonstration starts with an assistant turn",
             template=template.name,
             role="assistant",
             expected="a system or user message before it",
@@ -85,24 +89,24 @@ def encode_turn(
     Args:
         template: The chat template.
         message: The assistant's message.
-        replies: What follows it; the end of some templates' turns depends on it.
+        replies: The messages after it; in some templates the end of the turn depends on them.
         tools: The schemas in the prompt.
     """
     read = template.read([message], tools)
-    splice = template.learn_once("turn", read.key, lambda: _find_turn(template, read))
-    if splice is None:
+    compiled = template.learn_once("turn", read.key, lambda: _find_turn(template, read))
+    if compiled is None:
         ids = _encode_raw(template, spoken_text(message))
     else:
-        ids = splice.encode(read.texts)
+        ids = compiled.encode(read.texts)
     if not ids or ids[-1] not in template.stop_token_ids:
         ids += _missing_stop(template, replies, tools)
     return ids
 
 
 def _find_turn(template: ChatTemplate, read: ShapedConversation) -> CompiledTemplate | None:
-    """What the template writes for an assistant message behind its generation prompt.
+    """Find what the template writes for an assistant message after its generation prompt.
 
-    None where it rewrites the message there.
+    Returns None if the template rewrites the message there.
     """
     structure = template.structure
     user = context_slot(0)
@@ -117,11 +121,11 @@ def _find_turn(template: ChatTemplate, read: ShapedConversation) -> CompiledTemp
     start = common_length(lead, opened, structure.encoder.control_pattern)
     pieces: list[Piece] = [lead[start:], *closed[1:]]
     pieces[-1] = up_to_end(structure, str(pieces[-1]))
-    return template.splice(pieces)
+    return template.compile(pieces)
 
 
 def _after(pieces: Sequence[Piece], slot: Slot) -> Sequence[Piece]:
-    """Pieces behind the first place of a slot."""
+    """Return the pieces after the first use of a slot."""
     for number, piece in enumerate(pieces):
         if isinstance(piece, SlotUse) and piece.slot.number == slot.number:
             return pieces[number + 1 :]
@@ -129,7 +133,7 @@ def _after(pieces: Sequence[Piece], slot: Slot) -> Sequence[Piece]:
 
 
 def up_to_end(structure: TemplateStructure, literal: str) -> str:
-    """Cut a turn's last literal behind what ends the turn; the separator is not the turn's."""
+    """Cut a turn's last literal after the text that ends the turn, without the separator."""
     end = structure.end_of_turn
     if end.is_written and end.text in literal:
         return literal[: literal.index(end.text) + len(end.text)]
@@ -138,10 +142,10 @@ def up_to_end(structure: TemplateStructure, literal: str) -> str:
 
 
 def _encode_raw(template: ChatTemplate, text: str) -> list[int]:
-    """Encode an answer behind a generation prompt that its template would not write before it.
+    """Encode an answer that the template would not write after this generation prompt.
 
-    Such a prompt opens a thought. An answer that thinks goes on from there; one that does not
-    closes the thought first.
+    Such a prompt opens a thought. An answer with a thought continues it; one without a thought
+    closes it first.
     """
     structure = template.structure
     text = follow_prompt(structure, text)
@@ -154,7 +158,7 @@ def _encode_raw(template: ChatTemplate, text: str) -> list[int]:
 
 
 def spoken_text(message: Message) -> str:
-    """What a policy says in a message, with the thought that is kept apart in it."""
+    """Return a message's text, preceded by its thought if that is in a field of its own."""
     extra = message.model_extra or {}
     thought = next((extra[name] for name in REASONING_FIELDS if extra.get(name)), None)
     if not isinstance(thought, str):
@@ -164,7 +168,7 @@ def spoken_text(message: Message) -> str:
 
 
 def follow_prompt(structure: TemplateStructure, text: str) -> str:
-    """What a policy writes of a text behind a generation prompt that may open a thought."""
+    """Return what a policy writes after a generation prompt that may open a thought."""
     prompt = structure.generation_prompt
     for opening, closing in THOUGHTS.items():
         if prompt.rfind(opening) > prompt.rfind(closing):
@@ -174,7 +178,7 @@ def follow_prompt(structure: TemplateStructure, text: str) -> str:
 
 
 def _missing_stop(template: ChatTemplate, replies: Sequence[Message], tools: Tools) -> list[int]:
-    """What a policy samples to end a turn that its template does not end."""
+    """Return the tokens that a policy samples to end a turn that its template does not end."""
     structure = template.structure
     stop = structure.encoder.encode_literal(structure.end_of_turn.text)
     if replies:
@@ -183,7 +187,7 @@ def _missing_stop(template: ChatTemplate, replies: Sequence[Message], tools: Too
 
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message in which templates take a thought apart from the answer."""
+"""Fields of a message in which templates expect a thought separate from the answer."""
 
 
 class Framed(NamedTuple):
@@ -191,14 +195,14 @@ class Framed(NamedTuple):
 
     content: str
     fields: Mapping[str, str]
-    """A thought that the template takes in a field of its own, by the field's name."""
+    """A thought for which the template has a field of its own, by the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFrames:
-    """What a template writes round the texts of an assistant turn; empty where it writes nothing.
+    """What a template writes around the texts of an assistant turn; empty if nothing.
 
-    Frames that the template itself reads in a content (`<think>` in many) are not among them.
+    Frames that the template itself reads in a content (`<think>` in many) are not included.
     """
 
     opening: str = ""
@@ -206,22 +210,22 @@ class TurnFrames:
     before: str = ""
     """Before an answer."""
     after: str = ""
-    """After an answer or a thought and an answer, without the turn's end."""
+    """After an answer, or after a thought and an answer, without the turn's end."""
     field: str = ""
-    """Name of the field of a thought; empty: thoughts are left in the content."""
+    """Name of the field of a thought; empty: thoughts stay in the content."""
     thought: str = ""
     """Before a thought."""
     between: str = ""
     """Between a thought and its answer."""
     calls: re.Pattern[str] | None = None
-    """Matches what is left of the wrapper of calls when these are taken out."""
+    """Matches the rest of the wrapper of calls after the calls were removed."""
 
     def read(self, text: str, *, num_calls: int) -> Framed:
         """Return what a turn says.
 
         Args:
             text: The turn without its calls and its stop token.
-            num_calls: How many calls were taken out.
+            num_calls: Number of calls that were removed.
         """
         if num_calls and self.calls:
             text = self.calls.sub("", text).strip()
@@ -239,7 +243,7 @@ def find_frames(template: ChatTemplate, parser: ToolParser) -> TurnFrames:
 
     Args:
         template: The run's template.
-        parser: Takes the calls out of a turn.
+        parser: Finds the calls in a turn.
     """
     structure = template.structure
     opening = _find_opening(structure)
@@ -263,7 +267,7 @@ def _find_opening(structure: TemplateStructure) -> str:
 
 
 def _find_answer(template: ChatTemplate) -> tuple[str, str]:
-    """Return what is before and after an answer, if the template does not read it in a content."""
+    """Return what is before and after an answer, unless the template reads it in a content."""
     [before, after] = _literals(template, {"content": context_slot(1, TextOrigin.POLICY)}, [1])
     own = _render(template.structure, content=f"{before}Yes.{after}")
     is_read = own == _render(template.structure, content="Yes.")
@@ -271,7 +275,7 @@ def _find_answer(template: ChatTemplate) -> tuple[str, str]:
 
 
 def _find_thought(template: ChatTemplate, after: str) -> tuple[str, str, str]:
-    """Return the field of a thought and what frames it, if the template needs the field."""
+    """Return the field of a thought and its frame, if the template needs the field."""
     for field in THOUGHT_FIELDS:
         try:
             found = _literals(
@@ -307,7 +311,7 @@ def _literals(template: ChatTemplate, message: dict[str, Slot], order: list[int]
         raise TemplateError("the template writes the texts of a turn in another order")
     lead, *rest = (str(piece) for piece in pieces[2::2])
     if not lead.startswith(opened):
-        raise TemplateError("the template opens an older turn otherwise")
+        raise TemplateError("the template opens an older turn differently")
     start = common_length(lead, opened, structure.encoder.control_pattern)
     end = up_to_end(structure, rest[-1])
     stop = next((s for s in template.stop_texts.values() if s and end.endswith(s)), "")
@@ -323,7 +327,7 @@ def _render(structure: TemplateStructure, **message: str) -> str | None:
 
 
 def _find_wrapper(template: ChatTemplate, parser: ToolParser) -> re.Pattern[str] | None:
-    """Make the pattern of what is left of a call's wrapper when the call is taken out."""
+    """Make the pattern of what is left of a call's wrapper after the call was removed."""
     if template.structure.call_style is None:
         return None
     try:

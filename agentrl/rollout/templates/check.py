@@ -1,20 +1,21 @@
 """Check a finished ledger against the rendering of its whole conversation.
 
-Compared are:
+Four comparisons are made:
 
-- What was appended as observed, token by token, with what the template gives for its messages.
-- The whole, as text, with what the template writes for the conversation at once. Between the first
-  words of one message from outside and those of the next is one sampled turn; a difference there is
-  that turn's. Sampled tokens are compared as text, since other tokens may spell the same.
-- What splicing writes with what the template itself writes if it is given the texts.
-- Under `strict`: the observed tokens with those that the tokenizer gives the template's text.
+- The observed tokens with those that the template gives for their messages, token by token.
+- The whole text with what the template writes for the whole conversation. Between the starts of two
+  outside messages is one sampled turn; a difference there belongs to that turn. Sampled tokens are
+  compared as text, because several token sequences can spell the same text.
+- The text of the compiled template with what the template itself writes for the texts.
+- With `strict`: the observed tokens with those that the tokenizer gives the template's text.
 
-The last two are skipped if a text from outside holds a control token: the template and the
-tokenizer would take it for one. The cost is linear in the conversation's length.
+The last two are skipped if an outside text holds a control token: the template and the tokenizer
+would treat it as one. The cost is linear in the conversation's length.
 
-A run keeps the wording of a ledger: each part as it went through the tokenizer, the text that was
-encoded or what was decoded. Under `ignore_strippable` nothing more is compared if that is what
-splicing writes for the whole conversation, and no text holds what the template looks for unseen.
+A run records the wording of a ledger: the text of each part, as it was encoded or decoded. With
+`ignore_strippable`, if the wording equals the rendering of the whole conversation, and no text
+holds a string that the template looks for unseen, the check passes without encoding again; the
+probe has already tested that texts are unchanged by encoding and decoding.
 """
 
 from bisect import bisect_right
@@ -48,7 +49,7 @@ EXCERPT = 60
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A stretch of the ledger: the prompt, a sampled turn, or what was observed behind one."""
+    """A part of the ledger: the prompt, a sampled turn, or the observation after one."""
 
     turn: int
     is_sampled: bool
@@ -60,12 +61,13 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What should have been observed in a segment."""
+    """The expected observation of a segment."""
 
     ids: list[int]
     written: Written
     canonical: Callable[[], tuple[list[int], list[int]]]
-    """Returns the tokens with the end of the turn before, and the tokenizer's of the same text."""
+    """Returns the tokens with the end of the turn before, and the tokenizer's tokens of the same
+    text."""
 
 
 def check_request(
@@ -80,10 +82,10 @@ def check_request(
     Args:
         template: The run's template.
         request: A finished request.
-        mode: As for `check_ledger`. Under `ignore_strippable` nothing is encoded again if the
-            wording is that of the whole rendering.
-        wording: The ledger part by part: what was encoded for the prompt and for each delta, and
-            what was decoded of each sampled turn. Empty: unknown.
+        mode: As in `check_ledger`. With `ignore_strippable`, nothing is encoded again if the
+            wording equals the whole rendering.
+        wording: The text of each part of the ledger: what was encoded for the prompt and for each
+            delta, and what was decoded of each sampled turn. Empty: unknown.
     """
     if mode == "ignore_strippable" and wording and _reads_as_rendered(template, request, wording):
         return []
@@ -108,14 +110,14 @@ def check_ledger(
     turns: Sequence[Turn],
     mode: CheckMode,
 ) -> list[TokenDifference]:
-    """Find where a ledger and the rendering of its conversation differ.
+    """Find the differences between a ledger and the rendering of its conversation.
 
     Args:
         template: The run's template.
         messages: The whole conversation; its last assistant messages are the sampled turns.
         tools: The schemas in the prompt.
         prompt_ids: Tokens before the first sampled one.
-        response_ids: All tokens behind them.
+        response_ids: All tokens after them.
         turns: The request's turns, with their spans in the response.
         mode: `strict` returns every difference, `ignore_strippable` those that are more than white
             space or other tokens for the same text, `disable` none.
@@ -150,7 +152,7 @@ def check_ledger(
 def _reads_as_rendered(
     template: ChatTemplate, request: AsyncRolloutRequest, wording: Sequence[str]
 ) -> bool:
-    """Whether the wording of a ledger is what the template writes for the whole conversation."""
+    """Whether the wording of a ledger equals the rendering of the whole conversation."""
     *said, last = wording
     ends_open = request.messages[-1].role == "assistant"
     if ends_open:
@@ -177,7 +179,7 @@ def _segments(
     response_ids: Sequence[int],
     turns: Sequence[Turn],
 ) -> list[_Segment]:
-    """The ledger as prompt, sampled, observed, sampled, observed, ..."""
+    """Split the ledger into prompt, sampled, observed, sampled, observed, ..."""
     sampled = [turn for turn in turns if turn.role == "assistant"]
     segments = [_Segment(-1, False, list(prompt_ids), 0, messages[: spoken[0]])]
     stops = [*(turn.start for turn in sampled[1:]), len(response_ids)]
@@ -198,7 +200,7 @@ def _expect(
     number: int,
     tools: Sequence[OpenAIFunctionToolSchema],
 ) -> _Expected | TemplateError:
-    """What should have been observed in a segment."""
+    """Return the expected observation of a segment."""
     segment, encoder = segments[number], template.structure.encoder
     try:
         if number == 0:
@@ -223,7 +225,7 @@ def _check_observed(
     segments: Sequence[_Segment],
     expected: Sequence[_Expected | TemplateError],
 ) -> list[TokenDifference]:
-    """Compare what the policy was shown, token by token."""
+    """Compare the observed tokens, token by token."""
     found: list[TokenDifference] = []
     for segment, delta in zip(segments[0::2], expected, strict=True):
         # A request may end before what follows its last turn was appended, or all of it.
@@ -251,7 +253,7 @@ def _check_whole(
     *,
     is_cut: bool,
 ) -> list[TokenDifference]:
-    """Compare texts between the beginnings of messages from outside."""
+    """Compare the texts between the starts of outside messages."""
     end = _cut_end(template, str(pieces[-1])) if is_cut else str(pieces[-1])
     whole = write_pieces([*pieces[:-1], end], texts)
     actual, offsets = _read_ledger(template, segments, expected)
@@ -277,7 +279,7 @@ def _check_rendering(
     *,
     gen: bool,
 ) -> list[TokenDifference]:
-    """Compare what splicing writes with what the template writes if it sees the texts."""
+    """Compare the compiled template's text with what the template itself writes."""
     ours = write_pieces(pieces, read.texts)
     theirs = _render(template, read, gen=gen)
     if ours.text == theirs:
@@ -291,7 +293,7 @@ def _check_rendering(
 def _check_canonical(
     segments: Sequence[_Segment], expected: Sequence[_Expected | TemplateError]
 ) -> list[TokenDifference]:
-    """Compare the observed tokens with the tokenizer's own for the template's text."""
+    """Compare the observed tokens with the tokenizer's tokens of the template's text."""
     found: list[TokenDifference] = []
     for segment, delta in zip(segments[0::2], expected, strict=True):
         if segment.ids and isinstance(delta, _Expected):
@@ -303,14 +305,14 @@ def _check_canonical(
 
 
 def _holds_control(template: ChatTemplate, read: ShapedConversation) -> bool:
-    """Whether a text from outside holds a control token, in any of its forms."""
+    """Whether an outside text holds a control token, in any of its forms."""
     holds = template.structure.encoder.holds_control
     texts = zip(read.slots, read.texts, strict=True)
     return any(slot.origin is TextOrigin.OUTSIDE and holds(text) for slot, text in texts)
 
 
 def _render(template: ChatTemplate, read: ShapedConversation, *, gen: bool) -> str:
-    """Return what the template writes if it is given the texts themselves."""
+    """Return what the template writes for the texts themselves."""
     render = template.structure.render_node(read.nodes, read.tools.nodes, gen)
     return render(dict(enumerate(read.texts)))
 
@@ -326,7 +328,7 @@ def _read_ledger(
     segments: Sequence[_Segment],
     expected: Sequence[_Expected | TemplateError],
 ) -> tuple[Written, list[int]]:
-    """The ledger as text, and where each of its segments starts."""
+    """Return the ledger as text, and where each of its segments starts."""
     texts = [template.decode(segment.ids) for segment in segments]
     if not segments[-1].ids:
         texts[-2] = _without_stop(template, texts[-2])
@@ -348,7 +350,7 @@ def _first(starts: dict[int, int]) -> Iterable[tuple[int, int]]:
 
 
 def _reads_alike(template: ChatTemplate, ours: str, theirs: str) -> bool:
-    """Whether two texts are one after decoding: some tokens take in the white space beside them."""
+    """Whether two texts are equal once decoded; some tokens absorb adjacent white space."""
     encoder = template.structure.encoder
     return ours == theirs or (
         encoder.decode(encoder.encode_literal(ours))
@@ -357,7 +359,7 @@ def _reads_alike(template: ChatTemplate, ours: str, theirs: str) -> bool:
 
 
 def _cut_end(template: ChatTemplate, literal: str) -> str:
-    """What is left of the last literal of a turn without the turn's end and what follows it."""
+    """Return the last literal of a turn without the turn's end and what follows it."""
     closing = template.learn_once("closing", None, lambda: _find_closing(template.structure))
     if closing and literal.endswith(closing):
         return literal.removesuffix(closing)
@@ -372,14 +374,14 @@ def _find_closing(structure: TemplateStructure) -> str:
 
 
 def _without_stop(template: ChatTemplate, text: str) -> str:
-    """A last turn without its end: it may have been cut by a budget, which is no difference."""
+    """Return a last turn without its end: a budget may have cut it, which is not a difference."""
     ends = [template.structure.end_of_turn.text, template.structure.last_end_of_turn]
     ends += [template.decode([id]) for id in template.stop_token_ids]
     return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
 
 
 def _difference(turn: int, kind: str, expected: str, actual: str) -> TokenDifference:
-    """Describe a difference, from its first character on."""
+    """Describe a difference, starting at its first character."""
     at = shared_length(expected, actual)
     if "".join(expected.split()) == "".join(actual.split()):
         kind = "whitespace"
@@ -393,5 +395,5 @@ def _difference(turn: int, kind: str, expected: str, actual: str) -> TokenDiffer
 
 
 def _refusal(turn: int, error: TemplateError) -> TokenDifference:
-    words = f"the template refuses: {error.args[0]}"
-    return TokenDifference(turn=turn, kind="missing", expected=words, actual="")
+    message = f"the template refuses: {error.args[0]}"
+    return TokenDifference(turn=turn, kind="missing", expected=message, actual="")

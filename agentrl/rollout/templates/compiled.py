@@ -1,10 +1,10 @@
-"""A rendering as tokens: what is between two control tokens is encoded together.
+"""A rendering as tokens: the text between two control tokens is encoded together.
 
-A tokenizer cuts a rendering at its added tokens and encodes each run of text between two of them by
-itself. So a template's literal, a text from outside and the next literal become one run, which gets
-the tokens that the tokenizer gives the rendering. A run goes through the tokenizer without control
-tokens, so no text from outside becomes one, alone or together with its neighbors: control tokens
-come from the template's literals only, and each literal is searched by itself.
+A tokenizer splits a rendering at its added tokens, and encodes each run of text between two of them
+by itself. So a literal of the template, an outside text and the next literal become one run, which
+gets the tokens that the tokenizer gives the rendering. A run is encoded without control tokens, so
+no outside text becomes one, alone or together with its neighbors: control tokens come from the
+template's literals only, and each literal is searched by itself.
 """
 
 import re
@@ -22,39 +22,39 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pieces between two control tokens, at least one of them a place."""
+    """Pieces between two control tokens, at least one of them a slot use."""
 
     pieces: tuple[Piece, ...]
     before: ControlToken | None
     after: ControlToken | None
     head_ids: list[int]
-    """Tokens of the literal before the first place, encoded alone."""
+    """Tokens of the literal before the first slot use, encoded alone."""
     tail_ids: list[int]
-    """Tokens of the literal after the last place, encoded alone."""
+    """Tokens of the literal after the last slot use, encoded alone."""
     only: SlotUse | None
-    """Its one place, if it has one and that is a text from outside."""
+    """The slot use, if the run has exactly one and it is an outside text."""
 
 
 class _FilledRun(NamedTuple):
-    """The text of a run, yet to be encoded."""
+    """The text of a run, not encoded yet."""
 
     text: str
     contents: list[Span]
     """In characters, if `run` is None."""
     run: _Run | None
-    """The run, if it has one place: then the content is found quickly."""
+    """The run, if it has one slot use: then the content is found faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A rendering with its texts in place: tokens that are known, and runs yet to be encoded."""
+    """A rendering with its texts: known tokens, and runs that are not encoded yet."""
 
     parts: list[list[int] | _FilledRun]
     encoder: TextEncoder
 
     @property
     def texts(self) -> list[str]:
-        """The texts that are to be encoded as outside text, in order."""
+        """The texts to be encoded as outside text, in order."""
         return [part.text for part in self.parts if isinstance(part, _FilledRun)]
 
     def encode(
@@ -67,7 +67,7 @@ class Filled:
 
         Returns:
             The tokens, and the span of each content in them. A token that holds characters of a
-            content and of the literal next to it is the content's.
+            content and of the literal next to it belongs to the content.
         """
         given = iter(self.encoder.encode_texts(self.texts) if encoded is None else encoded)
         ids: list[int] = []
@@ -85,16 +85,16 @@ class Filled:
 
 @dataclass(slots=True)
 class _Filling:
-    """Fills a run of several texts, or of a policy's."""
+    """Fills a run of several texts, or of a policy's text."""
 
     encoder: TextEncoder
-    live: re.Pattern[str]
+    policy_tokens: re.Pattern[str]
     parts: list[list[int] | _FilledRun] = field(default_factory=list[list[int] | _FilledRun])
     text: str = ""
     contents: list[Span] = field(default_factory=list[Span])
 
     def fill(self, run: _Run, texts: Sequence[str]) -> None:
-        """Fill it; the control tokens in a policy's texts cut it."""
+        """Fill the run; the control tokens in a policy's texts split it."""
         before = run.before
         for piece in run.pieces:
             if isinstance(piece, str):
@@ -113,7 +113,7 @@ class _Filling:
 
     def _add_policy(self, written: str, before: ControlToken | None) -> ControlToken | None:
         start = 0
-        for match in self.live.finditer(written):
+        for match in self.policy_tokens.finditer(written):
             token = self.encoder.tokens[match.group()]
             self.text += written[start : match.start()]
             self._close(before, token)
@@ -130,30 +130,30 @@ class _Filling:
 
 
 class CompiledTemplate:
-    """Pieces with their literals encoded: texts in, tokens out.
+    """Pieces with encoded literals: takes texts, returns tokens.
 
     Args:
-        pieces: What `learn` returned, or a part of it.
+        pieces: The result of `learn`, or a part of it.
         encoder: Encodes literals now and texts later.
-        live: Control tokens that a policy may write inside its turn.
-        before: The text that the pieces follow; what counts is whether it ends in a control token.
+        policy_tokens: Control tokens that a policy may write inside its turn.
+        before: The text before the pieces; it matters whether it ends in a control token.
     """
 
     def __init__(
         self,
         pieces: Sequence[Piece],
         encoder: TextEncoder,
-        live: re.Pattern[str],
+        policy_tokens: re.Pattern[str],
         *,
         before: str = "",
     ) -> None:
         self.pieces = tuple(pieces)
         self._encoder = encoder
-        self._live = live
+        self._policy_tokens = policy_tokens
         self._steps = self._compile(before)
 
     def fill(self, texts: Sequence[str]) -> Filled:
-        """Put texts in their places, without encoding them.
+        """Put texts into their slots, without encoding them.
 
         Args:
             texts: A text for each slot.
@@ -165,17 +165,17 @@ class CompiledTemplate:
             elif step.only:
                 parts += self._fill_only(step, step.only, texts[step.only.slot.number])
             else:
-                filling = _Filling(self._encoder, self._live)
+                filling = _Filling(self._encoder, self._policy_tokens)
                 filling.fill(step, texts)
                 parts += filling.parts
         return Filled(parts, self._encoder)
 
-    def _fill_only(self, run: _Run, place: SlotUse, text: str) -> list[_FilledRun]:
-        """Fill a run of one text from outside; most are."""
-        written = place.written(text)
+    def _fill_only(self, run: _Run, use: SlotUse, text: str) -> list[_FilledRun]:
+        """Fill a run of one outside text; most runs are of this kind."""
+        written = use.written(text)
         text = "".join([piece if isinstance(piece, str) else written for piece in run.pieces])
         text = self._encoder.between(text, run.before, run.after)
-        contents = [(place.slot.message, 0, 0)] if place.slot.is_content else []
+        contents = [(use.slot.message, 0, 0)] if use.slot.is_content else []
         return [_FilledRun(text, contents, run)] if text else []
 
     def encode(self, texts: Sequence[str]) -> list[int]:
@@ -183,11 +183,11 @@ class CompiledTemplate:
         return self.fill(texts).encode()[0]
 
     def write(self, texts: Sequence[str]) -> Written:
-        """Return what `encode` encodes, as one text."""
+        """Return the text that `encode` encodes."""
         return write_pieces(self.pieces, texts)
 
     def _compile(self, before: str) -> list[list[int] | _Run]:
-        """Cut the pieces at control tokens, and encode the runs that have no place in them."""
+        """Split the pieces at control tokens, and encode the runs that have no slot use."""
         steps: list[list[int] | _Run] = []
         run: list[Piece] = []
         opened = next(reversed(self._encoder.split_literal(before)), None)
@@ -209,8 +209,8 @@ class CompiledTemplate:
         encoder = self._encoder
         if not any(isinstance(piece, SlotUse) for piece in pieces):
             return encoder.encode_text(encoder.between("".join(map(str, pieces)), before, after))
-        places = [piece for piece in pieces if isinstance(piece, SlotUse)]
-        is_outside = len(places) == 1 and places[0].slot.origin is TextOrigin.OUTSIDE
+        uses = [piece for piece in pieces if isinstance(piece, SlotUse)]
+        is_outside = len(uses) == 1 and uses[0].slot.origin is TextOrigin.OUTSIDE
         head = pieces[0] if isinstance(pieces[0], str) else ""
         tail = pieces[-1] if isinstance(pieces[-1], str) else ""
         return _Run(
@@ -219,7 +219,7 @@ class CompiledTemplate:
             after,
             encoder.encode_text(encoder.between(head, before, None)),
             encoder.encode_text(encoder.between(tail, None, after)),
-            places[0] if is_outside else None,
+            uses[0] if is_outside else None,
         )
 
 
@@ -240,7 +240,7 @@ def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common start."""
+    """Return the length of the common prefix."""
     if first == second[: len(first)]:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))

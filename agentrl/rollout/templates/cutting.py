@@ -1,8 +1,8 @@
-"""Renderings cut at random placeholders, and what a template does to the texts in the cuts.
+"""Cut renderings at random placeholders, and learn what a template does to the texts there.
 
-A conversation's shape is rendered with a fresh random number in each slot, so no text that anybody
-wrote ever enters the string. What the template does to a text on its way (strips it, escapes it in
-JSON) is learned from further renderings of the same shape and done to the text before it is
+A conversation's shape is rendered with a fresh random number in each slot, so no text of a user or
+a tool ever enters the rendered string. A template may strip a text or escape it in JSON. Further
+renderings of the same shape reveal this, and the same change is made to the text before it is
 encoded (`agentrl.rollout.templates.compiled`).
 """
 
@@ -20,17 +20,17 @@ Render = Callable[[Mapping[int, str]], str]
 """Renders one shape with the given texts in its slots."""
 
 BLANKS = "\n "
-"""The blanks that are tried; a template that strips both strips all."""
+"""The blanks that are tried; a template that strips both is assumed to strip all white space."""
 SERIAL_DIGITS = 6
-"""Digits of a placeholder that count the slots; the rest are random, drawn for each rendering."""
+"""Digits of a placeholder that number the slots; the other digits are random in each rendering."""
 SHORTEST_SERIAL = 16
-"""Placeholders shorter than this are random throughout."""
-_MARK = "Aé/\n\"\\'<&>\u2028"
+"""Shorter placeholders consist of random digits only."""
+_AWKWARD = "Aé/\n\"\\'<&>\u2028"
 
 
 @dataclass(frozen=True, slots=True)
 class Escape:
-    """How a template writes a text."""
+    """How a template escapes a text."""
 
     name: str
     apply: Callable[[str], str]
@@ -52,7 +52,7 @@ def _safe(dump: Callable[[str], str]) -> Callable[[str], str]:
 _HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&#34;", "'": "&#39;"})
 VERBATIM = Escape("verbatim", lambda text: text)
 UNKNOWN = Escape("unknown", lambda text: text)
-"""A template that rewrites the text in no way known here: the text is kept as it is."""
+"""The template changes the text in an unknown way; the text is kept unchanged."""
 ESCAPES = (
     VERBATIM,
     Escape("json", _json),
@@ -70,17 +70,17 @@ ESCAPES = (
 
 @dataclass(frozen=True, slots=True)
 class SlotUse:
-    """Where a text stands in a rendering, and what the template does to it there."""
+    """One use of a slot in a rendering, and what the template does to the text there."""
 
     slot: Slot
     escape: Escape = VERBATIM
     strips_left: str = ""
-    """Characters stripped from the text's start; `BLANKS` for all white space."""
+    """Characters that are stripped from the text's start; `BLANKS` for all white space."""
     strips_right: str = ""
-    """Characters stripped from the text's end."""
+    """Characters that are stripped from the text's end."""
 
     def written(self, text: str) -> str:
-        """The text as the template writes it here."""
+        """Return the text as the template writes it here."""
         if self.strips_left:
             text = text.lstrip() if self.strips_left == BLANKS else text.lstrip(self.strips_left)
         if self.strips_right:
@@ -90,7 +90,7 @@ class SlotUse:
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """Placeholders of one rendering."""
+    """The placeholders of one rendering."""
 
     texts: list[str]
     """One for each slot, in order."""
@@ -99,35 +99,35 @@ class Placeholders:
 
 
 Piece = str | SlotUse
-"""A literal of the template, or a text's place."""
+"""A literal of the template, or the use of a slot."""
 
 
 def cut(render: Render, slots: Sequence[Slot]) -> list[Piece]:
-    """Render a shape and cut it: literals and places, alternating, literals at both ends."""
-    marks = _placeholders(slots)
-    by_mark = dict(zip(marks.texts, slots, strict=True))
-    pieces = marks.pattern.split(render(_by_index(slots, marks.texts)))
-    return [SlotUse(by_mark[p]) if i % 2 else p for i, p in enumerate(pieces)]
+    """Render a shape and cut it: literals and slot uses alternate, literals are at both ends."""
+    placeholders = _placeholders(slots)
+    by_placeholder = dict(zip(placeholders.texts, slots, strict=True))
+    pieces = placeholders.pattern.split(render(_by_index(slots, placeholders.texts)))
+    return [SlotUse(by_placeholder[p]) if i % 2 else p for i, p in enumerate(pieces)]
 
 
 def learn(render: Render, slots: Sequence[Slot]) -> list[Piece]:
-    """Cut a shape, and learn what becomes of a text in each place."""
+    """Cut a shape, and learn what the template does to the text of each slot use."""
     pieces = cut(render, slots)
     if len(pieces) == 1:
         return pieces
     escapes = _learn_escapes(render, slots, pieces)
-    places = [
-        replace(place, escape=escape)
-        for place, escape in zip(pieces[1::2], escapes, strict=True)
-        if isinstance(place, SlotUse)
+    uses = [
+        replace(use, escape=escape)
+        for use, escape in zip(pieces[1::2], escapes, strict=True)
+        if isinstance(use, SlotUse)
     ]
     learned: list[Piece] = list(pieces)
-    learned[1::2] = _learn_strips(render, slots, pieces[0::2], places)
+    learned[1::2] = _learn_strips(render, slots, pieces[0::2], uses)
     return learned
 
 
 def written_text(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[str]) -> str:
-    """The rendering with texts in their places, as the template would write it."""
+    """Return the rendering with texts in their slots, as the template would write it."""
     return "".join(
         [
             piece if isinstance(piece, str) else piece.written(texts[piece.slot.number])
@@ -137,7 +137,7 @@ def written_text(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[st
 
 
 def _placeholders(slots: Sequence[Slot]) -> "Placeholders":
-    """A fresh random number for each slot: it survives any change of case and any escape.
+    """Make a random number for each slot: it is unchanged by any change of case and by any escape.
 
     Long ones of one width share their random start, so that one pattern finds them all.
     """
@@ -156,7 +156,7 @@ def _placeholders(slots: Sequence[Slot]) -> "Placeholders":
 
 
 def _random_digits(length: int) -> str:
-    """Random digits, the first of them no zero: a placeholder may stand for a number."""
+    """Return random digits; the first is not zero, because a placeholder can be a number."""
     return str(10 ** (length - 1) + secrets.randbelow(9 * 10 ** (length - 1)))
 
 
@@ -165,24 +165,24 @@ def _by_index(slots: Sequence[Slot], texts: Sequence[str]) -> dict[int, str]:
 
 
 def _learn_escapes(render: Render, slots: Sequence[Slot], pieces: Sequence[Piece]) -> list[Escape]:
-    """For each place, how a text with every awkward character comes out."""
+    """Find the escape of each slot use, with a text that contains every awkward character."""
     starts, ends = _placeholders(slots), _placeholders(slots)
     texts = [
-        start + _MARK + end if _is_tried(slot) else start
+        start + _AWKWARD + end if _is_tried(slot) else start
         for slot, start, end in zip(slots, starts.texts, ends.texts, strict=True)
     ]
-    places = [piece for piece in pieces if isinstance(piece, SlotUse)]
+    uses = [piece for piece in pieces if isinstance(piece, SlotUse)]
     try:
         rendered = render(_by_index(slots, texts))
     except TemplateError:
-        return [UNKNOWN] * len(places)
+        return [UNKNOWN] * len(uses)
     expected = dict(zip((slot.number for slot in slots), ends.texts, strict=True))
     found = starts.pattern.split(rendered)[2::2]
-    if len(found) != len(places):
-        return [UNKNOWN] * len(places)
+    if len(found) != len(uses):
+        return [UNKNOWN] * len(uses)
     return [
-        _recognise(behind, expected[place.slot.number]) if _is_tried(place.slot) else VERBATIM
-        for place, behind in zip(places, found, strict=True)
+        _recognize(following, expected[use.slot.number]) if _is_tried(use.slot) else VERBATIM
+        for use, following in zip(uses, found, strict=True)
     ]
 
 
@@ -191,27 +191,27 @@ def _is_tried(slot: Slot) -> bool:
     return slot.width == SLOT_WIDTH
 
 
-def _recognise(behind: str, end: str) -> Escape:
-    written = behind.partition(end)[0] if end in behind else None
-    return next((escape for escape in ESCAPES if escape.apply(_MARK) == written), UNKNOWN)
+def _recognize(following: str, end: str) -> Escape:
+    written = following.partition(end)[0] if end in following else None
+    return next((escape for escape in ESCAPES if escape.apply(_AWKWARD) == written), UNKNOWN)
 
 
 def _learn_strips(
-    render: Render, slots: Sequence[Slot], literals: Sequence[Piece], places: list[SlotUse]
+    render: Render, slots: Sequence[Slot], literals: Sequence[Piece], uses: list[SlotUse]
 ) -> list[SlotUse]:
-    """Try a blank on each side of every text and see whether it is still there."""
+    """Put a blank on each side of every text, and check whether it is written."""
     plain = [literal for literal in literals if isinstance(literal, str)]
     for blank in BLANKS:
         before = _literals_with(render, slots, before=blank)
         after = _literals_with(render, slots, after=blank)
-        for number, place in enumerate(places):
-            kept = place.escape.apply(blank)
+        for number, use in enumerate(uses):
+            kept = use.escape.apply(blank)
             if _is_stripped(before, plain, number, plain[number] + kept):
-                place = replace(place, strips_left=place.strips_left + blank)
+                use = replace(use, strips_left=use.strips_left + blank)
             if _is_stripped(after, plain, number + 1, kept + plain[number + 1]):
-                place = replace(place, strips_right=place.strips_right + blank)
-            places[number] = place
-    return places
+                use = replace(use, strips_right=use.strips_right + blank)
+            uses[number] = use
+    return uses
 
 
 def _is_stripped(found: list[str], plain: list[str], number: int, kept: str) -> bool:
@@ -221,13 +221,13 @@ def _is_stripped(found: list[str], plain: list[str], number: int, kept: str) -> 
 def _literals_with(
     render: Render, slots: Sequence[Slot], *, before: str = "", after: str = ""
 ) -> list[str]:
-    marks = _placeholders(slots)
+    placeholders = _placeholders(slots)
     texts = [
-        before + mark + after if _is_tried(slot) else mark
-        for slot, mark in zip(slots, marks.texts, strict=True)
+        before + text + after if _is_tried(slot) else text
+        for slot, text in zip(slots, placeholders.texts, strict=True)
     ]
     try:
-        return marks.pattern.split(render(_by_index(slots, texts)))[0::2]
+        return placeholders.pattern.split(render(_by_index(slots, texts)))[0::2]
     except TemplateError:
         return []
 
@@ -237,11 +237,11 @@ class Written(NamedTuple):
 
     text: str
     starts: dict[int, int]
-    """By index of a message: where its content begins in the text."""
+    """The index at which each message's content starts in the text, by the message's index."""
 
 
 def write_pieces(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[str]) -> Written:
-    """Return the rendering with texts in their places, and where each message's content begins."""
+    """Return the rendering with texts in their slots, and where each message's content starts."""
     written: list[str] = []
     starts: dict[int, int] = {}
     length = 0
@@ -256,13 +256,13 @@ def write_pieces(pieces: Sequence[Piece], texts: Mapping[int, str] | Sequence[st
 
 
 def shared_length(first: str, second: str) -> int:
-    """Length of the common start of two strings."""
+    """Return the length of the common prefix of two strings."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
-    """Length of the common start of two renderings, never inside a control token."""
+    """Return the length of the common prefix of two renderings, never inside a control token."""
     length = shared_length(first, second)
     for text in (first, second):
         for match in control.finditer(text):
@@ -272,5 +272,5 @@ def common_length(first: str, second: str, control: re.Pattern[str]) -> int:
 
 
 def slots_in_order(pieces: Sequence[Piece]) -> list[int]:
-    """Index of the slot of each place, in order."""
+    """Return the slot number of each use, in order."""
     return [piece.slot.number for piece in pieces if isinstance(piece, SlotUse)]

@@ -1,8 +1,8 @@
-"""What a template writes behind an assistant turn: its end, a separator, new messages, a prompt.
+"""The delta after an assistant turn: its end, a separator, new messages, the generation prompt.
 
-A delta is found by rendering the new messages behind fixed neighbours, and cutting behind the
-neighbour's assistant turn. Neighbours are a plain answer, or tool calls that the new messages
-answer where the template asks for them. Nothing here knows a model's name.
+A delta is found by rendering the new messages after fixed context messages, and cutting the result
+after the assistant turn of the context. That turn is a plain answer, or tool calls that the new
+messages answer if the template requires them. Nothing here knows a model's name.
 """
 
 import re
@@ -40,32 +40,33 @@ RenderNode = Callable[[Sequence[Node], bool], Render]
 
 @dataclass(frozen=True, slots=True)
 class EndOfTurn:
-    """How a template ends an assistant turn that is followed by something."""
+    """How a template ends an assistant turn that another message follows."""
 
     text: str
-    """What it writes up to the last control token; empty where it writes none."""
+    """What it writes up to the last control token; empty if there is none."""
     is_written: bool
-    """False where the turn has no end of its own and the next turn's opening stands for it."""
+    """False if the turn has no end of its own, and the opening of the next turn ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPieces:
-    """A delta, cut behind the neighbour's assistant turn."""
+    """A delta, cut after the assistant turn of the context."""
 
     pieces: tuple[Piece, ...]
     end: str
-    """The literal's start that ends the assistant turn: what a policy samples as its stop."""
+    """The start of the first literal that ends the assistant turn: what a policy samples as its
+    stop."""
     needs_call: bool
-    """Whether the new messages were rendered behind tool calls, not behind a plain answer."""
+    """Whether the new messages were rendered after tool calls, not after a plain answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """Pieces behind a neighbour's last text, and how much of them closes the neighbour."""
+    """Pieces after the last text of the context, and how much of them closes the assistant turn."""
 
     pieces: tuple[Piece, ...]
     common: int
-    """Characters of the first literal that stand there too when nothing follows."""
+    """Characters of the first literal that the template also writes if nothing follows."""
 
     @property
     def lead(self) -> str:
@@ -73,13 +74,13 @@ class _Followed:
 
 
 class DeltaFinder:
-    """Find deltas of one template.
+    """Finds deltas of one template.
 
     Args:
         render_node: Renders nodes, with the run's tools.
         control: Matches a control token in a rendering.
-        style: How the template wants tool calls.
-        tool_slots: Holes in the run's tools.
+        style: How the template expects tool calls.
+        tool_slots: Slots in the run's tools.
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class DeltaFinder:
         self._style = style
 
     def end_of_turn(self) -> EndOfTurn:
-        """How a plain answer ends when a user follows.
+        """Return how a plain answer ends if a user follows.
 
         Raises:
-            TemplateError: where the template does not carry an assistant's answer.
+            TemplateError: if the template refuses or drops an assistant's answer.
         """
         follower = {"role": "user", "content": context_slot(9)}
-        behind = self._after_answer([follower], [context_slot(9)], gen=False, read=cut)
-        return self._end_of(behind)
+        followed = self._after_answer([follower], [context_slot(9)], gen=False, read=cut)
+        return self._end_of(followed)
 
     def find(
         self,
@@ -114,8 +115,8 @@ class DeltaFinder:
         """Find the delta of new messages and the next generation prompt.
 
         Raises:
-            TemplateError: where the template refuses the messages behind an assistant turn, or
-                loses their text.
+            TemplateError: if the template refuses the messages after an assistant turn, or drops
+                their text.
         """
         gen = add_generation_prompt
         calls: _Followed | TemplateError | None = None
@@ -126,28 +127,28 @@ class DeltaFinder:
         answer = self._attempt(self._after_answer, new, slots, gen)
         if isinstance(answer, _Followed):
             return DeltaPieces(answer.pieces, self._end_of(answer).text, needs_call=False)
-        # A template that drops the call itself has nothing to say on results behind calls.
+        # If the template drops the call itself, the error about the answer is the relevant one.
         if calls is None or calls.details.get("role") == "assistant":
             raise answer
         raise calls
 
-    def _split_calls(self, behind: _Followed) -> DeltaPieces:
-        """The delta behind tool calls.
+    def _split_calls(self, followed: _Followed) -> DeltaPieces:
+        """Return the delta after tool calls.
 
-        Behind a call stands first what closes the call itself, which the policy samples. The turn
-        ends as an answer does, or with the last token that no call is closed by. If it has no end
-        of its own, the opening of the next turn ends it.
+        The text after a call starts with what closes the call itself, which the policy samples.
+        The turn ends as an answer does, or with the last token that closes no call. If the turn has
+        no end of its own, the opening of the next turn ends it.
         """
-        end, lead = self.end_of_turn(), behind.lead
+        end, lead = self.end_of_turn(), followed.lead
         if end.is_written and end.text in lead:
             start = lead.index(end.text)
             stop = start + len(end.text)
         else:
-            start, stop = self._find_end_of_calls(lead, behind.common)
-        return DeltaPieces((lead[start:], *behind.pieces[1:]), lead[start:stop], needs_call=True)
+            start, stop = self._find_end_of_calls(lead, followed.common)
+        return DeltaPieces((lead[start:], *followed.pieces[1:]), lead[start:stop], needs_call=True)
 
     def _find_end_of_calls(self, lead: str, common: int) -> tuple[int, int]:
-        """Where an end of their own ends the calls: `common` characters are the turn's."""
+        """Return the span of the end of the calls; `common` characters belong to the turn."""
         own = self._tokens_between_calls
         tokens = list(self._control.finditer(lead))
         others = [match for match in tokens if match.group() not in own]
@@ -173,25 +174,25 @@ class DeltaFinder:
         is_followed = second.intersection(slots_in_order(pieces[1:2]))
         return set(self._control.findall(str(pieces[0]))) if is_followed else set()
 
-    def _end_of(self, behind: _Followed) -> EndOfTurn:
-        closing = list(self._control.finditer(behind.lead, 0, behind.common))
+    def _end_of(self, followed: _Followed) -> EndOfTurn:
+        closing = list(self._control.finditer(followed.lead, 0, followed.common))
         if closing:
-            return EndOfTurn(behind.lead[: closing[-1].end()], is_written=True)
-        opening = self._control.search(behind.lead)
-        return EndOfTurn(behind.lead[: opening.end()] if opening else "", is_written=False)
+            return EndOfTurn(followed.lead[: closing[-1].end()], is_written=True)
+        opening = self._control.search(followed.lead)
+        return EndOfTurn(followed.lead[: opening.end()] if opening else "", is_written=False)
 
     def _attempt(
         self,
-        behind: Callable[..., _Followed],
+        render: Callable[..., _Followed],
         new: Sequence[dict[str, Node]],
         slots: Sequence[Slot],
         gen: bool,
     ) -> "_Followed | TemplateError":
         try:
-            found = behind(new, slots, gen=gen, read=learn)
+            found = render(new, slots, gen=gen, read=learn)
             last = found.pieces[-1]
-            silent = gen and behind(new, slots, gen=False, read=cut).pieces[-1] == last
-            opening = self._opening(behind, new, slots, str(last)) if silent else ""
+            silent = gen and render(new, slots, gen=False, read=cut).pieces[-1] == last
+            opening = self._opening(render, new, slots, str(last)) if silent else ""
         except TemplateError as error:
             return error
         lost = {slot.number: slot for slot in slots if slot.is_content}
@@ -209,15 +210,15 @@ class DeltaFinder:
 
     def _opening(
         self,
-        behind: Callable[..., _Followed],
+        render: Callable[..., _Followed],
         new: Sequence[dict[str, Node]],
         slots: Sequence[Slot],
         last: str,
     ) -> str:
-        """What the template writes between the new messages, which end in `last`, and an answer."""
+        """Return the text between the new messages, which end in `last`, and an answer."""
         answer = context_slot(8, TextOrigin.POLICY)
         nodes = [*new, {"role": "assistant", "content": answer}]
-        return opening_of(behind(nodes, [*slots, answer], gen=False, read=cut).pieces, answer, last)
+        return opening_of(render(nodes, [*slots, answer], gen=False, read=cut).pieces, answer, last)
 
     def _after_answer(
         self, new: Sequence[Node], slots: Sequence[Slot], *, gen: bool, read: Any
@@ -241,13 +242,13 @@ class DeltaFinder:
         content = self._style.empty_content
         before = [{"role": "assistant", "content": content, "tool_calls": calls}]
         own = [slot for spare in spares for slot in spare]
-        # A format in tags may write the argument's name again behind its value.
+        # A format in tags may write the argument's name again after its value.
         anchored = spares if anchor_call is None else spares[anchor_call : anchor_call + 1]
         values = [slot for spare in anchored for slot in spare[1:]]
         return self._after(before, values, own, new, slots, gen=gen, read=read)
 
     def _call_for(self, result: dict[str, Node], spare: Sequence[Slot]) -> Node:
-        """The call that a tool message answers; its one argument's value comes last in it."""
+        """Make the call that a tool message answers. Its last text is its argument's value."""
         name, key, value = spare
         arguments = as_arguments(Pairs(((key, value),)), self._style)
         function = {"name": result.get("name", name), "arguments": arguments}
@@ -268,7 +269,7 @@ class DeltaFinder:
         gen: bool,
         read: Any,
     ) -> _Followed:
-        """Render [a user, the neighbour, the new messages]; keep what is behind the anchors."""
+        """Render [a user, the assistant turn, the new messages]; keep what follows the anchors."""
         user = context_slot(0)
         start = [{"role": "user", "content": user}, *before]
         every = [user, *own, *self._tool_holes, *slots]
@@ -285,7 +286,7 @@ class DeltaFinder:
 
 
 def opening_of(pieces: Sequence[Piece], answer: Slot, last: str) -> str:
-    """What stands between the literal `last` and an answer; blank: the answer follows directly.
+    """Return the text between the literal `last` and an answer; blank if there is none.
 
     Raises:
         TemplateError: if the template writes no such answer.
@@ -302,7 +303,7 @@ def _last_role(new: Sequence[dict[str, Node]]) -> str:
 
 
 def _tail(pieces: Sequence[Piece], anchors: Sequence[Slot]) -> tuple[Piece, ...]:
-    """Pieces behind the last place of an anchor."""
+    """Return the pieces after the last use of an anchor."""
     indices = {slot.number for slot in anchors}
     for number in range(len(pieces) - 1, -1, -1):
         piece = pieces[number]
@@ -313,12 +314,12 @@ def _tail(pieces: Sequence[Piece], anchors: Sequence[Slot]) -> tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """What to append, observed, behind a sampled turn."""
+    """The observed tokens to append after a sampled turn."""
 
     end_of_turn_ids: list[int]
     """The start of `ids` that ends the assistant turn and that the policy did not sample."""
     ids: list[int]
-    """All of it: missing end of turn, separator, new messages, generation prompt."""
+    """All tokens: missing end of turn, separator, new messages, generation prompt."""
     message_spans: list[tuple[int, int, int]]
     """For each content: index of its message among the new ones, start and end in `ids`."""
     written: Callable[[], Written]
@@ -330,17 +331,18 @@ class PreparedDelta:
     """What a template writes after a turn for messages of one shape."""
 
     end: str
-    """What ends the assistant turn."""
+    """The text that ends the assistant turn."""
     end_ids: list[int]
-    splice: CompiledTemplate
+    compiled: CompiledTemplate
     """What follows the end."""
     borrowed: list[tuple[int, int]]
-    """Names that the template writes over the result of another call: theirs, the call's own."""
+    """Slots of names that the template writes over the result of another call: that name, the own
+    name."""
 
 
 @dataclass
 class PlannedDelta:
-    """A delta that is yet to be encoded."""
+    """A delta that is not encoded yet."""
 
     prepared: PreparedDelta
     texts: list[str]
@@ -349,17 +351,17 @@ class PlannedDelta:
 
     @property
     def outside(self) -> list[str]:
-        """The texts that are to be encoded as outside text, in order."""
+        """The texts to be encoded as outside text, in order."""
         return self._filled.texts
 
     def encode(
         self, last_ids: Sequence[int], outside: Sequence[Sequence[int]] | None = None
     ) -> EncodedDelta:
-        """Encode it.
+        """Encode the delta.
 
         Args:
-            last_ids: The sampled turn, or its last few tokens. What of the end of turn was sampled
-                is not written again.
+            last_ids: The sampled turn, or its last few tokens. The part of the end of turn that was
+                sampled is not written again.
             outside: Tokens of `outside`; None: they are encoded here.
         """
         ids, spans = self._filled.encode(outside)
@@ -375,23 +377,23 @@ class PlannedDelta:
 
     @cached_property
     def _filled(self) -> Filled:
-        return self.prepared.splice.fill(self.texts)
+        return self.prepared.compiled.fill(self.texts)
 
     @property
     def whole_text(self) -> str:
-        """The delta as text, its end of turn included."""
-        return self.prepared.end + self.prepared.splice.write(self.texts).text
+        """The delta as text, with its end of turn."""
+        return self.prepared.end + self.prepared.compiled.write(self.texts).text
 
     def _write(self, missing: Sequence[int]) -> Written:
-        """Return the delta as text, without the part of the end of turn that was sampled."""
+        """Return the delta as text, without the sampled part of the end of turn."""
         is_missing = len(missing) == len(self.prepared.end_ids)
         end = self.prepared.end if is_missing else self.decode(missing)
-        text, starts = self.prepared.splice.write(self.texts)
+        text, starts = self.prepared.compiled.write(self.texts)
         return Written(end + text, {index: len(end) + at for index, at in starts.items()})
 
 
 def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Pairs (name written, the tool's own) where a result stands under another call's name."""
+    """Return slot pairs (name written, the tool's own) of results under another call's name."""
     given = [node["name"] for node in nodes if isinstance(node.get("name"), Slot)]
     names = {slot.number: slot for slot in given}
     own = {slot.message: number for number, slot in names.items()}
@@ -408,9 +410,9 @@ def borrowed_names(nodes: Sequence[Node], pieces: Sequence[Piece]) -> list[tuple
 
 
 def _overlap(last_ids: Sequence[int], end_ids: Sequence[int]) -> int:
-    """How much of the end of turn was sampled already.
+    """Return how many tokens of the end of turn were sampled already.
 
-    A turn ends at its first stop token, whatever the template would write behind it.
+    A turn ends at its first stop token, even if the template writes more after it.
     """
     tail = list(last_ids[-len(end_ids) :]) if end_ids else []
     sampled = next(k for k in range(len(tail), -1, -1) if tail[len(tail) - k :] == end_ids[:k])

@@ -1,4 +1,4 @@
-"""Short conversations with which templates are probed."""
+"""Messages of the short conversations that probe a template."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -29,21 +29,21 @@ def answer_message(text: str) -> Message:
 def call_message(
     city: str, number: int = 0, *, text: str = "", name: str = "probe_tool"
 ) -> Message:
-    """Make an assistant's call of a tool, which is call `number` of the conversation."""
+    """Make an assistant's tool call, with the conversation's call number."""
     function = FunctionCall(name=name, arguments={"city": city})
     call = ToolCall(id=f"call0000{number}", function=function)
     return Message(role="assistant", content=text, tool_calls=[call])
 
 
 def result_message(text: str = "It rains.", number: int = 0, name: str = "probe_tool") -> Message:
-    """Make the result of call `number`."""
+    """Make the result of a call."""
     return Message(role="tool", content=text, name=name, tool_call_id=f"call0000{number}")
 
 
-# One schema, not equal ones: what was learned of it is found again by its identity.
+# One schema, not equal ones: caches of shapes use its identity.
 @lru_cache(maxsize=8)
 def tool_schema(description: str = "Tell the weather.") -> OpenAIFunctionToolSchema:
-    """Make the schema of the tool that the stories call."""
+    """Make the schema of the tool that the conversations call."""
     city = {"type": "string", "description": "A city."}
     parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
     schema = OpenAIFunctionSchema(name="probe_tool", description=description, parameters=parameters)
@@ -51,12 +51,12 @@ def tool_schema(description: str = "Tell the weather.") -> OpenAIFunctionToolSch
 
 
 def with_preface(preface: Sequence[object], messages: Sequence[Message]) -> list[Message]:
-    """Put a system message before a story, where the template wants one."""
+    """Add a system message to a conversation if the template requires one."""
     if not preface or messages[0].role == "system":
         return list(messages)
     return [Message(role="system", content="Be brief."), *messages]
 
 
 def reason_of(error: TemplateError) -> str:
-    """Say why a template refused, in one line."""
+    """Return the reason of a template's refusal in one line."""
     return str(error.details.get("reason") or error.args[0])

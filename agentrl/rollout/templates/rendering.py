@@ -1,4 +1,4 @@
-"""One chat template on one tokenizer, as a function from messages to a string."""
+"""One chat template of one tokenizer, as a function from messages to a string."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ _LENIENT = tuple("%-" + letter for letter in "dmHIMSjy")
 
 
 class Renderer:
-    """Render messages through a chat template, always on the same date.
+    """Renders messages through a chat template, always with the same date.
 
     Args:
-        tokenizer: Gives the template, unless `custom_template` replaces it, and its variables.
+        tokenizer: Provides the template, unless `custom_template` replaces it, and its variables.
         custom_template: A template's text, or the path of a file that holds it.
         template_kwargs: Further variables of the template, such as `enable_thinking`.
         now: The date that the template may write.
 
     Raises:
-        TemplateError: where there is no template or it is no valid Jinja.
+        TemplateError: if there is no template, or it is not valid Jinja.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Renderer:
 
     @property
     def source(self) -> str:
-        """The template's text, as it was given (that with tools, where there are several)."""
+        """The template's text (the variant for tools, if there are several)."""
         return self._sources.get("tool_use") or next(iter(self._sources.values()))
 
     @property
     def writes_date(self) -> bool:
-        """Whether the template asks for the date."""
+        """Whether the template writes the date."""
         return any("strftime_now" in source for source in self._sources.values())
 
     def render(
@@ -62,7 +62,7 @@ class Renderer:
         """Render a conversation.
 
         Raises:
-            TemplateError: where the template refuses it (the template's own words), or fails.
+            TemplateError: if the template refuses it (with the template's message), or fails.
         """
         apply: Any = self._tokenizer.apply_chat_template
         try:
@@ -74,9 +74,9 @@ class Renderer:
                 tokenize=False,
                 **self._kwargs,
             )
-        # A template is a program that somebody else wrote: whatever it raises, it refuses.
+        # A template is a foreign program: any error means that it refuses the conversation.
         except Exception as error:
-            raise TemplateError(_words(error), template=self.name) from error
+            raise TemplateError(_one_line(error), template=self.name) from error
 
     def _prepared(self, *, with_tools: bool) -> str:
         chosen = self._sources.get("tool_use") if with_tools else None
@@ -87,7 +87,7 @@ class Renderer:
 def _find_sources(
     tokenizer: "PreTrainedTokenizerBase", custom: str | None
 ) -> tuple[str, dict[str, str]]:
-    """The template's name and its text, by variant."""
+    """Return the template's name, and its text by variant."""
     if custom is not None:
         return _read_custom(custom)
     owner = Path(str(tokenizer.name_or_path)).name or type(tokenizer).__name__
@@ -123,17 +123,17 @@ def _check_syntax(name: str, sources: Any) -> None:
             render_jinja_template(conversations=[], chat_template=source)
         except TemplateSyntaxError as error:
             raise TemplateError(
-                f"the chat template is no valid Jinja: {error.message}",
+                f"the chat template is not valid Jinja: {error.message}",
                 template=name,
                 line=error.lineno,
             ) from None
 
 
 def _frozen_clock(now: datetime) -> str:
-    """A prelude that answers `strftime_now` with one date, in any format.
+    """Return a Jinja prelude that answers `strftime_now` with one date, in any format.
 
     Transformers replaces callables among a template's variables, so the date is frozen inside the
-    template. The newline behind the last tag is the one that `trim_blocks` takes away.
+    template. `trim_blocks` removes the newline after the last tag.
     """
     steps = "".join(
         f"|replace({directive!r}, {now.strftime(directive)!r})"
@@ -142,6 +142,6 @@ def _frozen_clock(now: datetime) -> str:
     return "{% macro strftime_now(format) %}{{ format" + steps + " }}{% endmacro %}\n"
 
 
-def _words(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,8 +1,8 @@
-"""What a conversation looks like without its texts: its shape, with a slot for each text.
+"""The shape of a conversation: its structure, with a slot for each text.
 
-The shape is what a template may branch on (roles, kinds of fields, which texts are empty); it is
-the key under which renderings are cached. The texts stay outside of it. A text that is empty or
-blank is part of the shape, since templates treat those differently and they hold no control token.
+A template can branch on the shape: on roles, on kinds of fields, on which texts are empty. The
+shape is the key under which renderings are cached. It does not contain the texts, except blank
+ones: templates treat those differently, and they hold no control token.
 """
 
 import json
@@ -18,14 +18,15 @@ from agentrl.messages import Message, OpenAIFunctionToolSchema, ToolCall
 T = TypeVar("T")
 
 SHORTEST_ID = 9
-"""Call ids from this length on keep their length in a rendering (templates may check it)."""
+"""Call ids of at least this length keep their length in a rendering, because templates may check
+it."""
 LONGEST_ID = 40
 MAX_SHOWN = 17
-"""Pieces of a text from outside, shown ones included; a text of more is not shown to a template."""
+"""Maximum pieces of an outside text that is cut at `shown`; a text with more is not cut."""
 SLOT_WIDTH = 32
 """Digits of a placeholder."""
 NUMBER_WIDTH = 24
-"""Digits of a placeholder that stands for a number."""
+"""Digits of the placeholder of a number."""
 
 
 # fmt: off
@@ -38,35 +39,36 @@ SCHEMA_WORDS = frozenset({
     "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "minProperties",
     "maxProperties", "return", "object", "string", "number", "integer", "boolean", "array", "null",
 })
-"""Words by which templates find their way in a tool's schema; they are never kept apart."""
+"""Words that templates look for in a tool's schema; they never become slots."""
 # fmt: on
 
 
 class TextOrigin(StrEnum):
-    """Who speaks in a text, which decides how it is encoded."""
+    """Who wrote a text. This decides how it is encoded."""
 
     OUTSIDE = "outside"
-    """Rows, users, tools, errors: plain characters."""
+    """Rows, users, tools, errors: encoded as plain characters."""
     POLICY = "policy"
-    """Assistant turns: the control tokens that a policy may write inside its turn are live."""
+    """Assistant turns: the control tokens that a policy may write inside its turn are encoded as
+    such."""
 
     __repr__ = str.__repr__
 
 
 class Slot(NamedTuple):
-    """The place of one text. Its representation is short: it stands in a shape's key."""
+    """A placeholder for one text. Its representation is short: it is part of a shape's key."""
 
     number: int
-    """SlotUse among the conversation's texts."""
+    """Index among the conversation's texts."""
     message: int
     """Index of its message; -1 for a tool's schema."""
     origin: TextOrigin
     is_content: bool
-    """Whether it is (part of) the message's content, not a name or an argument."""
+    """Whether the text is (part of) the message's content, not a name or an argument."""
     width: int = SLOT_WIDTH
     """Length of its placeholder."""
     is_number: bool = False
-    """Whether the template is given a number there."""
+    """Whether the template gets a number, not a string."""
 
     __repr__ = tuple.__repr__
 
@@ -82,7 +84,7 @@ def context_slot(number: int, origin: TextOrigin = TextOrigin.OUTSIDE) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """A text of several slots with visible separators between them."""
+    """A text of several slots, with separators between them that the template sees."""
 
     parts: tuple["str | Slot", ...]
 
@@ -94,28 +96,28 @@ class Pairs:
     items: tuple[tuple["str | Slot", "Node"], ...]
 
     def __repr__(self) -> str:
-        return f"Pairs{self.items}"  # of a shape's key, which is made for every turn
+        return f"Pairs{self.items}"  # part of a shape's key, which is made for every turn
 
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
-    """A value that the template is given as a string of JSON."""
+    """A value that the template gets as a string of JSON."""
 
     value: "Node"
 
 
 Node = Any
-"""JSON-like: dict, list, str, number, None, with `Slot`, `Concat`, `Pairs`, `JsonText` in it."""
+"""A JSON-like value that may contain `Slot`, `Concat`, `Pairs` and `JsonText`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a template wants an assistant message with tool calls."""
+    """The form in which a template expects an assistant message with tool calls."""
 
     arguments_as_json: bool = False
-    """Arguments as a string of JSON, not as a mapping."""
+    """Whether arguments are a string of JSON, not a mapping."""
     empty_content: str | None = ""
-    """Content of a message that has none; None for the value null."""
+    """The content of a message without text; None for the value null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +125,23 @@ class ShapeOptions:
     """How messages are read into shapes for one template."""
 
     separators: re.Pattern[str]
-    """Where a policy's text is cut, because the template looks for these in it."""
+    """A policy's text is cut at these strings, because the template looks for them in it."""
     calls: CallStyle = CallStyle()
     shown: re.Pattern[str] | None = None
-    """What the template looks for in texts from outside: it is shown these parts of them. None of
-    them can be a part of a control token. None: it looks for nothing."""
+    """An outside text is cut at these strings, because the template looks for them in it. No string
+    can be a part of a control token. None: the template looks for nothing.
+    """
     keeps_numbers_apart: bool = False
-    """Whether numbers in calls are slots too: fewer shapes, for readings that become no tokens (a
-    tokenizer may join a number with the blank before it)."""
+    """Whether numbers in calls become slots too. This gives fewer shapes. Only for texts that are
+    not encoded, because a tokenizer may join a number with the blank before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTools:
-    """Schemas as nodes, with the texts that must not enter a rendering."""
+    """Tool schemas as nodes, with slots for the texts that must not enter a rendering."""
 
     schemas: tuple[OpenAIFunctionToolSchema, ...]
-    """Kept so that their identity stays theirs while they are cached."""
+    """The schemas; a reference keeps their `id` unique while they are cached."""
     nodes: list[Node]
     slots: list[Slot]
     texts: list[str]
@@ -170,7 +173,7 @@ class ShapedConversation:
 
 
 class ShapeBuilder:
-    """Read messages and tools into nodes; collects slots and texts."""
+    """Reads messages and tools into nodes, and collects slots and texts."""
 
     def __init__(self, options: ShapeOptions, *, first_slot: int = 0) -> None:
         self._reading = options
@@ -181,7 +184,7 @@ class ShapeBuilder:
         self.texts: list[str] = []
 
     def messages(self, messages: Sequence[Message]) -> list[Node]:
-        """Nodes of messages, in order."""
+        """Return the nodes of messages, in order."""
         nodes: list[Node] = []
         for index, message in enumerate(messages):
             self._message = index
@@ -189,7 +192,7 @@ class ShapeBuilder:
         return nodes
 
     def schema(self, value: Any, is_inert: Callable[[str], bool]) -> Node:
-        """Nodes of a tool's schema: words that can do no harm stay, equal texts share a slot."""
+        """Return the nodes of a tool's schema. Harmless words stay; equal texts share a slot."""
         shared: dict[str, str | Slot] = {}
 
         def word(text: str) -> "str | Slot":
@@ -210,7 +213,7 @@ class ShapeBuilder:
         width: int = SLOT_WIDTH,
         is_number: bool = False,
     ) -> "str | Slot":
-        """Keep a text apart and return its slot; blank texts are returned as they are."""
+        """Store a text and return its slot; return a blank text unchanged."""
         if not text or text.isspace():
             return text
         number = self._first_hole + len(self.slots)
@@ -236,7 +239,7 @@ class ShapeBuilder:
         return node
 
     def _read_extra(self, message: Message, origin: TextOrigin) -> dict[str, Node]:
-        """Fields that the vocabulary does not know, such as a thought kept apart."""
+        """Read fields outside the message schema, such as a separate thought."""
         known = type(message).model_fields
         given = {key: value for key, value in message.to_template().items() if key not in known}
         return {
@@ -254,8 +257,8 @@ class ShapeBuilder:
             return self.slot(text, origin, is_content=is_content)
         return Concat(
             tuple(
-                piece if place % 2 else self.slot(piece, origin, is_content=is_content)
-                for place, piece in enumerate(pieces)
+                piece if index % 2 else self.slot(piece, origin, is_content=is_content)
+                for index, piece in enumerate(pieces)
             )
         )
 
@@ -275,7 +278,7 @@ class ShapeBuilder:
         return self.slot(json.dumps(value), width=NUMBER_WIDTH, is_number=True)
 
     def _read_id(self, text: str) -> "str | Slot":
-        """Keep an id apart; equal ids share a slot, since templates look calls up by their ids."""
+        """Store an id. Equal ids share a slot, since templates look calls up by their ids."""
         if text not in self._ids:
             keeps_length = SHORTEST_ID <= len(text) <= LONGEST_ID
             self._ids[text] = self.slot(text, width=len(text) if keeps_length else SLOT_WIDTH)
@@ -283,17 +286,17 @@ class ShapeBuilder:
 
 
 def as_arguments(arguments: Node, style: CallStyle) -> Node:
-    """Arguments of a call in the form that a template wants."""
+    """Return a call's arguments in the form that a template expects."""
     return JsonText(arguments) if style.arguments_as_json else arguments
 
 
 def shape_key(node: Node) -> str:
-    """The shape as a string: equal for conversations that a template treats alike."""
+    """Return the shape as a string: equal for conversations that a template treats alike."""
     return repr(node)
 
 
 def fill(node: Node, texts: Mapping[int, str]) -> Any:
-    """Put texts into the slots; `texts` maps a slot's index to its text."""
+    """Put texts into the slots; `texts` maps a slot's number to its text."""
     if isinstance(node, Slot):
         return int(texts[node.number]) if node.is_number else texts[node.number]
     if isinstance(node, Concat):
@@ -318,7 +321,7 @@ def _structure(
     word: Callable[[str], "str | Slot"],
     number: Callable[[float], Node] = _as_it_is,
 ) -> Node:
-    """Nodes of a JSON-like value; `word` and `number` say what stands for a string or a number."""
+    """Return the nodes of a value; `word` and `number` convert its strings and numbers."""
     if isinstance(value, str):
         return word(value)
     if isinstance(value, bool):
@@ -334,7 +337,7 @@ def _structure(
 
 
 def _cut_at(separators: re.Pattern[str], text: str) -> list[str]:
-    """Pieces of a text: outside and inside of separators, alternating."""
+    """Split a text at separators: texts and separators alternate."""
     pieces: list[str] = []
     start = 0
     for match in separators.finditer(text):

@@ -1,4 +1,4 @@
-"""What a template is made of, found by rendering it: its prompt, ends, frames and live tokens."""
+"""The structure of a template, found by rendering: prompt, ends of turns, policy tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from agentrl.rollout.templates.text import TextEncoder, any_of
 THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
 """Tags that open and close a thought."""
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Fields of an assistant message that hold a thought apart from its text."""
+"""Fields of an assistant message that hold a thought separate from its text."""
 
 _EXCERPT = 60
 _SCHEMA = tool_schema().to_template()
@@ -46,16 +46,16 @@ _METHODS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """What a template compares texts with."""
+    """The strings that a template compares texts with."""
 
     inside: tuple[str, ...]
-    """Looked for within a text: `'x' in text`, `text.split('x')`, `text.startswith('x')`."""
+    """Searched within a text: `'x' in text`, `text.split('x')`, `text.startswith('x')`."""
     whole: tuple[str, ...]
     """Compared with a whole value: `value == 'x'`."""
 
 
 def find_markers(source: str) -> Markers:
-    """Read the markers off a template's tokens."""
+    """Find the markers in the tokens of a template's source."""
     from jinja2 import Environment
 
     lexed = Environment().lex(source)
@@ -76,18 +76,18 @@ def find_markers(source: str) -> Markers:
 
 
 def _unquote(literal: str) -> str:
-    """The value of a Jinja string, which unlike Python's may run over lines."""
+    """Return the value of a Jinja string, which may contain newlines, unlike Python's."""
     return literal[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
 
 
 class TemplateStructure:
-    """Parts of one chat template, each found when it is first asked for.
+    """Parts of one chat template; each is found on first use.
 
     Args:
         renderer: Renders the template.
         encoder: Knows the tokenizer's control tokens.
         eos_id: The tokenizer's own end of sequence.
-        model_stops: Tokens that the model's generation ends at, whatever the template writes.
+        model_stops: Tokens that end the model's generation, whatever the template writes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TemplateStructure:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What opens an assistant turn; empty if the answer directly follows the user's turn.
+        """The text that opens an assistant turn; empty if an answer directly follows the user.
 
         Raises:
             TemplateError: if the template writes nothing, and an answer does not directly follow.
@@ -126,7 +126,7 @@ class TemplateStructure:
 
     @cached_property
     def alternating(self) -> list[Piece]:
-        """A user, an assistant and a user, as pieces.
+        """The pieces of a user, an assistant and a user message.
 
         Raises:
             TemplateError: if the template refuses them.
@@ -136,17 +136,17 @@ class TemplateStructure:
         return cut(self.render_after_preface(turns, False), slots)
 
     def _why_not_silent(self, closed: str) -> str:
-        """Why an answer cannot directly follow a user's turn, which ends in `closed`."""
+        """Return why an answer cannot directly follow a user's turn, which ends in `closed`."""
         try:
             pieces = self.alternating
         except TemplateError as error:
-            return f"it refuses an assistant's turn ({error.args[0]})"
+            return f"it refuses an assistant message ({error.args[0]})"
         if slots_in_order(pieces) != [context_slot(number).number for number in range(3)]:
             return "it does not write each message once, in order"
         if opening_of(pieces, context_slot(1), closed).strip():
             opening = str(pieces[2])[-_EXCERPT:]
             return (
-                f"behind a user it writes {closed[-_EXCERPT:]!r} with and without "
+                f"after a user it writes {closed[-_EXCERPT:]!r} with and without "
                 f"`add_generation_prompt`, and before an answer {opening!r}"
             )
         if closed.strip() == str(pieces[4]).strip():
@@ -167,25 +167,25 @@ class TemplateStructure:
 
     @property
     def thought_tags(self) -> dict[str, str]:
-        """The tags of thoughts that the template knows; if it knows none, the usual ones."""
+        """The tags of thoughts in the template; the usual ones if it has none."""
         known = {a: b for a, b in THOUGHTS.items() if a in self.renderer.source}
         return known or THOUGHTS
 
     @property
     def thinks(self) -> bool:
-        """Whether the template knows of thoughts."""
+        """Whether the template supports thoughts."""
         return self.reasoning_field is not None or any(
             tag in self.renderer.source for pair in THOUGHTS.items() for tag in pair
         )
 
     @cached_property
     def end_of_turn(self) -> EndOfTurn:
-        """How a plain answer ends when a user follows."""
+        """How a plain answer ends if a user follows."""
         return self.finder((), ()).end_of_turn()
 
     @cached_property
     def last_end_of_turn(self) -> str:
-        """What ends the last turn of a conversation, where that is another token; else empty."""
+        """What ends the last turn of a conversation, if that is another token; else empty."""
         if self.end_of_turn.is_written:
             return ""
         user, answer = context_slot(0), context_slot(1)
@@ -205,17 +205,17 @@ class TemplateStructure:
 
     @cached_property
     def call_style(self) -> CallStyle | None:
-        """How the template wants tool calls; None where it cannot carry them."""
+        """How the template expects tool calls; None if it does not support them."""
         return None if isinstance(self._found_style, str) else self._found_style
 
     @property
     def why_no_calls(self) -> str:
-        """Why the template carries no tool calls; empty if it does."""
+        """Why the template does not support tool calls; empty if it does."""
         return self._found_style if isinstance(self._found_style, str) else ""
 
     @cached_property
     def _found_style(self) -> CallStyle | str:
-        """How the template wants tool calls, or why it carries none."""
+        """How the template expects tool calls, or why it does not support them."""
         why = "the template leaves out the name or the arguments of a tool call"
         for tools, style in product(((), (_SCHEMA,)), _STYLES):
             try:
@@ -234,8 +234,8 @@ class TemplateStructure:
     def options(self) -> ShapeOptions:
         """How messages are read for this template.
 
-        A policy's text is cut where the template looks for something in it, so that the template
-        itself does with the parts what it does. A bare word is the name of a field.
+        A policy's text is cut at the strings that the template looks for, so that the template
+        itself can process the parts. A single word is ignored: it is the name of a field.
         """
         separators = any_of(
             marker
@@ -249,9 +249,9 @@ class TemplateStructure:
 
     @cached_property
     def hidden_markers(self) -> dict[TextOrigin, re.Pattern[str]]:
-        """What the template looks for in texts, and is not shown in them.
+        """Strings that the template looks for in texts, but that its rendering does not see.
 
-        Control tokens in a text from outside are left out: they are hidden on purpose.
+        Control tokens in an outside text are not among them: those are hidden on purpose.
         """
         options, looked_for = self.options, self._looked_for
         policy = (text for text in looked_for if not options.separators.fullmatch(text))
@@ -261,13 +261,13 @@ class TemplateStructure:
 
     @property
     def _looked_for(self) -> list[str]:
-        """Strings that a template looks for in texts; a bare word is the name of a field."""
+        """Strings that a template looks for in texts, without single words: those name fields."""
         markers = [*self.markers.inside, *self.markers.whole]
         return [text for text in markers if re.search(r"\w.*[^\w.]|[^\w.].*\w", text, re.DOTALL)]
 
     @cached_property
     def text_options(self) -> ShapeOptions:
-        """How messages are read where only the text matters, and no tokens are made of it."""
+        """How messages are read if only the text matters and nothing is encoded."""
         return replace(self.options, keeps_numbers_apart=True)
 
     @cached_property
@@ -280,12 +280,12 @@ class TemplateStructure:
 
     @property
     def preface(self) -> tuple[Node, ...]:
-        """What a template wants before a first user message: nothing, or a system message."""
+        """What the template requires before a first user message: nothing, or a system message."""
         return self._setting[0]
 
     @property
     def needed_tools(self) -> tuple[Node, ...]:
-        """A tool's schema, if the template fails without tools; else nothing."""
+        """A tool's schema if the template fails without tools; else nothing."""
         return self._setting[1]
 
     @cached_property
@@ -301,7 +301,7 @@ class TemplateStructure:
 
     @cached_property
     def reasoning_field(self) -> str | None:
-        """The field in which the template looks for an assistant's thought, if it does."""
+        """The field in which the template looks for a thought; None if there is none."""
         found = (
             name
             for name in REASONING_FIELDS
@@ -310,7 +310,7 @@ class TemplateStructure:
         return next(found, None)
 
     def render_node(self, messages: Sequence[Node], tools: Sequence[Node], gen: bool) -> Render:
-        """Make the function that renders these nodes with texts in their slots."""
+        """Return the function that renders these nodes with texts in their slots."""
 
         def render(texts: Mapping[int, str]) -> str:
             return self.renderer.render(
@@ -320,11 +320,11 @@ class TemplateStructure:
         return render
 
     def render_after_preface(self, messages: Sequence[Node], gen: bool) -> Render:
-        """Like `render_node`, for neighbours that begin with a user."""
+        """Do the same for messages that start with a user, after the preface."""
         return self.render_node([*self.preface, *messages], self.needed_tools, gen)
 
     def finder(self, tools: Sequence[Node], tool_slots: Sequence[Slot]) -> DeltaFinder:
-        """Find deltas in conversations with these tools."""
+        """Return the finder of deltas in conversations with these tools."""
         shown = tools or self.needed_tools
         return DeltaFinder(
             lambda messages, gen: self.render_node([*self.preface, *messages], shown, gen),
@@ -339,7 +339,7 @@ class TemplateStructure:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether a message's text is written only if the content is a list of parts."""
+        """Whether the template writes a message's text only if the content is a list of parts."""
         user = context_slot(0)
         try:
             texts = [user, [{"type": "text", "text": user}]]
@@ -362,31 +362,31 @@ class TemplateStructure:
 
     @cached_property
     def _frame_tokens(self) -> set[str]:
-        """Control tokens that frame turns, other than inside a policy's own."""
+        """Control tokens that frame turns, except those inside a policy's own turn."""
         user, answer, other = context_slot(0), context_slot(1), context_slot(2)
         first, reply = _message("user", user), _message("assistant", answer)
-        literals = self._literals([_message("system", other), first], behind=None)
+        literals = self._literals([_message("system", other), first], after=None)
         literals += [self._opening(first)]
         for role in ("user", "tool"):
             followed = [*self.preface, first, reply, _message(role, other)]
-            literals += self._literals(followed, behind=answer)
+            literals += self._literals(followed, after=answer)
         return {token for text in literals for token in self._control.findall(text)}
 
-    def _literals(self, nodes: list[Node], *, behind: Slot | None) -> list[str]:
-        """Literals of a rendering, or of what is in it behind a slot."""
+    def _literals(self, nodes: list[Node], *, after: Slot | None) -> list[str]:
+        """Return the literals of a rendering, or those after a slot."""
         try:
             render = self.render_node(nodes, self.needed_tools, False)
             pieces = cut(render, [context_slot(0), context_slot(1), context_slot(2)])
         except TemplateError:
             return []
         literals = [str(piece) for piece in pieces[0::2]]
-        places = slots_in_order(pieces)
-        if behind is None:
+        uses = slots_in_order(pieces)
+        if after is None:
             return literals
-        return literals[places.index(behind.number) + 1 :] if behind.number in places else []
+        return literals[uses.index(after.number) + 1 :] if after.number in uses else []
 
     def _opening(self, first: Node) -> str:
-        """What opens an assistant turn in history and as a generation prompt alike."""
+        """Return the common opening of an assistant turn in history and as a generation prompt."""
         slots = [context_slot(0), context_slot(1)]
         try:
             pieces = cut(

@@ -1,8 +1,8 @@
 """A chat template as a function between messages and tokens, the same for every template.
 
-The prompt is rendered once. What comes after an assistant turn is rendered as a delta and spliced
-behind the tokens that were sampled; nothing that was sampled is ever rendered again (train what was
-sampled), and no text from outside becomes a control token (outside text is never a control token).
+The prompt is rendered once. The messages after an assistant turn are rendered as a delta, which is
+appended to the sampled tokens. A sampled token is never rendered again (train what was sampled),
+and no outside text becomes a control token (outside text is never a control token).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CACHED_RUNS = 64
-"""Runs of text in prompts whose tokens are kept."""
+"""Maximum number of text runs in prompts for which tokens are cached."""
 MAX_CACHED_SHAPES = 1024
-"""Shapes kept; a run sees a handful, hostile input could make many."""
+"""Maximum number of cached shapes; hostile input could create many."""
 
 T = TypeVar("T")
 Tools = Sequence[OpenAIFunctionToolSchema]
@@ -55,16 +55,16 @@ class ChatTemplate:
         tokenizer: A tokenizer with a fast backend; it is not changed.
         custom_template: Replaces the tokenizer's template: its text, or the path of a file.
         template_kwargs: Further variables of the template, such as `enable_thinking`.
-        now: The date for templates that write one; frozen, so that every prompt of a run agrees.
+        now: The date for templates that write one; frozen, so that all prompts of a run agree.
         model_stops: Further tokens that end a turn, such as those of `generation_config.json`.
 
     Attributes:
-        structure: What the template is made of.
+        structure: The parts of the template.
         queue: Encodes texts of many requests together.
-        pieces: Finds the tokens behind a piece of sampled text.
+        token_spans: Finds the tokens of a span of sampled text.
 
     Raises:
-        TemplateError: where there is no template, or it is no valid Jinja.
+        TemplateError: if there is no template, or it is not valid Jinja.
 
     Example:
         >>> template = ChatTemplate(tokenizer)
@@ -93,7 +93,7 @@ class ChatTemplate:
         self.structure = TemplateStructure(renderer, TextEncoder(tokenizer), eos_id, model_stops)
         self.queue = EncodingQueue(self.encode_texts)
         self.token_spans = TokenSpans(self.decode)
-        # Many prompts of a run begin alike, with the same system message and tools.
+        # Many prompts of a run start with the same system message and tools.
         self._encode_run = lru_cache(MAX_CACHED_RUNS)(self.encode_text)
         self._shapes: dict[Any, Any] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
@@ -107,22 +107,22 @@ class ChatTemplate:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an assistant turn: the tokenizer's, the model's and the template's.
 
-        Where a template writes no end of its own, those that open a user's and a tool's turn (the
-        policy samples them).
+        If a template writes no end of its own, these are the tokens that open a user's and a tool's
+        turn (the policy samples them).
         """
         return self.structure.stop_token_ids
 
     @cached_property
     def stop_texts(self) -> dict[int, str]:
-        """The stop tokens, and how each of them reads."""
+        """The text of each stop token, by its id."""
         return {id: self.decode([id]) for id in self.stop_token_ids}
 
     @property
     def generation_prompt_ids(self) -> list[int]:
-        """What opens an assistant turn; observed, mask 0.
+        """The tokens that open an assistant turn; observed, mask 0.
 
         Raises:
-            TemplateError: where the template writes none.
+            TemplateError: if the template writes none.
         """
         return self.structure.encoder.encode_literal(self.structure.generation_prompt)
 
@@ -132,18 +132,19 @@ class ChatTemplate:
         return self.structure.starts_in_thought
 
     def encode_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Encode a whole conversation and the generation prompt behind it.
+        """Encode a whole conversation and the generation prompt after it.
 
         Raises:
-            TemplateError: where the template refuses the conversation, drops the text of a message
-                that is no assistant's, or writes no generation prompt; for parts that are no text.
+            TemplateError: if the template refuses the conversation, drops the text of a message
+            that is
+                not an assistant's, or writes no generation prompt; for parts that are not text.
         """
         read = self.read(messages, tools)
         filled = self._compiled_prompt(messages, read).fill(read.texts)
         return filled.encode([self._encode_run(text) for text in filled.texts])[0]
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """What `encode_prompt` encodes, as one text.
+        """Return the text that `encode_prompt` encodes.
 
         Raises:
             TemplateError: as `encode_prompt`.
@@ -154,24 +155,25 @@ class ChatTemplate:
     def encode_delta(
         self, messages: Sequence[Message], *, last_ids: Sequence[int], tools: Tools = ()
     ) -> EncodedDelta:
-        """Encode what comes behind a sampled turn: its end, new messages, generation prompt.
+        """Encode what follows a sampled turn: its end, new messages, the generation prompt.
 
-        Costs what encoding the new texts costs, however long the conversation is.
+        The cost is that of encoding the new texts, whatever the length of the conversation.
 
         Args:
-            messages: The new messages, none of them an assistant's; may be none at all.
-            last_ids: The sampled turn, or its last few tokens. What of the end of turn was sampled
-                is not written again.
-            tools: The same schemas as in the prompt.
+            messages: The new messages, none of them an assistant's; may be empty.
+            last_ids: The sampled turn, or its last few tokens. The part of the end of turn that was
+                sampled is not written again.
+            tools: The schemas in the prompt.
 
         Raises:
-            TemplateError: where the template cannot carry these messages behind a turn; for parts
-                that are no text.
+            TemplateError: if the template refuses these messages after a turn; for parts that are
+            not
+                text.
         """
         return self.plan_delta(messages, tools=tools).encode(last_ids)
 
     def plan_delta(self, messages: Sequence[Message], *, tools: Tools = ()) -> PlannedDelta:
-        """Do what `encode_delta` does but encode, so that the texts can be encoded with others.
+        """Prepare `encode_delta` without encoding, so that its texts can be encoded with others.
 
         Raises:
             TemplateError: as `encode_delta`.
@@ -182,23 +184,23 @@ class ChatTemplate:
         return PlannedDelta(delta, read.texts, self.decode)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode text from outside as plain characters, whatever it contains."""
+        """Encode outside text as plain characters, whatever it contains."""
         return self.structure.encoder.encode_text(text)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts from outside in one call, which costs less than one by one."""
+        """Encode outside texts in one call, which is faster than one by one."""
         return self.structure.encoder.encode_texts(texts)
 
     def encode_policy_text(self, text: str) -> list[int]:
-        """Encode text in the policy's origin, as it would have been sampled.
+        """Encode a policy's text, as it would have been sampled.
 
-        Control tokens that a policy may write inside its turn (a thought, a tool call) are live;
-        those that end a turn or open another are plain characters.
+        Control tokens that a policy may write inside its turn (a thought, a tool call) become
+        control tokens. Those that end a turn or open another one become plain characters.
         """
         return self.structure.encoder.encode_policy(text, self.structure.policy_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of sampled tokens with control tokens visible, for a tool parser."""
+        """Return the text of sampled tokens with control tokens visible, for a tool parser."""
         return self.structure.encoder.decode(ids)
 
     def read(
@@ -209,7 +211,7 @@ class ChatTemplate:
         `options` says how; None: as for tokens.
 
         Raises:
-            TemplateError: for a message with parts that are no text.
+            TemplateError: for a message with parts that are not text.
         """
         self._refuse_media(messages)
         prepared = self._prepare_tools(tools)
@@ -218,7 +220,7 @@ class ChatTemplate:
         nodes = builder.messages(messages)
         return ShapedConversation(nodes, prepared, builder.slots, builder.texts)
 
-    def splice(self, pieces: Sequence[Piece], *, before: str = "") -> CompiledTemplate:
+    def compile(self, pieces: Sequence[Piece], *, before: str = "") -> CompiledTemplate:
         """Encode the literals of pieces, which follow the text `before`."""
         return CompiledTemplate(
             pieces, self.structure.encoder, self.structure.policy_tokens, before=before
@@ -232,7 +234,7 @@ class ChatTemplate:
         return self._shapes[key]
 
     def _refuse_media(self, messages: Sequence[Message]) -> None:
-        # A template would write an image's token, and nobody would put the image behind it.
+        # A template would write an image's token, but no image would be passed to the model.
         for index, message in enumerate(messages):
             if not isinstance(message.content, list):
                 continue
@@ -240,8 +242,8 @@ class ChatTemplate:
             media = [part.type for part in parts if part.shown is not False]
             if media:
                 raise TemplateError(
-                    f"message {index} has a part of type {media[0]!r}, and only text is generated "
-                    f"on for now",
+                    f"message {index} has a part of type {media[0]!r}, but only text is supported "
+                    f"for now",
                     template=self.name,
                     role=message.role,
                     part=media[0],
@@ -270,22 +272,22 @@ class ChatTemplate:
         render = self.structure.render_node(read.nodes, read.tools.nodes, True)
         pieces = learn(render, read.slots)
         closed = cut(self.structure.render_node(read.nodes, read.tools.nodes, False), read.slots)
-        if closed[-1] == pieces[-1] and not self._goes_on(read, str(closed[-1])):
+        if closed[-1] == pieces[-1] and not self._answer_follows(read, str(closed[-1])):
             raise TemplateError(
-                f"the chat template writes no generation prompt behind {_roles(read.nodes[-1:])}",
+                f"the chat template writes no generation prompt after {_roles(read.nodes[-1:])}",
                 template=self.name,
                 role=messages[-1].role,
             )
         self._refuse_losses(messages, read.message_slots, pieces)
-        return self.splice(pieces)
+        return self.compile(pieces)
 
-    def _goes_on(self, read: ShapedConversation, last: str) -> bool:
+    def _answer_follows(self, read: ShapedConversation, last: str) -> bool:
         """Whether an answer directly follows this conversation, which ends in `last`."""
         answer = context_slot(0, TextOrigin.POLICY)
         nodes = [*read.nodes, {"role": "assistant", "content": answer}]
         render = self.structure.render_node(nodes, read.tools.nodes, False)
         try:
-            # The prompt of a user's turn says whether a policy can know that it is its turn.
+            # Raises if a policy could not see that its turn starts.
             _ = self.structure.generation_prompt
             return not opening_of(cut(render, [*read.slots, answer]), answer, last).strip()
         except TemplateError:
@@ -297,7 +299,7 @@ class ChatTemplate:
             found = finder.find(read.nodes, read.message_slots)
         except TemplateError as error:
             raise TemplateError(
-                f"the chat template cannot carry {_roles(read.nodes)} behind an assistant turn",
+                f"the chat template does not support {_roles(read.nodes)} after an assistant turn",
                 template=self.name,
                 role=error.details.get("role") or _roles(read.nodes[:1]),
                 reason=str(error.args[0]),
@@ -311,11 +313,11 @@ class ChatTemplate:
             )
         end_ids = self.structure.encoder.encode_literal(found.end)
         borrowed = borrowed_names(read.nodes, found.pieces)
-        # The policy samples the end, or a part of it: no token may join it with what follows.
+        # The policy samples the end or a part of it, so no token may span its boundary.
         lead, *rest = found.pieces
         after_end = [str(lead).removeprefix(found.end), *rest]
-        splice = self.splice(after_end, before=found.end)
-        return PreparedDelta(found.end, end_ids, splice, borrowed)
+        compiled = self.compile(after_end, before=found.end)
+        return PreparedDelta(found.end, end_ids, compiled, borrowed)
 
     def _refuse_borrowed(self, delta: PreparedDelta, texts: Sequence[str]) -> None:
         for written, own in delta.borrowed:

@@ -1,9 +1,8 @@
-"""Text to tokens, in three voices: outside text, the policy's own text, a template's literals.
+"""Text to tokens, by origin: outside text, the policy's own text, a template's literals.
 
 Outside text (tools, users, rows) is encoded by a clone of the tokenizer that has no added tokens at
-all, special or not, so that no text can become a control token (outside text is never a control
-token). `split_special_tokens` is not enough: tokens such as `<tool_call>` are added but not
-special.
+all, special or not, so no text can become a control token (outside text is never a control token).
+`split_special_tokens` is not enough: tokens such as `<tool_call>` are added but not special.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC
 
 
 class ControlToken(NamedTuple):
-    """An added token that controls something, and the white space that it takes in."""
+    """An added token that is not blank, and whether it absorbs the white space next to it."""
 
     id: int
     strips_left: bool
@@ -37,13 +36,13 @@ class ControlToken(NamedTuple):
 
 
 class TextEncoder:
-    """Encode and decode text with one tokenizer, which it leaves as it found it.
+    """Encodes and decodes text with one tokenizer, which is not changed.
 
     Args:
         tokenizer: A tokenizer with a fast backend.
 
     Raises:
-        TemplateError: where the tokenizer has no fast backend to clone.
+        TemplateError: if the tokenizer has no fast backend to clone.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -62,7 +61,7 @@ class TextEncoder:
             token.content for token in untyped.added_tokens_decoder.values() if token.special
         )
         """Those of them that are special."""
-        # Runs of blanks that some vocabularies add (Gemma) control nothing.
+        # Some vocabularies (Gemma) add runs of blanks, which control nothing.
         self.control: dict[str, int] = {
             text: id for text, id in self.added.items() if text.strip(" \t\r\n▁")
         }
@@ -83,11 +82,11 @@ class TextEncoder:
         ids = self._encode_plain(text)
         if self._control_ids.isdisjoint(ids):
             return ids
-        # The model's own vocabulary holds the token as a piece: character by character it cannot.
+        # The model's vocabulary itself contains the token. A single character never is one.
         return [id for character in text for id in self._encode_plain(character)]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode outside texts as plain characters in one call, which costs less."""
+        """Encode outside texts as plain characters in one call, which is faster."""
         if len(texts) == 1:
             return [self.encode_text(texts[0])]
         try:
@@ -100,18 +99,18 @@ class TextEncoder:
             for text, ids in each
         ]
 
-    def encode_policy(self, text: str, live: re.Pattern[str]) -> list[int]:
-        """Encode text in the policy's origin: the tokens that `live` matches are control tokens."""
+    def encode_policy(self, text: str, policy_tokens: re.Pattern[str]) -> list[int]:
+        """Encode a policy's text: the tokens that `policy_tokens` matches become control tokens."""
         ids: list[int] = []
         start = 0
-        for match in live.finditer(text):
+        for match in policy_tokens.finditer(text):
             ids += self.encode_text(text[start : match.start()])
             ids.append(self.added[match.group()])
             start = match.end()
         return ids + self.encode_text(text[start:])
 
     def encode_literal(self, text: str) -> list[int]:
-        """Encode what a template writes itself: its control tokens are live."""
+        """Encode a literal of the template, in which control tokens are control tokens."""
         if not text:
             return []
         if not self._prefixes:
@@ -123,7 +122,7 @@ class TextEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def split_literal(self, text: str) -> list[str | ControlToken]:
-        """Cut what a template writes itself at its control tokens."""
+        """Split a literal of the template at its control tokens."""
         parts: list[str | ControlToken] = []
         start = 0
         for match in self.control_pattern.finditer(text):
@@ -132,10 +131,10 @@ class TextEncoder:
         return [part for part in (*parts, text[start:]) if part]
 
     def between(self, text: str, before: ControlToken | None, after: ControlToken | None) -> str:
-        """Return a run of text as a tokenizer encodes it between two control tokens.
+        """Return the text that a tokenizer encodes for a run between two control tokens.
 
-        Some tokens take in the white space next to them, and some tokenizers put a blank before
-        each run.
+        Some tokens absorb the white space next to them, and some tokenizers put a blank before each
+        run.
         """
         if before and before.strips_right:
             text = text.lstrip()
@@ -144,27 +143,27 @@ class TextEncoder:
         return f" {text}" if before and text and self._opens_with_blank(text) else text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, with control tokens visible."""
+        """Return the text of tokens, with control tokens visible."""
         if not self._prefixes:
             return self._decode(list(ids))
         return self._decode([*self._anchor, *ids])[1:]
 
     def normalize(self, text: str) -> str:
-        """The text as the tokenizer's own normalisation leaves it, which decoding gives back."""
+        """Return the text as decoding returns it: after the tokenizer's own normalization."""
         normalizer: Any = self._plain.normalizer
         if normalizer is None:
             return text
         if normalizer.normalize_str(" ") == " ":
             return normalizer.normalize_str(text)
-        # SentencePiece styles write a blank as another character, and decoding turns it back.
+        # SentencePiece writes a blank as another character; decoding reverses this.
         return " ".join(map(normalizer.normalize_str, text.split(" ")))
 
     def encode_rendering(self, text: str) -> list[int]:
-        """Encode a whole rendering as the tokenizer does, which adds no tokens to it."""
+        """Encode a whole rendering with the tokenizer itself, without adding tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def holds_control(self, text: str) -> bool:
-        """Whether a text or a normalized form of it holds a control token."""
+        """Whether a text or a normalized form of it contains a control token."""
         if text.isascii():
             return self._may_hold_control(text) and bool(self.control_pattern.search(text))
         forms = {text, *(unicodedata.normalize(form, text) for form in _FORMS)}
@@ -178,7 +177,7 @@ class TextEncoder:
         return frozenset(token[0] for token in self.control)
 
     def is_inert(self, text: str) -> bool:
-        """Whether `text` can have no part in a control token, wherever a template puts it.
+        """Whether `text` cannot be a part of a control token, wherever a template puts it.
 
         A tokenizer finds some added tokens in a text as it is, others in its normalized form. So
         every form of the text is checked: normalization can hide a token (`>` and U+0338 become
@@ -195,7 +194,7 @@ class TextEncoder:
 
     @cached_property
     def _prefixes(self) -> bool:
-        # SentencePiece styles put a blank before the first word of whatever they are given.
+        # SentencePiece puts a blank before the first word of a text.
         encode = self._tokenizer.encode
         joined = encode("\na", add_special_tokens=False)
         newline = encode("\n", add_special_tokens=False)
@@ -207,7 +206,7 @@ class TextEncoder:
 
     @cached_property
     def _opened(self) -> tuple[bool, bool]:
-        """Whether a blank comes before a run after a control token; before one with a blank."""
+        """Whether a blank is put before a run after a control token; before a run with a blank."""
         plain = [text for text, token in self.tokens.items() if not token.strips_right]
         if not self._prefixes or not plain:
             return False, False
@@ -249,12 +248,12 @@ class TextEncoder:
     def _encode_plain(self, text: str) -> list[int]:
         try:
             return self._plain.encode(text, add_special_tokens=False).ids
-        except TypeError:  # lone surrogates, which no UTF-8 holds
+        except TypeError:  # lone surrogates, which UTF-8 cannot represent
             whole = text.encode("utf-8", "replace").decode()
             return self._plain.encode(whole, add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
-        # The library's own: the tokenizer's wrapper looks at every id in Python first.
+        # Not the tokenizer's wrapper, which checks every id in Python first.
         return self._backend.decode(ids, skip_special_tokens=False)
 
 
@@ -265,15 +264,15 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _forms(text: str) -> set[str]:
-    """Every normalized form of a text and the text itself, without case."""
+    """Return the text and every normalized form of it, case-folded."""
     normalized = {unicodedata.normalize(form, text) for form in _FORMS}
     return {form.casefold() for form in (text, *normalized)}
 
 
 def _clone_without_added_tokens(backend: "Tokenizer", blanks: list[Any]) -> "Tokenizer":
-    """Build a tokenizer on the same model that knows no control token and adds no first blank.
+    """Build a tokenizer with the same model, without control tokens and without a first blank.
 
-    Added runs of blanks control nothing; it has them if they keep their ids.
+    It gets the added runs of blanks if they keep their ids: they control nothing.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -299,8 +298,8 @@ def _clone_without_added_tokens(backend: "Tokenizer", blanks: list[Any]) -> "Tok
 def _without_first_blank(state: Any) -> Any:
     """Copy a tokenizer's state with every prefix blank switched off.
 
-    A text is spliced behind other text, so the blank that stands for the start of a string would
-    be a character that nobody wrote.
+    A text is inserted after other text, so the blank for the start of a string would be a
+    character that is not in it.
     """
     if isinstance(state, list):
         kept = (item for item in state if not _is_prepend(item))
@@ -320,21 +319,21 @@ def _is_prepend(item: Any) -> bool:
 
 
 _TORN = "\ufffd"
-"""What decoding writes for bytes that are no whole character."""
+"""Decoded in place of bytes that are no complete character."""
 _LONGEST_WINDOW = 64
-"""Tokens that are decoded together at most: the cost stays linear whatever was sampled."""
+"""Maximum tokens that are decoded together, which keeps the cost linear."""
 
 
 class TokenSpans:
-    """Find the tokens of pieces of a decoded text.
+    """Finds the tokens of a span of decoded text.
 
-    The text of each token is looked up. If these pieces make up the turn's text, their lengths are
-    the offsets: a few microseconds for a turn. If they do not (a character is split over tokens, a
-    tokenizer writes a token differently at the start), the few tokens that differ are decoded
-    together with their neighbors. The cost is linear in the turn's length.
+    The text of each token is cached. If these texts add up to the turn's text, their lengths give
+    the offsets in a few microseconds. If they do not (a character is split over tokens, or a
+    tokenizer writes the first token differently), the tokens that differ are decoded together with
+    their neighbors. The cost is linear in the turn's length.
 
     Args:
-        decode: Token ids to text, special tokens kept.
+        decode: Returns the text of token ids, with special tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -344,48 +343,48 @@ class TokenSpans:
     def locate(
         self, ids: Sequence[int], text: str, spans: Sequence[tuple[int, int] | None]
     ) -> list[tuple[int, int] | None]:
-        """Find the tokens of each span of characters; both first, and behind the last.
+        """Find the tokens of each span of characters, as (start, end) with `end` excluded.
 
         A token of which a part is in the span belongs to it.
 
         Args:
-            ids: What was sampled.
-            text: Its text.
-            spans: Of characters; None: not known, and none is found.
+            ids: The sampled tokens.
+            text: Their text.
+            spans: Spans of characters; None stays None.
         """
         if not any(spans):
             return [None] * len(spans)
         ends = self._find_ends(ids, text)
 
         def tokens_of(span: tuple[int, int]) -> tuple[int, int]:
-            behind = bisect_right(ends, span[1])
-            is_cut = behind < len(ids) and (behind == 0 or ends[behind - 1] < span[1])
-            return bisect_right(ends, span[0]), behind + is_cut
+            end = bisect_right(ends, span[1])
+            is_cut = end < len(ids) and (end == 0 or ends[end - 1] < span[1])
+            return bisect_right(ends, span[0]), end + is_cut
 
         return [span and tokens_of(span) for span in spans]
 
     def _find_ends(self, ids: Sequence[int], text: str) -> list[int]:
-        """Return for each token how long the text is up to its end."""
+        """Return for each token the length of the text up to its end."""
         pieces = [self._piece(token) for token in ids]
         if "".join(pieces) == text:
             return list(accumulate(map(len, pieces)))
         ends: list[int] = []
-        position = opened = 0  # end of the text that is done, first token of the window
-        for place, piece in enumerate(pieces):
+        position = opened = 0  # end of the located text, first token of the window
+        for index, piece in enumerate(pieces):
             is_plain = bool(piece) and _TORN not in piece and text.startswith(piece, position)
-            if opened == place and is_plain:
+            if opened == index and is_plain:
                 ends.append(position + len(piece))
             else:
-                ends.append(position + self._length(ids, opened, place + 1))
-                is_whole = not self._decode(ids[opened : place + 1]).endswith(_TORN)
-                if not is_whole and place - opened < _LONGEST_WINDOW:
+                ends.append(position + self._length(ids, opened, index + 1))
+                is_whole = not self._decode(ids[opened : index + 1]).endswith(_TORN)
+                if not is_whole and index - opened < _LONGEST_WINDOW:
                     continue
                 ends[opened:] = [min(end, ends[-1]) for end in ends[opened:]]
-            position, opened = ends[-1], place + 1
+            position, opened = ends[-1], index + 1
         return ends
 
     def _length(self, ids: Sequence[int], start: int, end: int) -> int:
-        """Return the length of tokens' text in the turn: after the token before them."""
+        """Return the length of the text that tokens add after the token before them."""
         before = ids[max(start - 1, 0) : start]
         return len(self._decode([*before, *ids[start:end]])) - len(self._decode(before))
 
@@ -397,16 +396,19 @@ class TokenSpans:
 
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Encodes texts from outside."""
+"""Encodes outside texts."""
 Waiting = tuple[asyncio.Future[list[list[int]]], slice]
-"""Who waits, and which of a batch's texts are theirs."""
+"""A waiting caller, and its slice of the batch's texts."""
 
 
 class EncodingQueue:
-    """Collects the texts that come up in one turn of the event loop, and encodes them in one call.
+    """Collects the texts of one iteration of the event loop, and encodes them in one call.
+
+    A tokenizer encodes many texts in one call in two thirds of the time. A single request does not
+    wait. The more requests are ready at once, the more texts are encoded together.
 
     Args:
-        encode: Encodes them (`ChatTemplate.encode_texts`).
+        encode: Encodes the texts (`ChatTemplate.encode_texts`).
 
     Example:
         >>> async def main(template):
@@ -422,12 +424,12 @@ class EncodingQueue:
         """Encode texts, in their order.
 
         Raises:
-            Exception: what the tokenizer raises for these texts; those of others are not touched.
+            Exception: the tokenizer's error for these texts; other callers' texts are not affected.
         """
         return await self._batches.get().add(texts)
 
     def _begin(self) -> "_Batch":
-        """Begin a batch, which is encoded in the next turn of the event loop."""
+        """Start a batch, which is encoded in the next iteration of the event loop."""
         loop = asyncio.get_running_loop()
         batch = _Batch(loop)
         loop.call_soon(self._close, batch)
@@ -437,7 +439,7 @@ class EncodingQueue:
         self._batches.pop()
         try:
             encoded = self._encode(batch.texts)
-        except Exception:  # noqa: BLE001 - told below to the one whose text it is
+        except Exception:  # noqa: BLE001 - raised below for the caller of the invalid text
             batch.answer_each(self._encode)
         else:
             batch.answer(encoded)
@@ -462,11 +464,11 @@ class _Batch:
                 future.set_result(encoded[own])
 
     def answer_each(self, encode: Encode) -> None:
-        """Encode for each who waits apart, so that a text that cannot be costs its own request."""
+        """Encode each caller's texts separately: an invalid text fails only its own request."""
         for future, own in self.waiting:
             if future.done():
                 continue
             try:
                 future.set_result(encode(self.texts[own]))
-            except Exception as error:  # noqa: BLE001 - whoever waits is to hear of it
+            except Exception as error:  # noqa: BLE001 - raised for its caller
                 future.set_exception(error)

@@ -181,7 +181,7 @@ def test_a_part_that_is_no_text_is_refused_before_a_template_writes_its_token(
         lambda: template.encode_delta([pictured], last_ids=ids_of("4")),
         lambda: encode_conversation(template, [pictured, assistant("A cat.")]),
     ):
-        with pytest.raises(TemplateError, match="only text is generated on for now") as refused:
+        with pytest.raises(TemplateError, match="only text is supported for now") as refused:
             encode()
         told = refused.value.details
         assert (told["template"], told["role"], told["part"]) == (

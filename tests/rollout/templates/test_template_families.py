@@ -163,7 +163,7 @@ def test_a_thought_that_ends_with_the_stop_token_of_an_answer_is_found() -> None
 
 def test_a_call_behind_the_stop_token_of_an_answer_is_found() -> None:
     report = probe_template(make_template(chatml("{{ m.content or '' }}<|im_end|>" + CALLS)))
-    assert "a turn of this chat template cannot be sampled whole" in refusal(report, tools=True)
+    assert "this chat template ends a turn too early" in refusal(report, tools=True)
     require(report, TemplateNeeds(interaction=True))
 
 

@@ -51,7 +51,7 @@ def test_a_template_without_generation_prompt_is_refused() -> None:
 
 
 def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:
-    with pytest.raises(TemplateError, match="no valid Jinja") as refused:
+    with pytest.raises(TemplateError, match="not valid Jinja") as refused:
         make_template("{% for m in messages %}\n{{ m.content }}\n{% endfr %}")
     assert refused.value.details["line"] == 3
 

@@ -1,7 +1,8 @@
-"""Find out, once at start, what a chat template does and what it can carry.
+"""Find out, once when a run starts, what a chat template does and what it supports.
 
-Everything is found by rendering: nothing here knows a model's name. What is tried for a text is
-compared with what splicing writes for the same text, so the table says where splicing is exact.
+Everything is found by rendering: nothing here knows a model's name. For each text that is tried,
+the template's output is compared with that of the compiled template, so the report says for which
+positions the compiled template is exact.
 """
 
 import re
@@ -34,21 +35,21 @@ from agentrl.rollout.templates.template import ChatTemplate, Tools
 T = TypeVar("T")
 SYSTEM = Message(role="system", content="Be brief.")
 RARE = "▁Ġ\0\x1b\x7f\xa0\u200b\u202e\u2028\u3000\ue000\ufeff\ufffd\U0010ffff"
-"""Characters that some vocabularies use for their own ends, or leave out."""
+"""Characters that some vocabularies use for internal purposes, or lack."""
 
 TOKEN_LIKE = re.compile(
     r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>|<\|\w{1,40}>|<\w{1,40}\|>|<(?:start|end)_of_\w+>|"
     r"\[/?[A-Z][A-Z_]{2,40}\]"
 )
-"""What is a control token in the templates of most models."""
+"""Matches what is a control token in the templates of most models."""
 
 
 def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
-    """Make the table of a template.
+    """Make the report on a template.
 
     Args:
         template: The run's template.
-        tools: The run's tools; the table says whether the prompt tells of all of them.
+        tools: The run's tools; the report says whether the prompt names all of them.
     """
     structure = template.structure
     prompt = _or_none(lambda: structure.generation_prompt)
@@ -75,20 +76,20 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
 
 
 def _frames(template: ChatTemplate) -> list[str]:
-    """What the template writes between a user's text and an assistant's, and behind that."""
+    """Return what the template writes between a user's text and an assistant's, and after that."""
     pieces = _or_none(lambda: template.structure.alternating) or []
     return [str(piece) for piece in pieces[2:5:2]]
 
 
 def _missing_tokens(template: ChatTemplate, texts: Sequence[str]) -> tuple[str, ...]:
-    """What looks like a control token in these texts of the template and is none."""
+    """Return what looks like a control token in these texts of the template, but is none."""
     found = [token for text in texts for token in TOKEN_LIKE.findall(text)]
     known = template.structure.encoder.added
     return tuple(dict.fromkeys(token for token in found if token not in known))
 
 
 def _plain_frames(template: ChatTemplate) -> tuple[str, ...]:
-    """Missing tokens of a frame that has no control token; `[INST]` is meant as text by some."""
+    """Return the missing tokens of frames without a control token, except `[INST]` and the like."""
     control = template.structure.encoder.control_pattern
     plain = [frame for frame in _frames(template) if not control.search(frame)]
     missing = _missing_tokens(template, plain)
@@ -108,7 +109,7 @@ def _probe_capability(
 def _try_generation_prompt(template: ChatTemplate, tools: Tools) -> None:
     if template.structure.wants_parts:
         raise TemplateError(
-            "the template writes a message's text only if the content is a list of parts, and "
+            "the template writes a message's text only if the content is a list of parts, but "
             "agentrl gives it a string"
         )
     _ = template.structure.generation_prompt
@@ -130,13 +131,13 @@ def _try_system(template: ChatTemplate, tools: Tools) -> None:
 
 
 def _try_tools(template: ChatTemplate, tools: Tools) -> None:
-    """Whether the prompt tells of every tool and of a parameter's description."""
+    """Check that the prompt contains every tool and a parameter's description."""
     known = [tool_schema(), *tools]
     words = [*(tool.name for tool in known), "A city."]
     messages = with_preface(template.structure.preface, [user_message()])
     prompt = template.decode(template.encode_prompt(messages, known))
     if not all(word in prompt for word in words):
-        raise TemplateError("the template leaves the tools out of the prompt")
+        raise TemplateError("the template omits the tools from the prompt")
 
 
 def _try_calls(template: ChatTemplate, tools: Tools) -> None:
@@ -152,7 +153,7 @@ def _try_delta(*messages: Message, opens: bool) -> Callable[[ChatTemplate, Tools
         finder = template.structure.finder(read.tools.nodes, read.tools.slots)
         found = finder.find(read.nodes, read.message_slots, add_generation_prompt=opens)
         if borrowed_names(read.nodes, found.pieces):
-            raise TemplateError("the template writes the first call's name over every result")
+            raise TemplateError("the template writes the first call's name for every result")
         contents = [slot.number for slot in read.message_slots if slot.is_content]
         order = [index for index in slots_in_order(found.pieces) if index in contents]
         if order != contents:

@@ -1,8 +1,8 @@
 """Find out whether a template leaves older turns as they were sampled.
 
-A story is played as a rollout would play it, and its ledger is compared with the rendering of the
-whole: what differs is what the template rewrites, wherever in the template that happens. A turn
-ends at its first stop token, as an engine ends it.
+A conversation is sampled as a rollout would sample it, and its ledger is compared with the
+rendering of the whole. A difference means that the template rewrites an older turn. A turn ends at
+its first stop token, as an engine ends it.
 """
 
 import re
@@ -29,7 +29,7 @@ from agentrl.rollout.templates.structure import THOUGHTS
 from agentrl.rollout.templates.template import ChatTemplate, Tools
 
 _SYSTEM = Message(role="system", content="Be brief.")
-_STORIES: dict[History, list[Message]] = {
+_CONVERSATIONS: dict[History, list[Message]] = {
     History.ANSWER_BEFORE_USER: [
         *(user_message(), answer_message("Oslo."), user_message("And now?")),
         *(answer_message("Bern."), user_message("Thanks.")),
@@ -55,43 +55,43 @@ _EMPTY_THOUGHT = "|".join(
 
 
 class _Finding(NamedTuple):
-    """What is wrong with a story; both empty: nothing."""
+    """What is wrong with a conversation; both fields empty: nothing."""
 
     rewrites: str = ""
     is_cut: bool = False
-    """Whether it is that a turn ends before it has said what it should."""
+    """Whether a turn ends before its text is complete."""
 
 
 class _CutError(Exception):
-    """A turn meets a stop token before its end."""
+    """A stop token occurs before the end of a turn."""
 
 
 def probe_history(template: ChatTemplate, history: History) -> HistoryReport:
-    """Play a story and say whether its ledger is what the template writes for the whole.
+    """Sample a conversation, and compare its ledger with what the template writes for the whole.
 
-    A policy may leave out the empty thought that some templates write before an answer: the story
-    is played both ways, and the better counts.
+    Some templates write an empty thought before an answer, which a policy may omit. The
+    conversation is sampled with and without it, and the better result counts.
     """
-    story = _STORIES[_WITH_THOUGHTS.get(history, history)]
+    conversation = _CONVERSATIONS[_WITH_THOUGHTS.get(history, history)]
     try:
-        # A prompt that opens a thought is followed by one in each turn.
+        # After a prompt that opens a thought, each turn contains one.
         thinks = history in _WITH_THOUGHTS or template.starts_in_thought
         if thinks and not template.structure.closes_thought:
-            story = [_thinking(template, message) for message in story]
-        found = _examine(template, with_preface(template.structure.preface, story))
+            conversation = [_thinking(template, message) for message in conversation]
+        found = _examine(template, with_preface(template.structure.preface, conversation))
     except TemplateError as error:
         return HistoryReport(history, None, reason_of(error))
-    behind_system = ""
+    after_system = ""
     if not found.rewrites and not template.structure.preface:
         try:
-            behind_system = _examine(template, [_SYSTEM, *story]).rewrites
+            after_system = _examine(template, [_SYSTEM, *conversation]).rewrites
         except TemplateError:
-            behind_system = ""  # no system messages: the capabilities say so
-    return HistoryReport(history, not found.rewrites, found.rewrites, found.is_cut, behind_system)
+            after_system = ""  # the capabilities report that system messages are refused
+    return HistoryReport(history, not found.rewrites, found.rewrites, found.is_cut, after_system)
 
 
 def _thinking(template: ChatTemplate, message: Message) -> Message:
-    """Let an assistant think before it says or calls something, in the template's own way."""
+    """Add a thought to an assistant message, in the template's own form."""
     if message.role != "assistant":
         return message
     if field := template.structure.reasoning_field:
@@ -102,11 +102,11 @@ def _thinking(template: ChatTemplate, message: Message) -> Message:
     return message.model_copy(update={"content": content})
 
 
-def _examine(template: ChatTemplate, story: Sequence[Message]) -> _Finding:
+def _examine(template: ChatTemplate, conversation: Sequence[Message]) -> _Finding:
     try:
-        differences = _play(template, story, bare=False)
+        differences = _play(template, conversation, bare=False)
         if differences:
-            differences = min(differences, _play(template, story, bare=True), key=len)
+            differences = min(differences, _play(template, conversation, bare=True), key=len)
     except _CutError as cut:
         return _Finding(str(cut), is_cut=True)
     if not differences:
@@ -117,24 +117,26 @@ def _examine(template: ChatTemplate, story: Sequence[Message]) -> _Finding:
     return _Finding(f"sampled {first.actual!r}, rendered {first.expected!r}")
 
 
-def _play(template: ChatTemplate, story: Sequence[Message], *, bare: bool) -> list[TokenDifference]:
-    """Differences of a ledger in which each turn was sampled as the story has it."""
-    tools = [tool_schema()] if any(message.tool_calls for message in story) else []
-    spoken = [index for index, message in enumerate(story) if message.role == "assistant"]
+def _play(
+    template: ChatTemplate, conversation: Sequence[Message], *, bare: bool
+) -> list[TokenDifference]:
+    """Return the differences of the ledger that results from sampling each turn as it is."""
+    tools = [tool_schema()] if any(message.tool_calls for message in conversation) else []
+    spoken = [index for index, message in enumerate(conversation) if message.role == "assistant"]
     response_ids: list[int] = []
     turns: list[Turn] = []
-    for at, until in zip(spoken, [*spoken[1:], len(story)], strict=True):
-        replies = story[at + 1 : until]
-        sampled = _sample(template, story[at], replies, tools, bare=bare)
+    for at, until in zip(spoken, [*spoken[1:], len(conversation)], strict=True):
+        replies = conversation[at + 1 : until]
+        sampled = _sample(template, conversation[at], replies, tools, bare=bare)
         end = len(response_ids) + len(sampled)
         turns.append(Turn(index=len(turns), role="assistant", start=len(response_ids), end=end))
         response_ids += sampled
         response_ids += template.encode_delta(replies, last_ids=sampled, tools=tools).ids
     return check_ledger(
         template,
-        story,
+        conversation,
         tools,
-        prompt_ids=template.encode_prompt(story[: spoken[0]], tools),
+        prompt_ids=template.encode_prompt(conversation[: spoken[0]], tools),
         response_ids=response_ids,
         turns=turns,
         mode="strict",
@@ -149,14 +151,14 @@ def _sample(
     *,
     bare: bool,
 ) -> list[int]:
-    """Tokens of a turn as a policy would sample it; `bare`: without an empty thought."""
+    """Return a turn's tokens as a policy would sample them; `bare`: without an empty thought."""
     if message.tool_calls and template.structure.call_style is None:
-        raise TemplateError(f"the template carries no {Capability.CALLS}")
+        raise TemplateError(f"the template does not support: {Capability.CALLS}")
     *ids, stop = encode_turn(template, message, replies, tools)
     text = template.decode(ids)
     said = [*message.text.split()[-1:], REASONING if REASONING in spoken_text(message) else ""]
     if any(word not in text for word in said):
-        # The template does not write this of a turn, or not before a call; a policy can.
+        # The template does not write this text in a turn, or not before a call; a policy can.
         call = f"\n{text.lstrip()}" if message.tool_calls else ""
         text = follow_prompt(template.structure, spoken_text(message) + call)
         ids = template.encode_policy_text(text)
@@ -169,7 +171,7 @@ def _up_to_stop(template: ChatTemplate, message: Message, ids: list[int]) -> lis
     """Cut a turn at its first stop token, as an engine does.
 
     Raises:
-        _CutError: if the message is not said by then.
+        _CutError: if the message is not complete by then.
     """
     stops = set(template.stop_token_ids)
     length = next((n + 1 for n, token in enumerate(ids) if token in stops), len(ids))

@@ -1,4 +1,4 @@
-"""The table of one chat template: what it does with texts, what it can carry, what it rewrites."""
+"""The report on a chat template, and the decision whether a run can use it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,28 +9,28 @@ from agentrl.errors import TemplateError
 
 
 class TextTransform(StrEnum):
-    """What a template does with a text on its way into the rendering."""
+    """What a template does to a text before it writes it."""
 
     VERBATIM = "verbatim"
-    """Nothing."""
+    """Writes it unchanged."""
     TRIMS = "trims"
     """Strips white space from its ends."""
     SPLITS = "splits"
     """Drops a part of it, at a marker that it looks for."""
     ESCAPES = "escapes in JSON"
-    """Writes it as a JSON string, or by another known escape."""
+    """Writes it as a JSON string, or with another known escape."""
     REWRITES = "rewrites"
     """Changes it in a way that no known escape explains."""
     DROPS = "drops"
-    """Leaves it out."""
+    """Omits it."""
     BRANCHES = "branches on it"
-    """Writes something else elsewhere, or refuses, depending on it."""
+    """Writes other text elsewhere, or refuses, depending on it."""
     REFUSES = "refuses"
-    """Does not take a message of this kind at all."""
+    """Refuses every message of this kind."""
 
 
 class Capability(StrEnum):
-    """What a conversation may ask of a template."""
+    """A feature of conversations that a template may support."""
 
     GENERATION_PROMPT = "generation prompt"
     WITHOUT_TOOLS = "conversation without tools"
@@ -45,7 +45,7 @@ class Capability(StrEnum):
 
 
 class History(StrEnum):
-    """Which older turns a template is asked to leave as they were sampled."""
+    """A kind of older turn that a template should leave as it was sampled."""
 
     ANSWER_BEFORE_USER = "an answer, when a user follows"
     THOUGHT_BEFORE_USER = "a thought, when a user follows"
@@ -57,97 +57,98 @@ class History(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextReport:
-    """What becomes of the texts of one position."""
+    """What the template does to the texts of one position."""
 
     position: str
     """A key of `ROLES`."""
     transforms: tuple[TextTransform, ...]
     exact: bool
-    """Whether splicing wrote what the template writes, for every text that was tried."""
+    """Whether the compiled template wrote what the template writes, for every text that was
+    tried."""
     note: str = ""
     """The first text for which it did not, or why the template refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapabilityReport:
-    """Whether a template carries something."""
+    """Whether the template supports a feature."""
 
     capability: Capability
     carried: bool
     reason: str = ""
-    """Why not."""
+    """Why it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryReport:
-    """Whether the tokens as sampled are what the template would write of an older turn."""
+    """Whether the template writes an older turn as it was sampled."""
 
     history: History
     stable: bool | None
-    """None where the template cannot carry such a conversation."""
+    """None if the template does not support such a conversation."""
     difference: str = ""
-    """What differs, as sampled and as rendered; or why not."""
+    """The difference between the sampled and the rendered turn, or why the template refuses."""
     is_cut: bool = False
-    """Whether a turn ends at a stop token before it has said what it should."""
-    behind_system: str = ""
-    """What differs only if the conversation begins with a system message."""
+    """Whether a stop token ends a turn before its text is complete."""
+    after_system: str = ""
+    """The difference if the conversation starts with a system message, and only then."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What was found out about one template, once, at start."""
+    """What the probe found out about a template, once, when the run starts."""
 
     template: str
     generation_prompt: str | None
-    """None where the template writes none."""
+    """None if the template writes none."""
     starts_in_thought: bool
     thinks: bool
-    """Whether the template knows of thoughts: it looks for their tags, or writes them."""
+    """Whether the template supports thoughts: it looks for their tags, or writes them."""
     end_of_turn: str
     stop_tokens: tuple[str, ...]
     date: str | None
-    """The date that it writes, frozen for the run; None where it writes none."""
+    """The date that it writes, frozen for the run; None if it writes none."""
     texts: tuple[TextReport, ...]
     capabilities: tuple[CapabilityReport, ...]
     histories: tuple[HistoryReport, ...]
     call_example: str | None
-    """How the template writes the call of `probe_tool` with `{"city": "Oslo"}`; None if not."""
+    """How the template writes the call of `probe_tool` with `{"city": "Oslo"}`; None if it does
+    not."""
     round_trip: bool
-    """Whether outside text, encoded and decoded, is what it was."""
+    """Whether outside text is unchanged after encoding and decoding."""
     lost_characters: tuple[str, ...]
-    """Rare characters that do not come back: the policy is shown something else in their place."""
+    """Rare characters that decoding does not return: the policy is shown something else."""
     missing_tokens: tuple[str, ...] = ()
-    """What the template writes as a control token and is plain text to the tokenizer."""
+    """Control tokens that the template writes and that the tokenizer encodes as plain text."""
     plain_frames: tuple[str, ...] = ()
-    """Those of them in a frame round a turn that has no control token at all: text from outside
-    can forge such a turn."""
+    """Those in a frame of a turn that contains no real control token: outside text can forge such a
+    turn."""
 
     @property
     def notes(self) -> list[str]:
-        """What a run should know of its template before it starts, a sentence each."""
+        """Warnings about the template for the start of a run, a sentence each."""
         if not self.missing_tokens:
             return []
         missing = ", ".join(self.missing_tokens)
         return [
             f"the chat template {self.template!r} writes {missing} as control tokens, which the "
-            "tokenizer does not have: they are plain text, and texts of users and tools can hold "
-            "them"
+            "tokenizer does not have: they are plain text, and users and tools can write them"
         ]
 
     def text(self, position: str) -> TextReport:
-        """What becomes of the texts of a position."""
+        """Return the report on the texts of a position."""
         return next(text for text in self.texts if text.position == position)
 
     def carries(self, capability: Capability) -> bool:
-        """Whether the template carries this."""
+        """Whether the template supports this."""
         return self.capability(capability).carried
 
     def history(self, history: History) -> HistoryReport:
-        """Whether older turns of this kind stay as they were sampled."""
+        """Return the report on older turns of this kind."""
         return next(report for report in self.histories if report.history is history)
 
     def describe(self) -> list[tuple[str, str]]:
-        """Rows (what, finding) for people."""
+        """Return rows (what, finding) for people."""
         rows = [
             ("template", self.template),
             ("generation prompt", _quoted(self.generation_prompt)),
@@ -160,7 +161,7 @@ class TemplateReport:
         ]
         rows += [(f"text: {text.position}", _describe_text(text)) for text in self.texts]
         rows += [
-            (f"carries: {report.capability}", "yes" if report.carried else f"no: {report.reason}")
+            (f"supports: {report.capability}", "yes" if report.carried else f"no: {report.reason}")
             for report in self.capabilities
         ]
         rows += [(f"keeps: {kept.history}", _describe_history(kept)) for kept in self.histories]
@@ -172,32 +173,32 @@ class TemplateReport:
         return f"{found}, and these are lost: {lost}" if lost else found
 
     def capability(self, capability: Capability) -> CapabilityReport:
-        """Whether the template carries this, and why not."""
+        """Return whether the template supports this, and why not."""
         return next(report for report in self.capabilities if report.capability is capability)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateNeeds:
-    """What a run asks of its template."""
+    """What a run requires of its template."""
 
     system: bool = False
     """Rows have system messages."""
     tools: bool = False
-    """The policy is told of tools and calls them."""
+    """The prompt contains tools, and the policy calls them."""
     parallel_results: bool = False
     """Several calls of one turn may be answered."""
     interaction: bool = False
-    """A user speaks again after the policy."""
+    """A user answers the policy."""
     thoughts: bool | None = None
-    """Whether the policy writes thoughts into its turns; None: where its template knows them."""
+    """Whether the policy writes thoughts into its turns; None: if its template supports them."""
     on_rewritten_history: Literal["error", "keep"] = "error"
-    """`keep`: go on with the tokens as they were sampled."""
+    """`keep`: continue with the tokens as they were sampled."""
     sanity_check: Literal["disable", "strict", "ignore_strippable"] = "disable"
     """`strict`: what the check would find later is an error at start."""
 
     @property
     def capabilities(self) -> list[Capability]:
-        """What the template must carry."""
+        """The features that the template must support."""
         needed = [Capability.GENERATION_PROMPT]
         needed += [] if self.tools else [Capability.WITHOUT_TOOLS]
         needed += [Capability.SYSTEM] if self.system else []
@@ -209,14 +210,14 @@ class TemplateNeeds:
 
     @property
     def positions(self) -> list[str]:
-        """Where the run puts texts."""
+        """Positions at which the run has texts."""
         used = ["system"] if self.system else []
         used += ["user", "assistant"]
         used += ["tool", "tool name", "call argument", "tool description"] if self.tools else []
         return used
 
     def histories(self, report: TemplateReport) -> list[HistoryReport]:
-        """Which older turns must stay as they were sampled, and whether they do."""
+        """Return the reports on older turns of the run's conversations."""
         thoughts = report.thinks if self.thoughts is None else self.thoughts
         asked = {
             History.ANSWER_BEFORE_USER: self.interaction,
@@ -238,7 +239,7 @@ ROLES = {
     "call argument": "assistant",
     "tool description": "system",
 }
-"""Positions of texts, and in whose messages they stand."""
+"""Positions of texts, and the role of the message that holds them."""
 _ROLES = {
     Capability.GENERATION_PROMPT: "assistant",
     Capability.WITHOUT_TOOLS: "user",
@@ -253,7 +254,7 @@ _LAXER = "rollout.multi_turn.tokenization_sanity_check_mode: ignore_strippable o
 
 
 def require(report: TemplateReport, needs: TemplateNeeds) -> None:
-    """Refuse to start where the template cannot carry what the run needs.
+    """Refuse to start if the template does not support what the run needs.
 
     Raises:
         TemplateError: names the template, the role, and what the template does.
@@ -269,8 +270,8 @@ def _require_frames(report: TemplateReport) -> None:
     """Refuse a tokenizer that lacks the tokens of the template's frames."""
     if report.plain_frames:
         raise TemplateError(
-            "the tokenizer lacks the tokens with which the chat template frames a turn, so any "
-            "text from outside could open a turn",
+            "the tokenizer lacks the tokens that frame a turn in the chat template, so any "
+            "outside text could open a turn",
             template=report.template,
             role="user",
             missing=", ".join(report.plain_frames),
@@ -280,12 +281,12 @@ def _require_frames(report: TemplateReport) -> None:
 
 
 def _require_capabilities(report: TemplateReport, needs: TemplateNeeds) -> None:
-    """Refuse a template that does not carry what the run's conversations contain."""
+    """Refuse a template that does not support the run's conversations."""
     for capability in needs.capabilities:
         found = report.capability(capability)
         if not found.carried:
             raise TemplateError(
-                f"the chat template carries no {capability}",
+                f"the chat template does not support: {capability}",
                 template=report.template,
                 role=_ROLES.get(capability, "tool"),
                 reason=found.reason,
@@ -294,11 +295,11 @@ def _require_capabilities(report: TemplateReport, needs: TemplateNeeds) -> None:
 
 
 def _require_histories(report: TemplateReport, needs: TemplateNeeds) -> None:
-    """Refuse a template that rewrites older turns of the run's conversations, or cuts them."""
+    """Refuse a template that rewrites or cuts older turns of the run's conversations."""
     asked = needs.histories(report)
     if cut := next((found for found in asked if found.is_cut), None):
         raise TemplateError(
-            f"a turn of this chat template cannot be sampled whole: {cut.difference}",
+            f"this chat template ends a turn too early: {cut.difference}",
             template=report.template,
             role="assistant",
             needs=str(cut.history),
@@ -307,34 +308,35 @@ def _require_histories(report: TemplateReport, needs: TemplateNeeds) -> None:
         )
     rewritten = [found for found in asked if found.stable is False]
     if needs.system:
-        rewritten += [found for found in asked if found.behind_system]
+        rewritten += [found for found in asked if found.after_system]
     if rewritten and needs.sanity_check == "strict":
         raise _rewriting(report, rewritten, _LAXER)
     if rewritten and needs.on_rewritten_history == "error":
         raise _rewriting(
             report,
             rewritten,
-            "model.on_rewritten_history: keep (go on with the tokens as sampled), or another "
+            "model.on_rewritten_history: keep (continue with the tokens as sampled), or another "
             "model.custom_chat_template",
         )
 
 
 def _require_exact(report: TemplateReport, needs: TemplateNeeds) -> None:
-    """Refuse what a strict check of the tokens would find in some later conversation."""
+    """Refuse a template for which a strict check would find differences in some conversation."""
     if not report.round_trip:
         raise TemplateError(
-            "the tokenizer does not give texts back as they were, and the token check is strict",
+            "the tokenizer does not decode texts to what they were, which is not allowed with "
+            "tokenization_sanity_check_mode: strict",
             template=report.template,
             role="user",
             choices=_LAXER,
         )
     for text in map(report.text, needs.positions):
-        # What is refused is no matter of texts: the capabilities say whether the run needs it.
+        # A refusal does not depend on the text: the capabilities say whether the run needs it.
         if text.exact or TextTransform.REFUSES in text.transforms:
             continue
         raise TemplateError(
-            f"the chat template does with some texts at {text.position!r} what splicing does not, "
-            f"and the token check is strict",
+            f"the chat template changes text at {text.position!r} in a way that agentrl cannot "
+            "reproduce, which is not allowed with tokenization_sanity_check_mode: strict",
             template=report.template,
             role=ROLES[text.position],
             does=_describe_text(text),
@@ -346,10 +348,10 @@ def _rewriting(
     report: TemplateReport, rewritten: Sequence[HistoryReport], choices: str
 ) -> TemplateError:
     what = "; ".join(
-        f"{found.history} ({found.difference or found.behind_system})" for found in rewritten
+        f"{found.history} ({found.difference or found.after_system})" for found in rewritten
     )
     return TemplateError(
-        "the chat template rewrites older turns, so that the policy would be shown other tokens "
+        "the chat template rewrites older turns, so the policy would be shown other tokens "
         "than it sampled",
         template=report.template,
         role="assistant",
@@ -365,11 +367,11 @@ def _describe_text(text: TextReport) -> str:
 
 def _describe_history(report: HistoryReport) -> str:
     if report.stable is None:
-        return f"not carried: {report.difference}"
+        return f"not supported: {report.difference}"
     if report.is_cut:
         return f"no: {report.difference}"
-    if report.behind_system:
-        return f"yes, but not after a system message: {report.behind_system}"
+    if report.after_system:
+        return f"yes, but not after a system message: {report.after_system}"
     return "yes" if report.stable else f"no, rewrites history: {report.difference}"
 
 

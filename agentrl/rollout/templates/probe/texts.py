@@ -1,4 +1,4 @@
-"""Find out what a template does with the texts that are put into it, position by position."""
+"""Find out what a template does to the texts that it gets, position by position."""
 
 import itertools
 import secrets
@@ -30,11 +30,11 @@ AWKWARD = "é ß 漢 🙂 \t \"quoted\" 'single' \\ / <b> & {{ x }} {% y %} \u20
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place of text: where it stands in a conversation that a template may take."""
+    """A position of text in a conversation."""
 
     name: str
-    place: Callable[[str], tuple[list[Message], list[OpenAIFunctionToolSchema]]]
-    """From a text to messages and tools that hold it."""
+    messages_with: Callable[[str], tuple[list[Message], list[OpenAIFunctionToolSchema]]]
+    """Returns messages and tools that hold a text."""
     opens: bool = True
     """Whether a generation prompt follows."""
 
@@ -63,14 +63,14 @@ POSITIONS = (
 
 
 class TextProbe:
-    """Try texts in the positions of one template."""
+    """Tries texts in the positions of one template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._learned: dict[str, list[Piece]] = {}
 
     def probe(self, position: Position) -> TextReport:
-        """Say what becomes of the texts of a position, and whether splicing does the same."""
+        """Report what the template does to the texts of a position."""
         core = _word()
         try:
             plain = self._render_real(position, core)
@@ -78,28 +78,28 @@ class TextProbe:
             return TextReport(position.name, (TextTransform.REFUSES,), False, reason_of(error))
         if core not in plain:
             return TextReport(position.name, (TextTransform.DROPS,), True)
-        transforms = self._learned_treatments(position, core)
+        transforms = self._learned_transforms(position, core)
         missed = ""
         for text in self._texts_to_try(core):
-            treatment, is_exact = self._try(position, text)
-            transforms += [] if treatment is None else [treatment]
+            transform, is_exact = self._try(position, text)
+            transforms += [] if transform is None else [transform]
             missed = missed or ("" if is_exact else text.replace(core, "..."))
         unique = tuple(dict.fromkeys(transforms)) or (TextTransform.VERBATIM,)
         return TextReport(position.name, unique, not missed, repr(missed) if missed else "")
 
-    def _learned_treatments(self, position: Position, core: str) -> list[TextTransform]:
-        """What splicing itself found out."""
-        # With a control token in it, a text is kept apart even in a schema.
+    def _learned_transforms(self, position: Position, core: str) -> list[TextTransform]:
+        """Return the transforms that `learn` found."""
+        # A text with a control token gets a slot even in a schema.
         text = f"{next(iter(self._template.structure.encoder.control), '')} {core}"
         read, pieces = self._learn(position, text)
         found: list[TextTransform] = []
         for piece in pieces:
             if isinstance(piece, SlotUse) and core in read.texts[piece.slot.number]:
-                found += _treatments_of(piece)
+                found += _transforms_of(piece)
         return found
 
     def _try(self, position: Position, text: str) -> tuple[TextTransform | None, bool]:
-        """What happens to one text, and whether splicing does the same."""
+        """Return the transform of one text, and whether compiling reproduces it."""
         try:
             read, pieces = self._learn(position, text)
             ours = written_text(pieces, dict(enumerate(read.texts)))
@@ -113,7 +113,7 @@ class TextProbe:
         return (loss, True) if real == ours else (loss or TextTransform.BRANCHES, False)
 
     def _texts_to_try(self, core: str) -> list[str]:
-        """Texts with blanks, awkward characters, and what the template looks for."""
+        """Make texts with blanks, awkward characters, and strings that the template looks for."""
         markers, other = self._template.structure.markers, _word()
         inside = [marker for marker in markers.inside if marker.strip()][:MAX_MARKERS]
         texts = [core, f"\n {core}\t\n", f"{core}\n\n  {other}", f"{core} {AWKWARD}"]
@@ -124,7 +124,7 @@ class TextProbe:
         return texts + [f"{a}{core}{b}" for a, b in itertools.product(inside, inside)]
 
     def _render_real(self, position: Position, text: str) -> str:
-        """What the template writes where the text stands in the messages itself."""
+        """Return what the template writes if the messages contain the text itself."""
         read, tools = self._read(position, text)
         return self._template.structure.renderer.render(
             fill(read.nodes, dict(enumerate(read.texts))),
@@ -135,12 +135,12 @@ class TextProbe:
     def _read(
         self, position: Position, text: str
     ) -> tuple[ShapedConversation, list[OpenAIFunctionToolSchema]]:
-        messages, tools = position.place(text)
+        messages, tools = position.messages_with(text)
         whole = with_preface(self._template.structure.preface, messages)
         return self._template.read(whole, tools), tools
 
     def _learn(self, position: Position, text: str) -> tuple[ShapedConversation, list[Piece]]:
-        """Read a text in its position, and learn the shape once."""
+        """Read a text in its position, and learn each shape once."""
         read, _ = self._read(position, text)
         key = position.name + shape_key([read.nodes, read.tools.nodes])
         if key not in self._learned:
@@ -155,14 +155,14 @@ def _word() -> str:
     return f"word{secrets.randbelow(10**12):012d}"
 
 
-def _treatments_of(place: SlotUse) -> list[TextTransform]:
-    found = [TextTransform.TRIMS] if place.strips_left or place.strips_right else []
-    if place.escape.name == "unknown":
+def _transforms_of(use: SlotUse) -> list[TextTransform]:
+    found = [TextTransform.TRIMS] if use.strips_left or use.strips_right else []
+    if use.escape.name == "unknown":
         return [*found, TextTransform.REWRITES]
-    return found if place.escape.name == "verbatim" else [*found, TextTransform.ESCAPES]
+    return found if use.escape.name == "verbatim" else [*found, TextTransform.ESCAPES]
 
 
 def _loss(text: str, real: str) -> TextTransform | None:
-    """Whether a part of the text is missing."""
+    """Return `SPLITS` if a part of the text is missing."""
     words = [word for word in text.split() if word.startswith("word")]
     return TextTransform.SPLITS if any(word not in real for word in words) else None

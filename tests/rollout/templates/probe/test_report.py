@@ -220,7 +220,7 @@ def test_a_run_with_tools_does_not_start_on_others(name: str) -> None:
         require(load_report(name), TemplateNeeds(tools=True))
     assert refused.value.details["template"] == f"{name}.jinja"
     assert refused.value.details["role"] == "system"
-    assert "leaves the tools out" in str(refused.value)
+    assert "omits the tools" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", CARRY_NO_TOOLS)
@@ -243,7 +243,7 @@ def test_rows_with_a_system_message_need_a_template_that_takes_one() -> None:
     )
     report = probe_template(template)
     require(report, TemplateNeeds())
-    with pytest.raises(TemplateError, match="carries no system message") as refused:
+    with pytest.raises(TemplateError, match="does not support: system message") as refused:
         require(report, TemplateNeeds(system=True))
     assert refused.value.details["role"] == "system"
     assert "no system" in str(refused.value.details["reason"])
@@ -267,7 +267,7 @@ def test_strict_checking_fails_at_start_where_it_would_find_differences() -> Non
 
 
 def strict_error(report: TemplateReport, **needs: bool) -> dict[str, object]:
-    with pytest.raises(TemplateError, match="token check is strict") as refused:
+    with pytest.raises(TemplateError, match="sanity_check_mode: strict") as refused:
         require(report, TemplateNeeds(sanity_check="strict", **needs))
     assert "ignore_strippable" in str(refused.value.details["choices"])
     return refused.value.details
@@ -313,7 +313,7 @@ def test_the_table_prints_a_row_for_everything(name: str) -> None:
     assert len(set(heads)) == len(heads)
     assert dict(rows)["template"] == f"{name}.jinja"
     for capability in Capability:
-        assert f"carries: {capability}" in heads
+        assert f"supports: {capability}" in heads
     for history in History:
         assert f"keeps: {history}" in heads
     assert all(isinstance(text, str) and text for _, text in rows)
