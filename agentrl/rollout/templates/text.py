@@ -113,13 +113,12 @@ class TextEncoder:
         """Encode a literal of the template, in which control tokens are control tokens."""
         if not text:
             return []
-        if not self._prefixes:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        anchor = self._tokenizer.encode("\n", add_special_tokens=False)
-        ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
-        if ids[: len(anchor)] == anchor:
-            return ids[len(anchor) :]
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        if self._prefixes:
+            anchor = self.encode_rendering("\n")
+            ids = self.encode_rendering("\n" + text)
+            if ids[: len(anchor)] == anchor:
+                return ids[len(anchor) :]
+        return self.encode_rendering(text)
 
     def split_literal(self, text: str) -> list[str | ControlToken]:
         """Split a literal of the template at its control tokens."""
@@ -160,7 +159,7 @@ class TextEncoder:
 
     def encode_rendering(self, text: str) -> list[int]:
         """Encode a whole rendering with the tokenizer itself, without adding tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
 
     def holds_control(self, text: str) -> bool:
         """Whether a text or a normalized form of it contains a control token."""
@@ -195,10 +194,8 @@ class TextEncoder:
     @cached_property
     def _prefixes(self) -> bool:
         # SentencePiece puts a blank before the first word of a text.
-        encode = self._tokenizer.encode
-        joined = encode("\na", add_special_tokens=False)
-        newline = encode("\n", add_special_tokens=False)
-        return joined != newline + encode("a", add_special_tokens=False)
+        encode = self.encode_rendering
+        return encode("\na") != encode("\n") + encode("a")
 
     def _opens_with_blank(self, text: str) -> bool:
         is_blank, is_blank_too = self._opened
@@ -212,7 +209,7 @@ class TextEncoder:
             return False, False
 
         def opens(run: str) -> bool:
-            ids = self._tokenizer.encode(plain[0] + run, add_special_tokens=False)
+            ids = self.encode_rendering(plain[0] + run)
             return ids[-1:] != [] and ids[1:] == self._encode_plain(
                 f" {run}"
             ) != self._encode_plain(run)
@@ -246,11 +243,7 @@ class TextEncoder:
         return heads, tails
 
     def _encode_plain(self, text: str) -> list[int]:
-        try:
-            return self._plain.encode(text, add_special_tokens=False).ids
-        except TypeError:  # lone surrogates, which UTF-8 cannot represent
-            whole = text.encode("utf-8", "replace").decode()
-            return self._plain.encode(whole, add_special_tokens=False).ids
+        return self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
         # Not the tokenizer's wrapper, which checks every id in Python first.
@@ -261,6 +254,11 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that matches any of `texts`, the longest first, and nothing for none."""
     longest_first = sorted((text for text in texts if text), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot represent and a tokenizer refuses."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _forms(text: str) -> set[str]:
