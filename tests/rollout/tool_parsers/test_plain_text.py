@@ -9,10 +9,14 @@ from agentrl.messages import OpenAIFunctionToolSchema
 from agentrl.rollout.tool_calls import check_calls
 from agentrl.rollout.tool_parsers import get_tool_parser, tool_parser_names
 from agentrl.tools.from_verl import as_verl_shows
-from agentrl.tools.python_tool import _SCHEMA as PYTHON
-from agentrl.tools.sandbox_fusion_tool import _SCHEMA as FUSION
-from agentrl.tools.search_tool import _SCHEMA as SEARCH
+from agentrl.tools.python_tool import PythonTool
+from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool
+from agentrl.tools.search_tool import SearchTool
 from tests.fakes.tools import schema
+
+PYTHON = PythonTool.default_schema
+FUSION = SandboxFusionTool.default_schema
+SEARCH = SearchTool.default_schema
 
 OTHER = schema("other", a={"type": "string"}, b={"type": "string"})
 CODE, ASKED = "```python\nprint(1)\n```", "<search>Bern</search>"
