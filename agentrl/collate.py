@@ -1,6 +1,6 @@
-"""Finished requests -> `DataProto`: here the first tensors are born.
+"""Collate finished requests into a `DataProto`: the first tensors are made here.
 
-Shapes: B requests, P the widest prompt, T the widest response, L = P + T.
+Shapes: B requests, P tokens of the longest prompt, T of the longest response, L = P + T.
 
 ==================== ============== ===========================================================
 tensor               shape, dtype   what
@@ -15,24 +15,24 @@ tensor               shape, dtype   what
 `turn_ids`           [B, T] int64   the turn that a token belongs to; -1 on padding
 `state_ids`          [B, T] int64   the state in which a sampled turn began, see
                                     `agentrl.collate`; -1 where none was sampled
-`policy_versions`    [B, T] int64   the weights that sampled a token; -1 where none did
+`policy_versions`    [B, T] int64   version of the weights that sampled a token; -1 on other tokens
 `token_level_scores` [B, T] float32 rewards, on trained tokens (see `agentrl.rewards.placement`)
 `in_baseline`        [B] bool       whether the group's statistics count the row
-`batch_data_id`      [B] int64      the prompt's place in the batch, over all ranks
+`batch_data_id`      [B] int64      index of the prompt in the global batch
 ==================== ============== ===========================================================
 
 Objects: `uid` (the group), `request_id`, `stop_reason`, `messages` (dicts), `reward_scores`,
-`reward_extra_info`, `reward_index` (where the trajectory's reward is attached, None where nothing
-is trained), `data_source`, `ground_truth`, `extra_info`, and the row's own columns (one that has
-one of these names gives way).
+`reward_extra_info`, `reward_index` (the token that has the trajectory's reward; None if nothing is
+trained), `data_source`, `ground_truth`, `extra_info`, and the row's own columns. If a column has
+one of these names, it is left out.
 
-Every request has its row, also a failed one: with a mask of zeros, outside its group's baseline,
-and with one token of padding where it had not even a prompt.
+Every request has a row. The row of a failed request has a mask of zeros and is not in the baseline
+of its group. If a request has no prompt, one token of padding replaces it.
 """
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
@@ -52,16 +52,16 @@ from agentrl.rollout.records import Turn, to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
 
 NO_TURN = -1
-"""Turn of padding."""
+"""Turn id of padding."""
 NO_STATE = -1
-"""State of a token that no policy sampled."""
+"""State id of a token that was not sampled."""
 NO_VERSION = -1
-"""Policy version of a token that no policy sampled."""
+"""Policy version of a token that was not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One request as lists of numbers, each of the response's length but the first."""
+    """One request as lists of numbers. All but the first have the length of the response."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -81,18 +81,17 @@ def collate(
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> DataProto:
-    """Lay finished requests side by side, in their order.
+    """Make one row of tensors from each finished request, in order.
 
     Args:
-        requests: Scored, where there is to be anything to learn. None are a batch of no rows: what
-            a rank without work trains on.
-        pad_token_id: What stands on padding; no mask shows it.
-        reward: How rewards of several sources become one, and on which trained tokens they land.
-        prompt_width: P, where batches are to be joined; None: as the longest prompt.
-        response_width: T; None: as the longest response.
+        requests: Scored requests. The batch of a rank without work has no rows.
+        pad_token_id: Token id of padding.
+        reward: How rewards are combined, and on which trained tokens they are placed.
+        prompt_width: P, for batches that are concatenated; None: length of the longest prompt.
+        response_width: T; None: length of the longest response.
 
     Raises:
-        DataError: for a request that has not ended, and for a width that does not suffice.
+        DataError: If a request has not ended, or does not fit into a width.
     """
     rows = [_read_request(request, pad_token_id, reward) for request in requests]
     ids = [request.request_id for request in requests]
@@ -102,14 +101,14 @@ def collate(
     )
     tensors = _layout(rows, pad_token_id, prompt_width, response_width)
     tensors["in_baseline"] = torch.tensor([r.in_baseline for r in requests], dtype=torch.bool)
-    places = [request.batch_data_id for request in requests]
-    tensors["batch_data_id"] = torch.tensor(places, dtype=torch.int64)
+    indices = [request.batch_data_id for request in requests]
+    tensors["batch_data_id"] = torch.tensor(indices, dtype=torch.int64)
     columns = _row_columns(requests) | _own_columns(requests, rows)
     return DataProto.from_dict(tensors, columns)
 
 
 def widest(requests: Sequence[AsyncRolloutRequest]) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest response, at least one each."""
+    """Return the lengths of the longest prompt and of the longest response, at least 1 each."""
     prompts = [request.num_prompt_tokens for request in requests]
     responses = [request.num_response_tokens for request in requests]
     return max([1, *prompts]), max([1, *responses])
@@ -123,20 +122,20 @@ async def generate_sequences(
     pad_token_id: int,
     step: int = 0,
 ) -> DataProto:
-    """Roll out a batch of prompts, for trainers written elsewhere: one row in, one row out.
+    """Roll out a batch of prompts for another trainer: one row in, one row out.
 
-    Each row is sampled once: repeat the batch for groups, as is usual (`plan.n` is not read).
+    Each row is sampled once (`plan.n` is not used). For groups, repeat the rows of the batch.
 
     Args:
         manager: Drives the requests.
-        prompts: Objects only are read: the columns of a dataset's row, with the messages as
-            `raw_prompt` or `prompt`. A `uid` is kept; rows without one are groups of their own.
-        plan: How hot to sample.
-        pad_token_id: What stands on padding.
-        step: Enters the seeds.
+        prompts: The columns of a dataset's rows as objects, with the messages in `raw_prompt` or
+            `prompt`; tensors are not read. A `uid` is kept; a row without one is its own group.
+        plan: Sampling parameters.
+        pad_token_id: Token id of padding.
+        step: Training step; part of the seeds.
 
     Returns:
-        The columns of `collate`; those that were in `prompts` as they were there.
+        The columns of `collate`. Columns of `prompts` are unchanged.
     """
     given = prompts.non_tensor_batch
     key = "raw_prompt" if "raw_prompt" in given else "prompt"
@@ -161,39 +160,31 @@ def _read_request(request: AsyncRolloutRequest, pad_token_id: int, reward: Rewar
     if not request.is_finished:
         raise DataError(f"the request {request.request_id} is still {request.state}")
     num_tokens = request.num_response_tokens
+    turns = [(turn.start, turn.end, turn.index) for turn in request.turns]
+    states = [(turn.start, turn.end, state) for turn, state in compute_turn_states(request)]
+    versions = [
+        (turn.start + span.start, turn.start + span.end, span.version)
+        for turn in request.turns
+        for span in turn.weight_versions
+    ]
     return _Row(
         prompt_ids=request.prompt_ids or [pad_token_id],
         response_ids=request.response_ids,
         loss_mask=request.loss_mask if request.is_trained else [0] * num_tokens,
         log_probs=request.rollout_log_probs,
-        turn_ids=_turn_ids(request),
-        state_ids=_state_ids(request),
-        versions=_versions(request),
+        turn_ids=_spread(num_tokens, NO_TURN, turns),
+        state_ids=_spread(num_tokens, NO_STATE, states),
+        versions=_spread(num_tokens, NO_VERSION, versions),
         placement=place_rewards(request, reward),
     )
 
 
-def _turn_ids(request: AsyncRolloutRequest) -> list[int]:
-    ids = [NO_TURN] * request.num_response_tokens
-    for turn in request.turns:
-        ids[turn.start : turn.end] = [turn.index] * turn.num_tokens
-    return ids
-
-
-def _state_ids(request: AsyncRolloutRequest) -> list[int]:
-    ids = [NO_STATE] * request.num_response_tokens
-    for turn, state in compute_turn_states(request):
-        ids[turn.start : turn.end] = [state] * turn.num_tokens
-    return ids
-
-
-def _versions(request: AsyncRolloutRequest) -> list[int]:
-    versions = [NO_VERSION] * request.num_response_tokens
-    for turn in request.turns:
-        for span in turn.weight_versions:
-            start, end = turn.start + span.start, turn.start + span.end
-            versions[start:end] = [span.version] * (end - start)
-    return versions
+def _spread(num_tokens: int, empty: int, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Return a value for each token, from spans `(start, end, value)`."""
+    values = [empty] * num_tokens
+    for start, end, value in spans:
+        values[start:end] = [value] * (end - start)
+    return values
 
 
 def _layout(
@@ -215,7 +206,11 @@ def _layout(
     }
     log_probs = [row.log_probs for row in rows]
     tensors["rollout_log_probs"] = _pad(log_probs, response_width, 0.0, np.float32, "right")
-    tensors["token_level_scores"] = _place([row.placement for row in rows], response_width)
+    scores = np.zeros((len(rows), response_width), dtype=np.float32)
+    for row_scores, row in zip(scores, rows, strict=True):
+        for position, value in row.placement.rewards:
+            row_scores[position] = value
+    tensors["token_level_scores"] = torch.from_numpy(scores)
     tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=-1)
     tensors["attention_mask"] = torch.cat(
         [
@@ -240,14 +235,6 @@ def _pad(
         start = width - len(values) if side == "left" else 0
         row[start : start + len(values)] = values
     return torch.from_numpy(padded)
-
-
-def _place(placements: Sequence[RewardPlacement], width: int) -> torch.Tensor:
-    scores = np.zeros((len(placements), width), dtype=np.float32)
-    for row, placement in zip(scores, placements, strict=True):
-        for position, value in placement.rewards:
-            row[position] = value
-    return torch.from_numpy(scores)
 
 
 def _width(what: str, lengths: Sequence[int], width: int | None, request_ids: Sequence[str]) -> int:
@@ -284,41 +271,40 @@ def _row_columns(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[Any]
 
 
 STATE_KEY = "state"
-"""Under which tools' metrics and interactions' metadata declare one."""
+"""Key of a declared state in the metrics of a tool or the metadata of an interaction."""
 
 
 def compute_turn_states(request: AsyncRolloutRequest) -> list[tuple[Turn, int]]:
-    """Number the states in which a request's sampled turns began.
+    """Number the states in which the sampled turns of a request began, for step-level groups.
 
-    The numbers are hashes of content, of 63 bits: equal in every process and every run.
+    The state is what a tool or interaction declared under the key `state` when it answered the
+    previous turn: in the metrics of the call, or in the metadata of the interaction. If none did,
+    it is the tokens that the policy was shown since its last turn. For the first turn it is the
+    prompt. If the policy was shown nothing in between, it is the whole history.
+
+    The numbers are 63-bit hashes of the content, equal in every process and every run.
 
     Returns:
-        Each sampled turn in order, and its state's number, 0 or more.
+        Each sampled turn in order, and the number of its state, 0 or more.
     """
     prompt_ids, response_ids = request.prompt_ids, request.response_ids
     states: list[tuple[Turn, int]] = []
     for turn in request.turns:
         if turn.role == "assistant":
-            before = states[-1][0] if states else None
-            shown = response_ids[before.end if before else 0 : turn.start]
-            seen = shown if before and shown else prompt_ids + response_ids[: turn.start]
-            states.append((turn, _number(_declared(before) or _tokens(seen))))
+            previous = states[-1][0] if states else None
+            shown = response_ids[previous.end if previous else 0 : turn.start]
+            seen = shown if previous and shown else prompt_ids + response_ids[: turn.start]
+            content = _declared_state(previous) or b"tokens " + array("q", seen).tobytes()
+            number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
+            states.append((turn, number))
     return states
 
 
-def _declared(before: Turn | None) -> bytes:
-    """What was declared when the turn before was answered; empty where nothing was."""
-    if before is None:
+def _declared_state(turn: Turn | None) -> bytes:
+    """Return what was declared when a turn was answered; empty if nothing was."""
+    if turn is None:
         return b""
-    reports: list[dict[str, Any]] = [*(call.metrics for call in before.calls), before.metadata]
+    reports: list[dict[str, Any]] = [*(call.metrics for call in turn.calls), turn.metadata]
     declared = [report[STATE_KEY] for report in reports if STATE_KEY in report]
     plain = json.dumps(declared, sort_keys=True, default=to_plain)
     return b"declared " + plain.encode() if declared else b""
-
-
-def _tokens(ids: Sequence[int]) -> bytes:
-    return b"tokens " + array("q", ids).tobytes()
-
-
-def _number(content: bytes) -> int:
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1

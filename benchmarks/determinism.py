@@ -4,7 +4,8 @@ The work is that of `benchmarks/engine.py`: 256 concurrent episodes, prompts of 
 about 25 sampled tokens a turn and 10 observed ones between turns, with the small policy of the
 quick start; here of 2 to 4 turns each. Behind each turn but the last a tool takes its time: none,
 or a lognormal one (median 0.2 s, sigma 1), the same for a turn of an episode in every run. The same
-episodes are driven through the two admissions of the rollout: `ConcurrentScheduler`, and `LockstepScheduler` with
+episodes are driven through both schedulers of the rollout: `ConcurrentScheduler`, and
+`LockstepScheduler` with
 the kernels that the mode chooses.
 
 What to expect: a round lasts as long as its longest completion and its slowest tool, so the cost

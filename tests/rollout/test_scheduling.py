@@ -357,7 +357,7 @@ async def test_a_second_deterministic_rollout_on_an_engine_is_refused():
     managers = [manager_of(engine, SlowTool(lambda: 0.01), n=1) for _ in range(2)]
     first = asyncio.create_task(managers[0].rollout(requests_of(managers[0])))
     await asyncio.sleep(0)
-    with pytest.raises(RolloutError, match="another one is using"):
+    with pytest.raises(RolloutError, match="another deterministic rollout"):
         await managers[1].rollout(requests_of(managers[1]))
     [request] = await first
     assert request.stop_reason is StopReason.ANSWERED
