@@ -1,6 +1,6 @@
-"""Read what a solution says aloud and, of one in the format of GSM8K, its answer.
+"""Read the visible text of a solution, and the answer of a solution in the format of GSM8K.
 
-The tool, the simulated user and the scorer of GSM8K all judge by the same two functions.
+The tool, the simulated user and the scorer of GSM8K use the same functions.
 """
 
 import re
@@ -17,7 +17,7 @@ _ANY = re.compile(_NUMBER)
 
 
 def without_thought(text: str) -> str:
-    """Return what stands behind the last thought: what is said aloud. One that was cut hides all.
+    """Return the text after the last thought. A thought without an end hides the rest.
 
     Example:
         >>> without_thought("<think>hm</think> Left.")
@@ -27,11 +27,11 @@ def without_thought(text: str) -> str:
 
 
 def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:
-    r"""Find the answer in a solution: the last one where there are several.
+    r"""Find the answer in a solution; if there are several, the last one.
 
     Args:
         text: The solution.
-        method: `strict` reads the number behind `####`; `flexible` the last number anywhere.
+        method: `strict` reads the number after `####`, `flexible` the last number of the text.
 
     Returns:
         The number without `$` and thousands separators, or None.
@@ -45,7 +45,7 @@ def extract_gsm8k_answer(text: str, method: Method = "strict") -> str | None:
 
 
 def same_number(left: str, right: str) -> bool:
-    """Whether two texts are the same number; texts that are no numbers are the same as nothing.
+    """Whether two texts are the same number. A text that is not a number equals nothing.
 
     Example:
         >>> same_number("1,200", "1200.0")

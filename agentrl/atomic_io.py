@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, then moved into it."""
+"""Files and folders that are complete or absent: written next to their path, then renamed."""
 
 import logging
 import os
@@ -9,21 +9,26 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 _DRAFT = ".draft"
+_WRITING = ".writing-"
+_REPLACED = ".replaced-"
+_REMOVED = ".removed-"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Give a path to write to; it becomes `path` when the block ends, and vanishes if it raises.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Give a path to write to. It becomes `path` at the end of the block; an error removes it.
 
-    The folder is made where it is missing. An earlier file stays as it is until the move.
+    Missing folders are made. An earlier file stays until it is replaced.
 
     Raises:
-        OSError: naming `path`, where the disk does not take it.
+        OSError: If the disk does not take the file. The error names `path`.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}{_DRAFT}")
-    with naming(path):
+    with naming_path(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield draft
@@ -33,20 +38,20 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what killed processes were writing in a folder that no other process writes to."""
+    """Remove unfinished files of killed processes. No other process may write to the folder."""
     for draft in folder.glob(f".*.[0-9]*{_DRAFT}"):
         draft.unlink(missing_ok=True)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an `OSError` of the block say which file it was about: a full disk does not by itself.
+def naming_path(path: Path) -> Iterator[None]:
+    """Add the path to an `OSError` of the block that has none: that of a full disk, for example.
 
-    Libraries written in Rust (safetensors, tokenizers) raise something else, with the system's
-    error in its text.
+    Libraries written in Rust (safetensors, tokenizers) raise other errors, which have the error
+    number of the system in their text. They become an `OSError`.
 
     Raises:
-        OSError: naming `path`, for either.
+        OSError: With `path`.
     """
     try:
         yield
@@ -63,110 +68,116 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(errno, f"cannot write: {os.strerror(errno)}", str(path)) from error
 
 
-logger = logging.getLogger(__name__)
-
-_WRITING = ".writing-"
-_REPLACED = ".replaced-"
-_REMOVED = ".removed-"
-
-
 @contextmanager
-def folder_written_whole(place: Path) -> Iterator[Path]:
-    """Give a folder to fill; it becomes `place` when the block ends, and vanishes if it raises.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to fill. It becomes `path` at the end of the block; an error removes it.
 
-    Its files are on the disk before the move, and the move before this ends. An earlier folder
-    stays as it is until the move, and is gone after it. What goes wrong behind the move is told as
-    a warning: the new folder stands then.
+    All data is on the disk before the folder is renamed, and the rename is on the disk before this
+    returns. An earlier folder stays until it is replaced. An error after the rename is only logged
+    as a warning, because the new folder is complete.
 
     Raises:
-        OSError: where the disk does not take it.
+        OSError: If the disk does not take the files.
     """
-    make_folder(place.parent)
-    put_back_replaced(place)
-    aside = place.with_name(_WRITING + place.name)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    make_folder(path.parent)
+    restore_replaced(path)
+    draft = path.with_name(_WRITING + path.name)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
     try:
-        yield aside
-        _flush_tree(aside)
-        _publish(aside, place)
+        yield draft
+        _flush_tree(draft)
+        _publish(draft, path)
     except Exception:
-        shutil.rmtree(aside, ignore_errors=True)
-        put_back_replaced(place)
+        shutil.rmtree(draft, ignore_errors=True)
+        restore_replaced(path)
         raise
 
 
-def remove_folder(place: Path) -> None:
-    """Remove a folder so that it is never there in part.
+def _publish(draft: Path, path: Path) -> None:
+    replaced = path.with_name(_REPLACED + path.name)
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    draft.rename(path)
+    try:
+        flush(path.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    except OSError as error:
+        logger.warning("%s is complete, but its old version may still exist: %s", path, error)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder. At no time does a part of it exist under its name.
 
     Raises:
-        OSError: where it cannot be removed.
+        OSError: If it cannot be removed.
     """
-    gone = place.with_name(_REMOVED + place.name)
-    shutil.rmtree(gone, ignore_errors=True)
-    place.rename(gone)
-    shutil.rmtree(gone)
+    removed = path.with_name(_REMOVED + path.name)
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed runs were writing, replacing or removing in a folder."""
-    put_back_all_replaced(parent)
+    """Restore or remove the folders that killed runs were writing, replacing or removing."""
+    restore_all_replaced(parent)
     for prefix in (_WRITING, _REPLACED, _REMOVED):
         for path in parent.glob(f"{prefix}*"):
             shutil.rmtree(path)
 
 
-def put_back_all_replaced(parent: Path) -> None:
-    """Put every folder of `parent` back that a killed run had moved away and not replaced yet."""
+def restore_all_replaced(parent: Path) -> None:
+    """Restore every folder of `parent` that a killed run had renamed but not replaced."""
     for path in parent.glob(f"{_REPLACED}*"):
-        put_back_replaced(path.with_name(path.name.removeprefix(_REPLACED)))
+        restore_replaced(path.with_name(path.name.removeprefix(_REPLACED)))
 
 
-def put_back_replaced(place: Path) -> None:
-    """Put a folder back, if a killed run had moved it away and not replaced it yet."""
-    gone = place.with_name(_REPLACED + place.name)
-    if gone.exists() and not place.exists():
-        gone.rename(place)
+def restore_replaced(path: Path) -> None:
+    """Restore a folder, if a killed run had renamed but not replaced it."""
+    replaced = path.with_name(_REPLACED + path.name)
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
 
 
-def set_aside(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Move files or folders into a folder, each under the first free one of `name`, `name.1`, ...
+def move_into(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """Move files or folders into a folder, each to the first free name: `name`, `name.1`, ...
 
     Returns:
-        Where each lies now.
+        The new paths.
 
     Raises:
-        OSError: where one cannot be moved.
+        OSError: If one cannot be moved.
     """
     if not paths:
         return []
     make_folder(folder)
-    moved = [path.rename(_free_place(folder, path.name)) for path in paths]
+    moved: list[Path] = []
+    for path in paths:
+        names = (f"{path.name}.{number}" if number else path.name for number in count())
+        target = next(folder / name for name in names if not (folder / name).exists())
+        moved.append(path.rename(target))
     for changed in {folder, *(path.parent for path in paths)}:
         flush(changed)
     return moved
 
 
-def make_folder(place: Path) -> None:
-    """Make a folder and those above it, and bring their names to the disk."""
-    missing = [path for path in (place, *place.parents) if not path.exists()]
-    place.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        flush(path.parent)
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, and write their names to the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        flush(folder.parent)
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
+    """Write a file, or the list of names of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _free_place(folder: Path, name: str) -> Path:
-    places = (folder / (f"{name}.{number}" if number else name) for number in count())
-    return next(place for place in places if not place.exists())
 
 
 def _flush_tree(folder: Path) -> None:
@@ -176,17 +187,3 @@ def _flush_tree(folder: Path) -> None:
         elif path.is_file():
             flush(path)
     flush(folder)
-
-
-def _publish(aside: Path, place: Path) -> None:
-    gone = place.with_name(_REPLACED + place.name)
-    if place.exists():
-        shutil.rmtree(gone, ignore_errors=True)
-        place.rename(gone)
-    aside.rename(place)
-    try:
-        flush(place.parent)
-        if gone.exists():
-            shutil.rmtree(gone)
-    except OSError as error:
-        logger.warning("%s is written; what it replaced may still be there: %s", place, error)

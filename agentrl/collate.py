@@ -14,10 +14,10 @@ tensor               shape, dtype   what
 `rollout_log_probs`  [B, T] float32 at sampling; 0 on observed tokens and padding
 `turn_ids`           [B, T] int64   the turn that a token belongs to; -1 on padding
 `state_ids`          [B, T] int64   the state in which a sampled turn began, see
-                                    `agentrl.collate`; -1 where none was sampled
+                                    `compute_turn_states`; -1 on other tokens
 `policy_versions`    [B, T] int64   version of the weights that sampled a token; -1 on other tokens
 `token_level_scores` [B, T] float32 rewards, on trained tokens (see `agentrl.rewards.placement`)
-`in_baseline`        [B] bool       whether the group's statistics count the row
+`in_baseline`        [B] bool       whether the statistics of the group count the row
 `batch_data_id`      [B] int64      index of the prompt in the global batch
 ==================== ============== ===========================================================
 

@@ -1,7 +1,7 @@
-"""The tree of errors: what went wrong, where, what was expected, and whose fault it is.
+"""The errors of agentrl: what went wrong, where, what was expected, and whose fault it is.
 
-Every error inherits the standard error that it refines, takes one message and keyword details that
-become attributes, and survives pickling (workers send errors across processes).
+Every error inherits a standard error, takes one message and keyword details that become attributes,
+and can be pickled (workers send errors to other processes).
 """
 
 import difflib
@@ -11,30 +11,30 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """Whose fault a failed request is. Decides, with the ends table, whether a group sees it."""
+    """Whose fault a failed request is."""
 
     MODEL = "model"
-    """The policy: a malformed call under `stop`, a template's refusal of what it wrote."""
+    """The policy: a malformed call under `stop`, or calls that the chat template refuses."""
     TOOL = "tool"
-    """A tool broke in its own life; or, under `on_tool_failure: fail`, in answering a call."""
+    """A tool failed in create, calc_reward or release; in a call under `on_tool_failure: fail`."""
     INTERACTION = "interaction"
-    """A simulated user or environment raised or hung."""
+    """A simulated user or environment raised or timed out."""
     ENGINE = "engine"
-    """The inference engine failed or went away."""
+    """The inference engine failed or is gone."""
     REWARD = "reward"
-    """A scorer raised, hung, or returned something that is no finite number."""
+    """A scorer raised, timed out, or returned a value that is not a finite number."""
     LIMIT = "limit"
-    """The wall clock of the request ran out, the run was stopped, or the row asks for what the run
-    does not have (a tool, an interaction, room for its prompt)."""
+    """The request ran out of time, the run was stopped, or the row needs something that the run
+    does not have (a tool, an interaction, enough tokens for its prompt)."""
 
 
 class AgentRLError(Exception):
-    """The root of what agentrl raises.
+    """The base class of the errors of agentrl.
 
     Args:
-        message: What happened, with the offending value.
-        **details: Where and what was expected (`file`, `key`, `expected`, ...); each becomes an
-            attribute and is shown behind the message.
+        message: What happened, with the wrong value.
+        **details: Where it happened and what was expected (`file`, `key`, `expected`, ...). Each
+            becomes an attribute and is shown after the message.
     """
 
     def __init__(self, message: str = "", **details: object) -> None:
@@ -48,16 +48,15 @@ class AgentRLError(Exception):
             raise AttributeError(name) from None
 
     def __str__(self) -> str:
-        told = str(self.args[0])  # an ImportError would tell what it was made with
-        # A message that begins with the key need not be followed by it.
-        shown = {
-            n: v for n, v in self.details.items() if n != "key" or not told.startswith(f"{v}: ")
-        }
-        return "\n".join([told, *(f"  {name}: {value}" for name, value in shown.items())])
+        lines = [str(self.args[0])]  # ImportError has another `__str__`
+        for name, value in self.details.items():
+            if name != "key" or not lines[0].startswith(f"{value}: "):  # do not repeat the key
+                lines.append(f"  {name}: {value}")
+        return "\n".join(lines)
 
 
 class ConfigError(AgentRLError, ValueError):
-    """A configuration that cannot mean anything (details: `file`, `key`, `expected`)."""
+    """A configuration that is not valid (details: `file`, `key`, `expected`)."""
 
 
 class DataError(AgentRLError, ValueError):
@@ -67,15 +66,15 @@ class DataError(AgentRLError, ValueError):
 
 
 class PluginError(AgentRLError, ImportError):
-    """A class path or function path that does not lead to what was asked for."""
+    """A class path or function path that does not name the expected object."""
 
 
 class MissingExtraError(AgentRLError, ImportError):
-    """A feature whose optional packages are not installed (detail: `install`)."""
+    """A feature needs an optional package that is not installed (detail: `install`)."""
 
 
 class TemplateError(AgentRLError, ValueError):
-    """A chat template that cannot carry what the run needs (details: `template`, `role`)."""
+    """A chat template that cannot render what the run needs (details: `template`, `role`)."""
 
 
 class LedgerError(AgentRLError, ValueError):
@@ -91,61 +90,61 @@ class CheckpointError(AgentRLError, RuntimeError):
 
 
 class TrainingError(AgentRLError, RuntimeError):
-    """An update that can do nothing any more (details: `key`, `expected`)."""
+    """Training cannot continue (details: `key`, `expected`)."""
 
 
 class OutOfMemoryError(AgentRLError, MemoryError):
-    """Memory that ran out in training (detail `expected`: the keys that make it need less)."""
+    """Training ran out of memory (detail `expected`: the keys that reduce its use)."""
 
 
 class EngineError(AgentRLError, RuntimeError):
-    """An inference engine that failed; the requests it touched fail with `Fault.ENGINE`."""
+    """An inference engine failed. The affected requests fail with `Fault.ENGINE`."""
 
 
 class InteractionError(AgentRLError, RuntimeError):
-    """A simulated user that raised or hung; the request fails with `Fault.INTERACTION`."""
+    """A simulated user raised or timed out. The request fails with `Fault.INTERACTION`."""
 
 
 class RewardError(AgentRLError, ValueError):
-    """A scorer that raised or returned no finite number; fails with `Fault.REWARD`."""
+    """A scorer raised, or returned no finite number. The request fails with `Fault.REWARD`."""
 
 
 class SandboxError(AgentRLError, RuntimeError):
-    """A sandbox that cannot start or went away: its own fault, not that of the code it runs
-    (details: `provider`, `expected`).
+    """A sandbox cannot start, or is gone. The code that it runs is not at fault (details:
+    `provider`, `expected`).
     """
 
 
 class ServiceError(AgentRLError, ConnectionError):
-    """A service behind a tool that cannot be reached, or does not answer as it should (details:
-    `service`, `expected`, `last_words`): its own fault, not that of the call.
+    """The service of a tool cannot be reached, or its answer is not valid. The call is not at fault
+    (details: `service`, `expected`, `last_words`).
     """
 
 
 class ToolLifeError(AgentRLError, RuntimeError):
-    """A tool broke in its own life (create, calc_reward, release), not in answering a call."""
+    """A tool failed in create, calc_reward or release, not in a call."""
 
 
 class ToolCallError(AgentRLError, RuntimeError):
-    """A tool crashed or hung in answering a call, which ends the request under `on_tool_failure:
-    fail` (details: `tool`, `call`).
+    """A tool crashed or timed out in a call. This ends the request under `on_tool_failure: fail`
+    (details: `tool`, `call`).
     """
 
 
 class RankError(AgentRLError, RuntimeError):
-    """A rank that cannot go on because another one failed, left or did not come (detail: `others`,
-    `key`, `expected`).
+    """A rank cannot continue because another rank failed, ended or did not respond (details:
+    `others`, `key`, `expected`).
     """
 
 
 class RolloutError(AgentRLError, RuntimeError):
-    """A batch of which too much failed (details: `reasons`, `expected`)."""
+    """Too much of a batch failed (details: `reasons`, `expected`)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: the device's, or the process's.
+    """Whether an error means that the device or the process ran out of memory.
 
-    torch says so by a class of its own on a device, and by the text of a `RuntimeError` on a CPU.
+    On a device, torch raises a class of its own; on a CPU, a `RuntimeError` with a certain text.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -153,12 +152,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the end of a message on an unknown name; empty if no known name is similar to it.
+    """Return the end of a message about an unknown name; empty if no known name is similar.
 
     Args:
         name: The unknown name.
         known: The names that exist.
-        cutoff: The least similarity, of 1.
+        cutoff: The minimum similarity, from 0 to 1.
 
     Example:
         >>> did_you_mean("trainr", ["data", "trainer"])
@@ -175,7 +174,7 @@ def find_nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal would obey, and what would begin a new line of a log.
+    r"""Escape control characters and line breaks, for terminals and logs.
 
     Example:
         >>> printable("red \x1b[31m\n")
@@ -188,7 +187,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def text_of(error: BaseException) -> str:
-    """Say what an error says of itself; raises nothing, though the error be users' own and broken.
+    """Return `str(error)`. Never raises, even if the `__str__` of the error does.
 
     Example:
         >>> text_of(ValueError("too large"))
@@ -197,11 +196,11 @@ def text_of(error: BaseException) -> str:
     try:
         return f"{error}"
     except BaseException as broken:  # noqa: BLE001 - an error's `__str__` is users' code
-        return f"(saying what it is raises {type(broken).__name__})"
+        return f"(its message raises {type(broken).__name__})"
 
 
 def words_of(error: BaseException) -> str:
-    """Say an error in one line of words for a record or a log: its class and its text.
+    """Describe an error for a record or a log: its class and its text.
 
     Example:
         >>> words_of(ValueError("too large"))
@@ -211,9 +210,9 @@ def words_of(error: BaseException) -> str:
 
 
 class ToolError(AgentRLError):
-    """Raise this in `BaseTool.execute`: its text is shown to the model as the call's result.
+    """Raise this in `BaseTool.execute` to show its text to the model as the result of the call.
 
-    Any other exception of `execute` counts as an infrastructure failure of the tool: the model sees
-    a neutral error text and the failure is counted apart; under `on_tool_failure: fail` the request
-    fails.
+    Any other exception of `execute` is an infrastructure failure of the tool: the model sees a
+    neutral error text, and the failure is counted separately. Under `on_tool_failure: fail` the
+    request fails.
     """

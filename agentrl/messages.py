@@ -1,7 +1,7 @@
-"""OpenAI-format messages, tool calls and tool schemas: the vocabulary of a conversation.
+"""Messages, tool calls and tool schemas in the format of OpenAI.
 
-Nothing here loses what it does not know: extra fields of a message, unknown content parts and every
-JSON Schema keyword of a tool go through whole.
+Unknown data is kept: extra fields of a message, content parts of other types, and every JSON Schema
+keyword of a tool.
 """
 
 import json
@@ -17,30 +17,29 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ContentPart(BaseModel):
-    """One part of a multi-part content. Only `text` parts are generated on; others are kept."""
+    """One part of a content with several parts. The model sees only `text` parts."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
-    """`text`, `image`, `image_url`, `video`, ... as the row wrote it."""
+    """`text`, `image`, `image_url`, `video`, ... as in the row."""
     text: str | None = None
     """The text of a `text` part."""
     shown: Literal[False] | None = None
-    """False: the part stands in the conversation, and no token of it does. So it is with the images
-    and videos of tools, as long as text alone is generated on."""
+    """False if the part has no tokens. That is so for the images and videos of tools."""
 
     @classmethod
     def kept(cls, type: str) -> "ContentPart":
-        """Stand in the conversation for an image or a video of a tool."""
+        """Make the placeholder of an image or a video of a tool."""
         return cls(type=type, shown=False)
 
 
 class FunctionCall(BaseModel):
-    """The function half of a tool call."""
+    """Name and arguments of a tool call."""
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Decoded arguments. A JSON string, as OpenAI sends it, is decoded on entry."""
+    """Decoded arguments. A JSON string, as OpenAI sends it, is decoded."""
 
     @field_validator("arguments", mode="before")
     @classmethod
@@ -49,7 +48,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """One call of a tool, as it stands in an assistant message."""
+    """One tool call in an assistant message."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -88,13 +87,13 @@ class Message(BaseModel):
     content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    """On a tool message: the call that it answers."""
+    """Id of the call that a tool message answers."""
     name: str | None = None
-    """On a tool message: the tool that answered."""
+    """Name of the tool that a tool message is from."""
 
     @property
     def text(self) -> str:
-        """The text parts joined; an empty string where there are none."""
+        """The joined text parts; an empty string if there are none."""
         if isinstance(self.content, list):
             return "".join(part.text or "" for part in self.content if part.type == "text")
         return self.content or ""
@@ -105,22 +104,19 @@ class Message(BaseModel):
         return [part.type for part in self.content] if isinstance(self.content, list) else []
 
     def to_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: a plain dict, absent keys left out."""
+        """Return the message as chat templates expect it: a dict without absent keys."""
         return self.model_dump(exclude_none=True)
 
 
 def schema_validator(schema: Mapping[str, Any]) -> Any:
-    """Give the class that checks by the draft that a JSON Schema names; 2020-12 if it names none.
-
-    Servers write what their libraries do: many a schema is of draft 7.
-    """
+    """Return the validator class for the draft of a JSON Schema; 2020-12 if it names none."""
     return validator_for(schema, default=jsonschema.Draft202012Validator)
 
 
 def without_nulls(schema: Any) -> Any:
     """Return a JSON Schema without the keywords that are null, as verl's `model_dump` writes them.
 
-    Where null is a value (`default`, `const`, in lists) it stays.
+    A null that is a value (`default`, `const`, in lists) is kept.
 
     Example:
         >>> without_nulls({"type": "string", "enum": None, "default": None})
@@ -136,7 +132,7 @@ def without_nulls(schema: Any) -> Any:
 
 
 _VALUES = frozenset({"default", "const", "enum", "examples"})
-"""Keywords of JSON Schema that hold values, not schemas."""
+"""Keywords of JSON Schema with values, not schemas."""
 
 
 class OpenAIFunctionSchema(BaseModel):
@@ -149,7 +145,7 @@ class OpenAIFunctionSchema(BaseModel):
     parameters: dict[str, Any] = Field(
         default_factory=lambda: {"type": "object", "properties": {}, "required": []}
     )
-    """Any JSON Schema of an object, whole: nested, `anyOf`, `items`, `default`, `$defs`."""
+    """Any JSON Schema of an object: nested, `anyOf`, `items`, `default`, `$defs`."""
     strict: bool | None = None
 
     @field_validator("parameters", mode="before")
@@ -168,11 +164,11 @@ class OpenAIFunctionSchema(BaseModel):
 
 
 _ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
-"""Keywords of JSON Schema by which properties are declared elsewhere."""
+"""Keywords of JSON Schema that can declare properties outside of `properties`."""
 
 
 class OpenAIFunctionToolSchema(BaseModel):
-    """A tool as the model is told of it. `model_dump` returns what was read, key for key."""
+    """A tool as the model sees it. `model_dump` returns exactly what was read."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -181,11 +177,11 @@ class OpenAIFunctionToolSchema(BaseModel):
 
     @property
     def name(self) -> str:
-        """The name by which the model calls the tool."""
+        """Name of the tool."""
         return self.function.name
 
     def undeclared_required(self) -> list[str]:
-        """Name required parameters that are no property: no call of the model can fit these."""
+        """Return required parameters that are not declared: no call can match such a schema."""
         parameters = self.function.parameters
         if not _ELSEWHERE.isdisjoint(parameters):
             return []
@@ -193,12 +189,12 @@ class OpenAIFunctionToolSchema(BaseModel):
         return [name for name in parameters.get("required") or () if name not in declared]
 
     def to_template(self) -> dict[str, Any]:
-        """The schema as chat templates expect it, keys that were never set left out."""
+        """Return the schema as chat templates expect it, without keys that were not set."""
         return self.model_dump(exclude_unset=True, exclude_none=True) | {"type": self.type}
 
 
 class ToolResponse(BaseModel):
-    """What a tool (or its creation) gives back to the conversation."""
+    """What a call (or the creation) of a tool adds to the conversation."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -215,19 +211,19 @@ class ToolResponse(BaseModel):
 
     @property
     def media(self) -> dict[str, list[Any]]:
-        """Images and videos, by kind; a kind of which there is none is left out."""
+        """Images and videos by kind, without empty kinds."""
         kinds = {"image": self.image, "video": self.video}
         return {kind: values for kind, values in kinds.items() if values}
 
     @property
     def wording(self) -> str:
-        """The text; where there are only images or videos, a word for each: `[image]`."""
+        """The text; if there are only images or videos, `[image]` or `[video]` for each."""
         return self.text or " ".join(f"[{kind}]" for kind in self._kinds)
 
     def content(self, text: str) -> str | list[ContentPart]:
-        """Give the content of the message that shows this response, worded as `text`.
+        """Return the content of the message for this response, with `text` as its text.
 
-        Images come first, then videos, then the text, each a part; a text alone needs none.
+        Images, videos and the text become parts, in this order. A text alone is a string.
         """
         media = [ContentPart.kept(kind) for kind in self._kinds]
         return [*media, ContentPart(type="text", text=text)] if media else text
@@ -246,7 +242,7 @@ class ToolResponse(BaseModel):
 
     @classmethod
     def of(cls, value: Self | str | dict[str, Any] | None) -> "ToolResponse":
-        """Accept what users return: a response, a string, a dict (shown as JSON)."""
+        """Convert what users return: a response, a string, or a dict (shown as JSON)."""
         if isinstance(value, ToolResponse):
             return value
         if value is None or isinstance(value, str):

@@ -5,11 +5,11 @@ import pytest
 
 from agentrl import atomic_io as folders
 from agentrl.atomic_io import (
-    folder_written_whole,
+    atomic_file,
+    atomic_folder,
     make_folder,
-    put_back_replaced,
     remove_drafts,
-    written_whole,
+    restore_replaced,
 )
 
 
@@ -18,13 +18,13 @@ def names(folder: Path) -> list[str]:
 
 
 def fill(place: Path, content: str) -> None:
-    with folder_written_whole(place) as aside:
+    with atomic_folder(place) as aside:
         (aside / "file").write_text(content)
 
 
 def test_block_that_raises_leaves_what_was_there(tmp_path: Path):
     fill(tmp_path / "place", "first")
-    with pytest.raises(FileExistsError), folder_written_whole(tmp_path / "place") as aside:
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "place") as aside:
         aside.mkdir()
     assert (tmp_path / "place/file").read_text() == "first"
     assert names(tmp_path) == ["place"]
@@ -62,14 +62,14 @@ def test_what_cannot_be_removed_behind_the_move_is_told_and_the_new_folder_stand
     monkeypatch.setattr(folders.shutil, "rmtree", refuse_old)
     fill(tmp_path / "place", "second")
     assert (tmp_path / "place/file").read_text() == "second"
-    assert "place is written; what it replaced may still be there: busy" in caplog.text
+    assert "place is complete, but its old version may still exist: busy" in caplog.text
 
 
 def test_folder_moved_away_by_a_killed_process_is_there_for_the_next_to_take_along(tmp_path: Path):
     place = tmp_path / "place"
     fill(place, "first")
     place.rename(tmp_path / ".replaced-place")
-    with folder_written_whole(place) as aside:
+    with atomic_folder(place) as aside:
         assert (place / "file").read_text() == "first"
         (aside / "file").write_text("second")
     assert (place / "file").read_text() == "second"
@@ -79,7 +79,7 @@ def test_folder_moved_away_by_a_killed_process_is_there_for_the_next_to_take_alo
 def test_what_was_replaced_already_does_not_come_back(tmp_path: Path):
     fill(tmp_path / "place", "second")
     fill(tmp_path / ".replaced-place", "first")
-    put_back_replaced(tmp_path / "place")
+    restore_replaced(tmp_path / "place")
     assert (tmp_path / "place/file").read_text() == "second"
 
 
@@ -88,7 +88,7 @@ def test_files_of_inner_folders_and_new_outer_ones_reach_the_disk(
 ):
     flushed: list[str] = []
     monkeypatch.setattr(folders, "flush", lambda path: flushed.append(path.name))
-    with folder_written_whole(tmp_path / "outer/inner/place") as aside:
+    with atomic_folder(tmp_path / "outer/inner/place") as aside:
         (aside / "sub").mkdir()
         (aside / "sub/file").write_text("x")
     assert {tmp_path.name, "outer", "inner", "sub", "file"} <= set(flushed)
@@ -98,7 +98,7 @@ def test_files_of_inner_folders_and_new_outer_ones_reach_the_disk(
 
 
 def test_drafts_of_killed_processes_go_and_nothing_else(tmp_path: Path):
-    with written_whole(tmp_path / "kept.json") as draft:
+    with atomic_file(tmp_path / "kept.json") as draft:
         draft.write_text("{}")
     for name in (f".kept.json.{os.getpid()}.draft", ".hidden", "my.draft", ".my.draft"):
         (tmp_path / name).touch()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
 
 _TEXT = "utf-8-sig"
@@ -54,13 +54,13 @@ def read_rows(file: str | Path, max_rows: int | None = None) -> list[Row]:
 def write_parquet(file: Path, rows: list[Row]) -> None:
     """Write rows as Parquet: whole, or not at all."""
     untyped = untyped_datasets()
-    with _quiet(), written_whole(file) as partial:
+    with _quiet(), atomic_file(file) as partial:
         untyped.Dataset.from_list(rows).to_parquet(partial)
 
 
 def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines: whole, or not at all."""
-    with written_whole(file) as partial, partial.open("w", encoding="utf-8") as stream:
+    with atomic_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

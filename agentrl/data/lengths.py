@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.data.dataset import PromptDataset
 from agentrl.data.rows import Prompt
 from agentrl.errors import DataError
@@ -190,7 +190,7 @@ def _load(cache: Path) -> list[int] | None:
 
 def _save(cache: Path, lengths: Sequence[int]) -> None:
     try:
-        with written_whole(cache) as partial, partial.open("wb") as stream:
+        with atomic_file(cache) as partial, partial.open("wb") as stream:
             np.save(stream, np.asarray(lengths, dtype=np.int32), allow_pickle=False)
     except OSError as error:
         log.warning("prompt lengths cannot be cached in %s: %s", cache, error)

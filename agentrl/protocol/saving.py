@@ -5,7 +5,6 @@ more tensor of bytes (the file's own header is limited in size).
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
 
 _FORMAT = {"format": "agentrl.DataProto", "version": "1"}
@@ -45,10 +45,8 @@ def write_columns(
         for key, tensor in tensors.items()
     }
     plain[_JSON_KEY] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    save_file(plain, partial, metadata=_FORMAT)
-    partial.replace(target)
+    with atomic_file(Path(path)) as draft:
+        save_file(plain, draft, metadata=_FORMAT)
 
 
 def read_columns(

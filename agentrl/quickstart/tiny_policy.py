@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from agentrl.atomic_io import naming
+from agentrl.atomic_io import naming_path
 from agentrl.config.schema.prepare import TinyPolicyConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.data.rows import Conversation, load_conversations
@@ -147,7 +147,7 @@ def _write(config: TinyPolicyConfig, tools: Sequence[OpenAIFunctionToolSchema]) 
     conversations = load_conversations(config.corpus)
     tokenizer = train_tokenizer(conversations, config.vocab_size, tools)
     folder = config.out_dir
-    with naming(folder):
+    with naming_path(folder):
         build_tiny_model(config, tokenizer).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

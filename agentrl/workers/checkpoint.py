@@ -26,13 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.atomic_io import (
+    atomic_folder,
     flush,
-    folder_written_whole,
     make_folder,
-    put_back_all_replaced,
+    move_into,
     remove_folder,
     remove_leftovers,
-    set_aside,
+    restore_all_replaced,
 )
 from agentrl.errors import CheckpointError
 from agentrl.workers.rng import RandomState
@@ -119,7 +119,7 @@ def save_checkpoint(
     try:
         make_folder(root)
         remove_leftovers(root)
-        with folder_written_whole(place) as aside:
+        with atomic_folder(place) as aside:
             _write_files(aside, snapshot)
     # safetensors tells a full disk by an error of its own.
     except (OSError, SafetensorError) as error:
@@ -147,7 +147,7 @@ def set_aside_later(root: Path, step: int) -> list[Path]:
     """
     later = [path for number, path in newest_first(root) if number > step]
     try:
-        return set_aside(later, root / SUPERSEDED)
+        return move_into(later, root / SUPERSEDED)
     except OSError as error:
         raise CheckpointError(f"cannot set an earlier checkpoint aside: {error}",
                               path=root) from error  # fmt: skip
@@ -198,7 +198,7 @@ def find_latest(root: Path) -> Path | None:
         CheckpointError: where there are some and all are damaged: to begin anew is not for us to
             choose then.
     """
-    put_back_all_replaced(root)
+    restore_all_replaced(root)
     damaged: list[str] = []
     for _, path in newest_first(root):
         try:

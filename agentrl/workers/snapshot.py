@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from agentrl.atomic_io import folder_written_whole, naming
+from agentrl.atomic_io import atomic_folder, naming_path
 from agentrl.errors import CheckpointError
 from agentrl.workers.actor import Actor, ActorCounters
 from agentrl.workers.checkpoint import (
@@ -141,7 +141,7 @@ def _write_model(
     about: Mapping[str, Any] | None,
 ) -> Path:
     try:
-        with naming(folder), folder_written_whole(folder) as aside:
+        with naming_path(folder), atomic_folder(folder) as aside:
             with _plain_attention(policy.config):
                 policy.lm.save_pretrained(aside, state_dict=weights, safe_serialization=True)
             tokenizer.save_pretrained(aside)

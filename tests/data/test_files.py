@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
 from agentrl.data.files import read_rows, write_jsonl, write_parquet
@@ -77,7 +77,7 @@ def test_a_missing_file_is_told_with_its_name(tmp_path):
 
 
 def write_half(path: Path) -> None:
-    with written_whole(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
 

@@ -38,5 +38,5 @@ class HollowError(Exception):
         raise KeyError(name)
 
 
-UNTOLD = "(saying what it is raises KeyError)"
+UNTOLD = "(its message raises KeyError)"
 """What is told of an `UntellableError`."""

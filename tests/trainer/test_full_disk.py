@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from agentrl.atomic_io import naming
+from agentrl.atomic_io import naming_path
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
 from agentrl.trainer.setup.preflight import check_disk_space
@@ -118,7 +118,7 @@ def test_library_that_tells_a_full_disk_in_its_own_way_is_heard(tiny_home: Path,
     with (
         files_at_most(8_000),
         pytest.raises(OSError, match="cannot write: File too large") as raised,
-        naming(tmp_path / "policy"),
+        naming_path(tmp_path / "policy"),
     ):
         tokenizer.save_pretrained(tmp_path / "policy")
     assert raised.value.filename == str(tmp_path / "policy")

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.atomic_io import remove_drafts, written_whole
+from agentrl.atomic_io import atomic_file, remove_drafts
 from agentrl.errors import DataError
 
 Arguments = dict[str, Any]
@@ -170,6 +170,6 @@ def _read(path: Path) -> Manifest | None:
 
 
 def _write(path: Path, manifest: Manifest) -> None:
-    with written_whole(path) as partial:
+    with atomic_file(path) as partial:
         text = json.dumps(manifest.model_dump(mode="json"), indent=2)
         partial.write_text(text + "\n", encoding="utf-8")

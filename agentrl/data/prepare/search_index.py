@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from agentrl.atomic_io import naming, written_whole
+from agentrl.atomic_io import atomic_file, naming_path
 from agentrl.config.schema.prepare import SearchIndexConfig
 from agentrl.data.prepare.manifest import content_of, make_once
 from agentrl.errors import DataError
@@ -71,7 +71,7 @@ def _write(config: SearchIndexConfig) -> None:
     shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
     draft.mkdir(parents=True)
     try:
-        with naming(out_dir):
+        with naming_path(out_dir):
             num_documents = _build(config, draft)
             (out_dir / _INDEX).unlink(missing_ok=True)
             shutil.rmtree(out_dir / _SCORES, ignore_errors=True)
@@ -87,7 +87,7 @@ def _write(config: SearchIndexConfig) -> None:
         "offsets": _OFFSETS,
         "stopwords": config.stopwords,
     }
-    with written_whole(out_dir / _INDEX) as partial:
+    with atomic_file(out_dir / _INDEX) as partial:
         partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

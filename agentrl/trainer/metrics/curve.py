@@ -20,7 +20,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
 from agentrl.trainer.metrics.sinks import REWARD_KEYS, MetricsLine, read_metrics
 
@@ -65,7 +65,7 @@ def plot_curve(
     if not any(run.reward.steps or run.success for run in runs):
         raise DataError("no reward and no validation to draw", file=", ".join(map(str, paths)))
     figure = draw_curves(runs, title=title)
-    with written_whole(out) as draft:
+    with atomic_file(out) as draft:
         figure.savefig(draft, format="png", dpi=dpi, metadata={"Software": None})
 
 

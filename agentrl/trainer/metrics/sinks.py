@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from agentrl.atomic_io import naming, written_whole
+from agentrl.atomic_io import naming_path, atomic_file
 from agentrl.errors import DataError, MissingExtraError
 from agentrl.plugins.environment import install_command
 
@@ -68,7 +68,7 @@ class JsonlSink:
                 for number, line in enumerate(_whole_lines(path), start=1)
                 if _parse_line(line, path, number).step <= resumed_step
             ]
-            with written_whole(path) as draft:
+            with atomic_file(path) as draft:
                 draft.write_text("".join(kept), encoding="utf-8")
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
@@ -80,7 +80,7 @@ class JsonlSink:
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: n if math.isfinite(n) else None for name, n in numbers.items()}
-        with naming(self._path):
+        with naming_path(self._path):
             if not self._path.exists():
                 logger.warning("%s was deleted; a new file has the steps from %d", self._path, step)
                 self._file.close()
@@ -91,7 +91,7 @@ class JsonlSink:
 
     def close(self) -> None:
         """Close the file."""
-        with naming(self._path):
+        with naming_path(self._path):
             self._file.close()
 
 

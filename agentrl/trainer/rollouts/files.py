@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import AgentRLError, DataError
@@ -169,7 +169,7 @@ def save_lines(path: Path, lines: Iterable[str]) -> int:
     count = 0
     # UTF-8 cannot hold a lone surrogate; it becomes its JSON escape.
     with (
-        written_whole(path) as draft,
+        atomic_file(path) as draft,
         draft.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):
         for line in lines:

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agentrl.atomic_io import put_back_replaced
+from agentrl.atomic_io import restore_replaced
 from agentrl.config.schema.prepare import PrepareConfig, SftConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.data.prepare.gsm8k import prepare_gsm8k
@@ -100,7 +100,7 @@ def warm_up(
     files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
 
     def find_arguments() -> dict[str, Any] | None:
-        put_back_replaced(config.out_dir)
+        restore_replaced(config.out_dir)
         arguments = _arguments(run, config, shown)
         return arguments if must_make(config.out_dir, _SFT, arguments, files) else None
 

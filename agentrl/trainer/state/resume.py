@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agentrl.atomic_io import set_aside, written_whole
+from agentrl.atomic_io import atomic_file, move_into
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import CheckpointError
 from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
@@ -119,7 +119,7 @@ def start_date(config: RunConfig, world: World) -> datetime:
                 return datetime.fromisoformat(path.read_text(encoding="utf-8").strip())
             except ValueError:
                 return now
-        with written_whole(path) as draft:
+        with atomic_file(path) as draft:
             draft.write_text(now.isoformat() + "\n", encoding="utf-8")
         return now
 
@@ -189,6 +189,6 @@ def archive_earlier_outputs(config: RunConfig, path: Path | None, step: int) -> 
         moved
         for folder in (trainer.rollout_data_dir, trainer.validation_data_dir, skipped)
         if folder is not None
-        for moved in set_aside(find_rollouts(folder, after=last_kept), folder / SUPERSEDED)
+        for moved in move_into(find_rollouts(folder, after=last_kept), folder / SUPERSEDED)
     ]
     return ArchivedOutputs(checkpoints=later, rollouts=rollouts, metrics=metrics)

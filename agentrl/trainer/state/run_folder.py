@@ -32,7 +32,7 @@ import torch
 import yaml
 
 import agentrl
-from agentrl.atomic_io import naming, written_whole
+from agentrl.atomic_io import atomic_file, naming_path
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.secrets import REDACTED, is_secret_name, without_secrets
 from agentrl.errors import ConfigError
@@ -113,7 +113,7 @@ class RunLock:
             ConfigError: if another run uses the folder, with its host, process and start time.
             OSError: if the folder cannot be written.
         """
-        with naming(self._path):
+        with naming_path(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._path.open("a+", encoding="utf-8")
         try:
@@ -235,7 +235,7 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
         "run.json": json.dumps(_describe(num_ranks), indent=2) + "\n",
     }
     for file, text in files.items():
-        with written_whole(folder / name / file) as draft:
+        with atomic_file(folder / name / file) as draft:
             draft.write_text(text, encoding="utf-8")
     return name
 

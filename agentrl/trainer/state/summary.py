@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.errors import TrainingError
 from agentrl.trainer.metrics.sinks import has_no_signal
 from agentrl.workers.actor import UpdateResult
@@ -110,7 +110,7 @@ class Summary:
 
     def save(self, path: Path) -> None:
         """Write the summary as JSON, whole or not at all."""
-        with written_whole(path) as draft:
+        with atomic_file(path) as draft:
             draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def describe(self, folder: Path) -> str:

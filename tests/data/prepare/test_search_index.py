@@ -125,7 +125,7 @@ def test_files_of_somebody_else_are_left_alone(tmp_path: Path):
         made(tmp_path, *ROWS)
 
 
-@pytest.mark.parametrize("step", ["_build", "written_whole", "replace"])
+@pytest.mark.parametrize("step", ["_build", "atomic_file", "replace"])
 async def test_an_index_whose_making_was_cut_short_is_absent_and_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ):

@@ -162,7 +162,7 @@ async def test_failures_are_data_a_tool_error_that_cannot_be_told_is_an_answer_a
 
     outcome = await executed(Looks({}, schema("looks")))
     assert outcome.outcome is CallOutcome.TOOL_ERROR
-    assert outcome.response.text == "(saying what it is raises AttributeError)"
+    assert outcome.response.text == "(its message raises AttributeError)"
 
 
 async def test_none_names_the_tool_on_the_record():

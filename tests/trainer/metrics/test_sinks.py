@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.atomic_io import written_whole
+from agentrl.atomic_io import atomic_file
 from agentrl.config.schema.run import TrainerConfig
 from agentrl.errors import DataError, MissingExtraError
 from agentrl.trainer.metrics.console import ConsoleSink
@@ -136,9 +136,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
     path = tmp_path / "a" / "x"
-    with written_whole(path) as draft:
+    with atomic_file(path) as draft:
         draft.write_text("first")
-    with pytest.raises(ZeroDivisionError), written_whole(path) as draft:
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as draft:
         draft.write_text(f"sec{1 // 0}" if draft.write_text("sec") else "")
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
