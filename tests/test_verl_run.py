@@ -246,7 +246,7 @@ def test_rows_with_images_are_refused(capsys: Capture, verl_run: list[Any], tmp_
     told = run_agentrl(capsys, "config", "check", *verl_run, "data.image_key=images")
     assert told.code == 2
     assert "the column 'images' has images" in told.err
-    assert "trains on text alone" in told.err
+    assert "trains on text only" in told.err
 
 
 def test_verls_way_to_name_a_file_is_answered_with_ours(capsys: Capture, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Files -> prompts."""
+"""Read data files, or users' dataset classes, as prompts."""
 
 import hashlib
 import inspect
@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from omegaconf import OmegaConf
 
-from agentrl.config.schema.run import CustomClassConfig, DataConfig
+from agentrl.config.schema.run import DataConfig
 from agentrl.data.files import read_rows
 from agentrl.data.rows import Prompt, RowReader
 from agentrl.errors import DataError
@@ -46,7 +46,7 @@ class PromptDataset(Sequence[Prompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of every prompt's content, in order: changed data has another one."""
+        """Hash of the contents of all prompts, in order. It changes if the data changes."""
         digest = hashlib.sha256()
         for prompt, content in zip(self._prompts, self.row_digests, strict=True):
             digest.update(f"{prompt.index} {content}\n".encode())
@@ -54,15 +54,19 @@ class PromptDataset(Sequence[Prompt]):
 
     @cached_property
     def row_digests(self) -> tuple[str, ...]:
-        """Hash of each prompt's content, without its place."""
-        return tuple(_digest(prompt) for prompt in self._prompts)
+        """Hash of the content of each prompt, without its index."""
+        contents = (
+            json.dumps(prompt.model_dump(exclude={"index"}), sort_keys=True, default=repr)
+            for prompt in self._prompts
+        )
+        return tuple(hashlib.sha256(content.encode()).hexdigest()[:32] for content in contents)
 
-    def select(self, places: Iterable[int]) -> "PromptDataset":
-        """Take the prompts at `places`, in that order."""
-        return PromptDataset(self._prompts[place] for place in places)
+    def select(self, indices: Iterable[int]) -> "PromptDataset":
+        """Return the prompts at `indices`, in that order."""
+        return PromptDataset(self._prompts[index] for index in indices)
 
     def tools_named(self) -> dict[str, int]:
-        """Find the tools that rows name, each with the index of the first row that does."""
+        """Return the tools that rows name, each with the index of the first row that names it."""
         named: dict[str, int] = {}
         for prompt in self._prompts:
             for tool in (*prompt.tools_kwargs, *(prompt.tool_selection or ())):
@@ -70,34 +74,31 @@ class PromptDataset(Sequence[Prompt]):
         return named
 
     def sources(self) -> dict[str, int]:
-        """Find the data sources of the rows, each with the index of the first row that has it."""
+        """Return the data sources, each with the index of the first row that has it."""
         found: dict[str, int] = {}
         for prompt in self._prompts:
             found.setdefault(prompt.data_source, prompt.index)
         return found
 
 
-def _digest(prompt: Prompt) -> str:
-    content = json.dumps(prompt.model_dump(exclude={"index"}), sort_keys=True, default=repr)
-    return hashlib.sha256(content.encode()).hexdigest()[:32]
-
-
 def load_prompts(
     files: Sequence[str | Path], config: DataConfig, *, max_samples: int | None = None
 ) -> PromptDataset:
-    """Read data files, or ask the user's own dataset class for their rows.
+    """Read data files, directly or through the user's dataset class.
 
     Args:
-        files: Parquet, JSON or JSONL files; rows keep the order of files and lines.
-        config: Which columns hold what, and `custom_cls`.
+        files: Parquet, JSON or JSONL files. Rows keep the order of files and lines.
+        config: Names of the columns, and `custom_cls`.
         max_samples: Use only the first rows.
 
     Raises:
-        DataError: with file, row number (from 0) and what was expected.
-        PluginError: where `custom_cls` leads nowhere.
+        DataError: With file, row number (from 0) and what was expected.
+        PluginError: If `custom_cls` cannot be loaded.
     """
     if config.custom_cls is not None:
-        return PromptDataset(_custom_prompts(config.custom_cls, files, config, max_samples))
+        name = f"{config.custom_cls.path}:{config.custom_cls.name}"
+        rows = _custom_rows(name, files, config, max_samples)
+        return read_prompts(rows, config, source=name, max_samples=max_samples)
     prompts: list[Prompt] = []
     for file in files:
         num_left = None if max_samples is None else max_samples - len(prompts)
@@ -111,17 +112,6 @@ def load_prompts(
     return PromptDataset(prompts)
 
 
-def _custom_prompts(
-    custom: CustomClassConfig,
-    files: Sequence[str | Path],
-    config: DataConfig,
-    max_samples: int | None,
-) -> list[Prompt]:
-    name = f"{custom.path}:{custom.name}"
-    rows = _custom_rows(name, files, config, max_samples)
-    return list(read_prompts(rows, config, source=name, max_samples=max_samples))
-
-
 def read_prompts(
     rows: Sequence[Mapping[str, Any] | Prompt],
     config: DataConfig,
@@ -132,16 +122,16 @@ def read_prompts(
     """Read rows that are Python objects: mappings of columns, or prompts.
 
     Args:
-        rows: In their order.
-        config: Which column holds what.
-        source: Where they are from, for errors.
+        rows: The rows.
+        config: Names of the columns.
+        source: Origin of the rows, for errors.
         max_samples: Use only the first rows.
 
     Raises:
-        DataError: with the row's number (from 0) and what was expected.
+        DataError: With the number of the row (from 0) and what was expected.
     """
     if not rows:
-        raise DataError(f"{source} gave no rows", expected="at least one row")
+        raise DataError(f"{source} returned no rows", expected="at least one row")
     reader = RowReader(source, config)
     return PromptDataset(
         row if isinstance(row, Prompt) else reader.read(dict(row), number, number)
@@ -152,7 +142,7 @@ def read_prompts(
 def _build_dataset(
     custom_class: Any, files: Sequence[str | Path], config: DataConfig, max_samples: int | None
 ) -> Any:
-    """Build a dataset of users: of our signature, or of verl's, which has a `tokenizer`."""
+    """Build the user's dataset, by agentrl's signature or by verl's, which has a `tokenizer`."""
     if "tokenizer" not in inspect.signature(custom_class).parameters:
         return custom_class(list(files), config, max_samples=max_samples)
     return custom_class(
@@ -170,17 +160,19 @@ def _custom_rows(
     custom_class = load_object(name)
     try:
         dataset = _build_dataset(custom_class, files, config, max_samples)
-        rows = [dataset[place] for place in range(len(dataset))]
+        rows = [dataset[index] for index in range(len(dataset))]
     except Exception as error:
         kind = type(error).__name__
-        told = f"the dataset class {name} raised {kind}: {error}"
+        message = f"the dataset class {name} raised {kind}: {error}"
         wanted = (
             "a class (files, config, *, max_samples), or verl's (data_files, tokenizer, config, "
             "processor, max_samples), with __len__ and __getitem__"
         )
-        raise DataError(told, expected=wanted) from error
+        raise DataError(message, expected=wanted) from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict | Prompt):
-            told = f"a row is {type(row).__name__}"
-            raise DataError(told, file=name, row=number, expected="a dict of columns, or a Prompt")
+            message = f"a row is {type(row).__name__}"
+            raise DataError(
+                message, file=name, row=number, expected="a dict of columns, or a Prompt"
+            )
     return rows

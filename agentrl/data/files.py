@@ -1,8 +1,8 @@
-"""Rows on disk: Parquet, JSON and JSONL in, and out again atomically.
+"""Read rows from Parquet, JSON and JSONL files, and write them atomically.
 
-Parquet goes through `datasets`, which knows its own column types. JSON is read as it stands:
-Arrow's reader would turn `"4"` into 4 and a text that looks like a date into a date, drop keys
-that only some rows have, and lose the line of an error.
+`datasets` reads Parquet, because it knows its own column types. Python's `json` reads JSON: Arrow's
+reader converts `"4"` to 4 and texts that look like dates to dates, drops keys that only some rows
+have, and does not report the line of an error.
 """
 
 import importlib
@@ -17,9 +17,9 @@ from agentrl.atomic_io import atomic_file
 from agentrl.errors import DataError
 
 _TEXT = "utf-8-sig"
-"""UTF-8; the mark that some editors put at the beginning is passed over."""
+"""UTF-8. A byte order mark, which some editors add, is skipped."""
 Row = dict[str, Any]
-"""A row as its file has it: string keys stop at the dataset's border."""
+"""A row as in its file."""
 
 
 def read_rows(file: str | Path, max_rows: int | None = None) -> list[Row]:
@@ -27,10 +27,11 @@ def read_rows(file: str | Path, max_rows: int | None = None) -> list[Row]:
 
     Args:
         file: Parquet, JSON or JSONL.
-        max_rows: Give only the first rows; of Parquet, read no others. None: all.
+        max_rows: Return only the first rows (and read only these from Parquet); None: all.
 
     Raises:
-        DataError: for a missing, empty, unknown or malformed file, or a row that is no mapping.
+        DataError: If the file is missing, empty, malformed or of an unknown kind, or a row is not
+            a mapping.
     """
     path = Path(file).expanduser()
     reader = _READERS.get(path.suffix.lower())
@@ -52,14 +53,14 @@ def read_rows(file: str | Path, max_rows: int | None = None) -> list[Row]:
 
 
 def write_parquet(file: Path, rows: list[Row]) -> None:
-    """Write rows as Parquet: whole, or not at all."""
+    """Write rows as Parquet, atomically."""
     untyped = untyped_datasets()
     with _quiet(), atomic_file(file) as partial:
         untyped.Dataset.from_list(rows).to_parquet(partial)
 
 
 def write_jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSON lines: whole, or not at all."""
+    """Write rows as JSON lines, atomically."""
     with atomic_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -72,7 +73,7 @@ def untyped_datasets() -> Any:
 def _first_rows(path: Path, reader: Callable[[Path], list[Row]], max_rows: int) -> list[Row]:
     if reader is not _read_parquet:
         return reader(path)[:max_rows]
-    # A file of 70 KB may hold gigabytes of equal texts.
+    # A file of 70 KB may contain gigabytes of equal texts, so do not read all of it.
     with _quiet():
         try:
             rows = untyped_datasets().load_dataset(
@@ -85,21 +86,21 @@ def _first_rows(path: Path, reader: Callable[[Path], list[Row]], max_rows: int) 
 
 def _read_parquet(path: Path) -> list[Row]:
     untyped = untyped_datasets()
-    # `datasets` writes an Arrow copy of what it reads; the rows are held in memory, so it can go.
+    # `datasets` writes an Arrow copy of the file. The rows are in memory, so it can be removed.
     with _quiet(), tempfile.TemporaryDirectory() as cache:
         try:
             table = untyped.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
             return list(table)
         except (untyped.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             cause = error.__cause__ or error
-            # Where it is an error of the disk, it is the copy's.
+            # An error of the disk is about the copy.
             disk = tempfile.gettempdir() if isinstance(cause, OSError) else None
             raise DataError(f"cannot read Parquet: {cause}", file=path, copied_to=disk) from None
 
 
 def _read_json(path: Path) -> list[Row]:
     text = path.read_text(encoding=_TEXT)
-    # Many a file of JSON lines is called .json.
+    # Many files of JSON lines are named .json.
     return _parse(text, path) if text.lstrip().startswith("[") else _read_jsonl(path)
 
 
@@ -115,10 +116,10 @@ def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
         reason = f"malformed JSON: nested too deeply in line {lines_before + 1}"
         raise DataError(reason, file=path) from None
     except ValueError as error:
-        raise DataError(f"malformed JSON: {_placed(error, lines_before)}", file=path) from None
+        raise DataError(f"malformed JSON: {_with_line(error, lines_before)}", file=path) from None
 
 
-def _placed(error: ValueError, lines_before: int) -> str:
+def _with_line(error: ValueError, lines_before: int) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     return f"{error.msg} in line {lines_before + error.lineno}, column {error.colno}"
@@ -126,7 +127,7 @@ def _placed(error: ValueError, lines_before: int) -> str:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Keep the progress bars of `datasets` off the console, and leave its setting as it was."""
+    """Disable the progress bars of `datasets` within the block."""
     untyped = untyped_datasets()
     shown = untyped.is_progress_bar_enabled()
     untyped.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""Measure prompts in tokens, in parallel and once, and drop those that are too long."""
+"""Count the tokens of prompts, in parallel and with a cache, and drop prompts that are too long."""
 
 import hashlib
 import logging
@@ -21,26 +21,26 @@ from agentrl.data.rows import Prompt
 from agentrl.errors import DataError
 from agentrl.plugins.environment import num_cores
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 EncodePrompt = Callable[[Prompt], Sequence[int]]
-"""Renders a prompt through the chat template, with the tools it may use."""
+"""Renders a prompt with its tools through the chat template."""
 
 DEFAULT_CACHE_DIR = Path("~/.cache/agentrl").expanduser()
 WORTH_FORKING_S = 2.0
-"""Seconds of work left that pay for starting processes."""
+"""Processes are started only if the remaining work takes more seconds."""
 _SAMPLE = 64
 _CHUNK = 256
 
 
 @dataclass(frozen=True)
 class FilteredPrompts:
-    """What the length filter left."""
+    """Result of the length filter."""
 
     dataset: PromptDataset
     num_dropped: int
     longest: int
-    """Tokens of the longest prompt, dropped ones included."""
+    """Tokens of the longest prompt, including dropped ones."""
     max_length: int
 
     def __str__(self) -> str:
@@ -61,18 +61,18 @@ def measure_prompts(
 ) -> list[int]:
     """Count the tokens of each prompt.
 
-    A few prompts are measured first: only where the rest would take seconds are processes forked.
-    The counts are cached by the content of the data and `fingerprint`.
+    A few prompts are measured first. Processes are forked only if the rest would take seconds. The
+    counts are cached by the content of the data and `fingerprint`.
 
     Args:
         dataset: The prompts.
-        encode: Gives a prompt's tokens. It runs in forked processes, so it need not be picklable.
-        fingerprint: Of tokenizer, template and tools: whatever else the counts depend on.
-        cache_dir: Where counts are kept; None: `~/.cache/agentrl`.
-        num_workers: Processes; None: one for each core.
+        encode: Returns the tokens of a prompt. It is not pickled: the processes are forked.
+        fingerprint: Identifies what else the counts depend on: tokenizer, template, tools.
+        cache_dir: Folder of the cache; None: `~/.cache/agentrl`.
+        num_workers: Number of processes; None: one per core.
 
     Raises:
-        DataError: for a prompt that cannot be encoded (detail: `row`).
+        DataError: If a prompt cannot be encoded (detail: `row`).
     """
     cache = _cache_file(cache_dir or DEFAULT_CACHE_DIR, dataset.fingerprint, fingerprint)
     cached = _load(cache)
@@ -89,9 +89,9 @@ def drop_overlong(
     """Keep the prompts of at most `max_length` tokens, in order.
 
     Raises:
-        DataError: where none is left.
+        DataError: If none is left.
     """
-    kept = [place for place, length in enumerate(lengths) if length <= max_length]
+    kept = [index for index, length in enumerate(lengths) if length <= max_length]
     longest = max(lengths, default=0)
     if not kept:
         raise DataError(
@@ -116,8 +116,8 @@ def _length(encode: EncodePrompt, prompt: Prompt) -> int:
     try:
         return len(encode(prompt))
     except Exception as error:
-        told = f"the prompt cannot be encoded: {type(error).__name__}: {error}"
-        raise DataError(told, row=prompt.index) from error
+        message = f"the prompt cannot be encoded: {type(error).__name__}: {error}"
+        raise DataError(message, row=prompt.index) from error
 
 
 def _measure_in_processes(
@@ -127,23 +127,19 @@ def _measure_in_processes(
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("fork"),
-        initializer=_start_worker,
-        initargs=(dataset, encode),
+        initializer=_work.append,
+        initargs=((dataset, encode),),
     )
     try:
         with _quiet_fork(), pool:
             return [length for chunk in pool.map(_measure_chunk, starts) for length in chunk]
     except BrokenProcessPool:
-        told = "a process that measured prompts died (out of memory?)"
-        raise DataError(told, expected="a smaller data.filter_num_workers") from None
+        message = "a process that measured prompts died (out of memory?)"
+        raise DataError(message, expected="a smaller data.filter_num_workers") from None
 
 
 _work: list[tuple[PromptDataset, EncodePrompt]] = []
-"""Filled in forked processes alone: forking shares the work without pickling."""
-
-
-def _start_worker(dataset: PromptDataset, encode: EncodePrompt) -> None:
-    _work.append((dataset, encode))
+"""Set only in forked processes. Forking shares the work without pickling."""
 
 
 def _measure_chunk(start: int) -> list[int]:
@@ -152,14 +148,14 @@ def _measure_chunk(start: int) -> list[int]:
 
 
 def _can_fork() -> bool:
-    # A daemonic process (a Ray or multiprocessing worker) may have no children.
+    # A daemonic process (a Ray or multiprocessing worker) must not have children.
     methods = multiprocessing.get_all_start_methods()
     return "fork" in methods and not multiprocessing.current_process().daemon
 
 
 @contextmanager
 def _quiet_fork() -> Generator[None, None, None]:
-    """Fork without the warnings of tokenizers and Python: the children use one thread."""
+    """Fork without the warnings of tokenizers and Python. The children use one thread."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -184,7 +180,9 @@ def _load(cache: Path) -> list[int] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        log.warning("prompt lengths in %s cannot be read and are measured anew: %s", cache, error)
+        logger.warning(
+            "prompt lengths in %s are not readable and are measured again: %s", cache, error
+        )
         return None
 
 
@@ -193,4 +191,4 @@ def _save(cache: Path, lengths: Sequence[int]) -> None:
         with atomic_file(cache) as partial, partial.open("wb") as stream:
             np.save(stream, np.asarray(lengths, dtype=np.int32), allow_pickle=False)
     except OSError as error:
-        log.warning("prompt lengths cannot be cached in %s: %s", cache, error)
+        logger.warning("prompt lengths cannot be cached in %s: %s", cache, error)

@@ -1,4 +1,4 @@
-"""Which rows come when: a function of seed and epoch, so that a resumed run sees the same ones."""
+"""The order of the data: a function of seed and epoch, so that a resumed run repeats it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ _UINT64 = (1 << 64) - 1
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Order the rows of one epoch: a permutation, equal for equal arguments.
+    """Return the order of the rows in one epoch. The same arguments give the same order.
 
     Args:
-        num_rows: Rows of the data.
+        num_rows: Number of rows.
         seed: Any integer.
         epoch: From 0.
-        shuffle: Without it, every epoch has the rows' own order.
+        shuffle: If false, the order of the rows does not change.
     """
     if not shuffle:
         return list(range(num_rows))
@@ -26,17 +26,17 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[
 
 
 class DataOrder:
-    """A place in the data: batch after batch, epoch after epoch.
+    """The position in the data: batch after batch, epoch after epoch.
 
-    An epoch ends where its rows no longer fill a batch; the rows left over are skipped in that
-    epoch (with shuffling, others in each one), so every batch is full and no batch holds a row
+    An epoch ends when its rows do not fill another batch. The remaining rows are skipped in that
+    epoch (with shuffling, other rows in each epoch). So every batch is full, and no batch has a row
     twice.
 
     Args:
-        num_rows: Rows of the data.
-        seed: Of the shuffling.
-        shuffle: Draw a new order for each epoch.
-        fingerprint: Of the data (`PromptDataset.fingerprint`); a state of other data is refused.
+        num_rows: Number of rows.
+        seed: Seed of the shuffling.
+        shuffle: Whether each epoch has a new order.
+        fingerprint: `PromptDataset.fingerprint`. A saved state of other data is refused.
 
     Example:
         >>> order = DataOrder(5, seed=0, shuffle=False)
@@ -60,10 +60,10 @@ class DataOrder:
         return self.num_rows // size
 
     def check_batch(self, size: int) -> None:
-        """Refuse batches that the data cannot fill.
+        """Check that the data fills a batch.
 
         Raises:
-            DataError: with both numbers.
+            DataError: If it has fewer rows. The error has both numbers.
         """
         if size > self.num_rows:
             raise DataError(
@@ -73,10 +73,10 @@ class DataOrder:
             )
 
     def next_batch(self, size: int) -> list[int]:
-        """Give the places of the next `size` rows, and go on behind them.
+        """Return the indices of the next `size` rows, and advance.
 
         Raises:
-            DataError: where the data has fewer rows than a batch.
+            DataError: If the data has fewer rows than a batch.
         """
         self.check_batch(size)
         if self.position + size > self.num_rows:
@@ -87,22 +87,22 @@ class DataOrder:
         return self._order()[start : self.position]
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Say where the order stands, and of what it is the order, for a checkpoint."""
+        """Return position and identity of the order, for a checkpoint."""
         return self._identity() | {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` stood.
+        """Continue from the position of `state`.
 
         Raises:
-            DataError: where it is the state of other data, another seed or another shuffling.
+            DataError: If the state has other data, another seed or another shuffling.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
-                was = state.get(name)
                 raise DataError(
-                    f"the checkpoint's data order has {name} {was!r}, this run {value!r}",
-                    expected="the data and order that the run began with, or "
-                    "trainer.resume_mode=disable to begin anew",
+                    f"the data order of the checkpoint has {name} {state.get(name)!r}, this run "
+                    f"{value!r}",
+                    expected="the data and order that the run started with, or "
+                    "trainer.resume_mode=disable to start again",
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 

@@ -1,4 +1,9 @@
-"""A row of a dataset as the rest of the data's way sees it."""
+"""Read the rows of a dataset as prompts or as conversations.
+
+Arrow gives every struct of a column the same keys, and fills missing values with nulls. So in every
+format a null counts as absent, and so does a mapping that has only nulls. Columns whose structure
+varies may also be JSON texts. They are decoded, and their nulls are kept.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +20,7 @@ from agentrl.messages import Message, OpenAIFunctionToolSchema
 
 
 class Prompt(BaseModel):
-    """What one row asks for: a conversation to continue, its plug-ins' settings, its truth.
+    """One row: a conversation to continue, the settings of its plug-ins, and its ground truth.
 
     Example:
         >>> row = {"prompt": [{"role": "user", "content": "2 + 3?"}], "data_source": "sums"}
@@ -26,38 +31,38 @@ class Prompt(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     index: int
-    """Place of the row in its files, before any shuffling."""
+    """Index of the row in its files, before shuffling."""
     messages: list[Message] = Field(min_length=1)
     data_source: str = "unknown"
-    """Which scorer applies."""
+    """Name of the data source. It selects the scorer."""
     ground_truth: Any = None
     """From the row's `reward_model.ground_truth`."""
     extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """The row's `extra_info`, whole."""
+    """The whole `extra_info` of the row."""
     tools_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
     """From `extra_info.tools_kwargs`."""
     interaction_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """From `extra_info.interaction_kwargs`."""
     tool_selection: list[str] | None = None
-    """From `extra_info.tool_selection`: names of tools; None: as
-    `rollout.multi_turn.tools_per_row` says."""
+    """From `extra_info.tool_selection`: names of tools; None: see
+    `rollout.multi_turn.tools_per_row`."""
     columns: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """The row's further columns (`ability`, `agent_name`, ...)."""
+    """Further columns of the row (`ability`, `agent_name`, ...)."""
 
 
 _MESSAGES = "a list of messages, each with `role` and `content`, or a text"
 _MEDIA_MARKS = ("<image>", "<video>")
-_TEXT = "rows of text; data.image_key and data.video_key name the columns that are looked at"
+_TEXT = "rows of text only (data.image_key and data.video_key name the columns that are checked)"
 
-_OF_EXTRA_INFO = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
+_EXTRA_INFO_KEYS = ("tools_kwargs", "interaction_kwargs", "tool_selection", "need_tools_kwargs")
 
 
 class RowReader:
-    """Reads the rows of one file.
+    """Read the rows of one file.
 
     Args:
-        file: Named in errors.
-        config: Which column holds what, and whether rows are held to what they ask for.
+        file: File name for errors.
+        config: Names of the columns, and how strictly rows are checked.
     """
 
     def __init__(self, file: str | Path, config: DataConfig | None = None) -> None:
@@ -70,12 +75,12 @@ class RowReader:
         """Read one row.
 
         Args:
-            row: The columns, as the file has them.
-            number: Place in the file, from 0: named in errors.
-            index: Place over all files.
+            row: Columns of the row, as in the file.
+            number: Index of the row in the file, for errors.
+            index: Index of the row over all files.
 
         Raises:
-            DataError: with file, row number and what was expected.
+            DataError: With file, row number and what was expected.
         """
         given: Row = without_nulls(row) or {}
         messages = self._messages(given, number)
@@ -83,26 +88,26 @@ class RowReader:
         try:
             prompt = self._prompt(given, messages, extra_info, number, index)
         except ValidationError as error:
-            raise self._error(_words(error, self._prompt_key), number, _MESSAGES) from None
+            raise self._error(_describe(error, self._prompt_key), number, _MESSAGES) from None
         if media := self._media(row, prompt):
-            reason = f"{media}: agentrl trains on text alone, and the policy would not see it"
+            reason = f"{media}: agentrl trains on text only, so the policy would not see it"
             raise self._error(reason, number, _TEXT)
         return prompt
 
     def _media(self, row: Row, prompt: Prompt) -> str | None:
-        """Say where a row has an image or a video; None for a row of text."""
+        """Describe the first image or video of a row; None for a row of text."""
         for key in (self._config.image_key, self._config.video_key):
             value = row.get(key)
             if without_nulls(_decoded(value) if isinstance(value, str) else value):
                 return f"the column {key!r} has images or videos"
         has_columns = self._config.image_key in row or self._config.video_key in row
-        for place, message in enumerate(prompt.messages):
-            name = f"{self._prompt_key}[{place}]"
+        for index, message in enumerate(prompt.messages):
+            name = f"{self._prompt_key}[{index}]"
             if kinds := [kind for kind in message.part_types if kind != "text"]:
                 return f"{name} has a content part of type {kinds[0]!r}"
             marks = [mark for mark in _MEDIA_MARKS if mark in message.text]
             if has_columns and marks:
-                return f"{name} has the mark {marks[0]}, and the row a column for it"
+                return f"{name} has the mark {marks[0]}, and the row has a column for it"
         return None
 
     def _prompt(
@@ -112,13 +117,13 @@ class RowReader:
         tools_kwargs = self._mapping(extra_info.get("tools_kwargs"), "tools_kwargs", number)
         needs = self._config.strict_rows and extra_info.get("need_tools_kwargs")
         if needs and not tools_kwargs:
-            reason = "extra_info.need_tools_kwargs is true, and there are no tools_kwargs"
+            reason = "extra_info.need_tools_kwargs is true, but there are no tools_kwargs"
             raise self._error(
                 reason, number, "extra_info.tools_kwargs: {tool: {create_kwargs: ...}}"
             )
-        for name in _OF_EXTRA_INFO:
+        for name in _EXTRA_INFO_KEYS:
             if row.get(name) and not extra_info.get(name):
-                reason = f"{name!r} is a column of its own, and is not read there"
+                reason = f"{name!r} is a column of its own, which is not read"
                 raise self._error(reason, number, f"extra_info.{name}")
         named = {self._prompt_key, self._reward_fn_key, "reward_model", "extra_info"}
         return Prompt(
@@ -162,7 +167,7 @@ class RowReader:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop nulls from mappings, at any depth; what was nothing but nulls becomes None.
+    """Drop nulls from mappings, at any depth. A mapping that has only nulls becomes None.
 
     Example:
         >>> without_nulls({"a": {"x": 1, "y": None}, "b": {"x": None}, "c": {}})
@@ -187,16 +192,16 @@ def _decoded(text: str) -> Any:
 
 
 def _decoded_list(text: str) -> list[Any] | None:
-    # A plain question may start with "[": only a list of mappings is a conversation.
+    # A question may start with "[". Only a list of mappings is a conversation.
     found = _decoded(text) if text.lstrip().startswith("[") else None
     messages = cast("list[Any]", found) if isinstance(found, list) else []
     return messages if all(isinstance(message, dict) for message in messages) else None
 
 
-def _words(error: ValidationError, prompt_key: str) -> str:
+def _describe(error: ValidationError, prompt_key: str) -> str:
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place.replace('messages', prompt_key, 1)}: {first['msg']} ({_shown(first['input'])})"
+    key = ".".join(str(part) for part in first["loc"])
+    return f"{key.replace('messages', prompt_key, 1)}: {first['msg']} ({_shown(first['input'])})"
 
 
 def _shown(value: object) -> str:
@@ -205,13 +210,13 @@ def _shown(value: object) -> str:
 
 
 class Conversation(BaseModel):
-    """A whole conversation, as somebody else has led it."""
+    """A whole conversation, for the supervised warm-up and for the tokenizer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     messages: list[Message] = Field(min_length=1)
     tools: list[OpenAIFunctionToolSchema] | None = None
-    """The tools that it was shown; None: those of the run."""
+    """The tools of the conversation; None: those of the run."""
 
     @property
     def tools_called(self) -> list[str]:
@@ -223,10 +228,10 @@ class Conversation(BaseModel):
 def load_conversations(file: str | Path) -> list[Conversation]:
     """Read a Parquet, JSON or JSONL file of conversations.
 
-    Each row has `messages` (a list, or its JSON) and may have `tools`; other columns are not read.
+    Each row has `messages` (a list, or its JSON) and may have `tools`. Other columns are not read.
 
     Raises:
-        DataError: with file, row number (from 0) and what was expected.
+        DataError: With file, row number (from 0) and what was expected.
     """
     return [_conversation(row, file, number) for number, row in enumerate(read_rows(file))]
 
@@ -238,12 +243,12 @@ def _conversation(row: Row, file: str | Path, number: int) -> Conversation:
         )
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{place}: {first['msg']}",
+            f"{key}: {first['msg']}",
             file=file,
             row=number,
-            expected="`messages`, a list of messages with role and content, and maybe `tools`",
+            expected="`messages`: a list of messages with role and content; optional: `tools`",
         ) from None
 
 

@@ -52,14 +52,14 @@ def test_lengths_are_measured_once_for_the_same_data_and_template(tmp_path):
         assert count.calls == calls
 
 
-def test_a_damaged_cache_is_measured_anew(tmp_path, caplog):
+def test_a_damaged_cache_is_measured_again(tmp_path, caplog):
     dataset = dataset_of(4, 5)
     measure_prompts(dataset, encode, fingerprint="a", cache_dir=tmp_path)
     (cache,) = tmp_path.rglob("*.npy")
     cache.write_bytes(cache.read_bytes()[:-3])
     with caplog.at_level(logging.WARNING):
         assert measure_prompts(dataset, encode, fingerprint="a", cache_dir=tmp_path) == [4, 5]
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
     caplog.clear()
     assert measure_prompts(dataset, encode, fingerprint="a", cache_dir=tmp_path) == [4, 5]
     assert not caplog.text

@@ -94,7 +94,7 @@ def test_parts_and_unknown_fields_of_messages_are_kept():
 def test_a_row_with_images_or_videos_is_refused(row, told):
     error = refusal(row)
     assert told in str(error)
-    assert "trains on text alone" in str(error)
+    assert "trains on text only" in str(error)
     assert (error.file, error.row) == ("rows.jsonl", 4)
 
 

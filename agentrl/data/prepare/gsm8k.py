@@ -1,4 +1,4 @@
-"""Bring GSM8K into the row format, with what its tool and its simulated user need."""
+"""Convert GSM8K to the row format, with the settings of its tool and simulated user."""
 
 import os
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _SPLITS = ("train", "test")
 
 
 class Gsm8kFiles(NamedTuple):
-    """What was made, and whether it was made just now."""
+    """The files, and whether this call made them."""
 
     train: Path
     test: Path
@@ -30,10 +30,10 @@ class Gsm8kFiles(NamedTuple):
 
 
 def prepare_gsm8k(config: Gsm8kConfig) -> Gsm8kFiles:
-    """Write train.parquet and test.parquet, unless they are there.
+    """Write train.parquet and test.parquet, unless they exist.
 
     Raises:
-        DataError: where the source cannot be read, or `out_dir` holds other files of these names.
+        DataError: If the source cannot be read, or `out_dir` has other files of these names.
     """
     out_dir = config.out_dir
     train, test = files = [out_dir / f"{split}.parquet" for split in _SPLITS]

@@ -1,9 +1,9 @@
-"""Make files once. Finished files are never replaced: a run may use them.
+"""Make files once. Finished files are never replaced, because a run may use them.
 
-`manifest.json` in the folder says what made its files. It is written before the first of them as
-incomplete and after the last as complete, so a run that was killed is noticed, and files that
-somebody else put there are never overwritten. Inputs are recorded by their content, so a folder
-that was moved, or is written another way, is still the same.
+`manifest.json` in the folder records what made its files. It is written as incomplete before the
+first file and as complete after the last one. So an interrupted run is detected, and files of
+another origin are never overwritten. Inputs are recorded by their content, so moving a folder
+changes nothing.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from agentrl.errors import DataError
 Arguments = dict[str, Any]
 _NAME = "manifest.json"
 _MAX_SHOWN = 60
-"""Characters of a value that an error shows."""
+"""Maximum length of a value in an error."""
 _MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 class Manifest(BaseModel):
-    """What made the files of a folder."""
+    """A record of what made the files of a folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     maker: str
-    """Name of the generator, with its version: another version makes other files."""
+    """Name and version of the generator. Another version makes other files."""
     arguments: Arguments
     complete: bool
     """Whether every file was written."""
@@ -43,17 +43,17 @@ def make_once(
     files: Sequence[Path],
     write: Callable[[], None],
 ) -> bool:
-    """Call `write`, unless `files` were made with the same arguments before.
+    """Call `write`, unless `files` exist and were made with the same arguments.
 
     Finished files that were made with other arguments are not replaced. If `write` raises and has
-    left no file, nothing of it is left: no manifest, and no folder that was not there before. (What
-    was interrupted is known as unfinished.)
+    written no file, the manifest and a new folder are removed. Otherwise the folder stays marked as
+    unfinished.
 
     Returns:
-        Whether anything was written.
+        Whether files were written.
 
     Raises:
-        DataError: see `must_make`.
+        DataError: See `must_make`.
     """
     if not must_make(out_dir, maker, arguments, files):
         return False
@@ -77,18 +77,18 @@ def make_once(
 def must_make(
     out_dir: Path, maker: str, arguments: Mapping[str, Any], files: Sequence[Path]
 ) -> bool:
-    """Return whether `make_once` would write; nothing is changed.
+    """Return whether `make_once` would write. Changes nothing.
 
     Raises:
-        DataError: if the folder has such files and no manifest (they are somebody else's), or
-            files that were made with other arguments.
+        DataError: If the folder has such files without a manifest (of another origin), or files
+            that were made with other arguments.
     """
     wanted = Manifest(maker=maker, arguments=dict(arguments), complete=True)
     found = _read(out_dir / _NAME)
     present = [file for file in files if file.exists()]
     if found == wanted and len(present) == len(files):
         return False
-    if present and (found is None or _family(found) != _family(wanted)):
+    if present and (found is None or not _same_generator(found, wanted)):
         raise DataError(
             f"{present[0]} exists and was not made by {maker}",
             file=present[0],
@@ -100,9 +100,9 @@ def must_make(
 
 
 def content_of(path: Path | str) -> str:
-    """Name an input by its content: the hash of a file, or of the files in a model's folder.
+    """Identify an input by its content: the hash of a file, or of the files of a model's folder.
 
-    What is no path here, such as a name of the hub, stands for itself.
+    A string that is not a path, such as a name on the hub, is returned unchanged.
     """
     path = Path(path)
     if path.is_dir():
@@ -116,13 +116,13 @@ def content_of(path: Path | str) -> str:
 
 
 def is_made(out_dir: Path) -> bool:
-    """Whether a folder's files were made whole, by whatever arguments."""
+    """Whether the files of a folder were completed, with any arguments."""
     found = _read(out_dir / _NAME)
     return found is not None and found.complete
 
 
 def is_unfinished(out_dir: Path) -> bool:
-    """Whether the making of a folder's files was begun, and not ended."""
+    """Whether the files of a folder were started but not completed."""
     found = _read(out_dir / _NAME)
     return found is not None and not found.complete
 
@@ -132,15 +132,15 @@ def _made_otherwise(out_dir: Path, found: Manifest, wanted: Manifest) -> DataErr
     if found.maker != wanted.maker:
         changes.append(f"maker: {found.maker} -> {wanted.maker}")
     return DataError(
-        f"{out_dir} was made with other settings or inputs, and finished files are not replaced: "
-        "a run may use them",
-        changed="; ".join(changes) or "a file of it is missing",
+        f"{out_dir} was made with other settings or inputs; finished files are not replaced, "
+        "because a run may use them",
+        changed="; ".join(changes) or "one of its files is missing",
         expected=f"another out_dir, or the old settings; to make it again, delete {out_dir}",
     )
 
 
 def _changes(found: Any, wanted: Any, key: str = "") -> list[str]:
-    """List the keys whose values differ, dotted, with both values."""
+    """List the dotted keys with different values, with both values."""
     if found == wanted:
         return []
     if isinstance(found, dict) and isinstance(wanted, dict):
@@ -152,14 +152,14 @@ def _changes(found: Any, wanted: Any, key: str = "") -> list[str]:
             for change in _changes(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
         ]
     if key == "of":
-        return ["the content of the files that it is made of"]
+        return ["the content of the input files"]
     values = json.dumps(found), json.dumps(wanted)
     is_short = max(map(len, values)) <= _MAX_SHOWN
     return [f"{key}: {values[0]} -> {values[1]}" if is_short else key]
 
 
-def _family(manifest: Manifest) -> str:
-    return manifest.maker.partition("/")[0]
+def _same_generator(one: Manifest, other: Manifest) -> bool:
+    return one.maker.partition("/")[0] == other.maker.partition("/")[0]
 
 
 def _read(path: Path) -> Manifest | None:

@@ -1,8 +1,8 @@
-"""Make a BM25 index of a corpus, which `SearchTool` maps into memory.
+"""Make a BM25 index of a corpus. `SearchTool` maps it into memory.
 
-The corpus is read line by line: its texts go to the disk at once, and in memory are the number of
-each word, in four bytes, and the index. All is made beside its place and moved into it,
-`index.json` last: a folder that has that file is whole.
+The corpus is read line by line, and its texts are written to the disk at once. Only the word
+numbers (four bytes each) and the index are in memory. All files are written to a draft folder and
+then renamed, `index.json` last: a folder with that file is complete.
 """
 
 import importlib
@@ -28,16 +28,16 @@ _EXPECTED = '{"id", "contents"} or {"id", "title", "text"}, all of them texts'
 
 
 class SearchIndexFiles(NamedTuple):
-    """What was made, and whether it was made just now."""
+    """The index, and whether this call made it."""
 
     index_dir: Path
-    """For `index_dir` of a `SearchTool`."""
+    """Value for `index_dir` of a `SearchTool`."""
     num_documents: int
     made: bool
 
 
 class _Text(NamedTuple):
-    """A document as it is kept."""
+    """A document of the corpus."""
 
     id: str
     title: str
@@ -45,12 +45,12 @@ class _Text(NamedTuple):
 
 
 def prepare_search_index(config: SearchIndexConfig) -> SearchIndexFiles:
-    """Make the index, unless it is there.
+    """Make the index, unless it exists.
 
     Raises:
-        DataError: for a corpus that cannot be read, a bad row (with its line), or an `out_dir` that
-            holds other files of these names.
-        MissingExtraError: where bm25s is not installed.
+        DataError: If the corpus cannot be read, a row is not valid (with its line), or `out_dir`
+            has other files of these names.
+        MissingExtraError: If bm25s is not installed.
     """
     require_package("bm25s", extra="search", what="an index")
     if not config.corpus.is_file():
@@ -68,7 +68,7 @@ def prepare_search_index(config: SearchIndexConfig) -> SearchIndexFiles:
 
 def _write(config: SearchIndexConfig) -> None:
     out_dir, draft = config.out_dir, config.out_dir / _DRAFT
-    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # from a run that was killed
     draft.mkdir(parents=True)
     try:
         with naming_path(out_dir):
@@ -92,7 +92,7 @@ def _write(config: SearchIndexConfig) -> None:
 
 
 def _build(config: SearchIndexConfig, draft: Path) -> int:
-    """Write texts, offsets and scores; give the number of documents."""
+    """Write texts, offsets and scores. Return the number of documents."""
     import numpy as np
 
     library: Any = importlib.import_module("bm25s")
@@ -100,14 +100,12 @@ def _build(config: SearchIndexConfig, draft: Path) -> int:
     tokenizer = library.tokenization.Tokenizer(stopwords=stopwords)
     offsets = array("q", [0])
     with (draft / _TEXTS).open("wb") as kept:
-        texts = _keep(_read(config.corpus), kept, offsets)
+        texts = _write_texts(_read(config.corpus), kept, offsets)
         streamed = tokenizer.streaming_tokenize(texts, update_vocab=True, allow_empty=False)
         words = [array("i", ids) for ids in streamed]
     vocabulary = tokenizer.get_vocab_dict()
     if not vocabulary:
-        raise DataError(
-            "the corpus has no words to search for", file=config.corpus, expected=_EXPECTED
-        )
+        raise DataError("the corpus has no words to index", file=config.corpus, expected=_EXPECTED)
     np.save(draft / _OFFSETS, np.asarray(offsets, dtype=np.int64))
     scores = library.BM25(k1=config.k1, b=config.b)
     scores.index((words, vocabulary), create_empty_token=False, show_progress=False)
@@ -115,8 +113,8 @@ def _build(config: SearchIndexConfig, draft: Path) -> int:
     return len(words)
 
 
-def _keep(rows: Iterator[_Text], kept: BinaryIO, offsets: "array[int]") -> Iterator[str]:
-    """Write each document down, note where it ends, and give the text to index."""
+def _write_texts(rows: Iterator[_Text], kept: BinaryIO, offsets: "array[int]") -> Iterator[str]:
+    """Write each document, record the offset of its end, and yield the text to index."""
     for row in rows:
         line = json.dumps(row._asdict(), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         kept.write(line)
@@ -139,7 +137,7 @@ def _document(line: str, number: int, corpus: Path) -> _Text:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(
-            f"line {number} is no JSON: {error}", file=corpus, line=number, expected=_EXPECTED
+            f"line {number} is not JSON: {error}", file=corpus, line=number, expected=_EXPECTED
         ) from None
     match row:
         case {"contents": str(contents), **rest}:
@@ -149,7 +147,7 @@ def _document(line: str, number: int, corpus: Path) -> _Text:
             return _Text(str(rest.get("id", number - 1)), rest.get("title") or "", text)
         case _:
             raise DataError(
-                f"line {number} is no document: {line.strip():.80}",
+                f"line {number} is not a document: {line.strip():.80}",
                 file=corpus,
                 line=number,
                 expected=_EXPECTED,

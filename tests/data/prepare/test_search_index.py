@@ -62,7 +62,7 @@ def test_the_same_corpus_makes_the_same_files_and_makes_them_once(tmp_path: Path
     assert not made(tmp_path, *ROWS).made
     with pytest.raises(DataError, match=r"k1: 1\.5 -> 1\.2"):
         made(tmp_path, *ROWS, k1=1.2)
-    with pytest.raises(DataError, match="the content of the files"):
+    with pytest.raises(DataError, match="the content of the input files"):
         made(tmp_path, *ROWS[:2])
     assert contents(first.index_dir) == contents(second.index_dir)
 
@@ -76,11 +76,11 @@ async def test_stopwords_are_a_choice_that_queries_follow(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ("{", "line 2 is no JSON"),
-        ([1], "line 2 is no document"),
-        ({"id": "x"}, "line 2 is no document"),
-        ({"contents": 3}, "line 2 is no document"),
-        ({"text": "a", "title": 3}, "line 2 is no document"),
+        ("{", "line 2 is not JSON"),
+        ([1], "line 2 is not a document"),
+        ({"id": "x"}, "line 2 is not a document"),
+        ({"contents": 3}, "line 2 is not a document"),
+        ({"text": "a", "title": 3}, "line 2 is not a document"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_and_leaves_nothing(tmp_path: Path, row: Any, what: str):
