@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from agentrl.atomic_io import naming_path, atomic_file
+from agentrl.atomic_io import atomic_file, naming_path
 from agentrl.errors import DataError, MissingExtraError
 from agentrl.plugins.environment import install_command
 
