@@ -1,4 +1,4 @@
-"""A thread that belongs to one object which must be made, used and closed on the same one."""
+"""One gymnasium-style environment: its thread, its actions and its episode."""
 
 import asyncio
 import inspect
@@ -17,18 +17,24 @@ T = TypeVar("T")
 
 THREAD_NAME = "agentrl-environment"
 
-_Job = tuple[Future[Any], Callable[[], Any]]
+_OPENING, _CLOSING = "<action>", "</action>"
+_INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_MAX_SHOWN = 60
+_TERMINAL_CODE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
+"""Codes that control a terminal: colors, cursor movements, titles. They are removed."""
 
 
-class OwnThread:
-    """Run blocking functions one after the other, all on one daemon thread.
+class EnvironmentThread:
+    """Run blocking functions one after another, all on one daemon thread.
 
-    A thread cannot be killed. One that hangs is left behind, and being a daemon holds up nothing;
-    should it ever come back, what was given to `end` is run, and it ends.
+    A thread cannot be killed. A thread that hangs is abandoned, and does not block the end of the
+    process. If it continues later, the function given to `end` runs, and the thread ends.
 
     Example:
         >>> async def main():
-        ...     thread = OwnThread()
+        ...     thread = EnvironmentThread()
         ...     try:
         ...         return await thread.run(lambda: 2 + 3)
         ...     finally:
@@ -38,22 +44,23 @@ class OwnThread:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._jobs = queue.SimpleQueue()
         self._is_started = False
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a function behind those before it. Cancelling drops one that has not begun.
+        """Run a function after those before it. Cancelling drops one that has not begun.
 
         Raises:
-            Exception: what it raised; a `SystemExit` and its like come out as a `RuntimeError`.
+            Exception: the function's error; a `RuntimeError` for `SystemExit` and similar.
         """
         return await asyncio.wrap_future(self._put(function))
 
     async def end(self, last: Callable[[], None]) -> None:
-        """Run a last function and end the thread. Cancelling drops neither.
+        """Run a last function and end the thread, also if the caller is cancelled.
 
         Raises:
-            Exception: what it raised.
+            Exception: the function's error.
         """
         done = self._put(last)
         self._jobs.put(None)
@@ -69,48 +76,35 @@ class OwnThread:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            _do(*job)
-
-
-def _do(future: Future[Any], function: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        value = function()
-    except BaseException as error:  # noqa: BLE001 - the boundary round users' code
-        future.set_exception(_awaitable(error))
-    else:
-        future.set_result(value)
-
-
-def _awaitable(error: BaseException) -> Exception:
-    """Make an error that a future can carry: not `StopIteration`, and none that ends a program."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    wrapped = RuntimeError(f"raised {type(error).__name__}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
-_OPENING, _CLOSING = "<action>", "</action>"
-_INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_MAX_SHOWN = 60
+            future, function = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - the boundary around code of users
+                # A future cannot carry `StopIteration`, nor an error that ends a program.
+                if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                    wrapped = RuntimeError(f"raised {type(error).__name__}")
+                    wrapped.__cause__ = error
+                    error = wrapped
+                future.set_exception(error)
 
 
 class InvalidActionError(ValueError):
-    """An answer without an action that the environment takes; its text is for the policy."""
+    """An answer without a valid action; its text is shown to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionReader:
-    """Turns an answer into what the environment's `step` takes.
+    """Read the action of an answer, as the environment's `step` expects it.
 
     Args:
         space: The environment's `action_space`; None: any text is an action.
-        pattern: Finds the action: the last match, its first group where there is one. None: what
-            stands in the last `<action>...</action>`, else the whole answer. Neither looks into
-            the policy's thoughts.
-        names: Of the actions of a discrete space, in order; of any other, the only texts allowed.
+        pattern: Finds the action: the last match, and its first group if it has one. None: the
+            text in the last `<action>...</action>`, else the whole answer. Thoughts of the policy
+            are removed before.
+        names: Names of the actions of a discrete space, in order; of another space, the only
+            allowed texts.
     """
 
     space: Any = None
@@ -121,53 +115,47 @@ class ActionReader:
         """Read the action.
 
         Raises:
-            InvalidActionError: saying what was expected.
+            InvalidActionError: if there is no valid one; it says what was expected.
         """
         text = self._find(without_thought(answer))
-        return self._number(text) if is_discrete(self.space) else self._text(text)
-
-    def _find(self, said: str) -> str:
-        if self.pattern is None:
-            return _tagged(said)
-        found = list(self.pattern.finditer(said))
-        if not found:
-            raise self._refusal(said)
-        return (found[-1][1] if self.pattern.groups else found[-1][0]) or ""
-
-    def _number(self, text: str) -> int:
-        first, size = int(self.space.start), int(self.space.n)
-        named = self._named(text)
-        number = first + named if named is not None else _integer(text)
-        if number is None or not first <= number < first + size:
+        names = [name.casefold() for name in self.names]
+        wanted = text.strip().casefold()
+        index = names.index(wanted) if wanted in names else None
+        if is_discrete(self.space):
+            first, size = int(self.space.start), int(self.space.n)
+            is_integer = _INTEGER.fullmatch(text.strip()) is not None
+            number = first + index if index is not None else int(text) if is_integer else None
+            if number is None or not first <= number < first + size:
+                raise self._refusal(text)
+            return number
+        if self.names and index is None:
             raise self._refusal(text)
-        return number
-
-    def _text(self, text: str) -> str:
-        named = self._named(text)
-        if self.names and named is None:
-            raise self._refusal(text)
-        action = text if named is None else self.names[named]
+        action = text if index is None else self.names[index]
         if _is_a(self.space, "Text") and not self.space.contains(action):
             raise self._refusal(text)
         return action
 
-    def _named(self, text: str) -> int | None:
-        plain = [name.casefold() for name in self.names]
-        wanted = text.strip().casefold()
-        return plain.index(wanted) if wanted in plain else None
+    def _find(self, answer: str) -> str:
+        if self.pattern is None:
+            # Two searches from the end: the time is linear in the length of any text.
+            head, closing, _ = answer.rpartition(_CLOSING)
+            _, opening, inside = head.rpartition(_OPENING)
+            return (inside if closing and opening else answer).strip()
+        found = list(self.pattern.finditer(answer))
+        if not found:
+            raise self._refusal(answer)
+        return (found[-1][1] if self.pattern.groups else found[-1][0]) or ""
 
     def _refusal(self, text: str) -> InvalidActionError:
+        expected = "an action that the environment takes"
+        if self.names:
+            expected = f"one of {', '.join(self.names)}"
+        elif is_discrete(self.space):
+            first = int(self.space.start)
+            expected = f"a number from {first} to {first + int(self.space.n) - 1}"
         how = "" if self.pattern else f", written as {_OPENING}...{_CLOSING}"
         shown = text.strip()[:_MAX_SHOWN]
-        return InvalidActionError(f"{shown!r} is not an action; expected {self._expected()}{how}.")
-
-    def _expected(self) -> str:
-        if self.names:
-            return f"one of {', '.join(self.names)}"
-        if is_discrete(self.space):
-            first = int(self.space.start)
-            return f"a number from {first} to {first + int(self.space.n) - 1}"
-        return "an action that the environment takes"
+        return InvalidActionError(f"{shown!r} is not an action; expected {expected}{how}.")
 
 
 def is_discrete(space: Any) -> bool:
@@ -176,54 +164,36 @@ def is_discrete(space: Any) -> bool:
 
 
 def takes_text(space: Any) -> bool:
-    """Whether actions are texts: where there is no space, or it is none of gymnasium's."""
+    """Whether actions are texts: the space is a `Text` space, or not one of gymnasium's."""
     return not _is_a(space, "Space") or _is_a(space, "Text")
 
 
 def _is_a(space: Any, kind: str) -> bool:
-    # Whoever has a space of gymnasium's has imported it.
+    # An object of gymnasium's exists only if gymnasium was imported.
     spaces = cast("Any", sys.modules.get("gymnasium.spaces"))
     return spaces is not None and isinstance(space, getattr(spaces, kind))
 
 
-def _tagged(said: str) -> str:
-    """What stands in the last tags; the whole where there are none. Linear in any text."""
-    head, closing, _ = said.rpartition(_CLOSING)
-    inside = head.rpartition(_OPENING) if closing else ("", "", "")
-    return (inside[2] if inside[1] else said).strip()
-
-
-def _integer(text: str) -> int | None:
-    found = _INTEGER.fullmatch(text.strip())
-    return int(found[0]) if found else None
-
-
-_TERMINAL_CODE = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
-)
-"""A colour, a movement of the cursor, a title: of a terminal, nothing for a policy to read."""
-
-
 class Step(NamedTuple):
-    """What came of one action."""
+    """The result of one action."""
 
     text: str
-    """The observation as the policy reads it."""
+    """The observation, as text for the policy."""
     reward: float
     terminated: bool
     truncated: bool
 
 
 class Episode:
-    """Makes, resets, steps and closes one environment. All methods run on one thread.
+    """Make, reset, step and close one environment. All methods run on one thread.
 
-    Environments of the older manner will do: a `reset` that returns an observation alone or takes
-    no seed, a `step` that returns four values, no `action_space`, no `close`.
+    Environments of the older interface are accepted: a `reset` that returns only an observation or
+    takes no seed, a `step` that returns four values, no `action_space`, no `close`.
 
     Args:
         make: Makes the environment.
-        write: Words an observation, from the fields `observation`, `rendered`, `reward`, `step`.
-        reads_rendering: Whether `write` wants the text of `render`.
+        write: Makes the text of an observation from `observation`, `rendered`, `reward`, `step`.
+        reads_rendering: Whether `write` uses `rendered`, the text of `render`.
     """
 
     def __init__(
@@ -238,31 +208,31 @@ class Episode:
         """Sum of the rewards."""
 
     def begin(self, **given: Any) -> str:
-        """Make the environment and reset it; word the first observation.
+        """Make the environment and reset it; return the first observation.
 
         Args:
             **given: `seed` and `options` of the reset.
 
         Raises:
-            TypeError: for actions that are neither integers nor texts.
+            TypeError: if its actions are neither integers nor texts.
         """
         self._env = self._make()
         space = self.action_space
         if not (is_discrete(space) or takes_text(space)):
             raise TypeError(f"its actions are {space}; expected a Discrete or a Text space")
         found = self._env.reset(**_taken(self._env.reset, given))
-        return self._word(found[0] if _has_info(found) else found, 0.0)
+        return self._describe(found[0] if _has_info(found) else found, 0.0)
 
     @property
     def action_space(self) -> Any:
-        """What actions there are; None where the environment does not say."""
+        """The environment's `action_space`; None if it has none."""
         return getattr(self._env, "action_space", None)
 
     def act(self, reader: ActionReader, answer: str) -> Step:
         """Take the action of an answer.
 
         Raises:
-            InvalidActionError: where there is none; nothing was done.
+            InvalidActionError: if there is none; the environment makes no step.
         """
         found = self._env.step(reader.read(answer))
         if not isinstance(found, tuple) or len(cast("tuple[Any, ...]", found)) not in (4, 5):
@@ -275,29 +245,28 @@ class Episode:
         self.num_steps += 1
         self.total += reward
         truncated = bool(fields[3]) if len(fields) == 5 else False
-        return Step(self._word(fields[0], reward), reward, bool(fields[2]), truncated)
+        return Step(self._describe(fields[0], reward), reward, bool(fields[2]), truncated)
 
     def close(self) -> None:
-        """Close the environment, where one was made."""
+        """Close the environment, if one was made."""
         env, self._env = self._env, None
         close = getattr(env, "close", None)
         if close is not None:
             close()
 
-    def _word(self, observation: Any, reward: float) -> str:
-        rendered = self._render() if self._reads_rendering else ""
+    def _describe(self, observation: Any, reward: float) -> str:
+        rendered = ""
+        if self._reads_rendering:
+            rendered = self._env.render()
+            if not isinstance(rendered, str):
+                raise TypeError(
+                    f"render returned {rendered!r:.80}; expected a text, as with "
+                    "env_kwargs: {render_mode: ansi}"
+                )
+            rendered = _TERMINAL_CODE.sub("", rendered)
         return self._write(
             observation=observation, rendered=rendered, reward=reward, step=self.num_steps
         )
-
-    def _render(self) -> str:
-        rendered = self._env.render()
-        if not isinstance(rendered, str):
-            raise TypeError(
-                f"render returned {rendered!r:.80}; expected a text, as of "
-                "env_kwargs: {render_mode: ansi}"
-            )
-        return _TERMINAL_CODE.sub("", rendered)
 
 
 def _has_info(found: Any) -> bool:
@@ -309,7 +278,7 @@ def _has_info(found: Any) -> bool:
 
 
 def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what the method does not take, or was not given."""
+    """Return the keywords that the method takes and that are not None."""
     parameters = inspect.signature(method).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {

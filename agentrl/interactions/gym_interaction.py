@@ -16,9 +16,9 @@ from agentrl.errors import ConfigError, MissingExtraError, PluginError
 from agentrl.interactions.base import SHARED_KEYS, BaseInteraction, InteractionResult
 from agentrl.interactions.gym_environment import (
     ActionReader,
+    EnvironmentThread,
     Episode,
     InvalidActionError,
-    OwnThread,
     Step,
 )
 from agentrl.interactions.session import last_answer
@@ -37,22 +37,22 @@ class GymSettings(Section):
     """A class or function that makes one environment (`package.module:Factory`), or an id that
     gymnasium knows (`FrozenLake-v1`; extra `gym`)."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """What it is made with; a row's own `env_kwargs` go over these."""
+    """Arguments of the environment; a row's own `env_kwargs` override these."""
     seed: int = 0
-    """Of rows without a `seed`: with the group's id it seeds the first reset, so that all samples
-    of a group begin alike."""
+    """For rows without a `seed`: together with the group's id it seeds the reset, so that all
+    samples of a group begin with the same state."""
     tell_first: bool = True
-    """Append the first observation to the prompt as a user message; false: the rows tell it."""
+    """Append the first observation to the prompt as a user message; false: the rows contain it."""
     observation_template: str = "{observation}"
-    """How an observation is worded: a format string of `observation`, `rendered` (the text of
+    """The text of an observation: a format string of `observation`, `rendered` (the text of
     `render`), `reward` and `step`."""
     action_pattern: str | None = None
-    """Regular expression of the action: the last match, its first group where there is one; null:
+    """Regular expression of the action: the last match, and its first group if it has one; null:
     the last `<action>...</action>`, else the whole answer."""
     action_names: list[str] = Field(default_factory=list[str])
-    """Names of the actions of a discrete space, in order; of any other, the only texts allowed."""
+    """Names of the actions of a discrete space, in order; else the only allowed texts."""
     on_invalid_action: Literal["tell", "end"] = "tell"
-    """An answer without an action: the policy is told what was expected; or the request ends."""
+    """For an answer without an action: tell the policy what was expected, or end the request."""
     invalid_action_score: float = 0.0
     """Score of such an answer."""
 
@@ -76,20 +76,20 @@ class GymSettings(Section):
 
 @dataclass(slots=True)
 class _Play:
-    """One request's environment, on its thread."""
+    """The environment of one request, and its thread."""
 
     episode: Episode
-    thread: OwnThread = field(default_factory=OwnThread)
+    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
     num_invalid: int = 0
 
 
 class GymInteraction(BaseInteraction):
     """Let the policy play an environment: each answer is an action, each observation a reply.
 
-    The reward of a step is the score of the answer. The request ends where the environment says
+    The reward of a step is the score of the answer. The request ends when the environment returns
     `terminated` or `truncated`. Environments may block: each has a thread of its own, on which it
-    is made, reset, stepped and closed, whatever happens. A row may have `env_kwargs`, `seed` and
-    `options` (of the reset) in its `interaction_kwargs`.
+    is made, reset, stepped and always closed. A row may have `env_kwargs`, `seed` and `options` (of
+    the reset) in its `interaction_kwargs`.
 
     Args:
         config: The keys of `GymSettings`: `env`, `env_kwargs` ({}), `seed` (0), `tell_first`
@@ -98,8 +98,8 @@ class GymInteraction(BaseInteraction):
 
     Raises:
         ConfigError: for an id that gymnasium does not know.
-        PluginError: for a path that leads nowhere.
-        MissingExtraError: for an id, without the extra `gym`.
+        PluginError: for a path that does not exist.
+        MissingExtraError: for an id, if the extra `gym` is not installed.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class GymInteraction(BaseInteraction):
         options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> str | tuple[str, str]:
-        """Make and reset an environment; tell the first observation."""
+        """Make and reset an environment; return the first observation."""
         instance_id = instance_id or uuid.uuid4().hex
         settings = self._settings
         if seed is None:
@@ -128,7 +128,7 @@ class GymInteraction(BaseInteraction):
             settings.observation_template.format,
             reads_rendering="rendered" in template_fields(settings.observation_template),
         )
-        # Before anything is made: what is begun here is closed in `finalize_interaction`.
+        # Stored before it is made, so that `finalize_interaction` always closes it.
         play = self._plays[instance_id] = _Play(episode)
         first = await play.thread.run(partial(episode.begin, seed=seed, options=options))
         return (instance_id, first) if settings.tell_first else instance_id
@@ -149,7 +149,7 @@ class GymInteraction(BaseInteraction):
         )
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Close the environment. One that hangs in a step is closed when it comes back."""
+        """Close the environment. If it hangs in a step, it is closed after that step."""
         play = self._plays.pop(instance_id, None)
         if play is not None:
             await play.thread.end(play.episode.close)
@@ -174,12 +174,12 @@ def _metadata(play: _Play, step: Step | None = None) -> dict[str, Any]:
 
 
 def find_factory(env: str) -> Callable[..., Any]:
-    """Find what makes the environment: a Python path's object, or gymnasium's `make` for an id.
+    """Return the function that makes the environment: of a Python path, or `make` for an id.
 
     Raises:
         ConfigError: for an id that gymnasium does not know.
-        PluginError: for a path that leads nowhere, or to nothing that can be called.
-        MissingExtraError: for an id, without the extra `gym`.
+        PluginError: for a path that does not exist, or is not callable.
+        MissingExtraError: for an id, if the extra `gym` is not installed.
     """
     if not _PYTHON_PATH.fullmatch(env):
         return _registered(env)
@@ -189,7 +189,7 @@ def find_factory(env: str) -> Callable[..., Any]:
         error.details["key"] = "env"
         raise
     if not callable(factory):
-        what = f"{env!r} leads to {factory!r:.80}"
+        what = f"{env!r} is {factory!r:.80}, which is not callable"
         raise PluginError(what, key="env", expected="a class or function")
     return factory
 
@@ -206,13 +206,13 @@ def _registered(env: str) -> Callable[..., Any]:
         gymnasium.spec(env)
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigError(
-            str(error), key="env", expected="an id of gymnasium's, or package.module:Factory"
+            str(error), key="env", expected="an id that gymnasium knows, or package.module:Factory"
         ) from error
     return partial(gymnasium.make, env)
 
 
 def template_fields(template: str) -> list[str]:
-    """Name the fields of a format string, without what is looked up inside them."""
+    """Return the names of the fields of a format string, without attributes and indices."""
     names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     return [re.split(r"[.\[]", name)[0] for name in names]
 

@@ -5,9 +5,8 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from agentrl.errors import InteractionError
 from agentrl.interactions.base import BaseInteraction, InteractionResult
@@ -20,19 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSession:
-    """Start, ask and finalise the interaction of one request.
+    """Start, ask and finalize the interaction of one request.
 
     Call `start` once, `respond` for each answer, and `finalize` in a `finally`, however the request
     ended.
 
     Args:
         interaction: The run's interaction.
-        instance_id: What it is started with: the request's id.
-        kwargs: The row's `interaction_kwargs`. Its `name` is handed on like the rest, but only to
-            methods that take it.
-        offered: What else is there of the row (`ground_truth`, `uid`): given to a method that has a
-            parameter of that name, where `kwargs` have none.
-        timeout_s: Seconds of one call, where the interaction's config has no `timeout_s`.
+        instance_id: The request's id, with which it is started.
+        kwargs: The row's `interaction_kwargs`. Its `name` is passed only to methods that take it.
+        offered: Other values of the row (`ground_truth`, `uid`), for methods that have a parameter
+            of that name, if `kwargs` have none.
+        timeout_s: Seconds of one call, if the interaction's config has no `timeout_s`.
 
     Example:
         >>> async def ask(interaction, messages):
@@ -55,10 +53,10 @@ class InteractionSession:
     ) -> None:
         self.interaction = interaction
         self._instance_id = instance_id
-        # Copies: samples of a group share the row's.
+        # Copies: the samples of a group share the row.
         self._kwargs = copy.deepcopy(dict(kwargs or {}))
-        there = {name: value for name, value in (offered or {}).items() if value is not None}
-        self._offered = copy.deepcopy(there)
+        given = {name: value for name, value in (offered or {}).items() if value is not None}
+        self._offered = copy.deepcopy(given)
         self._timeout_s = float(interaction.config.get("timeout_s") or timeout_s)
         self._must_finalize = False
         self._finalizing: asyncio.Task[InteractionError | None] | None = None
@@ -67,41 +65,41 @@ class InteractionSession:
         """Start the interaction, once.
 
         Returns:
-            What the user says first; an empty string where that is nothing.
+            The user's first message; empty if there is none.
 
         Raises:
-            InteractionError: whatever went wrong.
+            InteractionError: for every error.
         """
         self._must_finalize = True
         method, own_id = self.interaction.start_interaction, self._instance_id
-
-        def read(value: Any) -> _Started:
-            return _Started.of(value, own_id=own_id, interaction=self.interaction.name)
-
-        started = await self._guarded(read, method, own_id, **self._kwargs)
-        self._instance_id = started.instance_id
-        return started.opening
+        started = await self._run(self._read_started, method, own_id, **self._kwargs)
+        self._instance_id, opening = started
+        return opening
 
     async def respond(self, messages: Sequence[Message]) -> InteractionResult:
-        """Ask for the reply to the conversation's last answer. Cancelling cancels the interaction.
+        """Return the reply to the last answer. Cancelling cancels the interaction.
 
         Raises:
-            InteractionError: where it raises, hangs, or returns what is no reply.
+            InteractionError: if it raises, times out, or returns no valid reply.
         """
         plain = [message.to_template() for message in messages]
         method = self.interaction.generate_response
         read = partial(InteractionResult.of, interaction=self.interaction.name)
-        async with self._waiting_room():
-            return await self._guarded(read, method, self._instance_id, plain, **self._kwargs)
+        try:
+            waiting_room = self.interaction.waiting_room()
+        except Exception as error:
+            raise self._failure("waiting_room", error) from error
+        async with waiting_room:
+            return await self._run(read, method, self._instance_id, plain, **self._kwargs)
 
     async def finalize(self) -> InteractionError | None:
-        """Finalise what was started, or whose start was begun.
+        """Finalize the interaction, if its start was begun.
 
         Cancelling the caller does not stop it: it ends in the background, within its time-out. A
         second call waits for the first.
 
         Returns:
-            What went wrong, for the record; None where nothing did.
+            The error, for the record; None if there was none.
         """
         if self._finalizing is None:
             self._finalizing = asyncio.create_task(self._finalize(), name="finalize interaction")
@@ -111,73 +109,52 @@ class InteractionSession:
         try:
             if self._must_finalize:
                 method = self.interaction.finalize_interaction
-                await self._guarded(_forget, method, self._instance_id)
+                await self._run(lambda _: None, method, self._instance_id)
         except InteractionError as error:
             logger.info("%s", error)
             return error
         return None
 
-    def _waiting_room(self) -> AbstractAsyncContextManager[Any]:
-        try:
-            return self.interaction.waiting_room()
-        except Exception as error:
-            raise self._failure("waiting_room", error) from error
-
-    async def _guarded(
+    async def _run(
         self, read: Callable[[Any], T], method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> T:
-        """Call a method, and read what it gave back, both inside the boundary."""
+        """Call a method and read its result, both inside the boundary."""
 
         async def work() -> T:
-            positional, named = _fitted(method, args, kwargs, self._offered)
+            positional, named = _fit(method, args, kwargs, self._offered)
             return read(await call_method(method, *positional, **named))
 
+        name = f"interaction:{self.interaction.name}"
         try:
-            return await call_bounded(
-                work,
-                timeout_s=self._timeout_s,
-                name=f"interaction:{self.interaction.name}",
-            )
+            return await call_bounded(work, timeout_s=self._timeout_s, name=name)
         except Exception as error:
             raise self._failure(method.__name__, error) from error
 
-    def _failure(self, method: str, error: Exception) -> InteractionError:
-        name = self.interaction.name
-        why = f"interaction {name!r}, {method}: {describe_error(error)}"
-        return InteractionError(why, interaction=name, method=method)
-
-
-class _Started(NamedTuple):
-    """What `start_interaction` gave back."""
-
-    instance_id: Any
-    opening: str
-
-    @classmethod
-    def of(cls, value: Any, *, own_id: Any, interaction: str) -> "_Started":
-        """Read an id, or an id and what is said first; no id leaves the request's own."""
+    def _read_started(self, value: Any) -> tuple[Any, str]:
+        """Read an id, or an id and a first message; an empty id keeps the request's own."""
         if not isinstance(value, tuple):
-            return cls(value or own_id, "")
+            return value or self._instance_id, ""
         fields = cast("tuple[Any, ...]", value)
         if len(fields) != 2 or not isinstance(fields[1], str | None):
             raise TypeError(
-                f"interaction {interaction!r} returned {value!r:.80}; expected an id, or an id "
-                "and a text"
+                f"interaction {self.interaction.name!r} returned {value!r:.80}; expected an id, or "
+                "an id and a text"
             )
-        return cls(fields[0] or own_id, fields[1] or "")
+        return fields[0] or self._instance_id, fields[1] or ""
+
+    def _failure(self, method: str, error: Exception) -> InteractionError:
+        name = self.interaction.name
+        message = f"interaction {name!r}, {method}: {describe_error(error)}"
+        return InteractionError(message, interaction=name, method=method)
 
 
-def _forget(_: Any) -> None:
-    """Take what `finalize_interaction` returned for nothing."""
-
-
-def _fitted(
+def _fit(
     method: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     offered: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fit arguments to methods of users.
+    """Select the arguments that a method of users takes.
 
     Some write `finalize_interaction(self)`, and few take the `name` that selected them.
     """
@@ -185,13 +162,13 @@ def _fitted(
     if not parameters:
         return (), {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    asked = {name: value for name, value in offered.items() if name in parameters}
+    wanted = {name: value for name, value in offered.items() if name in parameters}
     named = {k: v for k, v in kwargs.items() if takes_any or k != "name" or k in parameters}
-    return args, asked | named
+    return args, wanted | named
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of the policy's last message; empty where it said nothing yet."""
+    """Return the text of the policy's last message; empty if there is none yet."""
     for message in reversed(messages):
         if message["role"] == "assistant":
             return Message.model_validate(message).text

@@ -263,7 +263,7 @@ def test_reading_takes_linear_time():
         ("{}", ConfigError, "env", "env is missing"),
         ("{env: NoSuchLake-v1}", ConfigError, "env", "NoSuchLake"),
         ("{env: tests.fakes.envs:Coridor}", PluginError, "env", "did you mean 'Corridor'"),
-        ("{env: tests.fakes.envs:OPEN}", PluginError, "env", "leads to Counter"),
+        ("{env: tests.fakes.envs:OPEN}", PluginError, "env", "is not callable"),
         ("{env: FrozenLake-v1, sede: 3}", ConfigError, "sede", "did you mean 'seed'"),
         (
             "{env: FrozenLake-v1, observation_template: '{info}'}",
