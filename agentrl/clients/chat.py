@@ -1,10 +1,9 @@
-"""A language model behind an OpenAI-compatible address: judges and simulated users ask it."""
+"""Ask a language model at an OpenAI-compatible address, as judges and simulated users do."""
 
 import asyncio
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
@@ -20,23 +19,24 @@ from agentrl.plugins.environment import install_command
 
 _CHARACTERS_PER_TOKEN = 4
 """An estimate, for servers that do not count."""
-_MAX_TOLD = 300
-_SECRETIVE = (401, 403)
-"""Statuses whose texts tend to repeat the key."""
+_MAX_MESSAGE = 300
+"""Characters of an error message of the server."""
+_MAY_SHOW_KEY = (401, 403)
+"""Statuses with error texts that may contain the key."""
 
 
 class ChatError(AgentRLError, RuntimeError):
-    """A model that gave no reply (details: `address`, `status`, `expected`); holds no secret."""
+    """A model gave no reply (details: `address`, `status`, `expected`). Contains no secret."""
 
 
 class ChatBudgetError(ChatError):
-    """A budget of calls or tokens that was spent before this call."""
+    """A budget of calls or tokens was used up before this call."""
 
 
 class ChatConfig(Section):
-    """A model behind an address, how it is sampled, and how much it may be used.
+    """A model at an address, its sampling, and limits of its use.
 
-    No key of a service is ever shown: not in a repr, an error, a log or a saved configuration.
+    The key of the service is never shown: not in a repr, an error, a log or a saved configuration.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -46,24 +46,24 @@ class ChatConfig(Section):
     model: str = Field(min_length=1)
     """Name of the model there."""
     api_key: SecretStr | None = None
-    """Key of the service; null: it asks for none."""
+    """Key of the service; null: it needs none."""
     api_key_env: str | None = None
     """Environment variable that holds the key, instead of `api_key`."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one attempt. A call ends within `max_retries + 1` times as many, the waits between
-    its attempts included; what it waits for its place is not counted."""
+    """Seconds of one attempt. A call ends within `max_retries + 1` times as many, with the pauses
+    between its attempts; the wait for `max_concurrency` and `rate_limit` is not counted."""
     max_retries: int = Field(default=2, ge=0)
     """Further attempts after a lost connection, a time-out, or a status 408, 409, 429 or 5xx."""
     max_concurrency: int = Field(default=16, ge=1)
-    """Calls under way at once; further ones wait."""
+    """Calls that run at once; further ones wait."""
     rate_limit: float | None = Field(default=None, gt=0)
-    """Calls begun in a second, evenly spaced; null: no limit."""
+    """Calls started per second, evenly spaced; null: no limit."""
     max_calls: int | None = Field(default=None, ge=1)
-    """Calls in the life of the client: of a run on one rank, anew where it is resumed; null: no
-    limit."""
+    """Calls of the client, which lives as long as a run on one rank; a resumed run counts from 0;
+    null: no limit."""
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, of prompts and replies, in the life of the client, likewise; null: no limit. The call
-    that crosses it, and those under way beside it, are finished."""
+    """Tokens of prompts and replies of the client, counted likewise; null: no limit. The call that
+    exceeds it, and other calls that run then, are finished."""
     temperature: float | None = Field(default=None, ge=0)
     """null: the server's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -71,7 +71,7 @@ class ChatConfig(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one reply; null: the server's limit."""
     seed: int | None = None
-    """Of the sampling, where the server honours one."""
+    """Seed of the sampling, if the server supports it."""
     stop: list[str] = Field(default_factory=list[str])
     """Texts that end a reply."""
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -94,10 +94,10 @@ class ChatConfig(Section):
         return self
 
     def find_key(self) -> str | None:
-        """Read the service's key.
+        """Return the service's key.
 
         Raises:
-            ConfigError: where `api_key_env` names a variable that is not set.
+            ConfigError: if `api_key_env` names a variable that is not set.
         """
         if self.api_key_env is None:
             return self.api_key.get_secret_value() if self.api_key else None
@@ -110,7 +110,7 @@ class ChatConfig(Section):
         return key
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling keys that are set, as fields of a request."""
+        """Return the sampling keys that are set, as fields of a request."""
         names = ("temperature", "top_p", "max_tokens", "seed", "stop", "extra_body")
         given = self.model_dump(include=set(names), exclude_none=True)
         return {name: value for name, value in given.items() if value not in ([], {})}
@@ -118,34 +118,34 @@ class ChatConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """What a model said."""
+    """The reply of a model."""
 
     text: str
     prompt_tokens: int
-    """As the server counts them; where it does not, one for every four characters."""
+    """As the server counts them; if it does not, one for every four characters."""
     completion_tokens: int
-    """Likewise."""
+    """Counted likewise."""
     finish_reason: str
 
     @property
     def num_tokens(self) -> int:
-        """What the call took from a budget."""
+        """The tokens that the call takes from a budget."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(slots=True, kw_only=True)
 class ChatBudget:
-    """Calls and tokens that may be spent: by a client, or in one conversation."""
+    """Calls and tokens that a client, or one conversation, may use."""
 
     max_calls: int | None = None
     max_tokens: int | None = None
-    """Of prompts and replies."""
+    """Tokens of prompts and replies."""
     num_calls: int = 0
     num_tokens: int = 0
 
     @property
     def spent(self) -> str | None:
-        """Which limit is reached, in words; None where there is room for another call."""
+        """The limit that is reached, as text; None if another call is allowed."""
         if self.max_calls is not None and self.num_calls >= self.max_calls:
             return f"{self.num_calls} of {self.max_calls} calls"
         if self.max_tokens is not None and self.num_tokens >= self.max_tokens:
@@ -154,26 +154,26 @@ class ChatBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
-    """What belongs to one event loop."""
+class _Connection:
+    """The API client and the limits of one event loop."""
 
     api: Any
-    room: asyncio.Semaphore
-    pace: AsyncLimiter | None
+    slots: asyncio.Semaphore
+    rate_limit: AsyncLimiter | None
 
 
 class ChatClient:
-    """Ask a model behind an OpenAI-compatible address; for every request of a run.
+    """Ask a model at an OpenAI-compatible address, for every request of a run.
 
-    It may be used from several event loops, each of which has connections, concurrency and pace of
-    its own. Call `close` on each, behind its last call.
+    It may be used from several event loops. Each loop has its own connections, concurrency and rate
+    limit. Call `close` on each loop, after its last call.
 
     Args:
         config: The model, its sampling and its limits.
 
     Raises:
-        MissingExtraError: without the extra `openai`.
-        ConfigError: for a key of the service that is not there.
+        MissingExtraError: if the extra `openai` is not installed.
+        ConfigError: if the environment variable of the key is not set.
 
     Example:
         >>> client = ChatClient(ChatConfig(base_url="http://localhost:30000/v1", model="judge"))
@@ -186,7 +186,7 @@ class ChatClient:
         self._key = config.find_key()
         self._openai = _import_openai()
         self._http = _http_library(self._openai)
-        self._lanes = PerLoop(self._open_lane)
+        self._connections = PerLoop(self._connect)
 
     async def complete(
         self,
@@ -199,76 +199,78 @@ class ChatClient:
 
         Args:
             messages: OpenAI-format messages.
-            budget: Of this conversation, beside the client's own; what is used is added to it.
+            budget: The conversation's budget, used in addition to the client's own.
             **overrides: Fields of this request instead of the configuration's (`temperature`,
                 `max_tokens`, `seed`, `response_format`, ...).
 
         Raises:
-            ChatBudgetError: where a budget was spent before.
-            ChatError: where no reply came, whatever the reason; with address and status.
+            ChatBudgetError: if a budget was used up before.
+            ChatError: if there is no reply, for any reason; with address and status.
         """
         budgets = [self.budget] if budget is None else [self.budget, budget]
-        lane = self._lanes.get()
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(lane.room)
-            if lane.pace is not None:
-                await lane.pace.acquire()
-            self._enter(budgets)
-            reply = await self._ask(lane, messages, overrides)
+        connection = self._connections.get()
+        async with connection.slots:
+            if connection.rate_limit is not None:
+                await connection.rate_limit.acquire()
+            for each in budgets:
+                if each.spent is not None:
+                    raise ChatBudgetError(
+                        f"the budget is spent: {each.spent}", address=self.config.base_url
+                    )
+            for each in budgets:
+                each.num_calls += 1
+            reply = await self._ask(connection, messages, overrides)
         for each in budgets:
             each.num_tokens += reply.num_tokens
         return reply
 
     async def close(self) -> None:
         """Close the connections of this event loop. May be called twice, and before any call."""
-        if (lane := self._lanes.pop()) is not None:
-            await lane.api.close()
+        if (connection := self._connections.pop()) is not None:
+            await connection.api.close()
 
-    def _open_lane(self) -> _Lane:
+    def _connect(self) -> _Connection:
         config = self.config
         api = self._openai.AsyncOpenAI(
             base_url=config.base_url,
-            # Given always: without one it would send OPENAI_API_KEY to whatever address this is.
+            # Always given: else the library sends OPENAI_API_KEY to this address.
             api_key=self._key or "none",
             timeout=config.timeout_s,
             max_retries=config.max_retries,
-            # Redirects would take the key and the conversation to an address that nobody wrote.
+            # A redirect would send the key and the conversation to another address.
             http_client=self._openai.DefaultAsyncHttpxClient(
                 event_hooks=bounding_hooks(self._http), follow_redirects=False
             ),
         )
-        pace = AsyncLimiter(1, 1 / config.rate_limit) if config.rate_limit else None
-        return _Lane(api, asyncio.Semaphore(config.max_concurrency), pace)
-
-    def _enter(self, budgets: Sequence[ChatBudget]) -> None:
-        for budget in budgets:
-            if budget.spent is not None:
-                raise ChatBudgetError(
-                    f"the budget is spent: {budget.spent}", address=self.config.base_url
-                )
-        for budget in budgets:
-            budget.num_calls += 1
+        rate_limit = AsyncLimiter(1, 1 / config.rate_limit) if config.rate_limit else None
+        return _Connection(api, asyncio.Semaphore(config.max_concurrency), rate_limit)
 
     async def _ask(
-        self, lane: _Lane, messages: Sequence[Mapping[str, Any]], overrides: Mapping[str, Any]
+        self,
+        connection: _Connection,
+        messages: Sequence[Mapping[str, Any]],
+        overrides: Mapping[str, Any],
     ) -> ChatReply:
         fields = {"model": self.config.model, **self.config.sampling(), **overrides}
         whole_s = self.config.timeout_s * (self.config.max_retries + 1)
         try:
-            # The client's own time-out is that of one read: a server that drips never meets it.
+            # The library's time-out limits one read: a server that sends slowly never exceeds it.
             async with asyncio.timeout(whole_s):
-                answer = await lane.api.chat.completions.create(messages=list(messages), **fields)
+                completions = connection.api.chat.completions
+                answer = await completions.create(messages=list(messages), **fields)
         except TimeoutError:
             raise self._failure(f"no reply within {whole_s:g} s") from None
         except self._openai.APIStatusError as error:
-            raise self._refusal(error) from None
+            status = cast("int", error.status_code)
+            why = "" if status in _MAY_SHOW_KEY else f": {error.message}"
+            raise self._failure(f"status {status}{why}", status=status) from None
         except self._openai.APITimeoutError:
             raise self._failure(f"no reply within {self.config.timeout_s:g} s") from None
         except self._openai.OpenAIError as error:
             cause = error.__cause__ or error
             raise self._failure(f"{type(cause).__name__}: {cause}") from None
-        except ValueError as error:  # what came is no JSON
-            raise self._failure(f"no reply that can be read: {error}") from None
+        except ValueError as error:  # the answer is not JSON
+            raise self._failure(f"no valid reply: {error}") from None
         return self._read(answer, messages)
 
     def _read(self, answer: Any, messages: Sequence[Mapping[str, Any]]) -> ChatReply:
@@ -285,23 +287,17 @@ class ChatClient:
             finish_reason=str(choice.finish_reason or ""),
         )
 
-    def _refusal(self, error: Any) -> ChatError:
-        """Word an answer that is no reply."""
-        status = cast("int", error.status_code)
-        why = "" if status in _SECRETIVE else f": {error.message}"
-        return self._failure(f"status {status}{why}", status=status)
-
-    def _failure(self, told: str, **details: object) -> ChatError:
-        told = told.replace(self._key, "***") if self._key else told
+    def _failure(self, message: str, **details: object) -> ChatError:
+        message = message.replace(self._key, "***") if self._key else message
         return ChatError(
-            f"the model {self.config.model!r} did not reply: {told[:_MAX_TOLD]}",
+            f"the model {self.config.model!r} did not reply: {message[:_MAX_MESSAGE]}",
             address=self.config.base_url,
             **details,
         )
 
 
 def _count(usage: Any, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[int, int]:
-    """Count the tokens of prompt and reply; what the server says of them is checked."""
+    """Return the tokens of prompt and reply; the server's counts are checked."""
     if usage is not None:
         counted = int(usage.prompt_tokens or 0), int(usage.completion_tokens or 0)
         if min(counted) >= 0:  # a negative count would refill a budget
@@ -311,7 +307,7 @@ def _count(usage: Any, messages: Sequence[Mapping[str, Any]], text: str) -> tupl
 
 
 def _http_library(openai: Any) -> Any:
-    """Find the library of openai's connections: httpx, and httpx2 from its third release on."""
+    """Return the HTTP library of openai: httpx, and httpx2 from its third release on."""
     (base,) = openai.DefaultAsyncHttpxClient.__bases__
     return importlib.import_module(base.__module__.partition(".")[0])
 
@@ -321,7 +317,7 @@ def _import_openai() -> Any:
         import openai
     except ImportError as error:
         raise MissingExtraError(
-            "a model behind an OpenAI-compatible address needs the package openai",
+            "a model at an OpenAI-compatible address needs the package openai",
             install=install_command("openai"),
         ) from error
     return openai

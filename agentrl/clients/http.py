@@ -1,7 +1,7 @@
-"""Talk to a service over HTTP: bounded answers, no secret in any text, connections given back.
+"""Send HTTP requests to a service: limited answers, no secrets in texts, connections closed.
 
-Headers carry secrets. They are sent and never told: what a service sends back, and what a library
-says of a failure, has them cut out before anybody reads it.
+Headers carry secrets. They are sent and never shown: they are removed from what a service returns,
+and from the error messages of the library.
 """
 
 import json
@@ -14,25 +14,26 @@ from agentrl.errors import ServiceError
 from agentrl.plugins.call import PerLoop
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession
-
+    from aiohttp import ClientResponse, ClientSession
 
 _PLAIN_HEADERS = {"accept", "accept-language", "content-type", "user-agent"}
 """Headers that are no secret."""
 _MIN_SECRET = 4
-"""Characters: what is shorter is no secret, and stands in too many texts."""
+"""Characters of a secret; shorter values are in too many texts to be removed."""
 _REDACTED = "[redacted]"
 _CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 64 * 1024
+MAX_BODY_BYTES = 16 * 1024**2
+"""Bytes of one answer: a service may send data without end, and the client would keep all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a service answered."""
+    """The answer of a service."""
 
     status: int
     text: str
-    """The body, without secrets; what was behind the limit is missing."""
+    """The body without secrets, up to the limit."""
     is_cut: bool
     """Whether the body was longer than the limit."""
 
@@ -40,7 +41,7 @@ class Answer:
         """Read the body as JSON.
 
         Raises:
-            ServiceError: where it is none.
+            ServiceError: if it is not JSON.
         """
         try:
             return json.loads(self.text)
@@ -57,8 +58,8 @@ class HttpClient:
 
     Args:
         url: The service's address.
-        headers: Sent with every request, and shown nowhere.
-        max_bytes: Of an answer's body; no more is read.
+        headers: Sent with every request, and never shown.
+        max_bytes: Bytes of an answer's body that are read.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str], max_bytes: int) -> None:
@@ -73,7 +74,7 @@ class HttpClient:
     async def send(
         self, method: str, *, body: Any = None, query: Mapping[str, Any] | None = None
     ) -> Answer:
-        """Send one request, and read its answer. Redirects are not followed: headers go with them.
+        """Send one request and read its answer. Redirects are not followed: they get the headers.
 
         Args:
             method: GET, POST, ...
@@ -81,23 +82,18 @@ class HttpClient:
             query: Added to the address.
 
         Raises:
-            ServiceError: where there is no answer.
+            ServiceError: if there is no answer.
         """
         from aiohttp import ClientError
 
-        session = self._sessions.get()
         parameters = query_parameters(query or {})
         try:
-            async with session.request(
+            async with self._sessions.get().request(
                 method, self._url, json=body, params=parameters, allow_redirects=False
             ) as response:
-                content, is_cut = bytearray(), False
-                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                    content += chunk
-                    if len(content) > self._max_bytes:
-                        is_cut = True
-                        break  # leaving closes the connection: the rest may have no end
-                text = _decode(bytes(content[: self._max_bytes]), response.charset)
+                content = await read_body(response, self._max_bytes)
+                is_cut = len(content) > self._max_bytes
+                text = _decode(content[: self._max_bytes], response.charset)
                 return Answer(response.status, self.redact(text), is_cut)
         except (ClientError, OSError, ValueError) as error:
             raise ServiceError(
@@ -106,7 +102,7 @@ class HttpClient:
             ) from None
 
     def redact(self, text: str) -> str:
-        """Cut the secrets out of a text."""
+        """Remove the secrets from a text."""
         for secret in self._secrets:
             text = text.replace(secret, _REDACTED)
         return text
@@ -127,6 +123,20 @@ class HttpClient:
         )
 
 
+async def read_body(response: "ClientResponse", max_bytes: int) -> bytes:
+    """Read a body; stop after the chunk in which it gets longer than `max_bytes`.
+
+    If the result is longer than `max_bytes`, the body was cut, and leaving the response closes the
+    connection: the rest may have no end.
+    """
+    content = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        content += chunk
+        if len(content) > max_bytes:
+            break
+    return bytes(content)
+
+
 def query_parameters(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Write arguments as a query: lists repeat their name, nulls are left out, objects are JSON.
 
@@ -143,8 +153,14 @@ def query_parameters(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return pairs
 
 
+def without_secrets(url: str) -> str:
+    """Return an address without user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
 def _secrets(url: str, headers: Mapping[str, str]) -> list[str]:
-    """List what must not be shown, the longest first: `Bearer abc` whole, and `abc` by itself."""
+    """List the secrets, the longest first: the whole of `Bearer abc`, and `abc` by itself."""
     found = [urlsplit(url).password or ""]
     for name, value in headers.items():
         if name.lower() not in _PLAIN_HEADERS:
@@ -152,28 +168,18 @@ def _secrets(url: str, headers: Mapping[str, str]) -> list[str]:
     return sorted({text for text in found if len(text) >= _MIN_SECRET}, key=len, reverse=True)
 
 
-def without_secrets(url: str) -> str:
-    """Return an address without user, password and query."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
 def _decode(content: bytes, charset: str | None) -> str:
-    """Decode a body; a service may name a character set that does not exist, or decodes no text."""
+    """Decode a body as UTF-8 if the service's character set is unknown or is no text encoding."""
     try:
         return content.decode(charset or "utf-8", "replace")
     except (LookupError, ValueError):
         return content.decode("utf-8", "replace")
 
 
-MAX_BODY_BYTES = 16 * 1024**2
-"""Of one answer: a service may send bytes without end, and the client would keep them all."""
-
-
 def bounding_hooks(library: Any, max_bytes: int = MAX_BODY_BYTES) -> dict[str, list[Any]]:
-    """Make the `event_hooks` of a client whose answers are bounded.
+    """Make the `event_hooks` of a client of the httpx family, so that its answers are limited.
 
-    A compressed answer is refused: a megabyte of gzip may hold a gigabyte.
+    A compressed answer is refused: a megabyte of gzip may contain a gigabyte.
 
     Args:
         library: `httpx`, or a library with the same classes.

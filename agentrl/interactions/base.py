@@ -1,4 +1,4 @@
-"""What an interaction is: a simulated user, or an environment that answers the policy."""
+"""The base class of interactions: simulated users, and environments that answer the policy."""
 
 import math
 import uuid
@@ -7,28 +7,28 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 SHARED_KEYS = ("name", "timeout_s")
-"""Keys of every interaction's `config`, which agentrl itself reads."""
+"""Keys of every interaction's `config` that agentrl reads."""
 
 
 class InteractionResult(NamedTuple):
-    """What an interaction says to one answer of the policy."""
+    """The reply of an interaction to one answer of the policy."""
 
     should_terminate: bool
     """End the request: the conversation is over."""
     content: str = ""
-    """What the user says; appended as a user message unless the conversation is over."""
+    """The user's message; appended unless the conversation is over."""
     score: float | None = None
-    """Score of the answer that it replies to; None where it does not judge."""
+    """Score of the answer that it replies to; None if it gives none."""
     metadata: dict[str, Any] | None = None
-    """What else there is to record."""
+    """Other values to record."""
 
     @classmethod
     def of(cls, value: Any, *, interaction: str) -> "InteractionResult":
-        """Accept the result, or the plain tuple of four, that users return, and check it.
+        """Check the result, or the plain tuple of four values, that users return.
 
         Raises:
-            TypeError: for anything else, naming the interaction.
-            ValueError: for a score that is not finite.
+            TypeError: for any other value; it names the interaction.
+            ValueError: if the score is not finite.
         """
         fields = cast("tuple[Any, ...]", value)
         if not isinstance(value, tuple) or len(fields) != len(cls._fields):
@@ -48,28 +48,28 @@ class InteractionResult(NamedTuple):
 class BaseInteraction:
     """A partner of the policy. Subclass it and name the subclass in an interaction YAML.
 
-    One object is built per run and serves every request; what belongs to one request is kept under
-    its `instance_id`. The life of an instance, for each request that selects the interaction:
+    One object is built per run and serves every request; keep the state of a request under its
+    `instance_id`. The life cycle of an instance, for each request that selects the interaction:
 
     1. `start_interaction` once, before the first turn;
     2. `generate_response` after each answer of the policy that calls no tool (and that
-       `interaction_interval` and `interaction_prob` let through);
-    3. `finalize_interaction` once, always: after a failure, a time-out or a cancellation too.
+       `interaction_interval` and `interaction_prob` allow);
+    3. `finalize_interaction` once, always, also after a failure, a time-out or a cancellation.
 
     Methods may be `async def`, or plain `def`, which then runs on a thread. Each call has a
     time-out (`rollout.multi_turn.interaction_timeout_s`, or `timeout_s` in the interaction's
-    `config`). A call that is late, or whose request is cancelled, is cancelled: that raises
-    `asyncio.CancelledError` inside it; clean up and let it through.
+    `config`). If the time is up or the request is cancelled, the call is cancelled: that raises
+    `asyncio.CancelledError` inside it. Clean up, and do not catch the error.
 
-    A method that has a parameter `ground_truth` or `uid` is given the row's right answer, or the
-    id of the group, where the row's `interaction_kwargs` have none of that name. Others are not.
+    A method with a parameter `ground_truth` or `uid` gets the row's right answer, or the id of the
+    group, if the row's `interaction_kwargs` have no such key.
 
     Args:
-        config: The YAML's `config` with the `name` of its entry.
+        config: The `config` of the YAML, with the `name` of its entry.
     """
 
     data_sources: tuple[str, ...] = ()
-    """Rows of these sources select it where they name none; the entry's `data_sources`."""
+    """Rows of these sources select it if they name none; the entry's `data_sources`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -78,27 +78,27 @@ class BaseInteraction:
     async def start_interaction(
         self, instance_id: str | None = None, **kwargs: Any
     ) -> str | tuple[str, str]:
-        """Make what one request needs. Called once per request, before its first turn.
+        """Prepare one request. Called once per request, before its first turn.
 
         Args:
             instance_id: The request's id.
-            **kwargs: The row's `interaction_kwargs`, whole.
+            **kwargs: All of the row's `interaction_kwargs`.
 
         Returns:
-            The id under which the instance is kept; or that id and what the user says first, which
-            is appended to the prompt as a user message, cut to the budget of one observation.
+            The id of the instance; or that id and the user's first message, which is appended to
+            the prompt, cut to the budget of one observation.
 
         Raises:
-            Exception: Any fails this request, and no other, with `Fault.INTERACTION`.
+            Exception: Any error fails this request, and no other, with `Fault.INTERACTION`.
         """
         return instance_id or uuid.uuid4().hex
 
     def waiting_room(self) -> AbstractAsyncContextManager[Any]:
-        """Say what each `generate_response` waits for, and holds, before its time begins.
+        """Return a context that each `generate_response` enters before its time-out starts.
 
-        A semaphore, where replies compute or share something scarce: what a reply waits there is
-        not counted against its time-out. Called on the event loop for each reply; nothing is
-        waited for by default.
+        Return a semaphore if replies compute, or share a limited resource: the wait for it does not
+        count as time of the reply. Called on the event loop for each reply. The default does not
+        wait.
         """
         return nullcontext()
 
@@ -109,11 +109,11 @@ class BaseInteraction:
 
         Args:
             instance_id: From `start_interaction`.
-            messages: The conversation so far, as OpenAI-format dicts; a copy.
-            **kwargs: The row's `interaction_kwargs`, whole.
+            messages: The conversation until now, as OpenAI-format dicts; a copy.
+            **kwargs: All of the row's `interaction_kwargs`.
 
         Raises:
-            Exception: Any fails this request, and no other, with `Fault.INTERACTION`.
+            Exception: Any error fails this request, and no other, with `Fault.INTERACTION`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 
@@ -122,24 +122,26 @@ class BaseInteraction:
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Give back what `start_interaction` took. Called once per start that was begun, always.
+        """Free the resources of a request. Always called, once per start that was begun.
 
         Raises:
-            Exception: Recorded, and nothing more.
+            Exception: Only recorded.
         """
 
     async def shutdown(self) -> None:
-        """Give back what the whole run shares: connections, pools. Called once, when a run ends.
+        """Free the resources of the run: connections, pools. Called once, when a run ends.
 
         Raises:
-            Exception: Logged, and nothing more.
+            Exception: Only logged.
         """
 
 
 def _content(value: Any, interaction: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    raise TypeError(f"interaction {interaction!r} said {value!r:.80}; expected a str")
+    raise TypeError(
+        f"interaction {interaction!r} returned the content {value!r:.80}; expected a str"
+    )
 
 
 def _score(value: Any, interaction: str) -> float | None:
@@ -148,7 +150,11 @@ def _score(value: Any, interaction: str) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"interaction {interaction!r} scored {value!r:.80}, no number") from None
+        raise TypeError(
+            f"interaction {interaction!r} returned the score {value!r:.80}, which is no number"
+        ) from None
     if not math.isfinite(number):
-        raise ValueError(f"interaction {interaction!r} scored {number}, no finite number")
+        raise ValueError(
+            f"interaction {interaction!r} returned the score {number}, which is not finite"
+        )
     return number

@@ -1,4 +1,4 @@
-"""A reviewer who reads the policy's code, runs its tests, and says what to mend."""
+"""A reviewer who checks the policy's code, runs its tests, and reports what fails."""
 
 import asyncio
 import json
@@ -37,27 +37,26 @@ TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found."""
+    """One finding of a rule."""
 
     line: int
     rule: str
-    """`syntax` for code that cannot be read."""
+    """`syntax` for code that cannot be parsed."""
     message: str
 
-    def in_words(self) -> str:
-        """Say it in one line."""
+    def describe(self) -> str:
+        """Return the finding as one line of text."""
         return f"line {self.line}: {self.message} ({self.rule})"
 
 
 class Linter:
-    """Checks code against rules.
+    """Check code against rules, by ruff. The code is parsed, and never run.
 
     Args:
-        rules: Of ruff, as `--select` takes them.
+        rules: Rules of ruff, as `--select` takes them.
 
     Raises:
-        MissingExtraError: where ruff is not installed.
-        ValueError: for rules that ruff does not know.
+        MissingExtraError: if ruff is not installed.
     """
 
     def __init__(self, rules: Sequence[str]) -> None:
@@ -68,11 +67,11 @@ class Linter:
         )
 
     async def check(self, code: str) -> list[Finding]:
-        """Give the findings, in the order of the lines. Cancelling ends the check.
+        """Return the findings, in the order of the lines. Cancelling ends the check.
 
         Raises:
-            RuntimeError: where ruff fails.
-            TimeoutError: where it takes too long.
+            RuntimeError: if ruff fails, for example for an unknown rule.
+            TimeoutError: if it takes too long.
         """
         process = await asyncio.create_subprocess_exec(
             *self._argv,
@@ -95,15 +94,15 @@ class Linter:
 
 
 def _finding(item: dict[str, object]) -> Finding:
-    place, code = item.get("location"), item.get("code")
-    line = int(place.get("row", 1)) if isinstance(place, dict) else 1  # pyright: ignore
+    location, code = item.get("location"), item.get("code")
+    line = int(location.get("row", 1)) if isinstance(location, dict) else 1  # pyright: ignore
     is_syntax = code is None or code == "invalid-syntax"
     return Finding(line, "syntax" if is_syntax else str(code), str(item.get("message", "")))
 
 
 def _find_ruff() -> str:
-    beside = Path(sys.executable).parent / "ruff"
-    found = str(beside) if beside.exists() else shutil.which("ruff")
+    bundled = Path(sys.executable).parent / "ruff"
+    found = str(bundled) if bundled.exists() else shutil.which("ruff")
     if found is None:
         raise MissingExtraError(
             "the static checks of CodeReviewInteraction need ruff",
@@ -113,20 +112,20 @@ def _find_ruff() -> str:
 
 
 _NO_CODE = "There is no code in your answer. Write the whole program in one ```python block."
-_AGAIN = "Mend it, and write the whole program again in one ```python block."
+_AGAIN = "Fix it, and write the whole program again in one ```python block."
 
 
 class CodeReviewSettings(Section):
     """The `config` of `CodeReviewInteraction`."""
 
     max_rounds: int = Field(default=3, ge=0)
-    """Answers that are sent back."""
+    """Answers that are sent back for another round."""
     rules: list[str] = Field(default=["E9", "F"], min_length=1)
     """Rules of ruff."""
     max_findings: int = Field(default=5, ge=0)
-    """Findings of the linter that are told at once."""
+    """Findings of the linter in one reply."""
     max_tests: int = Field(default=32, ge=1)
-    """Tests that are run, the first ones."""
+    """Tests that are run: the first ones."""
     test_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds of one test."""
     total_timeout_s: float = Field(default=40.0, gt=0)
@@ -144,27 +143,27 @@ class _Review:
 class CodeReviewInteraction(BaseInteraction):
     """Answer code with the findings of a linter and of its tests, until all tests pass.
 
-    An answer's score is the share of the tests that its code passes (0.0 where there is no code).
-    The conversation ends where all pass, and behind the answer that follows the last round.
-    Findings of the linter are told, and alone keep no conversation going. How the tests run, and
-    why the code cannot fake their result, says `agentrl.sandbox.grading`.
+    An answer's score is the fraction of the tests that its code passes (0.0 if there is no code).
+    The conversation ends when all tests pass, and after the answer that follows the last round.
+    Findings of the linter are reported; if all tests pass, they do not continue the conversation.
+    `agentrl.sandbox.grading` describes how the tests run, and why code cannot fake their result.
 
-    Reviews take turns with each other and with the scorers of code: as many run at once as there
-    are cores, so that no code is late because other code computes. Their waiting is not counted.
+    Reviews and scorers of code share one limit: as many run at once as there are cores, so that no
+    code times out because other code computes. Waiting does not count as time of a reply.
 
-    A row hands the tests over in its `interaction_kwargs`, as `tests` or `ground_truth`, in any of
-    the forms of `agentrl.sandbox.grading.read_tests`.
+    A row has the tests in its `interaction_kwargs`, as `tests` or `ground_truth`, in any of the
+    forms of `agentrl.sandbox.grading.read_tests`.
 
     Args:
         config: `max_rounds` (answers that are sent back, 3); `rules` (of ruff, `[E9, F]`);
-            `max_findings` (told at once, 5); `max_tests` (the first ones are run, 32);
+            `max_findings` (in one reply, 5); `max_tests` (the first ones are run, 32);
             `test_timeout_s` (seconds of one test, 5.0); `total_timeout_s` (seconds of all, 40.0;
             keep `timeout_s` above it); `sandbox`: the keys of `SandboxConfig`.
 
     Raises:
-        ConfigError: for a wrong key.
-        MissingExtraError: where ruff is not installed.
-        SandboxError: where no sandbox can be had.
+        ConfigError: for an invalid key.
+        MissingExtraError: if ruff is not installed.
+        SandboxError: if this machine has no sandbox provider.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -178,7 +177,7 @@ class CodeReviewInteraction(BaseInteraction):
 
     @property
     def sandbox_config(self) -> SandboxConfig:
-        """The keys of the sandbox in which this runs code."""
+        """The keys of the sandbox in which the tests run."""
         return self._settings.sandbox
 
     async def start_interaction(
@@ -191,14 +190,14 @@ class CodeReviewInteraction(BaseInteraction):
         """Read the tests of one request.
 
         Raises:
-            DataError: where the row has none.
+            DataError: if the row has none.
         """
         instance_id = instance_id or uuid.uuid4().hex
         self._reviews[instance_id] = _Review(read_tests(ground_truth if tests is None else tests))
         return instance_id
 
     def waiting_room(self) -> AbstractAsyncContextManager[Any]:
-        """Let as many reviews run at once as there are cores; the scorers of code count too."""
+        """Limit reviews and scorers of code together to the number of cores."""
         return grading_semaphore()
 
     async def generate_response(
@@ -207,7 +206,7 @@ class CodeReviewInteraction(BaseInteraction):
         """Review the code of the last answer.
 
         Raises:
-            SandboxError: where the sandbox failed.
+            SandboxError: if the sandbox failed.
         """
         review = self._reviews[instance_id]
         code = last_code_block(without_thought(last_answer(messages)))
@@ -218,7 +217,7 @@ class CodeReviewInteraction(BaseInteraction):
         if graded.passed_all:
             text = f"All {graded.num_tests} tests pass."
             return InteractionResult(True, text, 1.0, _metadata(review, graded, findings))
-        words = [*self._findings_in_words(findings), _tests_in_words(graded), _AGAIN]
+        words = [*self._describe_findings(findings), _describe_tests(graded), _AGAIN]
         return self._reply(review, words, graded, findings)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
@@ -237,8 +236,8 @@ class CodeReviewInteraction(BaseInteraction):
         )
         return await grade(code, review.tests, self._shared.get(), limits)
 
-    def _findings_in_words(self, findings: list[Finding]) -> list[str]:
-        shown = [f"- {finding.in_words()}" for finding in findings[: self._settings.max_findings]]
+    def _describe_findings(self, findings: list[Finding]) -> list[str]:
+        shown = [f"- {finding.describe()}" for finding in findings[: self._settings.max_findings]]
         num_more = len(findings) - len(shown)
         if shown and num_more:
             shown.append(f"- and {num_more} more")
@@ -247,7 +246,7 @@ class CodeReviewInteraction(BaseInteraction):
     def _reply(
         self, review: _Review, words: list[str], graded: Grade | None, findings: list[Finding]
     ) -> InteractionResult:
-        """Send the answer back, unless the rounds are used up."""
+        """Send the answer back, unless no round is left."""
         score = graded.passed_frac if graded else 0.0
         is_over = review.num_rounds >= self._settings.max_rounds
         review.num_rounds += not is_over
@@ -264,8 +263,8 @@ def _metadata(review: _Review, graded: Grade | None, findings: list[Finding]) ->
     }
 
 
-def _tests_in_words(graded: Grade) -> str:
-    """Say how many tests pass, and show the first that does not."""
+def _describe_tests(graded: Grade) -> str:
+    """Return how many tests pass, and the first one that fails."""
     lines = [f"{graded.num_passed} of {graded.num_tests} tests pass."]
     failure = graded.first_failure
     if failure is not None:

@@ -1,4 +1,4 @@
-"""A user with a GSM8K problem, who knows when the answer is wrong."""
+"""A user with a GSM8K problem, who knows whether an answer is right."""
 
 import math
 import uuid
@@ -29,21 +29,21 @@ class Gsm8kSettings(Section):
     """The `config` of `Gsm8kInteraction`."""
 
     max_hints: int | None = Field(default=2, ge=0)
-    """How often a wrong answer is answered; null: as often as the run allows."""
+    """Replies to wrong answers; null: as many as the run allows."""
     method: Method = "flexible"
-    """How an answer is read: `strict`, the number behind `####`; `flexible`, the last number."""
+    """How an answer is read: `strict`, the number after `####`; `flexible`, the last number."""
     hints: list[str] = Field(default_factory=list[str])
-    """Told one after the other, one with each reply, and the last again; a row's own `hints`
-    replace them."""
+    """Given one with each reply, in order; the last one is repeated. A row's own `hints` replace
+    them."""
     score: float = 1.0
-    """Of a right answer."""
+    """Score of a right answer."""
     format_score: float = 0.0
-    """Of a wrong answer that can be read; what cannot be read scores 0."""
+    """Score of a wrong answer that can be read; an answer that cannot be read scores 0."""
     hint_penalty: float = Field(default=0.0, ge=0)
-    """Taken off `score` for each reply before the right answer; not below `format_score`."""
+    """Subtracted from `score` for each reply before the right answer; not below `format_score`."""
     encourage: bool = False
-    """Say what is better than in the answer before: its form, or its distance from the right one,
-    which tells the policy something of it."""
+    """Say what is better than in the previous answer: its form, or its distance from the right
+    answer. The distance gives the policy information about the right answer."""
 
 
 @dataclass(slots=True)
@@ -52,15 +52,15 @@ class _Talk:
     hints: Sequence[str]
     num_hints: int = 0
     before: str | None = None
-    """The answer before this one; None where it could not be read, or there was none."""
+    """The previous answer; None if it could not be read, or there was none."""
 
 
 class Gsm8kInteraction(BaseInteraction):
     """Say that an answer is wrong and ask again, at most `max_hints` times, then end.
 
     The right answer is the row's `interaction_kwargs.ground_truth`, else its
-    `reward_model.ground_truth`; `interaction_kwargs.hints` are the row's own hints. What the policy
-    thinks (`<think>`) is no answer.
+    `reward_model.ground_truth`; `interaction_kwargs.hints` are the row's own hints. Thoughts of the
+    policy (`<think>`) are not read.
 
     Args:
         config: The keys of `Gsm8kSettings`: `max_hints` (2), `method` (`flexible`), `hints` (none),
@@ -82,7 +82,7 @@ class Gsm8kInteraction(BaseInteraction):
         hints: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> str:
-        """Note the right answer and the hints of one request."""
+        """Store the right answer and the hints of one request."""
         if ground_truth is None:
             raise ValueError(
                 "the row has no right answer; expected interaction_kwargs.ground_truth or "
@@ -96,7 +96,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> InteractionResult:
-        """Judge the last answer."""
+        """Score the last answer, and reply to it."""
         talk, settings = self._talks[instance_id], self._settings
         said = without_thought(last_answer(messages))
         answer = extract_gsm8k_answer(said, settings.method)
@@ -134,7 +134,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 def _progress(talk: _Talk, answer: str | None) -> str | None:
-    """Say what is better than in the answer before; None where nothing is."""
+    """Return what is better than in the previous answer; None if nothing is."""
     if answer is None:
         return None
     if talk.before is None:
@@ -146,7 +146,7 @@ def _progress(talk: _Talk, answer: str | None) -> str | None:
 
 
 def _distance(answer: str, truth: str) -> Decimal:
-    """How far an answer is from the truth; infinitely where that is no number."""
+    """Return the distance of an answer from the truth; infinity if the truth is no number."""
     try:
         return abs(Decimal(answer) - Decimal(truth.replace(",", "").replace("$", "").strip()))
     except ArithmeticError:

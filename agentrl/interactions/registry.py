@@ -13,7 +13,7 @@ from agentrl.plugins.from_verl import VERL_INTERACTIONS, name_translated, transl
 from agentrl.plugins.keys import add_place, read_entries
 
 NO_INTERACTION = "none"
-"""What a row names that wants no interaction, whatever its source."""
+"""The name in a row that selects no interaction, for any data source."""
 
 _BASE = "agentrl.interactions.BaseInteraction"
 
@@ -31,40 +31,40 @@ class InteractionEntry(BaseModel):
     )
     data_sources: list[str] = Field(
         default_factory=list[str],
-        description="a list of data sources whose rows select it where they name none",
+        description="a list of data sources; their rows select it if they name none",
     )
     config: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="a mapping that the class is given"
+        default_factory=dict[str, Any], description="a mapping, passed to the class"
     )
 
 
 def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInteraction]:
     """Build the interactions that a YAML lists, by name.
 
-    The name defaults to the class's without "Interaction", in lower case, and is added to the
-    `config`. Every class is found and checked before any is built.
+    The default name is the class name without "Interaction", in lower case. The name is added to
+    `config`. Every class is loaded and checked before any is built.
 
     Raises:
-        ConfigError: for a file that cannot be read, a wrong or unknown key, two of one name, two
-            that claim one data source.
-        MissingExtraError: for a bundled one whose packages are not installed.
-        PluginError: for a class path that leads nowhere, or not to a `BaseInteraction`.
+        ConfigError: if the file cannot be read, for an invalid or unknown key, and for two
+            interactions of one name or data source.
+        MissingExtraError: if the packages of a bundled interaction are not installed.
+        PluginError: if a class path does not exist, or is not a `BaseInteraction`.
     """
     entries = read_entries(path, "interaction", InteractionEntry)
     classes = [_class(entry, f"interaction[{i}]", path) for i, entry in enumerate(entries)]
     names = [entry.name or default_name(c) for entry, c in zip(entries, classes, strict=True)]
     _check_names(names, path)
     _check_sources(entries, path)
-    for place, entry in enumerate(entries):
-        _check_timeout(entry.config, f"interaction[{place}].config.timeout_s", path)
+    for index, entry in enumerate(entries):
+        _check_timeout(entry.config, f"interaction[{index}].config.timeout_s", path)
     return {
-        name: _build(classes[place], name, entries[place], f"interaction[{place}]", path)
-        for place, name in enumerate(names)
+        name: _build(classes[index], name, entries[index], f"interaction[{index}]", path)
+        for index, name in enumerate(names)
     }
 
 
 def classes_of_verl(path: str | Path) -> list[str]:
-    """Name the classes of verl's in such a YAML, each with ours that stands for it."""
+    """Return verl's classes in a YAML, each with the class of agentrl that replaces it."""
     entries = read_entries(path, "interaction", InteractionEntry)
     return name_translated((entry.class_name for entry in entries), VERL_INTERACTIONS)
 
@@ -78,53 +78,38 @@ def select_interaction(
     """Select the interaction of a row: by name, else by source, else the only one of the run.
 
     Args:
-        interactions: Those of the run.
-        kwargs: The row's `interaction_kwargs`. The name `none` asks for none.
-        data_source: The row's.
+        interactions: The run's interactions.
+        kwargs: The row's `interaction_kwargs`. The name `none` selects none.
+        data_source: The row's data source.
 
     Returns:
-        The interaction; None for a row that asks for none.
+        The interaction; None if the row selects none.
 
     Raises:
-        DataError: naming the interactions that there are.
+        DataError: if there is no such interaction; it lists the known names.
     """
     name = kwargs.get("name")
     if not interactions or name == NO_INTERACTION:
         return None
     if name is None:
-        return _by_source(interactions, data_source) or _unnamed(interactions, kwargs)
+        for interaction in interactions.values():
+            if data_source in interaction.data_sources:
+                return interaction
+        if not kwargs:
+            return None
+        if len(interactions) == 1:  # any kwargs select the only one
+            return next(iter(interactions.values()))
     if name not in interactions:
-        raise _unknown(name, interactions)
+        raise DataError(
+            f"the row asks for the interaction {name!r}",
+            key="extra_info.interaction_kwargs.name",
+            expected=f"one of {', '.join(sorted(interactions))}",
+        )
     return interactions[str(name)]
 
 
-def _by_source(
-    interactions: Mapping[str, BaseInteraction], data_source: str | None
-) -> BaseInteraction | None:
-    return next((i for i in interactions.values() if data_source in i.data_sources), None)
-
-
-def _unnamed(
-    interactions: Mapping[str, BaseInteraction], kwargs: Mapping[str, Any]
-) -> BaseInteraction | None:
-    """The interaction of a row that no source selects: it asks for one by having kwargs at all."""
-    if not kwargs:
-        return None
-    if len(interactions) > 1:
-        raise _unknown(None, interactions)
-    return next(iter(interactions.values()))
-
-
-def _unknown(name: Any, interactions: Mapping[str, BaseInteraction]) -> DataError:
-    return DataError(
-        f"the row asks for the interaction {name!r}",
-        key="extra_info.interaction_kwargs.name",
-        expected=f"one of {', '.join(sorted(interactions))}",
-    )
-
-
 def default_name(interaction: type[BaseInteraction]) -> str:
-    """Name an interaction after its class: `Gsm8kInteraction` is `gsm8k`."""
+    """Return the default name of a class: `gsm8k` for `Gsm8kInteraction`."""
     return interaction.__name__.removesuffix("Interaction").lower() or "interaction"
 
 
@@ -137,7 +122,7 @@ def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInte
         raise PluginError(str(error.args[0]), **details) from error
     if hasattr(found, "create") and found.start_interaction is BaseInteraction.start_interaction:
         raise ConfigError(
-            f"{found.__name__} defines create, which nothing calls, and no start_interaction",
+            f"{found.__name__} defines create, which is never called, and no start_interaction",
             file=path,
             key=f"{key}.class_name",
             expected="start_interaction for create, and finalize_interaction for release",
@@ -146,26 +131,26 @@ def _class(entry: InteractionEntry, key: str, path: str | Path) -> type[BaseInte
 
 
 def _check_names(names: Sequence[str], path: str | Path) -> None:
-    for place, name in enumerate(names):
-        told = None
+    for index, name in enumerate(names):
+        message = None
         if name == NO_INTERACTION:
-            told = f"{name!r} is what a row names that wants no interaction"
-        elif name in names[:place]:
-            told = f"two interactions have the name {name!r}"
-        if told is not None:
-            key = f"interaction[{place}].name"
-            raise ConfigError(told, file=path, key=key, expected="a name for each interaction")
+            message = f"the name {name!r} is reserved: rows use it to select no interaction"
+        elif name in names[:index]:
+            message = f"two interactions have the name {name!r}"
+        if message is not None:
+            key = f"interaction[{index}].name"
+            raise ConfigError(message, file=path, key=key, expected="a name for each interaction")
 
 
 def _check_sources(entries: Sequence[InteractionEntry], path: str | Path) -> None:
     claimed: set[str] = set()
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         for source in entry.data_sources:
             if source in claimed:
                 raise ConfigError(
                     f"two interactions claim the data source {source!r}",
                     file=path,
-                    key=f"interaction[{place}].data_sources",
+                    key=f"interaction[{index}].data_sources",
                     expected="one interaction for each source",
                 )
             claimed.add(source)

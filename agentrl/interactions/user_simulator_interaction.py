@@ -23,8 +23,8 @@ from agentrl.plugins.keys import read_keys
 Message = dict[str, Any]
 
 TIMEOUT_S = 600.0
-"""Of one reply where the config has no `timeout_s`. Each call bounds itself; what adds up is the
-wait for a place among `chat.max_concurrency`, and that is no fault of the model's."""
+"""Seconds of one reply, if the config has no `timeout_s`. Each call has a time-out of its own; this
+one includes the wait for `chat.max_concurrency`, so it is long."""
 
 
 class UserSimulatorSettings(Section):
@@ -37,22 +37,22 @@ class UserSimulatorSettings(Section):
     goal: str = ""
     """What the user wants; a row's own `goal` replaces it. One of the two is needed."""
     stop_phrase: str = Field(default="###STOP###", min_length=1)
-    """What the simulator writes to end the conversation."""
+    """The text by which the simulator ends the conversation."""
     speaks_first: bool = False
-    """Let the simulator open the conversation, behind the row's prompt."""
+    """Let the simulator write the first message, after the row's prompt."""
     show_tools: bool = False
-    """Show it the policy's tool calls and their results, as text."""
+    """Show the simulator the policy's tool calls and their results, as text."""
     max_turns: int | None = Field(default=None, ge=1)
-    """Replies of the simulator in one conversation; null: no limit of its own."""
+    """Replies of the simulator in one conversation; null: no limit."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of its prompts and replies in one conversation; null: no limit of its own."""
+    """Tokens of its prompts and replies in one conversation; null: no limit."""
     goal_check: str | None = None
-    """A rubric: what the policy must have reached. The model then scores the conversation from 0
-    to 1 in a call of its own; a row's own `goal_check` replaces it. null: no score."""
+    """A rubric that says what the policy must reach. The model scores the conversation from 0 to 1
+    by the rubric, in a separate call; a row's own `goal_check` replaces it. null: no score."""
     goal_check_at: Literal["end", "every_turn"] = "end"
-    """Score only where the simulator or a budget ends the conversation; or each answer."""
+    """Score only when the simulator or a budget ends the conversation, or each answer."""
     max_unreadable: int = Field(default=2, ge=0)
-    """How often the model is asked again where its last line ends with no number from 0 to 1."""
+    """How often the score is asked for again, if a reply does not end with a number from 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -61,33 +61,33 @@ class _Talk:
     goal_check: str | None
     budget: ChatBudget
     checked: ChatBudget
-    """What the scoring used: for the record, without limit."""
+    """Calls and tokens of the scoring: only recorded, not limited."""
 
 
 class UserSimulatorInteraction(BaseInteraction):
     """Ask a language model what the user says next.
 
-    The roles are flipped: the policy's answers are what the simulator is told, and what it says is
-    the user's reply. It sees the conversation, its persona and its goal, and nothing of the row's
-    right answer unless persona or goal say it; not the policy's thoughts, and its tools only where
-    `show_tools` says so. A row may have `persona`, `goal` and `goal_check` in its
-    `interaction_kwargs`.
+    The roles are swapped: the policy's answers are the simulator's user messages, and its replies
+    are the user's messages. It sees the conversation, its persona and its goal. It does not see the
+    row's right answer, unless persona or goal contain it, nor the policy's thoughts. It sees the
+    policy's tool calls if `show_tools` is true. A row may have `persona`, `goal` and `goal_check`
+    in its `interaction_kwargs`.
 
-    The conversation ends where the simulator writes the stop phrase, or its own budget of calls or
-    tokens is spent (`metadata["ended_by"]`: `user` or `budget`; no `reward.interaction_bonus` is
-    paid for the latter). A model that gives no reply, and a budget of the whole run that is spent
-    (`chat.max_calls`, `chat.max_total_tokens`), fail the request, with `Fault.INTERACTION`.
+    The conversation ends when the simulator writes the stop phrase, or when its own budget of calls
+    or tokens is used up (`metadata["ended_by"]`: `user` or `budget`; the latter gets no
+    `reward.interaction_bonus`). If the model gives no reply, or a budget of the whole run is used
+    up (`chat.max_calls`, `chat.max_total_tokens`), the request fails with `Fault.INTERACTION`.
 
     Args:
         config: The keys of `UserSimulatorSettings`: `chat` (those of `ChatConfig`), `persona`,
             `goal`, `stop_phrase` (`###STOP###`), `speaks_first` (false), `show_tools` (false),
             `max_turns` (null), `max_tokens` (null), `goal_check` (null), `goal_check_at` (`end`),
-            `max_unreadable` (2); and `timeout_s` (600), seconds of one reply with its waits,
+            `max_unreadable` (2); and `timeout_s` (600), seconds of one reply, with its waits,
             retries and goal check.
 
     Raises:
-        MissingExtraError: without the extra `openai`.
-        ConfigError: for an environment variable that holds no key.
+        MissingExtraError: if the extra `openai` is not installed.
+        ConfigError: if the environment variable of the key is not set.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -104,13 +104,13 @@ class UserSimulatorInteraction(BaseInteraction):
         goal_check: str | None = None,
         **kwargs: Any,
     ) -> str | tuple[str, str]:
-        """Give the simulator its part; let it speak first where it shall."""
+        """Set the simulator's role; let it write the first message if `speaks_first` is true."""
         settings = self._settings
         instance_id = instance_id or uuid.uuid4().hex
         role = Role(persona or settings.persona, goal or settings.goal, settings.stop_phrase)
         if not (role.persona or role.goal):
             raise ValueError(
-                "nobody says who the user is; expected a persona or a goal in the row's "
+                "the simulated user has no role; expected a persona or a goal in the row's "
                 "interaction_kwargs or in the config"
             )
         budget = ChatBudget(max_calls=settings.max_turns, max_tokens=settings.max_tokens)
@@ -130,7 +130,7 @@ class UserSimulatorInteraction(BaseInteraction):
             said, is_over = await self._say(instance_id, talk, messages)
         except ChatBudgetError as error:
             if talk.budget.spent is None:
-                raise  # the whole run's budget: that ends no conversation as it should end
+                raise  # the budget of the whole run: the request fails
             return await self._end(instance_id, talk, messages, "budget", budget=error.args[0])
         if is_over:
             return await self._end(instance_id, talk, messages, "user", said)
@@ -150,13 +150,13 @@ class UserSimulatorInteraction(BaseInteraction):
     async def _say(
         self, instance_id: str, talk: _Talk, messages: Sequence[Message]
     ) -> tuple[str, bool]:
-        """Ask for the user's next words, and whether they end the conversation."""
+        """Return the user's next message, and whether it ends the conversation."""
         asked = user_messages(talk.role, messages, show_tools=self._settings.show_tools)
         seed = self._seed(instance_id, f"say:{talk.budget.num_calls}")
         reply = await self._client.complete(asked, budget=talk.budget, **seed)
         said, stop, _ = without_thought(reply.text).partition(talk.role.stop_phrase)
         if not said.strip() and not stop:
-            raise ValueError(f"the simulator said nothing (it ended by {reply.finish_reason!r})")
+            raise ValueError(f"the simulator wrote no text (it ended by {reply.finish_reason!r})")
         return said.strip(), bool(stop)
 
     async def _end(
@@ -176,10 +176,10 @@ class UserSimulatorInteraction(BaseInteraction):
     async def _check(
         self, instance_id: str, talk: _Talk, messages: Sequence[Message]
     ) -> float | None:
-        """Score the conversation; None where there is no rubric.
+        """Return the score of the conversation; None if there is no rubric.
 
         Raises:
-            ValueError: where no reply held a number.
+            ValueError: if no reply ends with a number.
         """
         if talk.goal_check is None:
             return None
@@ -198,7 +198,7 @@ class UserSimulatorInteraction(BaseInteraction):
         )
 
     def _seed(self, instance_id: str, call: str) -> dict[str, int]:
-        """Derive the call's seed from the configuration's; none where that has none."""
+        """Return the call's seed, derived from the configured one; empty if there is none."""
         seed = self._settings.chat.seed
         if seed is None:
             return {}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from agentrl.clients.http import read_body
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox.base import Execution, ExecutionEnd, Session
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 MARGIN_S = 15.0
 """Seconds beyond the code's own that a request may take: the service may queue it."""
 _MAX_SHOWN = 300
-_CHUNK_BYTES = 64 * 1024
 _FLOOD_FACTOR = 256
 """An answer this many times as long as the kept output is a flood, as in the other sandboxes."""
 _SIGKILLED = {-9, 137}
@@ -143,15 +143,10 @@ class FusionClient:
                 asyncio.timeout(timeout_s),
                 self._http.post(self.url, json=request) as answer,
             ):
-                body = bytearray()
-                async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
-                    body += chunk
-                    if len(body) > max_body_bytes:
-                        break  # leaving closes the connection
+                body = await read_body(answer, max_body_bytes)
                 if answer.status != 200:
-                    shown = bytes(body[:_MAX_SHOWN])
-                    raise self._failure(f"it answered {answer.status}: {shown!r}")
-                return bytes(body)
+                    raise self._failure(f"it answered {answer.status}: {body[:_MAX_SHOWN]!r}")
+                return body
         except TimeoutError as error:
             raise self._failure(f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:

@@ -94,7 +94,7 @@ async def test_findings_and_the_first_failing_test_are_told(reviewer: CodeReview
         "  test: 3 4",
         "  expected: 7",
         "  your code: 13",
-        "Mend it, and write the whole program again in one ```python block.",
+        "Fix it, and write the whole program again in one ```python block.",
     ]
     assert wrong.metadata == {
         "num_rounds": 1,

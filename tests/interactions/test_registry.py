@@ -77,7 +77,7 @@ def test_sources_stand_in_the_yaml(tmp_path: Path):
     [
         ("data_sources: [s]", "name: b, data_sources: [t, s]", "[1].data_sources", "claim the"),
         ("data_sources: s", "name: b", "[0].data_sources", "a list of data sources"),
-        ("data_sources: []", "name: none", "[1].name", "wants no interaction"),
+        ("data_sources: []", "name: none", "[1].name", "select no interaction"),
     ],
 )
 def test_sources_that_mean_nothing_are_refused(
