@@ -1,7 +1,7 @@
-"""What every inference engine is: token ids in, token ids and log-probabilities out.
+"""The protocol of inference engines: token ids in, token ids and log-probabilities out.
 
-The protocol is all that the rest of agentrl knows of an engine. `tests/engines/conformance.py` is
-the suite that each implementation passes.
+The rest of agentrl uses engines only through this protocol. Each implementation passes the suite in
+`tests/engines/conformance.py`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one engine call samples. Different calls may differ side by side."""
+    """How one engine call samples. Calls that run together may differ."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -38,11 +38,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Stop strings; the tokens that complete one are kept in the output."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling ends behind any of these; the token itself is kept in the output."""
+    """Sampling ends after any of these; the token itself is kept in the output."""
     seed: int | None = None
-    """The same seed, input and weights give the same tokens, whichever calls run beside it (up to
-    rounding: a token decided within it may fall otherwise); the embedded and the scripted engine
-    keep this. None: the engine's own random stream."""
+    """The same seed, input and weights give the same tokens, independent of other running calls, up
+    to rounding. The embedded and the scripted engine keep this. None: the engine's own random
+    stream."""
 
 
 class VersionSpan(NamedTuple):
@@ -63,7 +63,7 @@ class Completion:
     for a greedy call (T = 0) at T = 1. One entry for each of `token_ids`."""
     finish_reason: FinishReason
     weight_versions: tuple[VersionSpan, ...]
-    """Spans that cover `token_ids` from 0 to its end; empty where no token was sampled."""
+    """Spans that cover `token_ids` from 0 to its end; empty if no token was sampled."""
     cached_tokens: int = 0
     """Tokens of the input that were served from a prefix cache."""
 
@@ -75,7 +75,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
-    """What `generate` is asked, as a record."""
+    """The arguments of `generate` as a record."""
 
     input_ids: Sequence[int]
     sampling: SamplingParams
@@ -83,7 +83,7 @@ class EngineCall:
 
 
 class CompletionSource(Protocol):
-    """All that a request sees of its engine."""
+    """The part of an engine that a request uses."""
 
     async def generate(
         self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
@@ -93,12 +93,12 @@ class CompletionSource(Protocol):
 
 
 class MemoryTag(StrEnum):
-    """What of an engine's memory can be given back."""
+    """A part of an engine's memory that can be released."""
 
     WEIGHTS = "weights"
     """The engine's own copy of the weights; their values are lost."""
     KV_CACHE = "kv_cache"
-    """The cache of keys and values; what it holds is lost."""
+    """The cache of keys and values; its contents are lost."""
 
 
 ALL_MEMORY = tuple(MemoryTag)
@@ -106,12 +106,12 @@ ALL_MEMORY = tuple(MemoryTag)
 
 @dataclass(slots=True)
 class SyncFigures:
-    """What an update of weights moved."""
+    """The size of a weight update."""
 
     num_bytes: int = 0
-    """Bytes written or sent; 0 where the engine computes on the tensors themselves."""
+    """Bytes written or sent; 0 if the engine uses the tensors themselves."""
     num_buckets: int = 0
-    """Parts in which they were sent."""
+    """Buckets in which they were sent."""
 
     def add(self, num_bytes: int) -> None:
         """Count a bucket."""
@@ -124,28 +124,28 @@ class Engine(CompletionSource, Protocol):
     """An inference engine. All methods run on one event loop.
 
     A failure of the engine is an `EngineError`. Cancelling `generate` aborts the call inside the
-    engine, so that nothing goes on sampling for a request that has ended.
+    engine, so it does not sample for a request that has ended.
     """
 
     max_model_len: int
     """Most tokens, input and output together, of one sequence."""
     is_shared: bool
-    """Whether the engines of all ranks are one (servers): then one rank alone updates it."""
+    """Whether all ranks use the same engine (servers): then only one rank updates it."""
 
     async def generate_together(
         self, calls: Sequence[EngineCall]
     ) -> "list[Completion | BaseException]":
-        """Run calls that begin at once, in their order; return when all have ended.
+        """Run calls that start together, in their order; return when all have ended.
 
-        While nothing else runs, the work of an engine that computes in this process is a function
-        of these calls, of the weights and of the cached prefixes, step by step: so are the results,
-        to the last bit. Cancelling takes every call out.
+        While no other call runs, the results of an engine that computes in this process are a
+        function of these calls, the weights and the cached prefixes, to the last bit. Cancelling
+        removes every call.
 
         Returns:
-            For each call its completion, or what it alone failed with.
+            For each call its completion, or its own error.
 
         Raises:
-            EngineError: The engine as a whole failed or was closed.
+            EngineError: The engine as a whole has failed or was closed.
         """
         ...
 
@@ -156,9 +156,9 @@ class Engine(CompletionSource, Protocol):
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
     ) -> SyncFigures:
-        """Take new weights (full tensors by parameter name); caches of the old ones are dropped.
+        """Replace the weights (full tensors by parameter name), and drop all cached prefixes.
 
-        An engine that fails here takes no calls until an update has gone through whole.
+        If this fails, the engine takes no calls until an update succeeds.
         """
         ...
 
@@ -167,34 +167,34 @@ class Engine(CompletionSource, Protocol):
         ...
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Give memory (and cores) back until `wake`; a no-op where there is nothing to give.
+        """Release memory and cores until `wake`; does nothing if the engine cannot release any.
 
-        Calls wait meanwhile. What is asleep already stays so. Weights that slept must be updated
-        before calls go on.
+        Calls wait until `wake`. Memory that sleeps already stays asleep. Weights that have slept
+        must be updated before calls continue.
         """
         ...
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Take memory again; when all is awake, calls go on."""
+        """Allocate memory again; calls continue when none sleeps."""
         ...
 
     async def close(self) -> None:
-        """Stop for good; running calls end with `EngineError`. May be called twice."""
+        """End the engine; running calls end with `EngineError`. Can be repeated."""
         ...
 
 
 @runtime_checkable
 class FollowsUpdates(Protocol):
-    """An engine that is shared by all ranks, each of which has a view of its own of it."""
+    """An engine that all ranks share, with one client in each rank."""
 
     async def follow_update(self, *, version: int) -> None:
-        """Hear what came of an update that another rank has just made.
+        """Learn the result of an update that another rank has made.
 
         Args:
-            version: Of the weights that are there now.
+            version: Of the new weights.
 
         Raises:
-            EngineError: where they are nowhere.
+            EngineError: No server has the new weights.
         """
         ...
 
@@ -202,7 +202,7 @@ class FollowsUpdates(Protocol):
 async def generate_each(
     source: CompletionSource, calls: Sequence[EngineCall]
 ) -> "list[Completion | BaseException]":
-    """Run calls side by side, each by a `generate` of its own (see `Engine.generate_together`)."""
+    """Run calls concurrently, each with its own `generate` (see `Engine.generate_together`)."""
     generating = (
         source.generate(call.input_ids, call.sampling, request_id=call.request_id) for call in calls
     )

@@ -1,4 +1,4 @@
-"""An engine that answers from a script: for tests, and to debug a tool without a model."""
+"""An engine that answers from a script, for tests and to debug tools without a model."""
 
 import asyncio
 import inspect
@@ -31,51 +31,51 @@ class TextCodec(Protocol):
     """The two methods of a tokenizer that a script needs."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
-        """Text to ids."""
+        """Return the ids of a text."""
         ...
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any:
-        """Ids to text."""
+        """Return the text of ids."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedCall:
-    """One call of the engine, as it came in."""
+    """One call of the engine."""
 
     input_ids: list[int]
     sampling: SamplingParams
     request_id: str
     turn: int
-    """How many calls this request made before."""
+    """Number of this request's earlier calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAnswer:
-    """An answer with more to say than its text."""
+    """An answer with log-probabilities or a delay."""
 
     content: str | Sequence[int]
     """Text, or token ids."""
     log_probs: Sequence[float] | None = None
-    """One for each token; None: -1.0 each."""
+    """One for each token; None: -1.0 for each."""
     delay_s: float = 0.0
-    """Seconds before the answer; it may be aborted in the meantime."""
+    """Seconds before the answer; the call can be aborted during this time."""
 
 
 Answer = str | Sequence[int] | ScriptedAnswer | BaseException
-"""Text, token ids, either with more to say, or what is raised instead."""
+"""Text, token ids, a full answer, or an error to raise."""
 
 Script = Callable[[Sequence[int], SamplingParams, str, int], Answer | Awaitable[Answer]]
-"""(input_ids, sampling, request_id, turn) -> answer. May be async."""
+"""(input_ids, sampling, request_id, turn) -> answer. It can be async."""
 
 
 class ScriptedEngine:
     """Answers each request's turns from a list, or by a function.
 
-    A list holds the answers of one request's turns: every request gets them from the first on, and
-    the last is repeated. A text that contains no stop is ended by the first of the call's
-    `stop_token_ids`, as a model would end it; token ids are returned as they are. Budgets, stop
-    tokens, stop strings and aborts are obeyed.
+    A list contains the answers of one request's turns. Every request starts with the first answer,
+    and the last one is repeated. A text without a stop gets the first of the call's
+    `stop_token_ids` at its end, as from a model; token ids are returned unchanged. Budgets, stop
+    tokens, stop strings and aborts have their usual effect.
 
     Example:
         >>> engine = ScriptedEngine(["Let me see.", "It is 5."], tokenizer=tokenizer)
@@ -102,10 +102,10 @@ class ScriptedEngine:
         self.records: list[ScriptedCall] = []
         """Every call, in order."""
         self.version = 0
-        """The version that `update_weights` was last told."""
+        """The version of the last `update_weights`."""
         self.num_flushes = 0
-        """How often prefixes were dropped."""
-        self._script = answers if callable(answers) else _read_from(answers)
+        """How often the prefixes were dropped."""
+        self._script = answers if callable(answers) else _script_of(answers)
         self._tokenizer = tokenizer
         self._turns: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[bool], str] = {}
@@ -120,27 +120,27 @@ class ScriptedEngine:
         """Answer the next turn of `request_id` (see `Engine.generate`).
 
         Raises:
-            EngineError: The engine is closed, the input leaves no room, or a text or stop string
-                came and there is no tokenizer.
-            BaseException: What the script says is raised.
+            EngineError: The engine is closed, the input leaves no capacity for a token, or a text
+                or stop string needs a tokenizer.
+            BaseException: From the script.
         """
-        room = self.max_model_len - len(input_ids)
-        self._raise_if_impossible(len(input_ids), room)
+        max_tokens = self.max_model_len - len(input_ids)
+        self._raise_if_impossible(len(input_ids), max_tokens)
         call = ScriptedCall(list(input_ids), sampling, request_id, self._turns[request_id])
         self._turns[request_id] += 1
         self.calls.append(call.input_ids)
         self.records.append(call)
         answer = await self._answer(call)
         await self._awake.wait()
-        self._raise_if_impossible(len(input_ids), room)
+        self._raise_if_impossible(len(input_ids), max_tokens)
         if not await self._wait(answer.delay_s, request_id):
             return self._completion([], [], FinishReason.ABORT)
-        return self._cut(answer, sampling, min(sampling.max_new_tokens, room))
+        return self._cut(answer, sampling, min(sampling.max_new_tokens, max_tokens))
 
     async def generate_together(
         self, calls: Sequence[EngineCall]
     ) -> "list[Completion | BaseException]":
-        """Ask the script for every call, in their order (see `Engine.generate_together`)."""
+        """Answer every call, in their order (see `Engine.generate_together`)."""
         return await generate_each(self, calls)
 
     async def abort(self, request_id: str) -> None:
@@ -152,7 +152,7 @@ class ScriptedEngine:
     async def update_weights(
         self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", *, version: int
     ) -> SyncFigures:
-        """Take note of the version; the tensors are drawn from the iterable and dropped."""
+        """Store the version; the tensors are read and dropped."""
         for _ in named_tensors:
             pass
         self.version = version
@@ -160,32 +160,32 @@ class ScriptedEngine:
         return SyncFigures()
 
     async def flush_cache(self) -> None:
-        """Count it: there is nothing to drop."""
+        """Count the call: there is nothing to drop."""
         self.num_flushes += 1
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Hold answers back until all is awake."""
+        """Delay answers until `wake`."""
         self._asleep.update(tags)
         self._awake.clear()
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Answer again, when nothing sleeps any more."""
+        """Answer again when no memory sleeps."""
         self._asleep.difference_update(tags)
         if not self._asleep:
             self._awake.set()
 
     async def close(self) -> None:
-        """Answer no more; calls that wait end with `EngineError`."""
+        """Answer no more; waiting calls end with `EngineError`."""
         self._is_closed = True
         self._awake.set()
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(EngineError("the engine was closed"))
 
-    def _raise_if_impossible(self, num_input: int, room: int) -> None:
+    def _raise_if_impossible(self, num_input: int, max_tokens: int) -> None:
         if self._is_closed:
             raise EngineError("the engine was closed")
-        if room < 1:
+        if max_tokens < 1:
             raise EngineError(
                 f"the input has {num_input} tokens, the engine's limit is {self.max_model_len}"
             )
@@ -201,7 +201,7 @@ class ScriptedEngine:
         return answer if isinstance(answer, ScriptedAnswer) else ScriptedAnswer(answer)
 
     async def _wait(self, delay_s: float, request_id: str) -> bool:
-        """Let the delay pass; False: the call was aborted."""
+        """Wait for the delay; return False if the call was aborted."""
         if delay_s <= 0:
             await asyncio.sleep(0)
             return True
@@ -215,15 +215,15 @@ class ScriptedEngine:
             clock.cancel()
             del self._waiting[waiting]
 
-    def _cut(self, answer: ScriptedAnswer, sampling: SamplingParams, room: int) -> Completion:
-        """The answer as far as its stops and budgets let it go."""
+    def _cut(self, answer: ScriptedAnswer, sampling: SamplingParams, max_tokens: int) -> Completion:
+        """Cut the answer at its first stop or budget."""
         token_ids = self._encode(answer.content)
         end = StopCheck.of(sampling, self._decode).first_end(token_ids)
         if end is None and isinstance(answer.content, str) and sampling.stop_token_ids:
             token_ids.append(sampling.stop_token_ids[0])
             end = len(token_ids)
-        is_cut = end > room if end is not None else len(token_ids) >= room
-        token_ids = token_ids[: min(end or room, room)]
+        is_cut = end > max_tokens if end is not None else len(token_ids) >= max_tokens
+        token_ids = token_ids[: min(end or max_tokens, max_tokens)]
         log_probs = list(answer.log_probs or [])[: len(token_ids)]
         log_probs += [DEFAULT_LOG_PROB] * (len(token_ids) - len(log_probs))
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
@@ -257,8 +257,8 @@ def _end_wait(waiting: asyncio.Future[bool]) -> None:
         waiting.set_result(True)
 
 
-def _read_from(answers: Sequence[Answer]) -> Script:
-    """A script that gives each request the answers in order and repeats the last."""
+def _script_of(answers: Sequence[Answer]) -> Script:
+    """Return a script that gives each request the answers in order and repeats the last."""
     if not answers:
         raise EngineError("a script needs at least one answer")
 

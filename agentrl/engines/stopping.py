@@ -1,4 +1,4 @@
-"""When a completion is over: stop tokens and stop strings, both kept in the output."""
+"""When a completion ends: stop tokens and stop strings, which are kept in the output."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens kept."""
 
 EMPTY_TOKENS = 8
-"""How many tokens of a stop string's window may render as nothing."""
+"""Tokens of a stop string's window that may decode to an empty text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,18 @@ class StopCheck:
     strings: tuple[str, ...]
     decode: Decode
     window: int
-    """How many of the last tokens can take part in completing a stop string."""
+    """How many of the last tokens can contain a stop string."""
 
     @classmethod
     def of(cls, sampling: SamplingParams, decode: Decode) -> Self:
-        """The check that `sampling` asks for."""
-        # A token that renders as something stands for at least one byte.
+        """Make the check for `sampling`."""
+        # A token that does not decode to an empty text has at least one byte.
         longest = max((len(text.encode()) for text in sampling.stop), default=0)
         window = longest + EMPTY_TOKENS
         return cls(frozenset(sampling.stop_token_ids), sampling.stop, decode, window)
 
     def is_met(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of `token_ids` ends them."""
+        """Return whether the last of `token_ids` ends the completion."""
         if token_ids[-1] in self.token_ids:
             return True
         if not self.strings:
@@ -44,7 +44,7 @@ class StopCheck:
         return any(text in tail for text in self.strings)
 
     def first_end(self, token_ids: Sequence[int]) -> int | None:
-        """How many of `token_ids` there are up to the first that ends them; None: none does."""
+        """Return the number of tokens up to the first that ends the completion, or None."""
         if not self.strings:
             met = self.token_ids.intersection(token_ids)
             return min((token_ids.index(token_id) + 1 for token_id in met), default=None)
@@ -52,5 +52,5 @@ class StopCheck:
 
 
 def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
-    """Read tokens as stop strings are looked for: special tokens kept."""
+    """Return the decoder for stop strings, which keeps special tokens."""
     return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

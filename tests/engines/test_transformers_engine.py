@@ -123,9 +123,9 @@ async def test_failure_in_the_thread_ends_running_and_later_calls(
     handle = engine._weights.module.model.register_forward_pre_hook(explode)
     with pytest.raises(EngineError, match="no memory left"):
         await task
-    with pytest.raises(EngineError, match="failed earlier"):
+    with pytest.raises(EngineError, match="has failed before"):
         await engine.generate(PROMPT, ENDLESS, request_id="b")
-    with pytest.raises(EngineError, match="failed earlier"):
+    with pytest.raises(EngineError, match="has failed before"):
         await engine.update_weights(model.named_parameters(), version=1)
     await engine.abort("b")
     handle.remove()
@@ -296,7 +296,9 @@ def test_memory_that_cannot_hold_one_sequence_is_told_with_what_to_change(
     free: Callable[[torch.device], int] = lambda _: 100_000  # noqa: E731
     monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
     settings = TransformersEngineSettings(page_size=16, max_model_len=1000)
-    with pytest.raises(EngineError, match=r"room for a cache of 7 pages.* needs 64") as caught:
+    with pytest.raises(
+        EngineError, match=r"fits into the free memory: 7 pages.* needs 64"
+    ) as caught:
         TransformersEngine.from_model(model, settings=settings)
     assert "data.max_response_length" in str(caught.value.details["expected"])
 
@@ -438,7 +440,7 @@ def test_cache_that_may_not_be_cut_to_memory_is_an_error_that_names_its_key(
     # Room for 20 pages of two layers, keys and values, two heads of 8 numbers in 4 bytes.
     free: Callable[[torch.device], int] = lambda _: 20 * 16 * 2 * 2 * 2 * 8 * 4 * 10 // 3 + 8  # noqa: E731
     monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
-    with pytest.raises(EngineError, match=r"71 pages.*room for 20") as caught:
+    with pytest.raises(EngineError, match=r"71 pages.*only 20 fit") as caught:
         choose_limits(settings, model, max_model_len=100)
     assert caught.value.details["key"] == "rollout.engine.transformers.num_pages"
     given = replace(settings, num_pages=30)

@@ -1,8 +1,8 @@
-"""The tool-call parsers of the installed SGLang, asked for plain records.
+"""The tool-call parsers of the installed SGLang, with plain records as results.
 
-SGLang reads some forty formats (`FunctionCallParser`). A detector of its is asked for one text at a
-time, with every tool name let through: which tools there are is for the rollout to say. It may
-raise, drop what it cannot read, or search a hostile text for minutes; here it does none of that.
+SGLang reads about forty formats (`FunctionCallParser`). Its detectors get one text at a time, and
+accept every tool name, because the rollout checks the names. A detector of SGLang may raise, drop
+what it cannot read, or search a hostile text for minutes; `SGLangDetector` prevents all three.
 """
 # pyright: reportMissingImports=false
 
@@ -28,74 +28,74 @@ from agentrl.plugins.environment import install_command
 Tools = Sequence[OpenAIFunctionToolSchema]
 
 MAX_SECONDS = 2.0
-"""CPU time of one text: some detectors take cubic time for a text that repeats itself."""
-LOOKS = 10
-"""How often the clock is looked at in so much time, once it may have passed."""
-LONGEST_COMPLAINT = 200
+"""Most CPU seconds for one text: some detectors need cubic time for repeated text."""
+CHECKS_PER_LIMIT = 10
+"""How often the clock is checked in each `MAX_SECONDS`, once the time may have passed."""
+MAX_COMPLAINT_CHARS = 200
 _LOGGER = "sglang.srt.function_call"
-_LET_THROUGH = "SGLANG_FORWARD_UNKNOWN_TOOLS"
-"""The environment variable that detectors look at for each call of an unknown tool."""
+_ALLOW_UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
+"""The environment variable that lets detectors return calls of unknown tools."""
 _UNKNOWN_TOOL = "undefined function"
-"""In the warning about a name that is no tool's: nothing is wrong with the call as a text."""
+"""Part of the warning about an unknown tool name, which is not an error of the text."""
 _OPENING_FIELDS = (
     "bot_token", "bot", "tool_call_start_token", "tool_call_begin", "tool_call_prefix",
     "invoke_start_token", "_tool_calls_marker", "_TOOL_CALL_START", "TOOL_CALL_START",
     "INVOKE_PREFIX",
 )  # fmt: skip
-"""What detectors call the texts with which a call, or a list of calls, begins."""
+"""Attributes of detectors with the text that begins a call, or a list of calls."""
 _OPENING_PATTERNS = ("func_call_regex", "invoke_regex")
-"""What they call the patterns of a call; what is literal at their beginning begins a call."""
+"""Attributes of detectors with the pattern of a call; its literal start begins a call."""
 _LITERAL = re.compile(r"[^\\.^$*+?{}\[\]()]+")
 
 
 class DetectedCall(NamedTuple):
-    """A call as a detector gives it."""
+    """A call as a detector returns it."""
 
     name: str
     arguments: str
-    """Meant to be a JSON object."""
+    """Should be a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What a detector made of a text."""
+    """A detector's result for a text."""
 
     calls: tuple[DetectedCall, ...]
-    """In its order."""
+    """In the detector's order."""
     rest: str
-    """What it says the text is beside the calls."""
+    """The text without the calls, according to the detector."""
     is_meant: bool
-    """Whether it takes the text for one with calls, be they readable or not."""
+    """Whether the text seems to contain calls, readable or not."""
     complaint: str = ""
-    """Why something could not be read, in its words; empty where it says nothing."""
+    """The detector's reason why something could not be read; empty without one."""
 
 
 class Detector(Protocol):
-    """Reads the calls in a text; raises nothing, whatever the text is."""
+    """Reads the calls in a text; never raises."""
 
     openers: tuple[str, ...]
-    """What a call, or a list of calls, begins with; empty where no fixed text does."""
+    """The texts that begin a call or a list of calls; empty if no fixed text does."""
 
     def detect(self, text: str, tools: Tools) -> Detection:
-        """Read a text that holds no thought.
+        """Read a text without thoughts.
 
         Args:
             text: Decoded from sampled tokens, control tokens included.
-            tools: The tools that the model was told of, of which there must be one.
+            tools: The tools in the prompt; at least one.
         """
         ...
 
 
 class SGLangDetector:
-    """One of SGLang's detectors; each text is read by a fresh one, since they keep a state.
+    """One of SGLang's detectors. They have state, so each text gets a new one.
 
     Args:
         name: As SGLang names it, such as `deepseekv3`.
 
     Raises:
-        MissingExtraError: where SGLang is not installed.
-        ConfigError: for a name that the installed version does not have, with those near it, and
-            for a parser that needs more than a text.
+        MissingExtraError: SGLang is not installed.
+        ConfigError: The installed version has no such parser (the error names similar ones), or the
+            parser needs more than a text.
     """
 
     def __init__(self, name: str) -> None:
@@ -115,18 +115,22 @@ class SGLangDetector:
         """Read a text (see `Detector.detect`)."""
         complaints: list[str] = []
         try:
-            with _listening(complaints), _unknown_tools_let_through(), limited(MAX_SECONDS):
+            with (
+                _collecting_complaints(complaints),
+                _allowing_unknown_tools(),
+                limited(MAX_SECONDS),
+            ):
                 parser = self._make([_tool(schema) for schema in tools])
                 is_meant = parser.has_tool_call(text)
                 rest, found = parser.parse_non_stream(text)
                 calls = tuple(DetectedCall(call.name or "", call.parameters) for call in found)
         except OutOfTimeError:
-            why = f"it takes longer than {MAX_SECONDS:g} s to read"
-            return Detection((), text, is_meant=True, complaint=why)
-        except Exception as error:  # noqa: BLE001 - the boundary round a detector
-            why = f"{type(error).__name__}: {error}"[:LONGEST_COMPLAINT]
-            return Detection((), text, is_meant=True, complaint=why)
-        return Detection(calls, rest, is_meant, "; ".join(complaints)[:LONGEST_COMPLAINT])
+            reason = f"reading it takes longer than {MAX_SECONDS:g} s"
+            return Detection((), text, is_meant=True, complaint=reason)
+        except Exception as error:  # noqa: BLE001 - the error boundary of a detector
+            reason = f"{type(error).__name__}: {error}"[:MAX_COMPLAINT_CHARS]
+            return Detection((), text, is_meant=True, complaint=reason)
+        return Detection(calls, rest, is_meant, "; ".join(complaints)[:MAX_COMPLAINT_CHARS])
 
     def _make(self, tools: list[Any]) -> Any:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -138,7 +142,7 @@ def sglang_parser_names() -> list[str]:
     """List the parsers of the installed SGLang.
 
     Raises:
-        MissingExtraError: where it is not installed.
+        MissingExtraError: It is not installed.
     """
     if find_spec("sglang") is None:
         raise MissingExtraError(
@@ -167,7 +171,7 @@ def _tool(schema: OpenAIFunctionToolSchema) -> Any:
 
 
 def _openers(detector: Any) -> tuple[str, ...]:
-    """Gather what a call begins with from what the detector knows of itself."""
+    """Return the texts that begin a call, from the detector's attributes."""
     fields = [getattr(detector, name, None) for name in _OPENING_FIELDS]
     patterns = [getattr(detector, name, None) for name in _OPENING_PATTERNS]
     heads = [_LITERAL.match(pattern) for pattern in patterns if isinstance(pattern, str)]
@@ -177,8 +181,8 @@ def _openers(detector: Any) -> tuple[str, ...]:
 
 
 @contextmanager
-def _listening(complaints: list[str]) -> Iterator[None]:
-    """Collect what detectors log of a text, instead of letting it flood a run's output."""
+def _collecting_complaints(complaints: list[str]) -> Iterator[None]:
+    """Collect the warnings of detectors, and keep them out of the run's output."""
     logger, handler = logging.getLogger(_LOGGER), _Collector(complaints)
     propagated = logger.propagate
     logger.addHandler(handler)
@@ -191,55 +195,55 @@ def _listening(complaints: list[str]) -> Iterator[None]:
 
 
 class _Collector(logging.Handler):
-    """Keeps the warnings that are about a text."""
+    """Collects the warnings about a text."""
 
-    def __init__(self, kept: list[str]) -> None:
+    def __init__(self, complaints: list[str]) -> None:
         super().__init__(logging.WARNING)
-        self._kept = kept
+        self._complaints = complaints
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = record.getMessage()
-        if _UNKNOWN_TOOL not in told:
-            self._kept.append(told.partition("\n")[0])
+        message = record.getMessage()
+        if _UNKNOWN_TOOL not in message:
+            self._complaints.append(message.partition("\n")[0])
 
 
 @contextmanager
-def _unknown_tools_let_through() -> Iterator[None]:
-    """Let detectors give calls of tools that they were not told of."""
-    before = os.environ.get(_LET_THROUGH)
-    os.environ[_LET_THROUGH] = "true"
+def _allowing_unknown_tools() -> Iterator[None]:
+    """Let detectors return calls of unknown tools."""
+    before = os.environ.get(_ALLOW_UNKNOWN_TOOLS)
+    os.environ[_ALLOW_UNKNOWN_TOOLS] = "true"
     try:
         yield
     finally:
-        del os.environ[_LET_THROUGH]
+        del os.environ[_ALLOW_UNKNOWN_TOOLS]
         if before is not None:
-            os.environ[_LET_THROUGH] = before
+            os.environ[_ALLOW_UNKNOWN_TOOLS] = before
 
 
 class OutOfTimeError(BaseException):
-    """A detector took too long; no `except Exception` of its keeps this."""
+    """A detector took too long. It is a `BaseException`, so that the detector does not catch it."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTimeError` in the block after so much CPU time of its own thread.
+    """Raise `OutOfTimeError` in the block after so many CPU seconds of its thread.
 
-    Python's regular expressions listen to signals while they search. Signals reach the main thread
-    alone; elsewhere there is no limit.
+    Python's regular expressions handle signals during a search. Signals only reach the main thread;
+    other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     deadline = time.thread_time() + seconds
 
-    def look_at_clock(number: int, frame: FrameType | None) -> None:
+    def check_clock(number: int, frame: FrameType | None) -> None:
         if time.thread_time() >= deadline:
             raise OutOfTimeError
 
-    before = signal.signal(signal.SIGVTALRM, look_at_clock)
-    # Again and again: the timer runs by the CPU time of all threads, an engine's among them, and a
-    # detector may have caught the first.
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / LOOKS)
+    before = signal.signal(signal.SIGVTALRM, check_clock)
+    # The signal is repeated: the timer counts the CPU time of all threads, also of an engine, and a
+    # detector may catch the first error.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / CHECKS_PER_LIMIT)
     try:
         yield
     finally:
@@ -248,7 +252,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def texts_in(arguments: str) -> list[str]:
-    """List the texts in a call's arguments, keys included, however deep."""
+    """Return the texts in a call's arguments, with keys, at any depth."""
     try:
         level: list[Any] = [json.loads(arguments)]
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The thread in which the embedded engine samples, and how the event loop talks to it."""
+"""The thread in which the embedded engine samples, and its interface to the event loop."""
 
 import asyncio
 import threading
@@ -18,10 +18,10 @@ Result = Completion | EngineError
 
 
 class BatchWorker:
-    """Runs a `Batcher` in a thread of its own; waits, without polling, while there is no work.
+    """Runs a `Batcher` on its own thread, which waits without polling while it has no work.
 
-    Calls come in by `submit` and end by their future, on the loop that they came from. Whatever
-    goes wrong in the thread ends every running call, and every later one, with an `EngineError`.
+    `submit` takes calls; the result of a call is set on its future, on the loop of the caller. An
+    error in the thread ends every running call, and every later one, with an `EngineError`.
     """
 
     def __init__(self, model: PreTrainedModel, limits: BatchLimits) -> None:
@@ -40,17 +40,17 @@ class BatchWorker:
         self._thread: threading.Thread | None = None
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Take calls; the future of each gets a `Completion` or an `EngineError`.
+        """Start calls; the future of each gets a `Completion` or an `EngineError`.
 
-        They enter the same step, in their order: no step begins between them.
+        They start in the same step, in their order.
 
         Raises:
-            EngineError: The worker failed, or was stopped.
+            EngineError: The worker has failed or was stopped.
         """
         with self._changed:
-            self._raise_if_over()
+            self._raise_if_ended()
             if self._thread is None:
-                # A daemon: an engine that nobody closed must not keep the interpreter alive.
+                # A daemon: an engine that was not closed must not keep the interpreter alive.
                 self._thread = threading.Thread(
                     target=self._run, name="agentrl-engine", daemon=True
                 )
@@ -59,7 +59,7 @@ class BatchWorker:
             self._changed.notify_all()
 
     def abort(self, matches: Callable[[Call], bool]) -> None:
-        """End the calls that match; each returns what it has so far. Does not wait for them."""
+        """End the calls that match; each returns what it has sampled. Does not wait for them."""
         with self._changed:
             calls = [*self._arrived, *self._running.values()]
             self._aborted.update(call.key for call in calls if matches(call))
@@ -67,7 +67,7 @@ class BatchWorker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the thread between two steps, so that weights and cache can be changed."""
+        """Pause the thread between two steps, so that weights and cache can be changed."""
         self.pause()
         try:
             yield
@@ -75,9 +75,9 @@ class BatchWorker:
             self.resume()
 
     def pause(self) -> None:
-        """Wait until the step that runs is over, and let none begin until `resume`."""
+        """Wait for the end of the running step, and start none until `resume`."""
         with self._changed:
-            self._raise_if_over()
+            self._raise_if_ended()
             self._num_pauses += 1
             self._changed.wait_for(lambda: not self._is_stepping)
 
@@ -88,12 +88,12 @@ class BatchWorker:
             self._changed.notify_all()
 
     def note_version(self, version: int) -> None:
-        """What running calls sample from now on is by other weights. Only while paused."""
+        """Record that running calls sample with new weights from now on. Only while paused."""
         for call in self._calls():
             call.note_version(version)
 
     def forget_prefixes(self) -> None:
-        """Drop the cache; running calls go on from what they have sampled. Only while paused."""
+        """Drop the cache; running calls continue after their tokens. Only while paused."""
         if self._batcher is not None:
             self._batcher.forget_prefixes(list(self._running.values()))
 
@@ -121,23 +121,23 @@ class BatchWorker:
         self._fail_calls(EngineError("the engine was closed"))
 
     def finished(self, calls: Sequence[tuple[Call, FinishReason]]) -> None:
-        """Take calls that ended as they should (see `CallSink`)."""
+        """Take calls that ended normally (see `CallSink`)."""
         for call, reason in calls:
             self._running.pop(call.key, None)
             self._results.append((call, call.result(reason)))
 
     def failed(self, call: Call, reason: str) -> None:
-        """Take a call that the library gave up (see `CallSink`)."""
+        """Take a call that the library dropped (see `CallSink`)."""
         self._running.pop(call.key, None)
         self._results.append((call, EngineError(reason, request_id=call.request_id)))
 
     def _calls(self) -> list[Call]:
         return [*self._running.values(), *self._arrived]
 
-    def _raise_if_over(self) -> None:
+    def _raise_if_ended(self) -> None:
         if self._failure is not None:
             raise EngineError(
-                "the engine failed earlier and takes no more calls", cause=self._failure
+                "the engine has failed before and takes no more calls", cause=self._failure
             )
         if self._is_stopping:
             raise EngineError("the engine was closed")
@@ -148,7 +148,7 @@ class BatchWorker:
                 while self._begin_step():
                     self._step()
                     self._end_step()
-        # The boundary: whatever ends the thread ends its calls, so that nobody waits for ever.
+        # An error of any kind ends the calls too, so that no caller waits for ever.
         except BaseException as error:  # noqa: BLE001
             failure = EngineError(_reason(error))
             failure.__cause__ = error
@@ -162,7 +162,7 @@ class BatchWorker:
                 self._changed.notify_all()
 
     def _begin_step(self) -> bool:
-        """Wait for work; False: stop."""
+        """Wait for work; return False to stop."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -176,7 +176,7 @@ class BatchWorker:
     def _step(self) -> None:
         batcher = self._batcher or Batcher.build(self._model, self._limits, self)
         self._batcher = batcher
-        self._take_in(batcher)
+        self._start_calls(batcher)
         if self._running and not batcher.step():
             raise RuntimeError("calls are waiting, but none could be scheduled")
         if not all(call.is_finite for call, _ in self._results):
@@ -188,9 +188,9 @@ class BatchWorker:
             self._is_stepping = False
             self._changed.notify_all()
             results, self._results = self._results, []
-        _hand_over(results)
+        _set_results(results)
 
-    def _take_in(self, batcher: Batcher) -> None:
+    def _start_calls(self, batcher: Batcher) -> None:
         with self._changed:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, set()
@@ -206,26 +206,26 @@ class BatchWorker:
             calls = self._calls()
             self._arrived, self._running = [], {}
             results, self._results = self._results, []
-        _hand_over([*results, *((call, error) for call in calls)])
+        _set_results([*results, *((call, error) for call in calls)])
 
 
 def _reason(error: BaseException) -> str:
-    told = f"the engine failed: {type(error).__name__}: {error}"
+    message = f"the engine has failed: {type(error).__name__}: {error}"
     if not is_out_of_memory(error):
-        return told
+        return message
     return (
-        "the engine's memory ran out (a smaller rollout.engine.transformers.num_pages or "
-        f"max_batch_tokens, or rollout.max_concurrent_requests, needs less): {told}"
+        "the engine's memory ran out (rollout.engine.transformers.num_pages, its max_batch_tokens "
+        f"and rollout.max_concurrent_requests can be smaller): {message}"
     )
 
 
-def _hand_over(results: Sequence[tuple[Call, Result]]) -> None:
-    """Resolve futures on the loops that they belong to, all of a loop in one go."""
+def _set_results(results: Sequence[tuple[Call, Result]]) -> None:
+    """Resolve futures on their own loops, with one callback for each loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, Result]]] = defaultdict(list)
     for call, result in results:
         by_loop[call.future.get_loop()].append((call, result))
     for loop, own in by_loop.items():
-        # A loop that was closed in the meantime has nobody left who waits.
+        # A closed loop has no waiting caller.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, own)
 

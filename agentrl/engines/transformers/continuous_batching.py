@@ -1,16 +1,15 @@
-"""What the engine takes from transformers' continuous batching, and what it replaces.
+"""Transformers' continuous batching, with three parts replaced.
 
-The library's scheduler decides which sequences run, its cache holds their keys and values page by
-page, shares prefixes and makes room when it is full. This file puts three things of its own in
-their places:
+The library's scheduler decides which sequences run. Its cache holds their keys and values in pages,
+shares prefixes and frees pages when it is full. The replaced parts:
 
-- `TrackedState`: a request whose end the engine decides (stop strings, budgets);
+- `TrackedState`: the engine decides when a request ends (stop strings, budgets);
 - `RowSampler`: temperature, top-k and top-p for each row, and log-probabilities over the whole
   vocabulary, which the library's own sampling does not return;
 - `PagedInputs`: a packed batch without masks over the whole cache (see `paged_attention.py`).
 
-Where another attention than ours was asked for, the library's own inputs are kept. This file,
-`tracked_requests.py` and `cache_access.py` are all that know the inside of the library.
+With another attention than ours, the library's own inputs are used. Only this module,
+`requests.py` and `CacheAccess` depend on the library's internals.
 """
 
 import logging
@@ -43,7 +42,7 @@ NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """How much the engine takes on at once."""
+    """Sizes of the cache and of one forward pass."""
 
     page_size: int
     """Tokens of one cache page."""
@@ -56,7 +55,7 @@ class BatchLimits:
 
 
 class RowSampler:
-    """Stands where the library keeps its logits processors: sees each batch before it runs."""
+    """Samples in place of the library's logits processors; gets each batch before it runs."""
 
     tensors_required = 0
     do_processing = False
@@ -68,15 +67,15 @@ class RowSampler:
         self._rows = SamplingRows.of([], vocab_size=vocab_size, device=device)
 
     def fill_defaults(self, _: torch.Tensor) -> None:
-        """Nothing is kept in the library's static tensors."""
+        """Do nothing: the library's static tensors are not used."""
 
     def check_kwargs(self, _: dict[str, Any]) -> None:
-        """Requests carry their parameters in their call."""
+        """Do nothing: each call has its own parameters."""
 
     def prepare_tensor_args(
         self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
     ) -> torch.Tensor:
-        """Lay out the parameters of the rows that get a token in the coming step."""
+        """Prepare the parameters of the rows that get a token in the next step."""
         draws = []
         for future in requests_in_batch:
             call = _call_of(future)
@@ -89,10 +88,10 @@ class RowSampler:
         return arg_storage
 
     def sample(self, logits: torch.Tensor) -> Sampled:
-        """Sample for the rows that were laid out last.
+        """Sample for the rows that were prepared last.
 
         Args:
-            logits: [at least R, V]; the library pads behind the rows that get a token.
+            logits: [at least R, V]; the library pads after the rows that get a token.
         """
         if not self._num_rows:
             return NOTHING_SAMPLED
@@ -100,7 +99,7 @@ class RowSampler:
 
 
 class SamplingRunner(ModelRunner):
-    """The library's forward pass, with our sampling behind it."""
+    """The library's forward pass, followed by our sampling."""
 
     logit_processor: Any
     """The `RowSampler`."""
@@ -123,7 +122,7 @@ class SamplingRunner(ModelRunner):
 
 
 class PagedInputs:
-    """Inputs and runner of a step in one: packs a batch, runs it, keeps what was sampled."""
+    """Packs a batch, runs it, and keeps what was sampled: the library's inputs and runner."""
 
     compute_stream = None
     use_block_table = False
@@ -140,7 +139,7 @@ class PagedInputs:
     def maybe_pad_inputs(
         self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
     ) -> tuple[int, int]:
-        """Nothing is padded to a static shape."""
+        """Return the sizes unchanged: no static shape is needed."""
         return num_q_tokens, max_kv_read
 
     def prepare_batch_tensors(
@@ -152,7 +151,7 @@ class PagedInputs:
         max_kv_read: int,
         use_padding: bool,
     ) -> None:
-        """Pack the scheduled sequences one behind the other."""
+        """Pack the scheduled sequences, one after the other."""
         tables = self._cache.page_tables
         spans: list[Span] = []
         input_ids: list[int] = []
@@ -177,7 +176,7 @@ class PagedInputs:
         logits_processors.prepare_tensor_args(requests_in_batch, torch.empty(0))
 
     def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
-        """The forward pass's arguments."""
+        """Return the forward pass's arguments."""
         return self._model_kwargs
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
@@ -185,12 +184,12 @@ class PagedInputs:
         self._sampled = self._sampler.sample(model(**batch_data).logits[0])
 
     def retrieve_device_outputs(self) -> None:
-        """The results are read where they are used."""
+        """Do nothing: the results are read when they are used."""
 
     def prepare_batch_update(
         self,
     ) -> tuple[list[FutureRequestState], list[int], list[float]]:
-        """The batch, with a token and a log-probability for each row that has one."""
+        """Return the batch, with a token and a log-probability for each row that has one."""
         return self._requests, self._sampled.token_ids.tolist(), self._sampled.log_probs.tolist()
 
     def reset(self) -> None:
@@ -207,10 +206,10 @@ class _Manager(ContinuousBatchingManager):
             super().switch_to_cb_friendly_attn(model, *settings)
 
     def build(self, sampler: RowSampler, sink: CallSink) -> ContinuousBatchProcessor:
-        """A processor that samples by `sampler` and hands its results to `sink`."""
+        """Make a processor that samples with `sampler` and passes its results to `sink`."""
         self.logit_processor: Any = sampler
         self.output_router = CallRouter(sink)
-        # The library would seed torch for the whole process here, the trainer's draws included.
+        # The library would seed torch for the whole process here, and so for the trainer.
         helper: Any = self.distributed_helper
         helper.set_tp_seed = lambda *_: None
         return self._create_batch_processor()
@@ -218,7 +217,7 @@ class _Manager(ContinuousBatchingManager):
 
 @dataclass(frozen=True, slots=True)
 class Batcher:
-    """Runs calls together, step by step, in the thread that calls it."""
+    """Runs calls together, step by step, on the caller's thread."""
 
     model: Any
     """The engine's `PreTrainedModel`."""
@@ -228,7 +227,7 @@ class Batcher:
 
     @classmethod
     def build(cls, model: Any, limits: BatchLimits, sink: CallSink) -> "Batcher":
-        """Allocate the cache and what goes with it."""
+        """Allocate the cache, and make the processor."""
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         vocab_size = model.config.get_text_config().vocab_size
         sampler = RowSampler(vocab_size=vocab_size, device=model.device)
@@ -237,7 +236,7 @@ class Batcher:
         manager = _Manager(model, GenerationConfig(do_sample=True), config)
         processor: Any = manager.build(sampler, sink)
         cache = CacheAccess(processor.cache, limits.page_size)
-        if not cache.is_born_zero:
+        if not cache.is_zeroed:
             cache.erase()
         if is_ours:
             inputs = PagedInputs(cache, sampler, model.device)
@@ -258,14 +257,14 @@ class Batcher:
         self.processor.scheduler.add_waiting_request(TrackedState.of(call))
 
     def drop(self, call: Call) -> None:
-        """Take a call out and free its pages; its tokens so far stay in it."""
+        """Remove a call and free its pages; it keeps its tokens."""
         self.processor.scheduler.set_request_cancellation(call.key)
         self.processor.scheduler.clear_cancelled_requests()
-        # A full cache keeps new calls waiting until one ends: this one has, and may be the last.
+        # A full cache blocks new calls until one ends. This call has ended, maybe as the last.
         self.processor.scheduler.block_new_requests = False
 
     def step(self) -> bool:
-        """Sample the next token of every sequence that runs; False where there is nothing to do."""
+        """Sample the next token of every running sequence; return False if there is none."""
         if not self.processor.prepare_next_batch():
             return False
         self.processor._generation_step(self.model)
@@ -273,10 +272,9 @@ class Batcher:
         return True
 
     def forget_prefixes(self, running: Sequence[Call]) -> None:
-        """Drop the whole cache. Calls that run are queued again with what they have sampled.
+        """Drop the whole cache. Running calls are queued again after their tokens.
 
-        Their keys and values were computed by weights that may have changed; they are computed
-        anew, so that what follows is what the weights of then would say.
+        Their keys and values may belong to old weights, so they are computed again.
         """
         for call in running:
             self.drop(call)
@@ -295,12 +293,12 @@ def _library_config(limits: BatchLimits, *, has_masks: bool) -> ContinuousBatchi
         "num_blocks": limits.num_pages,
         "max_batch_tokens": limits.max_batch_tokens,
         "max_requests_per_batch": limits.max_batch_size,
-        # The library checks its memory with masks that our attention does not have.
+        # The library's memory check counts masks that our attention does not have.
         "max_memory_percent": None if has_masks else 1e6,
         "return_logprobs": True,
         # Tokens must be read, and weights changed, between any two steps.
         "use_async_batching": False,
-        # Sampling looks at the batch to skip what no row asks for.
+        # Sampling skips steps that no row of the batch needs.
         "use_cuda_graph": False,
     }
     known = ContinuousBatchingConfig.__dataclass_fields__

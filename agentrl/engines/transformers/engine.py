@@ -1,4 +1,4 @@
-"""The embedded engine: transformers' continuous batching in the trainer's own process."""
+"""The embedded engine: transformers' continuous batching in the trainer's process."""
 
 import asyncio
 import importlib.util
@@ -21,7 +21,7 @@ from agentrl.engines.protocol import (
     SamplingParams,
     SyncFigures,
 )
-from agentrl.engines.stopping import Decode, StopCheck, decoder_of
+from agentrl.engines.stopping import StopCheck, decoder_of
 from agentrl.engines.transformers.batch_worker import BatchWorker
 from agentrl.engines.transformers.continuous_batching import BatchLimits
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME, register_paged_attention
@@ -33,48 +33,48 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 CACHE_MEMORY_FRAC = 0.3
-"""Share of the memory that is free when the engine is built which its cache may take."""
+"""Largest share of the free memory for the cache when the engine is built."""
 RESERVED_PAGES = 1
-"""Pages that the library's allocator keeps for itself."""
+"""Pages that the library's allocator uses itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersEngineSettings:
-    """What may be configured (`rollout.engine.transformers`); None: chosen by device and need."""
+    """Settings of the engine (`rollout.engine.transformers`); None: chosen automatically."""
 
     page_size: int | None = None
-    """Tokens of one cache page. Small pages share more of a prefix, large ones cost less."""
+    """Tokens of one cache page. Small pages share more of a prefix; large ones cost less."""
     num_pages: int | None = None
     """Pages of the cache."""
     max_batch_tokens: int | None = None
-    """Tokens of one forward pass: bounds the memory of a prefill."""
+    """Most tokens of one forward pass, which limits the memory of a prefill."""
     max_batch_size: int | None = None
-    """Sequences of one forward pass; more calls than that wait."""
+    """Most sequences of one forward pass; further calls wait."""
     max_model_len: int | None = None
     """Most tokens of a sequence; None: the model's `max_position_embeddings`."""
     attention: str | None = None
-    """An attention implementation of transformers instead of the one chosen by device."""
+    """An attention implementation of transformers; None: chosen by device."""
     seed: int | None = None
-    """Of calls that bring no seed of their own; None: from the operating system."""
+    """For calls without a seed of their own; None: from the operating system."""
     fit_memory: bool = True
-    """Whether a cache of open size is cut to the memory that is free now. What is sampled then
-    depends on that memory by rounding: a fuller cache shares fewer prefixes and makes room by
-    computing again. False: too little memory is an error."""
+    """Whether a cache without a configured size may shrink to the free memory. Then that memory
+    changes the samples by rounding: a smaller cache shares fewer prefixes and computes more again.
+    False: too little memory is an error."""
 
 
 class TransformersEngine:
-    """Generates in this process, on the trainer's own weights where it can.
+    """Generates in this process, on the trainer's own weights if possible.
 
-    The engine has a module of its own. Where the trainer's parameters are whole on this rank and of
-    the type that is computed in, the module's parameters are the trainer's tensors: there is no
-    second copy, and a step of the optimizer is seen at once. Elsewhere (float32 master weights
-    computed in bfloat16, shards on several ranks) it has a copy in the compute type, which
-    `update_weights` fills. The trainer's module stays as it is in either case. Sampling runs in a
-    thread of its own, which starts with the first call. After weights have changed,
-    `update_weights` must be called, so that no prefix computed by the old ones is used.
+    The engine has its own module. If the trainer's parameters are whole on this rank and have the
+    compute type, the module's parameters are the trainer's tensors: there is no second copy, and an
+    optimizer step has effect at once. Otherwise (float32 master weights computed in bfloat16,
+    shards on several ranks) the engine has a copy in the compute type, which `update_weights`
+    fills. The trainer's module never changes. Sampling runs on its own thread, which starts with
+    the first call. After a change of the weights, `update_weights` must be called, so that no
+    prefix of the old weights is used.
 
-    A completion ends only at what its `SamplingParams` name; the model's own end-of-text tokens are
-    not added.
+    A completion ends only at the stops of its `SamplingParams`. The model's own end-of-text tokens
+    are not added.
 
     Example:
         >>> engine = TransformersEngine.from_model(model, tokenizer=tokenizer)
@@ -97,7 +97,7 @@ class TransformersEngine:
         Args:
             weights: The engine's module.
             tokenizer: Needed for stop strings only.
-            settings: How much to take on at once.
+            settings: Sizes and limits.
 
         Raises:
             EngineError: The cache cannot hold one sequence of full length.
@@ -105,12 +105,14 @@ class TransformersEngine:
         settings = settings or TransformersEngineSettings()
         config = weights.module.config.get_text_config()
         device = weights.module.device
-        self.max_model_len = settings.max_model_len or _position_limit(config)
+        self.max_model_len = (
+            settings.max_model_len or getattr(config, "max_position_embeddings", None) or 4096
+        )
         limits = choose_limits(settings, weights.module, self.max_model_len)
         self._vocab_size: int = config.vocab_size
         self._device = device
         self._weights = weights
-        self._decode = _decoder(tokenizer)
+        self._decode = decoder_of(tokenizer) if tokenizer is not None else _cannot_decode
         self._random = random.Random(settings.seed)
         self._counter = itertools.count()
         self._version = 0
@@ -127,19 +129,19 @@ class TransformersEngine:
         dtype: torch.dtype | None = None,
         settings: TransformersEngineSettings | None = None,
     ) -> Self:
-        """An engine on the weights of a Hugging Face model, sharded by FSDP2 or not.
+        """Make an engine on the weights of a Hugging Face model, sharded by FSDP2 or not.
 
         Args:
-            model: The trainer's module. Its parameters are shared where that is possible: whole on
-                this rank, and of type `dtype`. Otherwise the engine has memory of its own, which
-                `update_weights` fills; where parameters are shards it must be called first.
+            model: The trainer's module. Its parameters are shared if they are whole on this rank
+                and of type `dtype`. Otherwise the engine has its own memory, which `update_weights`
+                fills; if parameters are shards, that must happen before the first call.
             tokenizer: Needed for stop strings only.
-            dtype: What to compute in; None: as the parameters are.
-            settings: How much to take on at once.
+            dtype: The compute type; None: the parameters' type.
+            settings: Sizes and limits.
 
         Raises:
-            EngineError: The module cannot be generated with, or the cache cannot hold one sequence
-                of full length.
+            EngineError: The module cannot generate, or the cache cannot hold one sequence of full
+                length.
         """
         attention = choose_attention(model, settings or TransformersEngineSettings())
         weights = SharedWeights.of(model, attention=attention, dtype=dtype)
@@ -148,11 +150,11 @@ class TransformersEngine:
     async def generate(
         self, input_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
     ) -> Completion:
-        """Continue `input_ids` (see `Engine.generate`). Cancellation takes the call out.
+        """Continue `input_ids` (see `Engine.generate`). Cancelling removes the call.
 
         Raises:
-            EngineError: The input leaves no room for a token or is not of this vocabulary, stop
-                strings were given and no tokenizer, or the engine failed or was closed.
+            EngineError: The input leaves no capacity for a token or is not of this vocabulary, stop
+                strings were given without a tokenizer, or the engine has failed or was closed.
         """
         call = self._new_call(list(input_ids), sampling, request_id)
         self._worker.submit([call])
@@ -165,10 +167,10 @@ class TransformersEngine:
     async def generate_together(
         self, calls: Sequence[EngineCall]
     ) -> "list[Completion | BaseException]":
-        """Run calls that begin in the same step (see `Engine.generate_together`).
+        """Run calls that start in the same step (see `Engine.generate_together`).
 
         Raises:
-            EngineError: The engine failed or was closed.
+            EngineError: The engine has failed or was closed.
         """
         made = [self._try_new_call(call) for call in calls]
         running = [call for call in made if isinstance(call, Call)]
@@ -183,19 +185,20 @@ class TransformersEngine:
         return [next(ended) if isinstance(call, Call) else call for call in made]
 
     async def abort(self, request_id: str) -> None:
-        """End the running calls of a request; each returns what it has so far."""
+        """End the running calls of a request; each returns what it has sampled."""
         self._worker.abort(lambda call: call.request_id == request_id)
 
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int
     ) -> SyncFigures:
-        """Take new weights; calls that run go on with them.
+        """Replace the weights; running calls continue with them.
 
-        A tensor that is the trainer's own, shared, is only looked at. Cached prefixes are dropped,
-        and what running calls have in the cache is computed anew.
+        A tensor that the engine shares with the trainer is not copied. Cached prefixes are dropped,
+        and running calls compute their prefixes again.
 
         Raises:
-            EngineError: Names are unknown or missing. No call is taken until a complete update.
+            EngineError: Names are unknown or missing. The engine takes no call until a complete
+                update.
         """
         with self._worker.paused():
             try:
@@ -216,7 +219,7 @@ class TransformersEngine:
             self._worker.forget_prefixes()
 
     async def sleep(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Free the cache's memory. Running calls wait for `wake` and compute it anew.
+        """Free the cache's memory. Running calls wait for `wake` and compute it again.
 
         The weights stay: they are the trainer's own, or the copy that the next update fills.
         """
@@ -226,7 +229,7 @@ class TransformersEngine:
             self._worker.release_cache()
 
     async def wake(self, tags: Sequence[MemoryTag] = ALL_MEMORY) -> None:
-        """Go on after `sleep`."""
+        """Continue after `sleep`."""
         if MemoryTag.KV_CACHE in tags and self._is_asleep:
             self._is_asleep = False
             self._worker.resume()
@@ -242,8 +245,8 @@ class TransformersEngine:
             return error
 
     def _new_call(self, input_ids: list[int], sampling: SamplingParams, request_id: str) -> Call:
-        room = self.max_model_len - len(input_ids)
-        problem = self._problem(input_ids, sampling, room)
+        max_tokens = self.max_model_len - len(input_ids)
+        problem = self._problem(input_ids, sampling, max_tokens)
         if problem is not None:
             raise EngineError(problem, request_id=request_id)
         return Call(
@@ -251,20 +254,22 @@ class TransformersEngine:
             request_id=request_id,
             input_ids=input_ids,
             sampling=sampling,
-            max_tokens=min(sampling.max_new_tokens, room),
+            max_tokens=min(sampling.max_new_tokens, max_tokens),
             stop=StopCheck.of(sampling, self._decode),
             random=self._random if sampling.seed is None else random.Random(sampling.seed),
             future=asyncio.get_running_loop().create_future(),
             version=self._version,
         )
 
-    def _problem(self, input_ids: list[int], sampling: SamplingParams, room: int) -> str | None:
-        """Why a call cannot be taken, or None."""
+    def _problem(
+        self, input_ids: list[int], sampling: SamplingParams, max_tokens: int
+    ) -> str | None:
+        """Return why the engine cannot take a call, or None."""
         if not self._weights.is_complete:
             return "the engine has no complete weights: call update_weights"
         if not input_ids:
             return "the input is empty"
-        if room < 1:
+        if max_tokens < 1:
             return (
                 f"the input has {len(input_ids)} tokens, the engine's limit is {self.max_model_len}"
             )
@@ -278,9 +283,9 @@ class TransformersEngine:
 
 
 def choose_attention(model: nn.Module, settings: TransformersEngineSettings) -> str:
-    """FlashAttention on a CUDA device that has it, else our paged attention.
+    """Return FlashAttention on a CUDA device that has it, else our paged attention.
 
-    Our attention reads whole pages of full-attention layers; a model with sliding windows gets the
+    Our attention reads whole pages of full-attention layers. A model with sliding windows gets the
     library's `sdpa`.
     """
     if settings.attention is not None:
@@ -295,14 +300,14 @@ def choose_attention(model: nn.Module, settings: TransformersEngineSettings) -> 
 def choose_limits(
     settings: TransformersEngineSettings, model: nn.Module, max_model_len: int
 ) -> BatchLimits:
-    """Fill in what the settings leave open.
+    """Complete the settings.
 
-    The cache is sized for `max_batch_size` sequences of full length, within a share of the memory
-    that is free now.
+    The cache has space for `max_batch_size` sequences of full length, within a share of the free
+    memory.
 
     Raises:
-        EngineError: The cache cannot hold one sequence of full length, or would have to be cut to
-            the free memory and may not (`fit_memory`).
+        EngineError: The cache cannot hold one sequence of full length, or it does not fit into the
+            free memory and must not shrink (`fit_memory`).
     """
     is_ours = model.config._attn_implementation == ATTENTION_NAME  # pyright: ignore
     page_size = settings.page_size or (32 if is_ours else 256)
@@ -326,9 +331,8 @@ def choose_limits(
 
 def _cache_not_fixed(wanted: int, affordable: int) -> EngineError:
     return EngineError(
-        f"the cache would have {wanted} pages for all concurrent requests, and the memory that is "
-        f"free now has room for {affordable}: its size, and with it the last bits of what is "
-        "sampled, would depend on the moment (rollout.deterministic)",
+        f"the cache needs {wanted} pages for all concurrent requests, and only {affordable} fit "
+        "into the free memory: with rollout.deterministic its size must not depend on that",
         key="rollout.engine.transformers.num_pages",
         expected="a number of pages, or a smaller rollout.max_concurrent_requests",
     )
@@ -338,18 +342,18 @@ def _cache_too_small(
     settings: TransformersEngineSettings, num_pages: int, page_size: int, max_model_len: int
 ) -> EngineError:
     needed = RESERVED_PAGES + math.ceil(max_model_len / page_size)
-    told = (
+    size = (
         f"{num_pages} pages of {page_size} tokens, and one sequence of {max_model_len} tokens "
         f"needs {needed}"
     )
     if settings.num_pages is not None:
         return EngineError(
-            f"the engine's cache has {told}",
+            f"the engine's cache has {size}",
             key="rollout.engine.transformers.num_pages",
             expected=f">= {needed}, or null",
         )
     return EngineError(
-        f"the free memory has room for a cache of {told}",
+        f"only a cache of this size fits into the free memory: {size}",
         key="rollout.max_model_len",
         expected="shorter sequences (data.max_prompt_length, data.max_response_length), more free "
         "memory, or rollout.engine.transformers.num_pages to take more than "
@@ -381,16 +385,6 @@ def _attends_fully(config: "PretrainedConfig") -> bool:
     if layer_types is None:
         return getattr(config, "sliding_window", None) is None
     return set(layer_types) == {"full_attention"}
-
-
-def _position_limit(config: "PretrainedConfig") -> int:
-    return getattr(config, "max_position_embeddings", None) or 4096
-
-
-def _decoder(tokenizer: "PreTrainedTokenizerBase | None") -> Decode:
-    if tokenizer is None:
-        return _cannot_decode
-    return decoder_of(tokenizer)
 
 
 def _cannot_decode(_: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""How transformers' paged cache numbers its memory: the differences between its releases."""
+"""Attention over transformers' paged cache, and access to that cache in each of its releases."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "agentrl_paged"
-
-
 MAX_MASK_ELEMENTS = 2 * 2**20
-"""Most elements of one chunk's mask: bounds its memory."""
-
-
+"""Most elements of one chunk's mask, which limits its memory."""
 MAX_PADDING = 1.5
-"""How much longer the longest sequence of a chunk may be than its first."""
+"""Largest ratio of the longest sequence of a chunk to its first."""
 
 
 class LayerPages(NamedTuple):
@@ -36,7 +32,7 @@ class LayerPages(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One sequence's part in a packed batch."""
+    """One sequence's part of a packed batch."""
 
     past: int
     """Its tokens that are already in the cache."""
@@ -64,12 +60,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """What the attention of every layer needs to know of a packed batch. Built once a step."""
+    """The layout of a packed batch, for the attention of every layer. Built once a step."""
 
     positions: torch.Tensor
-    """[T] int64: each token's place in its sequence."""
+    """[T] int64: each token's index in its sequence."""
     slots: torch.Tensor
-    """[T] int64: where each token's key and value are written."""
+    """[T] int64: the slot of each token's key and value."""
     chunks: tuple[Chunk, ...]
     layer_pages: Callable[[int], LayerPages]
     """From a layer's index to its share of the cache."""
@@ -89,7 +85,7 @@ class PageGeometry:
 def plan_batch(
     spans: Sequence[Span], geometry: PageGeometry, *, device: torch.device
 ) -> PagedBatch:
-    """Lay out a batch of sequences, packed in the order of `spans`."""
+    """Return the layout of sequences that are packed in the order of `spans`."""
     past = np.fromiter((span.past for span in spans), np.int64, len(spans))
     counts = np.fromiter((span.num_queries for span in spans), np.int64, len(spans))
     starts = np.cumsum(counts) - counts
@@ -113,7 +109,7 @@ def plan_batch(
 
 
 def _page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """[S, P] page ids, padded with 0."""
+    """Return page ids, [S, P], padded with 0."""
     lengths = np.fromiter(map(len, pages), np.int64, len(pages))
     table = np.zeros((len(pages), lengths.max()), np.int64)
     filled = np.arange(table.shape[1]) < lengths[:, None]
@@ -122,7 +118,7 @@ def _page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Group sequences of like shape, so that little is padded and no mask grows too large."""
+    """Group sequences of similar shape, to limit padding and the size of masks."""
     totals = past + counts
     order = np.lexsort((totals, counts))
     shapes = zip(counts[order].tolist(), totals[order].tolist(), strict=True)
@@ -149,7 +145,7 @@ def _plan_chunk(
     num_pages = -(-int((past + counts).max()) // geometry.page_size)
     steps = np.arange(counts.max())
     is_real = steps < counts[:, None]
-    # A padded query repeats its sequence's first one: it sees a key, so its softmax has a value.
+    # A padded query repeats its sequence's first one: it sees a key, so its softmax is finite.
     offsets = np.where(is_real, steps, 0)
     rows = starts[:, None] + offsets
     seen = past[:, None] + offsets
@@ -189,7 +185,7 @@ def paged_attention_forward(
         query: [1, heads, T, D].
         key: [1, H, T, D].
         value: [1, H, T, D].
-        attention_mask: Not used: `paged_batch` knows who sees what.
+        attention_mask: Not used: `paged_batch` has the masks.
         paged_batch: The batch's layout.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         softcap: Refused: not supported.
@@ -239,16 +235,16 @@ def _attend(
 
 
 def register_paged_attention() -> str:
-    """Make the function known to transformers; returns the name to build a model with."""
+    """Register the function in transformers, and return its name."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
     return ATTENTION_NAME
 
 
 class CacheAccess:
-    """Reads the library's cache: page tables, page numbering, memory; clears it.
+    """Reads and clears the library's cache: page tables, page numbering, memory.
 
-    From 5.18 on all layers share one tensor in which a page id is a block of pages; before, each
-    layer has its own tensor and a page id is a page.
+    Since 5.18 all layers share one tensor, in which a page id is a block of pages. Before, each
+    layer has its own tensor, and a page id is a page.
     """
 
     def __init__(self, cache: Any, page_size: int) -> None:
@@ -258,8 +254,8 @@ class CacheAccess:
         self._has_allocators = hasattr(cache, "cache_allocators")
 
     @property
-    def is_born_zero(self) -> bool:
-        """Whether the library allocates zeros; `erase` would make the system back all of them."""
+    def is_zeroed(self) -> bool:
+        """Whether the library allocates zeros; `erase` would touch all of that memory."""
         return self._has_allocators
 
     @property
@@ -270,12 +266,12 @@ class CacheAccess:
 
     @property
     def page_tables(self) -> dict[str, list[int]]:
-        """Page ids of each sequence in the cache."""
+        """The page ids of each sequence in the cache."""
         return self._allocator.block_table
 
     @property
     def geometry(self) -> PageGeometry:
-        """How page ids are laid out in memory."""
+        """The layout of page ids in memory."""
         return PageGeometry(self._page_size, self._rows_per_page_id, self._layer_pages)
 
     @property
@@ -293,14 +289,14 @@ class CacheAccess:
         if self._has_allocators:
             slots = self._allocator._kv_token_views[layer]
         else:
-            _, place = self._cache.layer_index_to_group_indices[layer]
-            slots = (self._cache.key_cache[place], self._cache.value_cache[place])
+            _, index = self._cache.layer_index_to_group_indices[layer]
+            slots = (self._cache.key_cache[index], self._cache.value_cache[index])
         keys, values = (view.flatten(1) for view in slots)
         pages = (view.view(-1, self._page_size * view.shape[1]) for view in (keys, values))
         return LayerPages(keys, values, *pages)
 
     def clear(self) -> None:
-        """Forget every cached prefix; no sequence may hold pages."""
+        """Drop every cached prefix; no sequence may use pages."""
         if self._has_allocators:
             self._cache.reset()
         else:
@@ -310,7 +306,7 @@ class CacheAccess:
             )
 
     def erase(self) -> None:
-        """Set the memory to zero: what is masked is still multiplied by zero, and NaN survives."""
+        """Set the memory to zero. Masked values are multiplied by zero, which keeps NaN."""
         if self._has_allocators:
             self._cache.cache_tensor.zero_()
         else:

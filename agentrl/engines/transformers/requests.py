@@ -1,4 +1,8 @@
-"""One running `generate` of the embedded engine: what it asks for and what it has so far."""
+"""A running `generate` of the embedded engine, and the library's request that samples it.
+
+The classes of the second half refine those of transformers' continuous batching, which calls their
+methods in its scheduling loop.
+"""
 
 import asyncio
 import math
@@ -22,38 +26,38 @@ from agentrl.errors import EngineError
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One `generate`. After it was handed over, only the engine's thread writes to it."""
+    """One `generate`. Once it is submitted, only the engine's thread writes to it."""
 
     key: str
-    """Unique among all calls of the engine; a request makes one call for each of its turns."""
+    """Unique among all calls of the engine; a request makes one call for each turn."""
     request_id: str
     input_ids: list[int]
     sampling: SamplingParams
     max_tokens: int
-    """Most tokens to sample: the caller's budget, or what the engine's length leaves."""
+    """Most tokens to sample, by the caller's budget and the engine's length."""
     stop: StopCheck
     random: random.Random
     future: asyncio.Future[Completion]
     version: int
-    """The version of the weights when the call began."""
+    """The version of the weights when the call started."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     version_changes: list[tuple[int, int]] = field(default_factory=list)
-    """(version, number of tokens sampled before it came)."""
+    """(version, number of tokens sampled before it)."""
     cached_tokens: int | None = None
-    """Input tokens found in the prefix cache; None: not looked up yet."""
+    """Input tokens found in the prefix cache; None: not known yet."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether the model's last logits were numbers."""
+        """Whether the model's last logits were finite."""
         return not self.log_probs or math.isfinite(self.log_probs[-1])
 
     def draw(self) -> Draw:
-        """How the next token is sampled."""
+        """Return how the next token is sampled."""
         return Draw(self.sampling, self.random.random())
 
     def append(self, token_id: int, log_prob: float) -> FinishReason | None:
-        """Take a sampled token; says whether, and why, it is the last."""
+        """Append a sampled token; return why it is the last, or None."""
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         if not self.is_finite:
@@ -65,11 +69,11 @@ class Call:
         return None
 
     def note_version(self, version: int) -> None:
-        """Take note that what follows is sampled by other weights."""
+        """Record that later tokens are sampled with other weights."""
         self.version_changes.append((version, len(self.token_ids)))
 
     def result(self, reason: FinishReason) -> Completion | EngineError:
-        """What the caller gets."""
+        """Return the caller's result."""
         if not self.is_finite:
             return EngineError(
                 "the model's logits are not finite: its weights have diverged",
@@ -96,14 +100,14 @@ UNLIMITED_TOKENS = None
 
 
 class CallSink(Protocol):
-    """Where calls go when they end."""
+    """Takes calls that have ended."""
 
     def finished(self, calls: Sequence[tuple[Call, FinishReason]]) -> None:
-        """Take calls that ended as they should."""
+        """Take calls that ended normally."""
         ...
 
     def failed(self, call: Call, reason: str) -> None:
-        """Take a call that the library gave up."""
+        """Take a call that the library dropped."""
         ...
 
 
@@ -116,7 +120,7 @@ class TrackedState(RequestState):
 
     @classmethod
     def of(cls, call: Call) -> "TrackedState":
-        """The state from which a call starts, or starts again with what it has sampled."""
+        """Make the state with which a call starts, or restarts after its tokens."""
         return cls(
             request_id=call.key,
             initial_tokens=call.input_ids + call.token_ids,
@@ -125,7 +129,7 @@ class TrackedState(RequestState):
         )
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
-        """Take a sampled token; the library asks whether it was the last."""
+        """Append a sampled token, and return whether it is the last."""
         self.generated_tokens.append(token_id)
         self.tokens_to_process = [token_id]
         self.finish_reason = self.call.append(
@@ -137,11 +141,11 @@ class TrackedState(RequestState):
         return True
 
     def create_equivalent_initial_request(self) -> RequestState:
-        """Start again: the library took the request's pages, or its weights changed."""
+        """Restart: the library has taken the request's pages, or the weights have changed."""
         return TrackedState.of(self.call)
 
     def to_generation_output(self) -> GenerationOutput:
-        """What the library hands to the router."""
+        """Return what the library passes to the router."""
         return TrackedOutput(
             request_id=self.request_id, status=self.status, error=self.error, state=self
         )
@@ -149,13 +153,13 @@ class TrackedState(RequestState):
 
 @dataclass
 class TrackedOutput(GenerationOutput):
-    """A result of the library that still knows its state."""
+    """A result of the library with its state."""
 
     state: TrackedState = field(kw_only=True)
 
 
 class CallRouter(OutputRouter):
-    """Hands finished requests to the engine instead of the library's queue."""
+    """Passes finished requests to the engine instead of the library's queue."""
 
     def __init__(self, sink: CallSink) -> None:
         super().__init__()

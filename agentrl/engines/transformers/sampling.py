@@ -1,4 +1,4 @@
-"""Sampling of one token for each row of a batch, each row by its own temperature, top-k and top-p.
+"""Sample one token for each row of a batch, with the row's own temperature, top-k and top-p.
 
 Shape key: R rows (one for each sequence), V vocabulary.
 """
@@ -13,15 +13,15 @@ from agentrl.engines.protocol import SamplingParams
 
 
 class Draw(NamedTuple):
-    """One row's way of sampling, and the random number that decides it."""
+    """One row's sampling parameters, and its random number."""
 
     sampling: SamplingParams
     uniform: float
-    """In [0, 1): the place on the cumulative distribution at which the token is taken."""
+    """In [0, 1): the token is taken at this point of the cumulative distribution."""
 
 
 class Sampled(NamedTuple):
-    """What a step sampled."""
+    """The result of one step."""
 
     token_ids: torch.Tensor
     """[R] int64."""
@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The parameters of the rows as tensors; what no row asks for is None and costs nothing."""
+    """The parameters of the rows as tensors; None: no row needs it, so it costs nothing."""
 
     temperatures: torch.Tensor
     """[R] float32, 1 for greedy rows."""
@@ -46,7 +46,7 @@ class SamplingRows:
 
     @classmethod
     def of(cls, draws: Sequence[Draw], *, vocab_size: int, device: torch.device) -> Self:
-        """Lay the rows' parameters out as tensors on `device`."""
+        """Return the rows' parameters as tensors on `device`."""
         params = [draw.sampling for draw in draws]
 
         def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -66,10 +66,10 @@ class SamplingRows:
 
 
 def sample_tokens(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """Sample one token a row by inversion of its cumulative distribution.
+    """Sample one token for each row, by inversion of its cumulative distribution.
 
-    One uniform number decides a row, so that a row's randomness does not depend on which other rows
-    share its batch.
+    Each row has its own uniform number, so its randomness does not depend on the other rows of the
+    batch.
 
     Args:
         logits: [R, V], of any floating type; scored in float32.
@@ -80,7 +80,7 @@ def sample_tokens(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     if rows.top_k is not None or rows.top_p is not None:
         probs = _truncate(probs, rows)
     cumulative = probs.cumsum(dim=-1, dtype=rows.uniforms.dtype)
-    # A token without mass never is the first whose cumulative mass exceeds the threshold.
+    # A token with probability zero is never the first whose cumulative mass exceeds the threshold.
     token_ids = torch.searchsorted(cumulative, rows.uniforms * cumulative[:, -1:], right=True)
     token_ids = token_ids.squeeze(1).clamp_(max=logits.shape[-1] - 1)
     if rows.greedy is not None:
@@ -89,7 +89,7 @@ def sample_tokens(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 
 def _truncate(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Set to zero what top-k, and then top-p of what top-k left, exclude. Mass is not rescaled."""
+    """Set to zero what top-k excludes, and what top-p excludes of the rest; without rescaling."""
     ordered, order = probs.sort(dim=-1, descending=True)
     if rows.top_k is not None:
         ranks = torch.arange(probs.shape[-1], device=probs.device)
@@ -104,5 +104,5 @@ def _truncate(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def _cumulative_dtype(device: torch.device) -> torch.dtype:
-    # In float32 the increments of a large vocabulary's rare tokens would be lost to rounding.
+    # In float32, rounding would lose the increments of a large vocabulary's rare tokens.
     return torch.float32 if device.type == "mps" else torch.float64

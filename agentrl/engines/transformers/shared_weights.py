@@ -1,7 +1,7 @@
-"""A second module of the same architecture whose weights are the trainer's own tensors.
+"""A second module of the same architecture that shares the trainer's weights.
 
-The engine needs another attention implementation, evaluation mode and no hooks; the trainer's
-module must not notice. So the engine has a module of its own, and only the tensors are shared.
+The engine needs another attention implementation, evaluation mode and no hooks, and the trainer's
+module must not change. So the engine has its own module, and only the tensors are shared.
 """
 
 import copy
@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from agentrl.errors import EngineError
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and `torch.compile` put into parameter names."""
+"""Prefixes that activation checkpointing and `torch.compile` add to parameter names."""
 
 
 class SharedWeights:
-    """The engine's module, and which of its tensors are whose.
+    """The engine's module, with shared and own tensors.
 
-    A tensor that is shared is never written to: where other values are given for it, the module
-    gets a tensor of its own.
+    A shared tensor is never written: if it gets other values, the module gets its own tensor.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -40,12 +39,12 @@ class SharedWeights:
     def of(cls, model: nn.Module, *, attention: str, dtype: torch.dtype | None = None) -> Self:
         """Build the engine's module for the trainer's.
 
-        Parameters share storage where they are whole on this rank and of type `dtype` (None: each
-        as it is). The others are left without values, for `update`.
+        Parameters share storage if they are whole on this rank and of type `dtype` (None: each as
+        it is). The others have no values until `update`.
 
         Raises:
-            EngineError: The module is no Hugging Face model, or FSDP has gathered its parameters
-                (call `reshard()` on it before).
+            EngineError: The module is not a Hugging Face model, or FSDP has gathered its parameters
+                (call `reshard()` before).
         """
         source = _hugging_face_model(model)
         shared = cls(_empty_twin(source, attention))
@@ -63,19 +62,18 @@ class SharedWeights:
         return shared
 
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Take values by parameter name. What already is the same memory costs nothing.
+        """Set values by parameter name. A tensor with the same memory is not copied.
 
         Args:
-            named_tensors: Whole tensors of the module's shapes, of any type; a tied weight may
-                come under each of its names or under one. Buffers of the state dict may be among
-                them.
+            named_tensors: Whole tensors of the module's shapes, of any type. A tied weight may
+                have each of its names or one of them. Buffers of the state dict are allowed.
 
         Returns:
-            Bytes that were copied.
+            Copied bytes.
 
         Raises:
-            EngineError: A name is unknown, a shape differs, or weights are missing. The module
-                takes no more calls until a complete update.
+            EngineError: A name is unknown, a shape differs, or weights are missing. The module is
+                incomplete until a complete update.
         """
         self.is_complete = False
         unknown: list[str] = []
@@ -93,7 +91,7 @@ class SharedWeights:
                 unknown.append(name)
         if unknown or missing:
             raise EngineError(
-                "the weights given are not those of the model",
+                "the given weights are not those of the model",
                 unknown=", ".join(unknown) or None,
                 missing=", ".join(missing) or None,
             )
@@ -101,7 +99,7 @@ class SharedWeights:
         return num_bytes
 
     def _share(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Bind one of the trainer's parameters; False: it is a shard, and memory was set aside."""
+        """Bind one of the trainer's parameters; return False for a shard, which gets own memory."""
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=parameter.device))
             self._owned.add(self._groups[name][0])
@@ -113,7 +111,7 @@ class SharedWeights:
         return True
 
     def _take(self, name: str, tensor: torch.Tensor) -> int:
-        """Give a weight its values; returns the bytes copied."""
+        """Set a weight's values, and return the copied bytes."""
         current = self.module.get_parameter(name).data
         if tensor.shape != current.shape:
             raise EngineError(
@@ -146,7 +144,7 @@ def _hugging_face_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """A module of the same class without memory, in evaluation mode."""
+    """Return a module of the same class without memory, in evaluation mode."""
     plain_class = next(
         cls
         for cls in type(source).__mro__
@@ -159,16 +157,16 @@ def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def _copy_buffers(source: nn.Module, twin: nn.Module) -> None:
-    """Give the twin the buffers, which are not in the state dict (rotary frequencies) included."""
+    """Copy all buffers, also those that are not in the state dict (rotary frequencies)."""
     buffers = {_plain_name(name): buffer for name, buffer in source.named_buffers()}
     for name, _ in list(twin.named_buffers()):
         path, _, leaf = name.rpartition(".")
-        # A copy: rotary embeddings that depend on the length replace theirs while they run.
+        # Copied, because rotary embeddings that depend on the length replace theirs while they run.
         twin.get_submodule(path)._buffers[leaf] = buffers[name].detach().clone()
 
 
 def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each parameter's name, all the names that lead to the same parameter."""
+    """Return, for each parameter's name, all names of the same parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
