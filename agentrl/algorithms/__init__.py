@@ -56,11 +56,7 @@ from agentrl.algorithms.kl import (
     measure_kl,
     penalize_rewards,
 )
-from agentrl.algorithms.losses.bypass import compute_policy_loss_bypass_mode, compute_value_loss
-from agentrl.algorithms.losses.covariance import (
-    compute_policy_loss_clip_cov,
-    compute_policy_loss_kl_cov,
-)
+from agentrl.algorithms.losses.bypass import compute_value_loss
 from agentrl.algorithms.losses.registry import (
     LossAndMetrics,
     PolicyLossFn,
@@ -74,7 +70,6 @@ from agentrl.algorithms.losses.registry import (
     register_policy_loss,
     with_summary,
 )
-from agentrl.algorithms.losses.sequence_ratio import compute_policy_loss_gspo
 from agentrl.algorithms.losses.token_ratio import compute_policy_loss_vanilla
 from agentrl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from agentrl.algorithms.verl_variants.advantages import compute_grpo_verl_advantage
@@ -106,10 +101,6 @@ __all__ = [
     "compute_offpolicy_metrics",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
-    "compute_policy_loss_bypass_mode",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",

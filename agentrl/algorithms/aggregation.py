@@ -95,7 +95,7 @@ class LossScale:
 
         Args:
             loss_mat: `[b, T]`.
-            loss_mask: `[b, T]`, nonzero where a token is trained.
+            loss_mask: `[b, T]`, nonzero at trained tokens.
             loss_agg_mode: One of the modes of this module's table.
             weights: `[b, T]`, factors of the tokens' losses; denominators do not contain them.
         """
@@ -137,7 +137,7 @@ def agg_loss(
 
     Args:
         loss_mat: `[B, T]`.
-        loss_mask: `[B, T]`, nonzero where a token is trained.
+        loss_mask: `[B, T]`, nonzero at trained tokens.
         loss_agg_mode: One of the modes of this module's table.
         dp_size: Ranks.
         batch_num_tokens: Trained tokens of the mini-batch, over all ranks.
@@ -184,7 +184,7 @@ def compute_row_weights(mask: torch.Tensor, trajectory_ids: torch.Tensor) -> tor
     """Weigh rows so that the rows of one trajectory count together as one sequence.
 
     Args:
-        mask: `[B, T]`, nonzero where a token is trained. It must contain all rows of each
+        mask: `[B, T]`, nonzero at trained tokens. It must contain all rows of each
             trajectory.
         trajectory_ids: `[B]`, integers; the same for rows of one trajectory.
 

@@ -162,7 +162,7 @@ def compute_reward_kl(
     Args:
         old_log_probs: `[B, T]`, of the policy before the update.
         ref_log_prob: `[B, T]`, of the reference.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         estimate: See `kl_penalty`.
 
     Raises:
@@ -192,7 +192,7 @@ def penalize_rewards(
         token_level_scores: `[B, T]`.
         kl: `[B, T]`, 0 at masked positions.
         kl_coef: The weight.
-        exempt: `[B]` bool, sequences without a penalty: those of groups whose scores are all
+        exempt: `[B]` bool, sequences without a penalty: those of groups with all scores
             equal. The penalty would make these scores differ, and equal rewards must train
             nothing. None: no sequence is exempt.
     """

@@ -39,7 +39,7 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Args:
         values: Any shape.
-        mask: Same shape, nonzero where a value counts.
+        mask: Same shape, nonzero at values that count.
     """
     inside = mask.bool()
     seen = values[inside].double()
@@ -106,7 +106,7 @@ class TrainedTokenIndex:
 
     @classmethod
     def of(cls, response_mask: torch.Tensor) -> "TrainedTokenIndex":
-        """Find the trained tokens of a mask `[B, T]`, nonzero where a token is trained."""
+        """Find the trained tokens of a mask `[B, T]`, nonzero at trained tokens."""
         mask = response_mask.bool()
         num_rows, width = mask.shape
         sources = mask.flatten().nonzero().squeeze(dim=1)

@@ -1,7 +1,10 @@
-"""FSDP2 workers: DataProto -> log-probabilities and new weights; weights -> engine and disk.
+"""FSDP2 workers: log-probabilities, the update, weight sync, checkpoints, supervised warm-up.
 
-`distributed` (the ranks), `model` and `tokenizer` (loading, sharding), `packing`, `attention` and
-`log_probs` (how tokens are scored), `batches` (DataProto -> records), `actor`, `policy_loss`,
-`optim` (the update), `reference`, `weight_sync`, `checkpoint`, `snapshot` and `rng` (the run on
-disk), `tiny_policy`, `demonstrations` and `sft` (a policy to begin with).
+- `distributed`, `rank_status`: the ranks.
+- `model`, `tokenizer`: loading and sharding.
+- `batches`, `packing`, `attention`, `log_probs`, `scoring`: from a DataProto to token scores.
+- `actor`, `policy_loss`, `optim`, `memory`: the update.
+- `weight_sync`: new weights to the engine.
+- `checkpoint`, `snapshot`, `rng`: the run on disk.
+- `demonstrations`, `sft`: the supervised warm-up.
 """

@@ -1,4 +1,4 @@
-"""The policy under training: its log-probabilities, and its update."""
+"""The policy in training: its log-probabilities and its update."""
 
 import logging
 import math
@@ -31,18 +31,18 @@ from agentrl.workers.scoring import score_rows
 
 
 class MetricSums:
-    """Sums by flat metric name. A part is a share of a mean, so parts only ever add."""
+    """Sums of metrics by flat name. A part is a share of a mean, so parts add up."""
 
     def __init__(self) -> None:
         self._parts: defaultdict[str, list[Tensor | float]] = defaultdict(list)
 
     def add(self, parts: Mapping[str, Tensor | float]) -> None:
-        """Add a micro-batch's parts. Tensors are read only when the sums are."""
+        """Add a micro-batch's parts. `totals` reads the tensors, so that no device waits here."""
         for name, part in parts.items():
             self._parts[name].append(part)
 
     def totals(self, world: World) -> dict[str, float]:
-        """Sum over everything added on all ranks. A collective."""
+        """Sum all parts of all ranks. A collective."""
         mine = {name: math.fsum(map(float, parts)) for name, parts in self._parts.items()}
         totals: defaultdict[str, float] = defaultdict(float)
         for one in world.gather(mine):
@@ -65,34 +65,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BrokenRow:
-    """A row for which an optimizer step was not taken."""
+    """A row that caused an optimizer step to be skipped."""
 
     request_id: str
     not_finite: NotFinite
-    """`loss` or `gradient`, without tokens, where every number of the row itself was finite, and
-    not those of the micro-batch that it was in."""
+    """If all values of the row are finite, but not the loss or gradient of its micro-batch: `loss`
+    or `gradient`, without tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """An optimizer step that was not taken, because its loss or gradient was not finite."""
+    """An optimizer step that was skipped because its loss or gradient was not finite."""
 
     update: int
-    """Which call of `update_policy`, from 0."""
+    """Index of the call of `update_policy`, from 0."""
     mini_batch: int
-    """Which mini-batch of it, counted over the epochs."""
+    """Index of the mini-batch, counted over the epochs."""
     loss: float
     grad_norm: float
     rows: tuple[BrokenRow, ...]
-    """The rows to blame, of all ranks."""
+    """The rows that caused it, of all ranks."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Whose rows they are."""
+        """The requests of these rows."""
         return tuple(row.request_id for row in self.rows)
 
-    def in_words(self) -> str:
-        """Say what was not finite, for a line of the run's output."""
+    def describe(self) -> str:
+        """Describe what was not finite, for a line of the run's output."""
         what = sorted({name for row in self.rows for name in row.not_finite})
         return (
             f"the step of mini-batch {self.mini_batch} was skipped: loss {self.loss:g}, gradient "
@@ -102,7 +102,7 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What an update did."""
+    """The result of an update."""
 
     metrics: dict[str, float]
     """Flat names; means over the optimizer steps, except counts."""
@@ -111,7 +111,7 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class ActorCounters:
-    """What of an actor is neither a weight nor a moment."""
+    """The counters of an actor that a checkpoint holds."""
 
     num_updates: int
     num_optimizer_steps: int
@@ -119,16 +119,14 @@ class ActorCounters:
 
 @dataclass(frozen=True, slots=True)
 class _MiniBatch:
-    """What one optimizer step is computed from."""
+    """The inputs of one optimizer step."""
 
     rows: UpdateRows
     """The whole batch."""
     index: Sequence[int]
-    """Those of its rows that are this mini-batch's."""
+    """The rows of this mini-batch."""
     params: ScoringParams
     scale: LossScale
-    has_advantages: bool
-    """Whether any trained token, of any rank, has an advantage other than 0."""
 
     def name(self, broken: Mapping[int, NotFinite]) -> list[BrokenRow]:
         return [BrokenRow(self.rows.request_ids[row], what) for row, what in broken.items()]
@@ -142,7 +140,7 @@ class Actor:
         config: The update.
         total_steps: Optimizer steps of the whole run, for the schedule.
         response_budget: `data.max_response_length`, the divisor of `seq-mean-token-sum-norm`.
-        seed: Of the order of mini-batches under `shuffle`.
+        seed: Seed of the order of mini-batches with `shuffle`.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class Actor:
     def compute_log_probs(
         self, batch: DataProto, *, temperature: float, with_sum_pi_squared: bool = False
     ) -> TokenScores:
-        """Score a batch under the weights as they are: `old_log_probs` and entropy.
+        """Score a batch with the current weights: `old_log_probs` and entropy.
 
         A collective.
 
@@ -177,7 +175,7 @@ class Actor:
             with_sum_pi_squared: Also sum the squared probabilities of the vocabulary.
 
         Returns:
-            `[B, T]` each, float32, 0 where nothing is trained.
+            `[B, T]` each, float32, 0 at masked positions.
         """
         params = replace(self._params(temperature), with_sum_pi_squared=with_sum_pi_squared)
         return score_rows(
@@ -190,10 +188,10 @@ class Actor:
     def update_policy(self, batch: DataProto, *, temperature: float) -> UpdateResult:
         """Train on a batch: epochs of mini-batches, one optimizer step each. A collective.
 
-        A step whose loss or gradient is not finite is not taken: weights, moments and schedule
-        stay as they are, and the result says so. The same holds for a mini-batch in which every
-        advantage is 0 and no other term (KL, entropy) gives a gradient: momentum and weight decay
-        would otherwise go on moving the weights. Figures of such a mini-batch are kept.
+        A step with a loss or gradient that is not finite is skipped: weights, moments and schedule
+        do not change, and the result reports it. A mini-batch in which every advantage is 0 and no
+        other term (KL, entropy) gives a gradient takes no step either: momentum and weight decay
+        would move the weights. Its metrics are kept.
 
         Args:
             batch: This rank's rows, with `advantages`, `old_log_probs` and, under `use_kl_loss`,
@@ -205,8 +203,8 @@ class Actor:
         measured: list[dict[str, float]] = []
         skipped: list[SkippedStep] = []
         before = self.optimizer.num_steps
-        for place, index in enumerate(self._mini_batches(rows)):
-            outcome = self._step(rows, index, self._params(temperature), place)
+        for number, index in enumerate(self._mini_batches(rows)):
+            outcome = self._step(rows, index, self._params(temperature), number)
             if isinstance(outcome, SkippedStep):
                 skipped.append(outcome)
             elif outcome:
@@ -221,7 +219,7 @@ class Actor:
         return UpdateResult(mean_by_name(measured) | counts, tuple(skipped))
 
     def counters(self) -> ActorCounters:
-        """Read what a checkpoint keeps beside tensors."""
+        """Return the counters that a checkpoint holds."""
         return ActorCounters(self.num_updates, self.optimizer.num_steps)
 
     def _params(self, temperature: float) -> ScoringParams:
@@ -230,7 +228,7 @@ class Actor:
         )
 
     def _mini_batches(self, rows: UpdateRows) -> list[list[int]]:
-        """This rank's rows of each mini-batch of all epochs."""
+        """Return this rank's rows of each mini-batch of all epochs."""
         found: list[list[int]] = []
         for epoch in range(self.config.ppo_epochs):
             seed = [self.seed, self.num_updates, epoch] if self.config.shuffle else []
@@ -239,24 +237,26 @@ class Actor:
         return found
 
     def _step(
-        self, rows: UpdateRows, index: Sequence[int], params: ScoringParams, place: int
+        self, rows: UpdateRows, index: Sequence[int], params: ScoringParams, number: int
     ) -> dict[str, float] | SkippedStep:
-        """One mini-batch; no metrics where nothing in it is trained."""
+        """Train on one mini-batch; return no metrics if no token of it is trained."""
         scale = self._loss_scale(rows, list(index))
         if not scale.batch_num_tokens:
             return {}
-        mini = _MiniBatch(rows, index, params, scale, self._has_advantages(rows, list(index)))
+        mini = _MiniBatch(rows, index, params, scale)
+        trained = rows.advantages[list(index)][rows.response_mask[list(index)].bool()]
+        has_advantages = bool(self.world.max([float(trained.ne(0).any())])[0])
         sums, broken = self._accumulate(mini)
         metrics = sums.totals(self.world)
         loss, grad_norm = metrics.pop("loss"), self.optimizer.grad_norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.optimizer.drop_gradients()
-            to_blame = self.world.gather_flat(broken) or self._suspects(mini)
-            step = SkippedStep(self.num_updates, place, loss, grad_norm, tuple(to_blame))
-            logger.warning("update %d: %s", self.num_updates, step.in_words())
+            causes = self.world.gather_flat(broken) or self._find_causes(mini)
+            step = SkippedStep(self.num_updates, number, loss, grad_norm, tuple(causes))
+            logger.warning("update %d: %s", self.num_updates, step.describe())
             return step
         lr = self.optimizer.lr
-        if mini.has_advantages or grad_norm:
+        if has_advantages or grad_norm:
             with explain_out_of_memory_in_step():
                 self.optimizer.step(grad_scale=min(1.0, self.config.grad_clip / (grad_norm + 1e-6)))
         else:
@@ -264,7 +264,7 @@ class Actor:
         return metrics | {"actor/grad_norm": grad_norm, "actor/lr": lr}
 
     def _accumulate(self, mini: "_MiniBatch") -> tuple[MetricSums, list[BrokenRow]]:
-        """Backward through every micro-batch; the gradients add up."""
+        """Run the backward pass of every micro-batch; the gradients add up."""
         sums, broken = MetricSums(), list[BrokenRow]()
         for packed in self._micro_batches(mini):
             micro = self._backward(packed, mini)
@@ -283,14 +283,14 @@ class Actor:
             micro.loss.backward()
         return micro
 
-    def _suspects(self, mini: "_MiniBatch") -> list[BrokenRow]:
-        """Find whom to blame for a loss or gradient to which only finite numbers were put.
+    def _find_causes(self, mini: "_MiniBatch") -> list[BrokenRow]:
+        """Find the rows that cause a loss or gradient that is not finite from finite values.
 
-        Each micro-batch is computed once more, alone: those that break again are to blame, with all
-        their rows, or all of them where it takes them together. A collective.
+        Each micro-batch is computed again, alone. If some are not finite again, all their rows are
+        the causes; otherwise all rows of the mini-batch are. A collective.
         """
         random = capture_random_state()
-        suspects, everyone = list[BrokenRow](), list[BrokenRow]()
+        causes, everyone = list[BrokenRow](), list[BrokenRow]()
         for packed in self._micro_batches(mini):
             loss = self._backward(packed, mini).loss
             grad_norm = self.optimizer.grad_norm()
@@ -298,18 +298,13 @@ class Actor:
             own = not bool(loss.isfinite())
             breaks = own if self.world.max([float(own)])[0] else not math.isfinite(grad_norm)
             rows = mini.name({row: {"loss" if own else "gradient": ()} for row in packed.row_index})
-            suspects += rows if breaks else []
+            causes += rows if breaks else []
             everyone += rows
         restore_random_state(random)
-        return self.world.gather_flat(suspects) or self.world.gather_flat(everyone)
-
-    def _has_advantages(self, rows: UpdateRows, index: list[int]) -> bool:
-        """Whether a mini-batch, over all ranks, has anything to learn from its advantages."""
-        trained = rows.advantages[index][rows.response_mask[index].bool()]
-        return bool(self.world.max([float(trained.ne(0).any())])[0])
+        return self.world.gather_flat(causes) or self.world.gather_flat(everyone)
 
     def _loss_scale(self, rows: UpdateRows, index: list[int]) -> LossScale:
-        """What a mini-batch is divided by, and what its loss must know of it, over all ranks."""
+        """Return the denominators of a mini-batch over all ranks, and the summary for its loss."""
         mask, weights = rows.response_mask[index].bool(), rows.row_weights
         mine = LossScale.of(mask, row_weights=None if weights is None else weights[index])
         tokens, sequences = self.world.sum([mine.batch_num_tokens, mine.global_batch_size])

@@ -1,4 +1,4 @@
-"""The whole run -> disk, and back: complete, or absent.
+"""Checkpoints of a run on disk: complete, or absent.
 
     global_step_10/
         model.safetensors        weights, float32, Hugging Face names
@@ -6,16 +6,15 @@
         state.json               identity of the model, counters, random streams, the data's order
         manifest.json            size and SHA-256 of each file above; written last
 
-A checkpoint is written beside its place, flushed, and made visible by one rename; it goes by one
-rename too. Nothing in it is ever unpickled. On several ranks the main one writes the whole,
-gathered from all.
+A checkpoint is written to a temporary folder, flushed, and made visible by one rename. It is also
+removed by one rename. It contains no pickles. On several ranks, the main rank gathers and writes
+it.
 """
 
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,43 +44,43 @@ STATE = "state.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 SUPERSEDED = "superseded"
-"""Where checkpoints of an abandoned course of the run are put."""
+"""Subfolder for the checkpoints that a run from an earlier step replaces."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What makes a checkpoint this model's and no other's."""
+    """Identifies the model of a checkpoint."""
 
     architecture: str
     """The Hugging Face class."""
     shapes: dict[str, list[int]]
-    """Of every weight."""
+    """Shape of every weight."""
 
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything of a run that is no tensor; JSON values throughout."""
+    """The state of a run except tensors, as JSON values."""
 
     step: int
     """Training steps done."""
     identity: ModelIdentity
     config_digest: str = ""
-    """Of the resolved configuration."""
+    """Digest of the resolved configuration."""
     origin: str = ""
-    """Which policy the run began from; empty where that was not recorded."""
+    """The initial policy of the run; empty if it was not recorded."""
     actor: dict[str, int] = field(default_factory=dict[str, int])
     """The actor's counters."""
     trainer: dict[str, Any] = field(default_factory=dict[str, Any])
     """The run's summary so far: best validation, seconds spent, ..."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Where the data's order stands."""
+    """The position in the data."""
     random: list[RandomState] = field(default_factory=list[RandomState])
     """The random streams of each rank."""
     unlogged: dict[str, float] | None = None
-    """Figures of the last step, where the run was stopped before it was validated and logged."""
+    """Metrics of the last step, if the run stopped before it was validated and logged."""
 
 
 _STATE = TypeAdapter(RunState)
@@ -89,7 +88,7 @@ _STATE = TypeAdapter(RunState)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment."""
+    """The state of a run after one step."""
 
     state: RunState
     model: dict[str, Tensor]
@@ -99,104 +98,115 @@ class Snapshot:
 def save_checkpoint(
     root: Path, snapshot: Snapshot, *, keep: int | None = None, best: int | None = None
 ) -> Path:
-    """Write a checkpoint, then drop the oldest of those before it.
+    """Write a checkpoint, then remove the oldest earlier ones.
 
     Args:
         root: The folder of the run's checkpoints.
         snapshot: What to write.
-        keep: Checkpoints to keep, this one included; None: all. Those of later steps are another
-            run's: they neither count nor go (see `set_aside_later`).
-        best: A step whose checkpoint is kept besides those.
+        keep: Number of checkpoints to keep, including this one; None: all. Those of later steps
+            belong to another run: they are not counted and not removed (see `set_aside_later`).
+        best: A step; its checkpoint is kept in addition.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: where it cannot be written; what was there before is untouched.
+        CheckpointError: if it cannot be written; earlier checkpoints are unchanged.
     """
     step = snapshot.state.step
-    place = root / f"global_step_{step}"
+    folder = root / f"global_step_{step}"
     try:
         make_folder(root)
         remove_leftovers(root)
-        with atomic_folder(place) as aside:
+        with atomic_folder(folder) as aside:
             _write_files(aside, snapshot)
-    # safetensors tells a full disk by an error of its own.
+    # safetensors reports a full disk by an error of its own.
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write a checkpoint: {error}", path=place) from error
+        raise CheckpointError(f"cannot write a checkpoint: {error}", path=folder) from error
     before = [path for number, path in newest_first(root) if number < step and number != best]
-    _drop(before[keep - 1 :] if keep else [])
-    return place
+    for path in before[keep - 1 :] if keep else []:
+        try:
+            remove_folder(path)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path.name, error)
+    return folder
 
 
 def set_aside_later(root: Path, step: int) -> list[Path]:
-    """Move the checkpoints behind a step aside, for a run that goes on from there on its own.
+    """Move checkpoints of later steps to `superseded/`, for a run that continues from this step.
 
-    `find_latest` would take them for its newest. Nothing is lost: they lie in `superseded/`, under
-    their own names, numbered where one was there before.
+    Otherwise `find_latest` would return them. They keep their names, with a number if the name
+    exists already.
 
     Args:
         root: The folder of the run's checkpoints.
-        step: Where the run starts; 0: anew.
+        step: The first step of the run; 0: it starts from the beginning.
 
     Returns:
-        Where each lies now, the newest first.
+        The new path of each, the newest first.
 
     Raises:
-        CheckpointError: where they cannot be moved.
+        CheckpointError: if they cannot be moved.
     """
     later = [path for number, path in newest_first(root) if number > step]
     try:
         return move_into(later, root / SUPERSEDED)
     except OSError as error:
-        raise CheckpointError(f"cannot set an earlier checkpoint aside: {error}",
-                              path=root) from error  # fmt: skip
+        raise CheckpointError(
+            f"cannot move an earlier checkpoint to {SUPERSEDED}/: {error}", path=root
+        ) from error
 
 
 def load_checkpoint(path: Path, expected: ModelIdentity) -> Snapshot:
-    """Read a checkpoint after checking every byte of it.
+    """Read a checkpoint and verify every byte.
 
     Args:
         path: The checkpoint's folder.
-        expected: The model that it must be of.
+        expected: The model of the run.
 
     Raises:
-        CheckpointError: where it is incomplete, damaged, or of another model.
+        CheckpointError: if it is incomplete, damaged, or of another model.
     """
     state = verify_checkpoint(path)
-    _check_identity(path, state.identity, expected)
+    if state.identity != expected:
+        raise CheckpointError(
+            f"{path.name} is of another model: {_difference(state.identity, expected)}",
+            path=path,
+            expected=f"a {expected.architecture} of the run's own shapes; "
+            "trainer.resume_mode=disable or another trainer.default_local_dir starts from the "
+            "beginning",
+        )
     return Snapshot(
         state=state, model=load_file(path / MODEL), optimizer=load_file(path / OPTIMIZER)
     )
 
 
 def verify_checkpoint(path: Path) -> RunState:
-    """Hold a checkpoint against its manifest, every byte of it.
+    """Check every byte of a checkpoint against its manifest.
 
     Returns:
-        What it holds beside tensors.
+        Its state except tensors.
 
     Raises:
-        CheckpointError: naming the file that is missing, damaged or of another format.
+        CheckpointError: with the file that is missing, damaged or of another format.
     """
     files = _read_manifest(path)
     for name in sorted({MODEL, OPTIMIZER, STATE} | files.keys()):
         if name not in files or not _is_as_written(path / name, files[name]):
             raise CheckpointError(
-                f"{path.name} is damaged: {name} is not what was written", path=path
+                f"{path.name} is damaged: {name} is missing or was changed", path=path
             )
     return _read_contents(path)
 
 
 def find_latest(root: Path) -> Path | None:
-    """Find the newest complete checkpoint; each damaged one that is passed over is told.
+    """Find the newest complete checkpoint, and log each damaged one that is skipped.
 
     Returns:
-        None where there is no checkpoint at all.
+        None if there is no checkpoint.
 
     Raises:
-        CheckpointError: where there are some and all are damaged: to begin anew is not for us to
-            choose then.
+        CheckpointError: if all checkpoints are damaged. The user must choose to start again.
     """
     restore_all_replaced(root)
     damaged: list[str] = []
@@ -204,7 +214,7 @@ def find_latest(root: Path) -> Path | None:
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
-            logger.warning("%s; looking for the one before it", error)
+            logger.warning("%s; trying the previous one", error)
             damaged.append(path.name)
         else:
             return path
@@ -212,14 +222,14 @@ def find_latest(root: Path) -> Path | None:
         raise CheckpointError(
             f"none of the run's checkpoints can be used: {', '.join(damaged)}",
             path=root,
-            expected="one that is whole; trainer.resume_mode=disable begins anew and moves these "
-            f"to {SUPERSEDED}/",
+            expected="a complete checkpoint; trainer.resume_mode=disable starts from the beginning "
+            f"and moves these to {SUPERSEDED}/",
         )
     return None
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read what is known of each file, by name."""
+    """Return the recorded size and digest of each file by name."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, files = manifest["format"], dict(manifest["files"])
@@ -233,35 +243,22 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_contents(path: Path) -> RunState:
-    """Read what is small of each file: whole bytes may still be of another format."""
+    """Read the state and the headers: undamaged files may still be of another format."""
     name = STATE
     try:
         state = _STATE.validate_json((path / name).read_bytes())
         for name in (MODEL, OPTIMIZER):
             with safe_open(path / name, "pt"):
                 pass
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise _other_format(path, f"{name}: {where}: {first['msg']}") from error
-    except SafetensorError as error:
-        raise _other_format(path, f"{name}: {error}") from error
+    except (ValidationError, SafetensorError) as error:
+        text = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CheckpointError(
+            f"{path.name} is of another format: {name}: {text}", path=path
+        ) from error
     return state
-
-
-def _other_format(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path.name} is of another format: {what}", path=path)
-
-
-def _check_identity(path: Path, found: ModelIdentity, expected: ModelIdentity) -> None:
-    if found == expected:
-        return
-    raise CheckpointError(
-        f"{path.name} is of another model: {_difference(found, expected)}",
-        path=path,
-        expected=f"a {expected.architecture} of the run's own shapes; trainer.resume_mode=disable "
-        "or another trainer.default_local_dir begins anew",
-    )
 
 
 def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
@@ -275,7 +272,7 @@ def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
 
 
 def _write_files(folder: Path, snapshot: Snapshot) -> None:
-    """Write the files, and the manifest once they are on the disk."""
+    """Write the files; write the manifest after they are flushed."""
     save_file(_contiguous(snapshot.model), folder / MODEL)
     save_file(_contiguous(snapshot.optimizer), folder / OPTIMIZER)
     _write_json(folder / STATE, asdict(snapshot.state))
@@ -284,15 +281,6 @@ def _write_files(folder: Path, snapshot: Snapshot) -> None:
         flush(file)
     entries = {file.name: _describe(file) for file in files}
     _write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})
-
-
-def _drop(checkpoints: Iterable[Path]) -> None:
-    """Remove old checkpoints. One that stays is told, and no reason to end a run."""
-    for path in checkpoints:
-        try:
-            remove_folder(path)
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", path.name, error)
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -317,12 +305,7 @@ def _describe(file: Path) -> dict[str, Any]:
 
 
 def newest_first(root: Path) -> list[tuple[int, Path]]:
-    """Checkpoint folders with their steps."""
-    return sorted(_numbered(root), reverse=True)
-
-
-def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
-    for path in root.iterdir() if root.is_dir() else []:
-        match = _FOLDER.fullmatch(path.name)
-        if match:
-            yield int(match.group(1)), path
+    """List steps and checkpoint folders, the newest first."""
+    folders = root.iterdir() if root.is_dir() else []
+    matches = ((_FOLDER.fullmatch(path.name), path) for path in folders)
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,26 +26,19 @@ class Demonstration:
     """1 on assistant tokens, `observed_loss_weight` on others, 0 on the system prompt."""
 
 
-class _Opening(NamedTuple):
-    """How every conversation with these tools begins."""
-
-    tools: Sequence[OpenAIFunctionToolSchema]
-    """Kept, so that their identity stays theirs."""
-    ids: list[int]
-
-
 class DemonstrationEncoder:
-    """Encodes conversations as a rollout would have made them, with the weights of their tokens.
+    """Encodes conversations as a rollout does, with a loss weight for each token.
 
     Args:
         template: The policy's.
-        observed_loss_weight: Of user and tool tokens.
+        observed_loss_weight: The weight of user and tool tokens.
     """
 
     def __init__(self, template: ChatTemplate, observed_loss_weight: float) -> None:
         self._template = template
         self._observed_loss_weight = observed_loss_weight
-        self._openings: dict[tuple[str, int], _Opening] = {}
+        # Holds the tools too, so that no other object gets their `id`.
+        self._openings: dict[tuple[str, int], tuple[object, list[int]]] = {}
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[OpenAIFunctionToolSchema]
@@ -54,7 +46,7 @@ class DemonstrationEncoder:
         """Encode one conversation.
 
         Raises:
-            TemplateError: where the template cannot carry it.
+            TemplateError: if the template cannot render it.
         """
         encoded = encode_conversation(self._template, messages, tools)
         weights = [1.0 if one else self._observed_loss_weight for one in encoded.loss_mask]
@@ -65,27 +57,27 @@ class DemonstrationEncoder:
     def _opening(
         self, messages: Sequence[Message], tools: Sequence[OpenAIFunctionToolSchema]
     ) -> list[int]:
-        """What stays when the first user message is another: the system prompt and its tools."""
+        """Return the tokens before the first user message: the system prompt and its tools."""
         system = [message for message in messages[:1] if message.role in ("system", "developer")]
         key = ("".join(message.text for message in system), id(tools))
         if key not in self._openings:
             asked = ([*system, Message(role="user", content=text)] for text in ("?", "#"))
             first, second = (self._template.encode_prompt(prompt, tools) for prompt in asked)
-            self._openings[key] = _Opening(tools, first[: _common_prefix(first, second)])
-        return self._openings[key].ids
+            self._openings[key] = tools, first[: _common_prefix(first, second)]
+        return self._openings[key][1]
 
 
 class Demonstrations:
-    """A file's conversations in a seeded order, encoded as they are needed, each once.
+    """A file's conversations in a seeded order, each encoded once on demand.
 
     Args:
         config: File, order, length, weights.
         template: The policy's.
-        tools: What rows without `tools` are shown.
+        tools: The tools of rows without `tools`.
 
     Raises:
-        DataError: for a file that cannot be read, and for a call of a tool that its conversation
-            is not shown.
+        DataError: for a file that cannot be read, and for a call of a tool that its
+            conversation does not have.
     """
 
     def __init__(
@@ -111,19 +103,19 @@ class Demonstrations:
 
     @property
     def num_dropped(self) -> int:
-        """Conversations met so far that are longer than `max_length`."""
+        """Conversations found so far that are longer than `max_length`."""
         return len(self._too_long)
 
     def held_out(self) -> list[Demonstration]:
-        """Encode the conversations that no batch has, without those that are too long."""
+        """Encode the held-out conversations, without those that are too long."""
         encoded = [self._encode(self._rows[row]) for row in self._held_out]
         return [one for one in encoded if len(one.ids) <= self._config.max_length]
 
     def batches(self) -> Iterator[list[Demonstration]]:
-        """Give `config.steps` batches of `config.batch_size`.
+        """Yield `config.steps` batches of `config.batch_size`.
 
         Raises:
-            DataError: where no conversation is short enough.
+            DataError: if no conversation is short enough.
         """
         endless = self._endless()
         for _ in range(self._config.steps):
@@ -144,7 +136,7 @@ class Demonstrations:
         )
 
     def _order(self) -> Iterator[int]:
-        """Rows epoch after epoch, without those known to be too long; ends if all are."""
+        """Yield rows epoch after epoch, without those known to be too long; end if all are."""
         held_out = set(self._held_out)
         for epoch in count():
             if len(self._too_long) + len(held_out) == len(self._rows):
@@ -163,11 +155,11 @@ class Demonstrations:
 def check_calls(
     rows: Iterable[Conversation], tools: Sequence[OpenAIFunctionToolSchema], *, file: Path
 ) -> None:
-    """Check that conversations call only tools that they are shown.
+    """Check that conversations call only tools that they have.
 
     Args:
         rows: The conversations.
-        tools: What rows without `tools` are shown.
+        tools: The tools of rows without `tools`.
         file: Named in the error.
 
     Raises:
@@ -179,15 +171,15 @@ def check_calls(
         for name in row.tools_called:
             if name not in shown:
                 raise DataError(
-                    f"the conversation calls the tool {name!r}, and it is not shown that tool",
+                    f"the conversation calls the tool {name!r}, which is not among its tools",
                     file=file,
                     row=number,
-                    expected=f"one of {', '.join(sorted(shown)) or 'none: it is shown no tools'}",
+                    expected=f"one of {', '.join(sorted(shown)) or 'none: it has no tools'}",
                 )
 
 
 def pad_demonstrations(batch: Sequence[Demonstration]) -> tuple[PaddedRows, Tensor]:
-    """Lay demonstrations out as rows: the first token is the prompt, all others the response."""
+    """Pad demonstrations to rows: the first token is the prompt, all others the response."""
     length = max((len(one.ids) for one in batch), default=2)
     ids = torch.zeros(len(batch), length, dtype=torch.int64)
     weights = torch.zeros(len(batch), length)

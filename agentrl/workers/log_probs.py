@@ -1,14 +1,14 @@
 """Log-probabilities and entropy of trained tokens, without the logits of a whole micro-batch.
 
 `log_softmax(logits / T)` over the full vocabulary, T the rollout's temperature. The head runs on
-the trained positions alone and in blocks of positions times vocabulary. The forward pass keeps a
-running softmax over a row's blocks, the backward pass makes each block again, so at no moment does
-more than one block of logits exist, however many tokens or words there are.
+the trained positions only, in blocks of positions times vocabulary. The forward pass updates a
+softmax over a row's blocks; the backward pass recomputes each block. So only one block of logits
+exists at a time, for any number of tokens and any vocabulary.
 
-On a CPU a block that stays in the cache is what makes this fast: with 151,669 words, 1,024 trained
-tokens and hidden size 64, both passes took half of the time that full logits take, and a quarter of
-that of chunks of 1,024 whole rows. Few whole rows at a time would stay in the cache as well, but
-read the head's weight once for each of them.
+On a CPU this is fast because a block stays in the cache: with a vocabulary of 151,669, 1,024
+trained tokens and hidden size 64, both passes took half of the time of full logits, and a quarter
+of that of chunks of 1,024 whole rows. A few whole rows at a time would also stay in the cache, but
+would read the head's weight once per chunk.
 
 Shape key: N trained positions, H hidden, V vocabulary; n, v: those of one block.
 """
@@ -22,34 +22,34 @@ from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 CPU_BLOCK_BYTES = 2 * 2**20
-"""A block stays in the cache between the passes over it."""
+"""A block of this size stays in the cache between the passes over it."""
 DEVICE_BLOCK_BYTES = 256 * 2**20
-"""A block is large enough for matrix products at full speed."""
+"""A block of this size is large enough for matrix products at full speed."""
 
 
 class HeadTransform(NamedTuple):
-    """What a model does to the logits behind its head: `cap * tanh(scale * logits / cap)`."""
+    """A model's transform of its logits: `cap * tanh(scale * logits / cap)`."""
 
     scale: float = 1.0
-    """Factor of the logits, the temperature not included."""
+    """Factor of the logits, without the temperature."""
     cap: float | None = None
     """Soft cap of the scaled logits; None: not capped."""
 
 
 class TokenScores(NamedTuple):
-    """What the policy says of tokens that were sampled; `[N]` packed or `[B, T]` padded."""
+    """The policy's scores of sampled tokens; `[N]` packed or `[B, T]` padded."""
 
     log_probs: Tensor
     """float32."""
     entropy: Tensor
-    """float32, in nats; of the distribution that the token was drawn from."""
+    """float32, in nats: the entropy of the token's distribution."""
     sum_pi_squared: Tensor | None = None
-    """float32: sum over the vocabulary of the squared probabilities, without gradient; None where
-    nobody asked for it."""
+    """float32: sum over the vocabulary of the squared probabilities, without gradient; None if
+    it was not requested."""
 
 
 def read_head_transform(config: PretrainedConfig) -> HeadTransform:
-    """Read from a model's configuration what it does behind its head."""
+    """Read the transform of the logits from a model's configuration."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
     return HeadTransform(scale / divisor, getattr(config, "final_logit_softcapping", None))
@@ -66,18 +66,18 @@ def score_tokens(
     block_bytes: int | None = None,
     with_sum_pi_squared: bool = False,
 ) -> TokenScores:
-    """Score each target under the distribution that the head makes of its hidden state.
+    """Score each target under the distribution that the head computes from its hidden state.
 
     Args:
-        hidden: `[N, H]`, what the decoder's body gave at the position before each target.
+        hidden: `[N, H]`, the decoder's last hidden state at the position before each target.
         weight: `[V, H]`, the head.
         bias: `[V]`, or None.
         targets: `[N]`, int64.
         temperature: The rollout's.
-        transform: What the model does behind its head.
-        block_bytes: Bytes of one block of logits in float32, of which two exist at once; half a
-            block more for 16-bit weights, and one for the backward pass of a soft cap. None: what
-            suits the device.
+        transform: The model's transform of its logits.
+        block_bytes: Bytes of one block of logits in float32. Two exist at once, half a block more
+            for 16-bit weights, and one more in the backward pass of a soft cap. None: a default for
+            the device.
         with_sum_pi_squared: Also sum the squared probabilities: one more pass over each block.
     """
     if block_bytes is None:
@@ -90,7 +90,7 @@ def score_tokens(
 
 
 class _Head(NamedTuple):
-    """What makes logits of hidden states."""
+    """Computes logits from hidden states."""
 
     weight: Tensor
     bias: Tensor | None
@@ -99,16 +99,16 @@ class _Head(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """The slope of the logits by the product with the weight, where there is no cap."""
+        """Derivative of the logits with respect to the product with the weight, without a cap."""
         return self.transform.scale / self.temperature
 
     def logits(self, hidden: Tensor, columns: slice, memory: Tensor) -> Tensor:
-        """Make one block `[n, v]`, divided by the temperature, in `memory` where its dtype fits."""
+        """Compute one block `[n, v]`, divided by the temperature, in `memory`."""
         out = memory if memory.dtype == hidden.dtype else None
         product = torch.mm(hidden, self.weight[columns].T, out=out)
         if self.bias is not None:
             product += self.bias[columns]
-        # In the same room, not beside it: of the product only its own narrow block is new then.
+        # Write into `memory` to avoid a second float32 block: only a 16-bit product is allocated.
         logits = product if out is memory else memory.copy_(product)
         cap = self.transform.cap
         if cap is None:
@@ -116,7 +116,7 @@ class _Head(NamedTuple):
         return logits.mul_(self.transform.scale / cap).tanh_().mul_(cap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Give what the cap adds to `factor`, as a factor; None without a cap."""
+        """Return the factor of the derivative that the cap adds to `factor`; None without a cap."""
         cap = self.transform.cap
         if cap is None:
             return None
@@ -135,7 +135,7 @@ class _Softmax(NamedTuple):
     chosen: Tensor
     """The target's logit; 0 until its column is seen."""
     squares: Tensor | None
-    """Sum of `exp(logit - largest) ** 2`; None: not asked for."""
+    """Sum of `exp(logit - largest) ** 2`; None: not requested."""
 
     @classmethod
     def empty(cls, like: Tensor, *, with_squares: bool) -> "_Softmax":
@@ -144,12 +144,12 @@ class _Softmax(NamedTuple):
         squares = zeros if with_squares else None
         return cls(torch.full_like(like, -inf), zeros, zeros, zeros, squares)
 
-    def see(self, logits: Tensor, place: Tensor, memory: Tensor) -> "_Softmax":
-        """Take in a block `[n, v]`; the target is its column `place` where it has one."""
+    def update(self, logits: Tensor, target: Tensor, memory: Tensor) -> "_Softmax":
+        """Add a block `[n, v]`; `target` is the target's column, if the block contains it."""
         largest = torch.maximum(self.largest, logits.amax(dim=1))
         shrink = (self.largest - largest).exp()
         mass = torch.sub(logits, largest[:, None], out=memory).exp_()
-        inside, column = _locate(place, logits.shape[1])
+        inside, column = _locate(target, logits.shape[1])
         chosen = logits.gather(1, column[:, None]).squeeze(1)
         squares = self.squares
         if squares is not None:
@@ -169,19 +169,19 @@ class _Softmax(NamedTuple):
 
 
 class _Slopes(NamedTuple):
-    """What the gradient by the logits is made of, `[N]` each."""
+    """The inputs of the gradient with respect to the logits, `[N]` each."""
 
     by_log_prob: Tensor
-    """Gradient by the log-probability, times the head's factor."""
+    """Gradient with respect to the log-probability, times the head's factor."""
     by_entropy: Tensor | None
-    """Gradient by the entropy, likewise; None: the loss does not contain it."""
+    """The same for the entropy; None: the loss does not contain it."""
     normalizer: Tensor
     entropy: Tensor
 
-    def by_logits(self, logits: Tensor, rows: slice, place: Tensor, memory: Tensor) -> Tensor:
-        """Give a block's gradient, from `d log p_t / dz = 1_t - p`, `dH / dz = -p (log p + H)`.
+    def by_logits(self, logits: Tensor, rows: slice, target: Tensor, memory: Tensor) -> Tensor:
+        """Return a block's gradient, from `d log p_t / dz = 1_t - p`, `dH / dz = -p (log p + H)`.
 
-        The block of logits is used up.
+        The block of logits is overwritten.
         """
         by_log_prob = self.by_log_prob[rows, None]
         log_p = logits.sub_(self.normalizer[rows, None])
@@ -191,60 +191,45 @@ class _Slopes(NamedTuple):
             grad = torch.exp(log_p, out=memory)
             log_p.add_(self.entropy[rows, None]).mul_(self.by_entropy[rows, None])
             grad.mul_(log_p.add_(by_log_prob).neg_())
-        inside, column = _locate(place, logits.shape[1])
+        inside, column = _locate(target, logits.shape[1])
         own = torch.where(inside[:, None], by_log_prob, 0.0)
         return grad.scatter_add_(1, column[:, None], own)
 
 
-class _Memory(NamedTuple):
-    """Room for two blocks, used over and over.
-
-    Large blocks from the allocator would be given back to the system and faulted in page by page
-    each time, which takes as long as the arithmetic.
-    """
-
-    cells: Tensor
-    """`[2, cells]`."""
-
-    def views(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Shape it for one block."""
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        first, second = self.cells[:, : shape[0] * shape[1]].view(2, *shape)
-        return first, second
-
-
 class _Grid(NamedTuple):
-    """How N rows times V columns of logits are cut into blocks."""
+    """The blocks of N rows times V columns of logits."""
 
-    num_rows: int
-    num_columns: int
-    block_rows: int
-    block_columns: int
+    rows: list[slice]
+    columns: list[slice]
+    block_size: int
 
     @classmethod
-    def of(cls, num_rows: int, num_columns: int, cells: int) -> "_Grid":
-        """Make blocks of at most `cells`: square, or longer where there are fewer of the other."""
-        side = isqrt(cells)
-        width = min(num_columns, max(1, side, cells // max(1, num_rows)))
-        # A rank's dummy micro-batch has no row.
-        height = max(1, min(num_rows, cells // width))
-        return cls(num_rows, num_columns, height, width)
+    def of(cls, num_rows: int, num_columns: int, max_size: int) -> "_Grid":
+        """Make square blocks, or longer ones if there are few rows or columns."""
+        side = isqrt(max_size)
+        width = min(num_columns, max(1, side, max_size // max(1, num_rows)))
+        # The dummy micro-batch of a rank has no row.
+        height = max(1, min(num_rows, max_size // width))
+        return cls(_slices(num_rows, height), _slices(num_columns, width), height * width)
 
-    def allocate(self, like: Tensor) -> "_Memory":
-        """Make room for two blocks."""
-        return _Memory(like.new_empty(2, self.block_rows * self.block_columns))
+    def allocate(self, like: Tensor) -> Tensor:
+        """Allocate two blocks, `[2, block_size]`, that are used for all blocks.
 
-    def rows(self) -> list[slice]:
-        """Give the blocks' rows."""
-        return _slices(self.num_rows, self.block_rows)
+        The allocator would return large blocks to the system and fault them in again page by page,
+        which takes as long as the arithmetic.
+        """
+        return like.new_empty(2, self.block_size)
 
-    def columns(self) -> list[slice]:
-        """Give the blocks' columns."""
-        return _slices(self.num_columns, self.block_columns)
+
+def _views(memory: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return two blocks of one shape in `memory`."""
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    first, second = memory[:, : shape[0] * shape[1]].view(2, *shape)
+    return first, second
 
 
 class _BlockedHead(torch.autograd.Function):
-    """The head, the temperature and the softmax in one, block by block in both directions."""
+    """The head, the temperature and the softmax, block by block, forward and backward."""
 
     @staticmethod
     def forward(
@@ -265,12 +250,12 @@ class _BlockedHead(torch.autograd.Function):
         squares = torch.empty_like(log_probs) if with_squares else None
         grid = _Grid.of(len(targets), len(weight), block_bytes // dtype.itemsize)
         memory = grid.allocate(log_probs)
-        for rows in grid.rows():
+        for rows in grid.rows:
             seen = _Softmax.empty(log_probs[rows], with_squares=with_squares)
-            for columns in grid.columns():
-                first, second = memory.views(rows, columns)
+            for columns in grid.columns:
+                first, second = _views(memory, rows, columns)
                 logits = head.logits(hidden[rows], columns, first)
-                seen = seen.see(logits, targets[rows] - columns.start, second)
+                seen = seen.update(logits, targets[rows] - columns.start, second)
             normalizer[rows] = seen.normalizer
             log_probs[rows] = seen.chosen - normalizer[rows]
             entropy[rows] = normalizer[rows] - seen.weighted / seen.total
@@ -298,9 +283,9 @@ class _BlockedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalizer.dtype)
         memory = ctx.grid.allocate(normalizer)
-        for rows in ctx.grid.rows():
-            for columns in ctx.grid.columns():
-                first, second = memory.views(rows, columns)
+        for rows in ctx.grid.rows:
+            for columns in ctx.grid.columns:
+                first, second = _views(memory, rows, columns)
                 logits = head.logits(hidden[rows], columns, first)
                 slope = head.slope(logits)
                 grad = slopes.by_logits(logits, rows, targets[rows] - columns.start, second)
@@ -309,7 +294,7 @@ class _BlockedHead(torch.autograd.Function):
                 grad_weight[columns] += grad.T @ hidden[rows]
                 if grad_bias is not None:
                     grad_bias[columns] += grad.sum(dim=0)
-                # Or they would live on beside those of the next block.
+                # Otherwise they would be in memory together with those of the next block.
                 del slope, grad
         return (
             grad_hidden.to(hidden.dtype),
@@ -323,6 +308,6 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _locate(place: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Say which rows have their target in a block, and a column to look at in any case."""
-    return (place >= 0) & (place < width), place.clamp(0, width - 1)
+def _locate(target: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return which rows have their target in a block, and a valid column for every row."""
+    return (target >= 0) & (target < width), target.clamp(0, width - 1)

@@ -1,4 +1,4 @@
-"""Memory that runs out in training: what was computed, and which keys make it need less."""
+"""Out-of-memory errors in training, with the computation and the keys that reduce its memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,29 +8,29 @@ import torch
 from agentrl.errors import OutOfMemoryError, is_out_of_memory
 from agentrl.workers.packing import PackedBatch
 
-_LONGEST_REASON = 300
+_MAX_REASON_CHARS = 300
 
 
 @contextmanager
 def explain_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
-    """Let memory that runs out in the block say in which micro-batch, and what may be done.
+    """Replace an out-of-memory error of the block by one with the micro-batch and remedies.
 
     Args:
-        doing: What is computed, in words.
-        packed: Of what.
+        doing: Name of the computation, for the message.
+        packed: Its micro-batch.
 
     Raises:
-        OutOfMemoryError: instead of what torch or Python raise then.
+        OutOfMemoryError: instead of the error of torch or Python.
     """
     micro_batch = (
         f"{packed.input_ids.numel()} tokens of {len(packed.row_index)} sequences, "
         f"{len(packed.targets)} of them trained"
     )
-    with _telling(
+    with _replace_error(
         doing,
         micro_batch=micro_batch,
-        expected="a smaller actor.ppo_max_token_len_per_gpu (no micro-batch is smaller than "
-        "its longest sequence), actor.logits_block_bytes or, for what the engine keeps, "
+        expected="a smaller actor.ppo_max_token_len_per_gpu (a micro-batch holds at least its "
+        "longest sequence), actor.logits_block_bytes or, for the engine's cache, "
         "rollout.engine.transformers.num_pages; model.enable_gradient_checkpointing=true; "
         "more ranks",
     ):
@@ -39,14 +39,14 @@ def explain_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
 
 @contextmanager
 def explain_out_of_memory_in_step() -> Iterator[None]:
-    """The same for the optimizer's step, whose moments are made by the first one.
+    """Do the same for the optimizer's step; the first step allocates the moments.
 
     Raises:
-        OutOfMemoryError: instead of what torch or Python raise then.
+        OutOfMemoryError: instead of the error of torch or Python.
     """
-    with _telling(
+    with _replace_error(
         "the optimizer's step",
-        expected="room for two moments of each weight, in float32: more ranks, "
+        expected="memory for two float32 moments of each weight: more ranks, "
         "actor.fsdp_config.offload_policy=true, or a smaller "
         "rollout.engine.transformers.num_pages",
     ):
@@ -54,21 +54,18 @@ def explain_out_of_memory_in_step() -> Iterator[None]:
 
 
 def give_back_cached(device: torch.device) -> None:
-    """Give what the allocator keeps for later back to the device, for another process to take."""
+    """Return the allocator's cached memory to the device, for other processes."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
 @contextmanager
-def _telling(doing: str, **details: str) -> Iterator[None]:
+def _replace_error(doing: str, **details: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"memory ran out in {doing}: {_reason(error)}", **details) from error
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
+        raise OutOfMemoryError(f"memory ran out in {doing}: {reason}", **details) from error

@@ -1,7 +1,7 @@
 """The policy's module: a Hugging Face causal LM, sharded by FSDP2, that scores packed batches.
 
-Master weights are float32; what the layers compute in is FSDP2's mixed precision. Everything that
-touches a sharded weight goes through `PolicyModel.forward`, so that FSDP2 gathers it first.
+Master weights are float32; the layers compute in FSDP2's mixed precision. All uses of a sharded
+weight are in `PolicyModel.forward`, so that FSDP2 gathers it first.
 """
 
 from collections.abc import Iterator
@@ -37,19 +37,19 @@ class ScoringParams:
     temperature: float
     """The rollout's; the logits are divided by it."""
     logits_block_bytes: int | None = None
-    """Bytes of one block of logits; None: what suits the device."""
+    """Bytes of one block of logits; None: a default for the device."""
     with_sum_pi_squared: bool = False
-    """Whether the squared probabilities of the vocabulary are summed as well."""
+    """Whether to sum the squared probabilities of the vocabulary too."""
 
 
 class PolicyModel(nn.Module):
-    """A causal LM whose forward pass is: packed tokens in, scores of the trained ones out.
+    """A causal LM that computes the scores of the trained tokens of a packed batch.
 
     Args:
         lm: The Hugging Face model, float32, on the device of the run.
         world: The ranks that shard it.
-        compute_dtype: What its layers compute in.
-        fsdp: How it is sharded.
+        compute_dtype: The dtype of its layers.
+        fsdp: Settings of the sharding.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class PolicyModel(nn.Module):
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each weight once under its Hugging Face name, shards as they are; tied ones once."""
+        """Iterate over the sharded weights by Hugging Face name, tied weights once."""
         self.release_gathered()
         return self.lm.named_parameters()
 
     def release_gathered(self) -> None:
-        """Let go of the gathered weights, so that the modules hold the optimizer's own again.
+        """Free gathered weights, so that the modules hold the optimizer's shards again.
 
-        A forward pass without a backward pass behind it may leave gathered copies in their place,
-        which would be stale after the next step.
+        A forward pass without a backward pass may leave gathered copies in the modules, which
+        would be stale after the next step.
         """
         for module in self.modules():
             if isinstance(module, FSDPModule):
@@ -111,8 +111,8 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
     Every rank reads the whole model and keeps its shard.
 
     Raises:
-        ConfigError: where there is no such model, its weights are incomplete, `override_config`
-            names a key that it does not have, or it cannot be trained packed.
+        ConfigError: if there is no such model, its weights are incomplete, `override_config` has a
+            key that it does not have, or it cannot be trained packed.
     """
     lm = load_causal_lm(config)
     nn.Module.to(lm, world.device)
@@ -128,11 +128,11 @@ def enable_checkpointing(lm: PreTrainedModel) -> None:
 
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
-    """Load a model's configuration, with what the run overrides in it; no weights are read.
+    """Load a model's configuration with the run's `override_config`, without its weights.
 
     Raises:
-        ConfigError: where there is no such model, or `override_config` names a key that it does
-            not have.
+        ConfigError: if there is no such model, or `override_config` has a key that it does not
+            have.
     """
     try:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
@@ -144,15 +144,15 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def refuse_multimodal(loaded: PretrainedConfig, path: str) -> None:
-    """Refuse a model that reads more than text: only its language half would be trained.
+    """Refuse a multimodal model: only its language part would be trained.
 
     Raises:
-        ConfigError: naming the model's type.
+        ConfigError: with the model's type.
     """
     if loaded.get_text_config() is not loaded:
         raise ConfigError(
-            f"the model at {path} is a {loaded.model_type}, which reads images or other media "
-            "besides text: agentrl trains text models alone",
+            f"the model at {path} is a {loaded.model_type}, which reads images or other media; "
+            "agentrl trains text models only",
             key="model.path",
             expected="a causal language model of text",
         )
@@ -162,7 +162,7 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
     """Load a Hugging Face causal LM in float32.
 
     Raises:
-        ConfigError: where there is no such model, or weights are missing.
+        ConfigError: if there is no such model, or weights are missing.
     """
     try:
         hf_config = load_hf_config(config)
@@ -178,7 +178,14 @@ def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
             raise
         raise _no_model(config.path, error) from error
     lm, info = loaded
-    _refuse_random_weights(info, config.path)
+    missing = sorted(info.get("missing_keys") or [])
+    missing += sorted(str(key) for key in info.get("mismatched_keys") or [])
+    if missing:
+        raise ConfigError(
+            f"{config.path!r} lacks weights, which would be random: {', '.join(missing[:5])}",
+            key="model.path",
+            expected="a complete causal language model",
+        )
     return lm
 
 
@@ -198,14 +205,14 @@ def override_config(hf_config: PretrainedConfig, overrides: dict[str, Any]) -> N
 
 
 def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Say what `model.dtype` means on a device."""
+    """Return the dtype that `model.dtype` means on a device."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
 def full_tensor(shard: Tensor) -> Tensor:
-    """Give the whole of a sharded tensor; on one rank this is the shard itself, not a copy.
+    """Gather a sharded tensor; on one rank, return the shard itself, not a copy.
 
     A collective: every rank must call it, in the same order.
     """
@@ -217,10 +224,10 @@ def full_tensor(shard: Tensor) -> Tensor:
 
 
 def probe_head(lm: PreTrainedModel) -> HeadTransform:
-    """Learn what a model does behind its head, and hold it against the model's own logits.
+    """Read a model's transform of its logits, and check it against the model's own logits.
 
     Raises:
-        ConfigError: where our log-probabilities would not be the model's.
+        ConfigError: if agentrl's log-probabilities differ from the model's.
     """
     head = _head(lm)
     transform = read_head_transform(lm.config)
@@ -237,7 +244,7 @@ def probe_head(lm: PreTrainedModel) -> HeadTransform:
     lm.train(was_training)
     if not torch.allclose(found.log_probs, expected.amax(-1).float(), atol=1e-3):
         raise ConfigError(
-            f"{type(lm).__name__} does something to its logits that agentrl does not know",
+            f"{type(lm).__name__} transforms its logits in a way that agentrl does not support",
             key="model.path",
             expected="plain logits, logit_scale, logits_scaling or final_logit_softcapping",
         )
@@ -250,18 +257,6 @@ def _no_model(path: str, error: Exception) -> ConfigError:
         key="model.path",
         expected="a Hugging Face folder with config.json and safetensors, or a hub name",
     )
-
-
-def _refuse_random_weights(info: dict[str, Any], path: str) -> None:
-    missing = sorted(info.get("missing_keys") or []) + sorted(
-        str(key) for key in info.get("mismatched_keys") or []
-    )
-    if missing:
-        raise ConfigError(
-            f"{path!r} lacks weights that would be left random: {', '.join(missing[:5])}",
-            key="model.path",
-            expected="a complete causal language model",
-        )
 
 
 def _head(lm: PreTrainedModel) -> nn.Linear:
@@ -280,16 +275,13 @@ def _shard(policy: PolicyModel, fsdp: FsdpConfig) -> None:
             param_dtype=policy.compute_dtype if low else None,
             reduce_dtype=torch.float32 if low else None,
         ),
-        # One rank gathers nothing, so there is nothing to free.
+        # A single rank gathers nothing.
         "reshard_after_forward": fsdp.reshard_after_forward and not policy.world.is_alone,
     }
     if fsdp.offload_policy:
         shared["offload_policy"] = CPUOffloadPolicy()
-    for layer in _decoder_layers(policy.lm):
-        fully_shard(layer, **shared)
+    layer_types = set(policy.lm._no_split_modules or [])
+    for module in list(policy.lm.modules()):
+        if type(module).__name__ in layer_types:
+            fully_shard(module, **shared)
     fully_shard(policy, **shared)
-
-
-def _decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:
-    names = set(lm._no_split_modules or [])
-    return [module for module in lm.modules() if type(module).__name__ in names]

@@ -1,12 +1,12 @@
 """Optimizers over shards, and their schedule.
 
-The optimizers work on plain tensors that alias each rank's shard. AdamW is the same on a shard as
-on the whole, and skips the cost of distributed tensors (on a small model that cost is larger than
-the step itself). Muon needs whole matrices, so on several ranks it is given the sharded tensors
-and gathers them.
+The optimizers work on plain tensors that alias each rank's shard. AdamW on a shard gives the same
+result as on the whole, without the cost of distributed tensors (for a small model this cost is
+larger than the step itself). Muon needs whole matrices, so on several ranks it gets the sharded
+tensors and gathers them.
 
-Weight decay applies to matrices (embeddings among them) and not to norms and biases. Under `muon`,
-matrices inside the decoder's layers are Muon's, with their own rate; all others are AdamW's.
+Weight decay applies to matrices, including embeddings, and not to norms and biases. With `muon`,
+Muon trains the matrices in the decoder's layers, with their own rate, and AdamW all others.
 """
 
 import math
@@ -24,22 +24,23 @@ from agentrl.workers.distributed import World
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeight:
-    """A weight, and the tensor that its optimizer changes."""
+    """A weight, and the tensor that its optimizer updates."""
 
     name: str
     """Its Hugging Face name."""
     weight: nn.Parameter
-    """As the module holds it; sharded on several ranks."""
+    """The module's parameter; sharded on several ranks."""
     local: nn.Parameter
-    """What the optimizer sees: the same memory."""
+    """The optimizer's parameter: the same memory."""
 
     def take_gradient(self) -> None:
-        """Show the optimizer the gradient that the backward pass left."""
+        """Give the optimizer the gradient of the backward pass."""
         grad = self.weight.grad
-        self.local.grad = _as(self.local, grad)
+        is_whole = grad is None or isinstance(self.local, DTensor)
+        self.local.grad = grad if is_whole else _local(grad)
 
     def drop_gradient(self) -> None:
-        """Forget the gradient."""
+        """Delete the gradient."""
         self.weight.grad = None
         self.local.grad = None
 
@@ -69,30 +70,33 @@ class PolicyOptimizer:
         self.weights = matrices + others
         self._parts: list[_Part] = []
         if matrices:
-            self._parts.append(_Part(matrices, _muon(matrices, config), _MUON_STATE))
+            group = {"params": [w.local for w in matrices], "base_lr": config.muon_lr}
+            muon = torch.optim.Muon([group], lr=config.muon_lr, weight_decay=config.weight_decay)
+            self._parts.append(_Part(matrices, muon, ("momentum_buffer",)))
         if others:
-            self._parts.append(_Part(others, _adamw(others, config), _ADAMW_STATE))
+            state_keys = ("exp_avg", "exp_avg_sq", "step")
+            self._parts.append(_Part(others, _adamw(others, config), state_keys))
 
     @property
     def lr(self) -> float:
-        """The rate of the next step (AdamW's, under `muon`)."""
+        """The learning rate of the next step (with `muon`, AdamW's)."""
         return self.config.lr * self.schedule(self.num_steps)
 
     def grad_norm(self) -> float:
-        """Norm of the gradient over all weights and ranks. A collective."""
+        """Return the norm of the gradient over all weights and ranks. A collective."""
         norms = [torch.linalg.vector_norm(grad) for grad in self._local_gradients()]
         square = torch.stack(norms).double().square().sum().item() if norms else 0.0
         return math.sqrt(self.world.sum([square])[0])
 
     def step(self, *, grad_scale: float = 1.0) -> None:
-        """Take one step along the gradient times `grad_scale`, and forget the gradient."""
+        """Take one step with the gradient times `grad_scale`, and delete the gradient."""
         factor = self.schedule(self.num_steps)
         for weight in self.weights:
             weight.take_gradient()
         if grad_scale != 1.0:
             for grad in self._local_gradients():
                 grad.mul_(grad_scale)
-        # Counted before it is over: one that breaks off has moved weights.
+        # Counted first: a step that fails halfway has changed weights.
         self.num_steps += 1
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -101,12 +105,12 @@ class PolicyOptimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step that is not taken."""
+        """Delete the gradients of a step that is skipped."""
         for weight in self.weights:
             weight.drop_gradient()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments and counters as whole tensors, named `moment/weight`. A collective."""
+        """Gather moments and counters as whole tensors, named `moment/weight`. A collective."""
         return {
             f"{key}/{weight.name}": _gather(part.optimizer.state[weight.local][key], weight)
             for part in self._parts
@@ -116,25 +120,25 @@ class PolicyOptimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor], num_steps: int) -> None:
-        """Take up where `state_tensors` and `num_steps` were written.
+        """Load the results of `state_tensors` and `num_steps`.
 
         Raises:
-            CheckpointError: for the state of another optimizer; nothing has changed then.
+            CheckpointError: for the state of another optimizer; then nothing is changed.
         """
-        places = {
+        targets = {
             f"{key}/{weight.name}": (part.optimizer.state[weight.local], key, weight)
             for part in self._parts
             for weight in part.weights
             for key in part.state_keys
         }
-        unknown = sorted(tensors.keys() - places.keys())
+        unknown = sorted(tensors.keys() - targets.keys())
         if unknown:
             raise CheckpointError(
                 f"the checkpoint is of another optimizer: it has {unknown[0]}",
                 expected=f"the state of {self.config.name}",
             )
         for name, value in tensors.items():
-            state, key, weight = places[name]
+            state, key, weight = targets[name]
             state[key] = _scatter(value, weight)
         self.num_steps = num_steps
 
@@ -144,21 +148,17 @@ class PolicyOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of torch's optimizers and the weights that it changes."""
+    """One of torch's optimizers and its weights."""
 
     weights: list[TrainedWeight]
     optimizer: torch.optim.Optimizer
     state_keys: tuple[str, ...]
 
 
-_MUON_STATE = ("momentum_buffer",)
-_ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")
-
-
 def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Make the factor of the learning rate by the number of steps already taken.
+    """Return a function from the number of completed steps to a factor of the learning rate.
 
-    Linear warm-up, then constant, or down to `min_lr_ratio` at the last step by a line or a cosine.
+    Linear warm-up, then constant, or linear or cosine decay to `min_lr_ratio` at the last step.
     """
     warmup = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * total_steps)
 
@@ -180,7 +180,7 @@ def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], floa
 def _divide(
     named_weights: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, world: World
 ) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
-    """Split into Muon's matrices and AdamW's rest."""
+    """Split the weights into Muon's matrices and AdamW's others."""
     matrices: list[TrainedWeight] = []
     others: list[TrainedWeight] = []
     for name, weight in named_weights:
@@ -190,11 +190,6 @@ def _divide(
         else:
             others.append(TrainedWeight(name, weight, _alias(weight)))
     return matrices, others
-
-
-def _muon(weights: list[TrainedWeight], config: OptimConfig) -> torch.optim.Muon:
-    group = {"params": [w.local for w in weights], "base_lr": config.muon_lr}
-    return torch.optim.Muon([group], lr=config.muon_lr, weight_decay=config.weight_decay)
 
 
 def _adamw(weights: list[TrainedWeight], config: OptimConfig) -> torch.optim.AdamW:
@@ -216,12 +211,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _as(local: Tensor, grad: Tensor | None) -> Tensor | None:
-    return grad if grad is None or isinstance(local, DTensor) else _local(grad)
-
-
 def _gather(value: Tensor, weight: TrainedWeight) -> Tensor:
-    """Make a state tensor whole; counters are the same on every rank."""
+    """Gather a state tensor; counters are the same on every rank."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     sharded = weight.weight
@@ -234,7 +225,7 @@ def _gather(value: Tensor, weight: TrainedWeight) -> Tensor:
 
 
 def _scatter(value: Tensor, weight: TrainedWeight) -> Tensor:
-    """Keep this rank's part of a whole state tensor."""
+    """Return this rank's shard of a whole state tensor."""
     sharded = weight.weight
     if value.ndim == 0 or not isinstance(sharded, DTensor):
         return value

@@ -52,7 +52,7 @@ class PackedBatch:
     position_ids: Tensor
     """`[1, S]`, int64; restart at 0 with each sequence."""
     head_positions: Tensor
-    """`[N]`, int64: packed positions whose next token is trained."""
+    """`[N]`, int64: packed positions before a trained token."""
     targets: Tensor
     """`[N]`, int64: those next tokens."""
     rows: Tensor

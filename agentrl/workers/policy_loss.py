@@ -19,14 +19,14 @@ NotFinite = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MicroLoss:
-    """What one micro-batch contributes to its mini-batch."""
+    """One micro-batch's part of its mini-batch."""
 
     loss: Tensor
-    """Scalar with gradient; includes the factor for FSDP2's averaging over ranks."""
+    """Scalar with gradient, multiplied by the number of ranks because FSDP2 averages over them."""
     parts: dict[str, Tensor | float]
     """Parts of the mini-batch's metrics; they add up over micro-batches and ranks."""
     broken_rows: dict[int, NotFinite]
-    """Rows of the batch of which a number that the loss reads is not finite."""
+    """Rows of the batch with a value that the loss reads and that is not finite."""
 
 
 def compute_micro_loss(
@@ -39,24 +39,25 @@ def compute_micro_loss(
     """Compute a micro-batch's share of the mini-batch's loss.
 
     Args:
-        scores: Of the packed targets, `[N]`, with gradient.
-        packed: Where they belong.
+        scores: Scores of the packed targets, `[N]`, with gradient.
+        packed: The micro-batch.
         rows: The whole batch.
-        scale: The mini-batch's denominators; weights of rows, if any, are of the whole batch's.
+        scale: The mini-batch's denominators; its row weights, if any, are those of all rows.
         config: Loss, coefficients, aggregation.
     """
     if not packed.row_index:
-        # Zero times what the model gave: the backward pass runs through every shard.
+        # Zero times the scores: the backward pass must run through every shard.
         return MicroLoss((scores.log_probs.sum() + scores.entropy.sum()) * 0.0, {}, {})
     log_probs, entropy = packed.unpack(scores.log_probs), packed.unpack(scores.entropy)
-    micro = _pick(rows, packed, log_probs)
+    micro = _take_rows(rows, packed, log_probs)
     mask, mode = micro.mask, effective_loss_agg_mode(config)
     scale = scale.at(list(packed.row_index))
     loss, metrics = get_policy_loss_fn(config.policy_loss.loss_mode)(
         micro.old_log_probs, log_probs, micro.advantages, mask, mode, config,
         micro.rollout_is_weights, scale=scale,
     )  # fmt: skip
-    parts = {**metrics, "actor/pg_loss": _share(loss, scale)}
+    # Metrics are without the factor for FSDP2.
+    parts = {**metrics, "actor/pg_loss": loss.detach() / scale.dp_size}
     parts["actor/entropy"] = scale.mean(entropy, mask)
     if config.entropy_coeff:
         loss = loss - config.entropy_coeff * scale.aggregate(entropy, mask, mode)
@@ -64,14 +65,14 @@ def compute_micro_loss(
         kl = scale.aggregate(
             kl_penalty(log_probs, micro.ref_log_prob, config.kl_loss_type), mask, mode
         )
-        parts["actor/kl_loss"] = _share(kl, scale)
+        parts["actor/kl_loss"] = kl.detach() / scale.dp_size
         loss = loss + config.kl_loss_coef * kl
     return MicroLoss(loss, {**parts}, _broken_rows(packed, log_probs, micro))
 
 
 @dataclass(frozen=True, slots=True)
 class _MicroRows:
-    """The rows of one micro-batch on its device, `[b, T]` each; 0 where masked."""
+    """The rows of one micro-batch on its device, `[b, T]` each; 0 at masked positions."""
 
     mask: Tensor
     old_log_probs: Tensor
@@ -80,7 +81,7 @@ class _MicroRows:
     rollout_is_weights: Tensor | None
 
 
-def _pick(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
+def _take_rows(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
     index = torch.tensor(packed.row_index)
 
     def take(tensor: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def _pick(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
     mask = take(rows.response_mask).ne(0)
 
     def take_trained(tensor: Tensor) -> Tensor:
-        # Here once, so that "observations are invisible" holds in losses that never think of it.
+        # Masked here once, so that observations are invisible in every loss.
         return torch.where(mask, take(tensor), 0.0)
 
     ref, weights = rows.ref_log_prob, rows.rollout_is_weights
@@ -102,13 +103,8 @@ def _pick(rows: UpdateRows, packed: PackedBatch, like: Tensor) -> _MicroRows:
     )
 
 
-def _share(loss: Tensor, scale: LossScale) -> Tensor:
-    """A loss as a metric: without the factor for FSDP2."""
-    return loss.detach() / scale.dp_size
-
-
 def _broken_rows(packed: PackedBatch, log_probs: Tensor, micro: _MicroRows) -> dict[int, NotFinite]:
-    looked_at = {
+    checked = {
         "log_probs": log_probs.detach(),
         "old_log_probs": micro.old_log_probs,
         "advantages": micro.advantages,
@@ -117,14 +113,14 @@ def _broken_rows(packed: PackedBatch, log_probs: Tensor, micro: _MicroRows) -> d
     }
     broken = {
         name: ~tensor.isfinite() & micro.mask
-        for name, tensor in looked_at.items()
+        for name, tensor in checked.items()
         if tensor is not None
     }
     if not bool(torch.stack(list(broken.values())).any()):
         return {}
     found: dict[int, NotFinite] = {}
-    for name, places in broken.items():
-        for place in places.any(dim=1).nonzero().flatten().tolist():
-            tokens = tuple(places[place].nonzero().flatten().tolist())
-            found.setdefault(packed.row_index[place], {})[name] = tokens
+    for name, positions in broken.items():
+        for row in positions.any(dim=1).nonzero().flatten().tolist():
+            tokens = tuple(positions[row].nonzero().flatten().tolist())
+            found.setdefault(packed.row_index[row], {})[name] = tokens
     return found

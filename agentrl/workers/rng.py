@@ -1,4 +1,4 @@
-"""The random streams of a process, as JSON and back; kernels whose sums have one order."""
+"""Save and restore the random state of a process; choose deterministic kernels."""
 
 import base64
 import random
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Where every global random stream of one rank stands; JSON values throughout."""
+    """The state of all global random streams of one rank, as JSON values."""
 
     python: list[Any]
     numpy: dict[str, Any]
@@ -22,24 +22,23 @@ class RandomState:
 
 
 def seed_everything(seed: int) -> None:
-    """Start every global random stream from one seed."""
+    """Seed all global random streams."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def choose_exact_kernels(device: torch.device) -> None:
-    """Use kernels that give the same bits each time, in this process from now on.
+    """Use deterministic kernels in this process from now on.
 
-    With several threads a CPU otherwise adds up the gradient of an indexed tensor in the order in
-    which the threads happen to come. An accelerator has no such kernel for some operations: they
-    are warned of and run as they are.
+    Otherwise a CPU with several threads sums the gradient of an indexed tensor in a random order.
+    An accelerator has no deterministic kernel for some operations: torch warns and runs the others.
     """
     torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
 
 
 def capture_random_state() -> RandomState:
-    """Read where the streams stand."""
+    """Read the state of the streams."""
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     words_np = numpy_state["state"]["key"].tolist()
@@ -54,7 +53,7 @@ def capture_random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Go on where the streams stood. CUDA streams of absent devices are left out."""
+    """Restore the streams. The state of absent CUDA devices is ignored."""
     version, words, gauss = state.python
     random.setstate((version, tuple(words), gauss))
     inner = state.numpy["state"]

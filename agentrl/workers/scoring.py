@@ -24,9 +24,9 @@ def score_rows(
     """Score every trained token of a batch; other positions are 0. A collective.
 
     Args:
-        policy: Whose log-probabilities; left in the mode in which it was found.
+        policy: The policy; its training mode is restored.
         rows: The padded batch.
-        params: Temperature, size of a block of logits, and whether squares are summed.
+        params: Temperature, size of a block of logits, whether squares are summed.
         budget: Tokens of one packed micro-batch.
 
     Returns:
@@ -62,7 +62,7 @@ class Reference:
     """A policy that never changes.
 
     Args:
-        policy: Its own module, apart from the actor's.
+        policy: A module of its own, not the actor's.
         budget: Tokens of one packed micro-batch.
         logits_block_bytes: Bytes of one block of logits; None: what suits the device.
     """
@@ -75,7 +75,7 @@ class Reference:
         self.logits_block_bytes = logits_block_bytes
 
     def compute_ref_log_prob(self, batch: DataProto, *, temperature: float) -> torch.Tensor:
-        """Give `ref_log_prob`, `[B, T]` float32, 0 where nothing is trained. A collective."""
+        """Return `ref_log_prob`, `[B, T]` float32, 0 at masked positions. A collective."""
         params = ScoringParams(temperature=temperature, logits_block_bytes=self.logits_block_bytes)
         return score_rows(
             self.policy, read_padded_rows(batch), params, budget=self.budget
@@ -85,7 +85,7 @@ class Reference:
 def load_reference_policy(
     config: RefConfig, model: ModelConfig, world: World, fsdp: FsdpConfig
 ) -> PolicyModel:
-    """Load the reference's weights: its own folder, or the one that the policy starts from."""
+    """Load the reference's weights: from `ref.path`, or from the policy's initial folder."""
     own = model.model_copy(
         update={"path": config.path or model.path, "enable_gradient_checkpointing": False}
     )
@@ -93,50 +93,50 @@ def load_reference_policy(
 
 
 SUSPICIOUS_NATS = 1.0
-"""How much less likely than chance a token has to be. A policy of random weights, which knows no
-tokenizer, comes to about chance."""
+"""Nats per token above chance from which a prompt is suspicious. A policy of random weights is near
+chance with any tokenizer."""
 NUM_RELABELLED = 4
-"""Strange tokenizers that the prompt is held against."""
+"""Random relabelings that the prompt is compared with."""
 
 
 def find_implausible(policy: PolicyModel, prompt_ids: Sequence[int], budget: int) -> str | None:
-    """Let a policy judge a prompt; a tokenizer of another family with as many tokens shows here.
+    """Detect a tokenizer of another model with the same number of tokens, from a prompt's score.
 
-    To a policy whose tokenizer it is not, a prompt is about as unlikely as the same prompt with its
-    ids exchanged for others at random. One that was trained a little only, and on other text, may
-    find its own prompts less likely than chance, but clearly likelier than that: a warmed-up policy
-    of 600 tokens (chance: 6.4 nats a token) gave 7.6 to a prompt and 11 to 13 to relabelled ones.
+    With the wrong tokenizer, a prompt is about as unlikely as the same prompt with its ids replaced
+    at random. A policy that was trained little, and on other text, may find its own prompts less
+    likely than chance, but clearly likelier than that: a warmed-up policy of 600 tokens (chance:
+    6.4 nats per token) gave 7.6 to a prompt and 11 to 13 to relabeled ones.
 
     A collective.
 
     Args:
-        policy: With the weights of the run's start.
+        policy: The policy at the start of the run.
         prompt_ids: A rendered prompt, the same on every rank.
         budget: Tokens of one packed micro-batch.
 
     Returns:
-        A sentence, where the prompt is nearer to relabelled ones than to chance; else None.
+        A message if the prompt is nearer to relabeled ones than to chance; else None.
     """
     if len(prompt_ids) < 2:
         return None
     vocab_size, device = policy.config.vocab_size, policy.world.device
     ids = _with_relabelled(torch.tensor(list(prompt_ids)), vocab_size).to(device)
-    every = torch.ones_like(ids)
-    rows = PaddedRows(input_ids=ids, attention_mask=every, response_mask=every[:, 1:])
+    ones = torch.ones_like(ids)
+    rows = PaddedRows(input_ids=ids, attention_mask=ones, response_mask=ones[:, 1:])
     scores = score_rows(policy, rows, ScoringParams(temperature=1.0), budget=budget)
-    found, *strange = (-scores.log_probs.mean(dim=1)).tolist()
-    chance, relabelled = math.log(vocab_size), sum(strange) / len(strange)
+    found, *others = (-scores.log_probs.mean(dim=1)).tolist()
+    chance, relabelled = math.log(vocab_size), sum(others) / len(others)
     if found <= max(chance + SUSPICIOUS_NATS, (chance + relabelled) / 2):
         return None
     return (
-        f"the policy finds its first prompt about as unlikely as random tokens ({found:.1f} nats a "
-        f"token, with ids exchanged at random {relabelled:.1f}, chance {chance:.1f}): is the "
-        "tokenizer the model's own?"
+        f"the policy finds its first prompt about as unlikely as random tokens ({found:.1f} nats "
+        f"per token, with random ids {relabelled:.1f}, chance {chance:.1f}): check that "
+        "model.path or model.tokenizer_path has the tokenizer that the model was trained with"
     )
 
 
 def _with_relabelled(ids: Tensor, vocab_size: int) -> Tensor:
-    """Put a prompt `[L]` above the same under random bijections of the vocabulary."""
+    """Stack a prompt `[L]` on copies under random permutations of the vocabulary."""
     draws = torch.Generator().manual_seed(0)
-    strange = [torch.randperm(vocab_size, generator=draws)[ids] for _ in range(NUM_RELABELLED)]
-    return torch.stack([ids, *strange])
+    random_ids = [torch.randperm(vocab_size, generator=draws)[ids] for _ in range(NUM_RELABELLED)]
+    return torch.stack([ids, *random_ids])

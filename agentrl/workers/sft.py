@@ -1,4 +1,4 @@
-"""A short supervised training on conversations, with the masks that a rollout would make."""
+"""A short supervised training on conversations, with the loss masks of a rollout."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ MAX_MICRO_BATCH_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class SftStep:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     step: int
     """From 1."""
@@ -47,7 +47,7 @@ class SftStep:
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """What a supervised training did."""
+    """The result of a supervised training."""
 
     num_conversations: int
     num_dropped: int
@@ -72,18 +72,18 @@ def run_sft(
     Args:
         config: Model, data, length, optimizer.
         world: The ranks; each takes its share of every batch.
-        tools: What conversations without `tools` of their own are shown.
-        model: Settings of the run that the model is warmed up for; its `path` is not read.
+        tools: The tools of conversations without `tools` of their own.
+        model: Model settings of the run that follows; its `path` is not read.
         template_kwargs: The run's `data.apply_chat_template_kwargs`.
-        now: The date for templates that write one.
-        on_step: Told of every step, on every rank.
+        now: The date for templates that use it.
+        on_step: Called after every step, on every rank.
 
     Raises:
         ConfigError: for a model that cannot be used.
         TemplateError: for a chat template that cannot be used.
         DataError: for a file without a usable conversation, and for a conversation that calls a
-            tool that it is not shown.
-        CheckpointError: where the result cannot be written.
+            tool that it does not have.
+        CheckpointError: if the result cannot be written.
     """
     model = (model or ModelConfig(path="")).model_copy(update={"path": config.model_path})
     tokenizer = load_tokenizer(model)
@@ -125,7 +125,7 @@ def _loss_on(policy: PolicyModel, demonstrations: Sequence[Demonstration]) -> fl
 def _micro_batch_losses(
     policy: PolicyModel, rows: PaddedRows, weights: Tensor, total: float
 ) -> Iterator[Tensor]:
-    """Compute this rank's share of the weighted mean loss, one micro-batch after the other."""
+    """Compute this rank's share of the weighted mean loss, by micro-batch."""
     world, params = policy.world, ScoringParams(temperature=1.0)
     for packed in split_micro_batches(rows, range(len(weights)), MAX_MICRO_BATCH_TOKENS, world):
         scores = policy(packed, params)

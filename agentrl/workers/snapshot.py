@@ -1,4 +1,4 @@
-"""An actor -> what a checkpoint holds of it, and back. Every function is a collective."""
+"""Save an actor to a checkpoint or a Hugging Face folder, and restore it. Collectives."""
 
 import json
 import os
@@ -32,18 +32,18 @@ from agentrl.workers.weight_sync import iter_full_weights
 T = TypeVar("T")
 
 ABOUT = "agentrl.json"
-"""Name of the file that says from which step of a run an exported model is."""
+"""Name of the file with the run and the step of an exported model."""
 
 _MODEL_FILES = [
     "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*",
 ]  # fmt: skip
-"""What a loader reads of a model's folder: none of it may be another model's."""
+"""Files of a model: an export replaces all of them."""
 
 
 def identify(policy: PolicyModel) -> ModelIdentity:
-    """Say which model this is."""
+    """Return the identity of a policy's model."""
     shapes = {name: list(weight.shape) for name, weight in policy.named_weights()}
     return ModelIdentity(type(policy.lm).__name__, shapes)
 
@@ -56,17 +56,17 @@ def save_run(
     keep: int | None = None,
     best: int | None = None,
 ) -> Path:
-    """Write a checkpoint of the run; the main rank writes, all wait until it stands.
+    """Write a checkpoint of the run on the main rank; all ranks wait until it is complete.
 
     Args:
         root: The folder of the run's checkpoints.
         actor: Weights and moments.
-        state: The trainer's part; the actor's counters and the random streams are added.
-        keep: Complete checkpoints to keep.
-        best: A step whose checkpoint is kept besides those.
+        state: The trainer's state; the actor's counters and the random state are added.
+        keep: Number of checkpoints to keep.
+        best: A step; its checkpoint is kept in addition.
 
     Raises:
-        CheckpointError: on every rank, where it cannot be written.
+        CheckpointError: on every rank, if it cannot be written.
     """
     world = actor.world
     streams = world.gather(capture_random_state())
@@ -82,12 +82,12 @@ def save_run(
 
 
 def load_run(path: Path, actor: Actor) -> RunState:
-    """Put an actor and this rank's random streams to where a checkpoint was written.
+    """Restore an actor and this rank's random state from a checkpoint.
 
     Raises:
-        CheckpointError: where it is incomplete, damaged, of another model or another optimizer;
-            nothing has changed then.
-        RankError: where another rank could not read it.
+        CheckpointError: if it is incomplete, damaged, of another model or another optimizer; then
+            nothing is changed.
+        RankError: if another rank could not read it.
     """
     with actor.world.raise_on_all_ranks():
         snapshot = load_checkpoint(path, identify(actor.policy))
@@ -103,7 +103,7 @@ def load_run(path: Path, actor: Actor) -> RunState:
 
 @torch.no_grad()
 def load_weights(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> None:
-    """Copy whole weights into the policy's own memory, each rank its shard."""
+    """Copy whole weights into the policy's own memory; each rank copies its shard."""
     for name, weight in policy.named_weights():
         whole = weights[name].to(weight.device)
         if isinstance(weight, DTensor):
@@ -120,12 +120,12 @@ def export_hf(
     *,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a plain Hugging Face folder that any other program loads, whole or not at all.
+    """Write a Hugging Face folder that other programs can load, atomically.
 
-    A model that is there already gives way as a whole; what else lies in the folder stays.
+    All files of a model in the folder are replaced; its other files stay.
 
     Raises:
-        CheckpointError: on every rank, where it cannot be written.
+        CheckpointError: on every rank, if it cannot be written.
     """
     weights = {
         name: tensor.detach().to("cpu", copy=True) for name, tensor in iter_full_weights(policy)
@@ -145,7 +145,7 @@ def _write_model(
             with _plain_attention(policy.config):
                 policy.lm.save_pretrained(aside, state_dict=weights, safe_serialization=True)
             tokenizer.save_pretrained(aside)
-            _take_along(folder, aside)
+            _link_other_files(folder, aside)
             if about is not None:
                 text = json.dumps(about, indent=2) + "\n"
                 (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
@@ -157,7 +157,7 @@ def _write_model(
 
 @contextmanager
 def _plain_attention(config: PretrainedConfig) -> Iterator[None]:
-    """Let no other program read the name of our own attention."""
+    """Hide the name of agentrl's attention, which other programs do not have."""
     implementation = config._attn_implementation
     try:
         config._attn_implementation = "sdpa"
@@ -166,16 +166,16 @@ def _plain_attention(config: PretrainedConfig) -> Iterator[None]:
         config._attn_implementation = implementation
 
 
-def _take_along(old: Path, new: Path) -> None:
-    """Link what lies beside an earlier model into the folder that replaces it."""
+def _link_other_files(old: Path, new: Path) -> None:
+    """Link the other files of a folder into the folder that replaces it."""
 
-    def of_a_model(folder: str, names: list[str]) -> list[str]:
+    def model_files(folder: str, names: list[str]) -> list[str]:
         patterns = _MODEL_FILES if Path(folder) == old else []
         return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
     if old.is_dir():
         shutil.copytree(
-            old, new, ignore=of_a_model, copy_function=_link, symlinks=True, dirs_exist_ok=True
+            old, new, ignore=model_files, copy_function=_link, symlinks=True, dirs_exist_ok=True
         )
 
 
@@ -187,7 +187,7 @@ def _link(source: str, target: str) -> None:
 
 
 def on_main(world: World, act: Callable[[], T]) -> T:
-    """Do on the main rank what one rank should do; every rank gets, or raises, what came of it."""
+    """Call a function on the main rank; return its result, or raise its error, on every rank."""
     result: T | None = None
     failure: Exception | None = None
     if world.is_main:

@@ -1,4 +1,4 @@
-"""The tokenizer of a policy, and whether the two belong together."""
+"""The tokenizer of a policy, and checks that it fits the model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,52 +15,45 @@ from agentrl.errors import ConfigError
 
 _EXPECTED = "the tokenizer that the model was trained with"
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.py")
-"""Patterns of files that tokenizers are loaded from; code of a model's own brings its own."""
+"""Patterns of the files of tokenizers, including a model's own code."""
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model, or the one of `tokenizer_path`.
+    """Load the tokenizer of `tokenizer_path`, by default that in the model's folder.
 
     A tokenizer without a padding token pads with its end of sequence.
 
     Raises:
-        ConfigError: where there is none, or another than `tokenizer_path` lies beside the model.
+        ConfigError: if there is none, or it differs from the tokenizer in the model's folder.
     """
     path = config.tokenizer_path or config.path
-    _refuse_folder_without_tokenizer(config, Path(path))
+    key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
+    files = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
+    if Path(path).is_dir() and not files:
+        # transformers would create an empty tokenizer.
+        raise ConfigError(
+            f"{path} has no tokenizer",
+            key=key,
+            expected="tokenizer.json in it, or model.tokenizer_path",
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no tokenizer can be loaded from {path!r}: {error}",
-            key="model.tokenizer_path" if config.tokenizer_path else "model.path",
+            key=key,
             expected="a Hugging Face folder with tokenizer.json, or a hub name",
         ) from error
     if config.tokenizer_path is not None:
-        _check_beside_model(tokenizer, config)
+        _check_against_model(tokenizer, config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _refuse_folder_without_tokenizer(config: ModelConfig, folder: Path) -> None:
-    """Refuse a folder without files of a tokenizer: transformers makes up an empty one there.
-
-    Raises:
-        ConfigError: naming the folder.
-    """
-    files = [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)]
-    if folder.is_dir() and not files:
-        raise ConfigError(
-            f"{folder} has no tokenizer",
-            key="model.tokenizer_path" if config.tokenizer_path else "model.path",
-            expected="tokenizer.json in it, or model.tokenizer_path",
-        )
-
-
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Refuse a tokenizer that can write ids which the model has no embedding for.
+    """Refuse a tokenizer with ids for which the model has no embedding.
 
     Raises:
         ConfigError: with both sizes.
@@ -68,8 +61,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= config.vocab_size:
         raise ConfigError(
-            f"the tokenizer writes ids up to {highest}, the model has {config.vocab_size} "
-            "embeddings",
+            f"the tokenizer has ids up to {highest}, the model has {config.vocab_size} embeddings",
             key="model.tokenizer_path",
             expected=_EXPECTED,
         )
@@ -78,15 +70,15 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 def find_disagreements(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: str
 ) -> Iterator[str]:
-    """Say where a model's own special tokens are not the tokenizer's.
+    """Find differences between a model's special tokens and the tokenizer's.
 
-    A turn ends at the end that the chat template writes, at the tokenizer's end of sequence, and at
-    the model's own ends (`find_model_stops`). A model with other ends than these was trained with
-    another tokenizer.
+    A turn ends at the end of turn of the chat template, at the tokenizer's end of sequence, and at
+    the model's own ends (`find_model_stops`). A model with other ends was trained with another
+    tokenizer.
 
     Args:
-        tokenizer: Of the run.
-        config: Of the model.
+        tokenizer: The run's tokenizer.
+        config: The model's configuration.
         path: The model's folder, for its `generation_config.json`.
     """
     named = {name: _ids(config, name) for name in _SPECIAL_IDS}
@@ -110,8 +102,8 @@ def find_disagreements(
 def find_model_stops(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
     """Find the tokens at which the model's `generation_config.json` ends a generation.
 
-    An id that is no control token of the run's tokenizer is left out: it is another tokenizer's,
-    and would end a turn at an ordinary word. `find_disagreements` reports it.
+    An id that is not a control token of the run's tokenizer is ignored: it belongs to another
+    tokenizer, and would end a turn at an ordinary word. `find_disagreements` reports it.
 
     Args:
         tokenizer: The run's tokenizer.
@@ -124,8 +116,8 @@ def find_model_stops(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int
     return tuple(sorted(_ids(generation, "eos_token_id") & control))
 
 
-def _check_beside_model(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    """Hold a tokenizer against the one in the model's own folder, where there is one.
+def _check_against_model(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    """Check a tokenizer against the one in the model's folder, if there is one.
 
     Control tokens may have other names, and there may be more of them; a plain token may not.
     """
@@ -134,14 +126,13 @@ def _check_beside_model(tokenizer: PreTrainedTokenizerBase, config: ModelConfig)
     own = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     ours, theirs = tokenizer.get_vocab(), own.get_vocab()
     by_id = {number: token for token, number in ours.items()}
-    plain = {number: token for token, number in theirs.items()}
-    for number in own.added_tokens_decoder:
-        plain.pop(number, None)
+    control = own.added_tokens_decoder
+    plain = {number: token for token, number in theirs.items() if number not in control}
     for number in sorted(plain):
         if by_id.get(number) != plain[number]:
             raise ConfigError(
                 f"id {number} is {by_id.get(number)!r} to the tokenizer of {config.tokenizer_path}"
-                f" and {plain[number]!r} to the one beside the model",
+                f" and {plain[number]!r} to the one in the model's folder",
                 key="model.tokenizer_path",
                 expected=_EXPECTED,
             )

@@ -1,4 +1,4 @@
-"""New weights -> the engine."""
+"""Synchronization of the trainer's weights to the engine."""
 
 import time
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncResult:
-    """What one sync cost this rank."""
+    """The cost of one sync on this rank."""
 
     seconds: float
     num_bytes: int
-    """Written or sent; 0 where the engine computes on the policy's own tensors."""
+    """Bytes written or sent; 0 if the engine computes on the policy's own tensors."""
     num_buckets: int
     num_attempts: int
 
@@ -29,15 +29,15 @@ class SyncResult:
 def iter_full_weights(
     policy: PolicyModel, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Give each weight whole, once, under its Hugging Face name.
+    """Iterate over the whole weights by Hugging Face name, each once.
 
-    On one rank these are the trainer's own tensors and nothing is copied; on several each is
-    gathered as it is asked for, so that one whole weight exists at a time. A collective: every
-    rank must exhaust it.
+    On one rank these are the trainer's own tensors, without a copy. On several ranks each is
+    gathered on demand, so that one whole weight exists at a time. A collective: every rank must
+    exhaust the iterator.
 
     Args:
-        policy: Whose weights.
-        dtype: What they are given in, converted before they are gathered; None: as they are.
+        policy: The policy.
+        dtype: The weights are converted to this dtype before they are gathered; None: unchanged.
     """
     for name, weight in policy.named_weights():
         yield name, full_tensor(weight.detach().to(dtype or weight.dtype))
@@ -46,20 +46,20 @@ def iter_full_weights(
 async def sync_weights(
     policy: PolicyModel, engine: "Engine", *, version: int, max_attempts: int = 1
 ) -> SyncResult:
-    """Bring the engine to the policy's weights; its caches of older ones are dropped.
+    """Update the engine to the policy's weights; the engine drops its caches of older weights.
 
-    An attempt that fails on one rank has failed on all, and is made again whole. A collective:
-    nobody goes on before every rank's engine has the weights.
+    An attempt that fails on one rank has failed on all ranks, and is repeated as a whole. A
+    collective: all ranks wait until every rank's engine has the weights.
 
     Args:
         policy: The new weights.
-        engine: This rank's engine, or the one of all ranks.
-        version: The policy version that these weights are.
-        max_attempts: How often it is tried.
+        engine: This rank's engine, or the one that all ranks share.
+        version: The policy version of these weights.
+        max_attempts: Maximum number of attempts.
 
     Raises:
-        EngineError: where the last attempt fails; or whatever else this rank's engine raised.
-        RankError: where that of another rank did.
+        EngineError: if the last attempt fails; or the error that this rank's engine raised.
+        RankError: if another rank's engine raised an error.
     """
     begun = time.monotonic()
     for attempt in range(1, max_attempts + 1):
@@ -68,9 +68,11 @@ async def sync_weights(
                 figures = await _try_sync(policy, engine, version)
             if engine.is_shared:
                 with policy.world.raise_on_all_ranks():
-                    await _follow(policy, engine, version)
+                    # Ranks that sent no weights also learn which servers have them.
+                    if isinstance(engine, FollowsUpdates) and not policy.world.is_main:
+                        await engine.follow_update(version=version)
         except Exception as error:
-            # Only what all ranks know of is met by all of them with another attempt.
+            # A retry needs all ranks, so it follows only errors that all ranks raised.
             if attempt == max_attempts or error is not policy.world.status.shared_error:
                 raise
         else:
@@ -84,19 +86,13 @@ async def sync_weights(
 
 
 async def _try_sync(policy: PolicyModel, engine: "Engine", version: int) -> SyncFigures:
-    # What the layers compute in is what the engine is to sample with, and all that need be sent.
+    # The engine samples in the dtype of the layers.
     weights = iter_full_weights(policy, dtype=policy.compute_dtype)
     try:
         if engine.is_shared and not policy.world.is_main:
             return SyncFigures()
         return await engine.update_weights(weights, version=version)
     finally:
-        # The others wait in the gathering of what this engine did not read.
+        # Exhaust the iterator: the other ranks wait in collectives for the rest of the weights.
         for _ in weights:
             pass
-
-
-async def _follow(policy: PolicyModel, engine: "Engine", version: int) -> None:
-    """Have an engine that did not send hear who has the weights."""
-    if isinstance(engine, FollowsUpdates) and not policy.world.is_main:
-        await engine.follow_update(version=version)

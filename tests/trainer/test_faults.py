@@ -251,7 +251,7 @@ def test_tokenizer_with_more_tokens_than_the_model_is_told_before_the_model_load
     tokenizer.add_tokens([f"<extra_{number}>" for number in range(9)])
     tokenizer.save_pretrained(tmp_path / "larger")
     told = train(model__tokenizer_path=str(tmp_path / "larger"))
-    assert_refused(told, "the tokenizer writes ids up to 408, the model has 400 embeddings")
+    assert_refused(told, "the tokenizer has ids up to 408, the model has 400 embeddings")
     assert "Qwen2ForCausalLM" not in told.out
 
 
@@ -270,7 +270,7 @@ def test_tokenizer_of_another_family_beside_the_models_own_is_refused(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(content))
     told = train(model__tokenizer_path=str(other))
-    assert_refused(told, "is 'b' to the tokenizer of", "and 'a' to the one beside the model")
+    assert_refused(told, "is 'b' to the tokenizer of", "and 'a' to the one in the model's folder")
 
 
 def test_special_tokens_of_another_tokenizer_are_told(

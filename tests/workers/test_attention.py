@@ -69,7 +69,7 @@ def test_gradient_checkpointing_changes_nothing(world: World):
 def test_model_that_hands_no_plan_down_is_refused(world: World):
     model = tiny_model()
     model.set_attn_implementation(PACKED_ATTENTION)
-    with pytest.raises(ConfigError, match="no attention plan"):
+    with pytest.raises(ConfigError, match="does not pass the attention plan"):
         model(input_ids=torch.tensor([[1, 2]]))
 
 

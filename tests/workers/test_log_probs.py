@@ -220,7 +220,7 @@ def test_unknown_treatment_of_logits_is_refused(world: World):
         output.logits = output.logits * 3
         return output
 
-    with pytest.raises(ConfigError, match="does something to its logits"):
+    with pytest.raises(ConfigError, match="transforms its logits"):
         probe_head(model)
 
 

@@ -86,7 +86,7 @@ def test_auto_dtype_is_by_device():
 def test_asking_for_a_device_that_is_not_there_is_told():
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
-    with pytest.raises(ConfigError, match="sees no such device"):
+    with pytest.raises(ConfigError, match="finds no CUDA device"):
         resolve_device("cuda")
 
 

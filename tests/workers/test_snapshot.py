@@ -30,7 +30,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(snapshot, "_take_along", full)
+    monkeypatch.setattr(snapshot, "_link_other_files", full)
 
 
 def test_export_that_fails_leaves_no_folder(

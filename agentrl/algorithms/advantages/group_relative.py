@@ -62,7 +62,7 @@ def compute_grpo_outcome_advantage(
 
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         index: `[B]`, the group of each row.
         epsilon: Added to the standard deviation.
         norm_adv_by_std_in_grpo: Whether to divide by the standard deviation.
@@ -143,8 +143,8 @@ def compute_gpg_outcome_advantage(
 ) -> AdvantagesAndReturns:
     """Center each score in its group, and scale up by the share of rows with a score of 0 (GPG).
 
-    A = alpha (score - mean) / f_norm with alpha = rows / rows whose score is not 0, over the rows
-    of the whole batch that count. Other arguments and returns are those of `grpo`; `epsilon` is
+    A = alpha (score - mean) / f_norm with alpha = rows / rows with a score other than 0, over the
+    counted rows of the whole batch. Other arguments and returns are those of `grpo`; `epsilon` is
     not read.
 
     Source: Chu et al. 2025 (arXiv 2504.02546), section 2.2, with the alpha of verl 0.9.1. The

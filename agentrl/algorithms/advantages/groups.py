@@ -127,7 +127,7 @@ class GroupScores:
         return self.groups.std(self.scores)[self.groups.rows]
 
     def is_silent(self) -> torch.Tensor:
-        """Return `[B]` bool: rows that do not count, or whose group's scores are all equal.
+        """Return `[B]` bool: rows that do not count, or all of their group scored the same.
 
         These rows train nothing (invariant: equal rewards train nothing).
         """

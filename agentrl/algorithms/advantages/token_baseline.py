@@ -30,7 +30,7 @@ def compute_optimal_token_baseline_advantage(
     A[t] = G[t] - B[t], with B[t] = sum of W[t] * G[t] / (sum of W[t] + epsilon) over the group,
     t counting trained tokens; G[t] is the sum of the rewards from t on, and W[t] the sum up to t of
     w = 1 - 2 pi + sum of pi^2 over the vocabulary, the squared norm of the gradient with respect to
-    the logits. A group whose scores are all equal, or in which one row counts, gives exactly 0.
+    the logits. A group of equal scores, or in which one row counts, gives exactly 0.
 
     The nine parameters are verl's signature.
 
@@ -38,7 +38,7 @@ def compute_optimal_token_baseline_advantage(
 
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         index: `[B]`, the group of each row.
         old_log_probs: `[B, T]`, of the sampled tokens.
         sum_pi_squared: `[B, T]`, sum of the squared probabilities of the vocabulary.
@@ -74,7 +74,7 @@ class TokenBaseline:
     returns: torch.Tensor
     """`[B, N]` float64: return-to-go."""
     norms: torch.Tensor
-    """`[B, N]` float64: squared gradient norm; 0 where there is no token."""
+    """`[B, N]` float64: squared gradient norm; 0 without a token."""
     present: torch.Tensor
     """`[B, N]` bool: true at trained tokens."""
     groups: Groups
@@ -82,7 +82,7 @@ class TokenBaseline:
     def advantages(self, epsilon: float, *, handle_zero_tail: bool) -> torch.Tensor:
         """Return `[B, N]`: returns minus the group's weighted mean at each position.
 
-        0 where there is no token. The only row of a group has no mean, and keeps its returns.
+        0 without a token. The only row of a group has no mean, and keeps its returns.
         """
         weights = torch.where(self.present, self.norms.cumsum(dim=-1), 0.0)
         means = self._sum(weights * self.returns) / (self._sum(weights) + epsilon)

@@ -29,7 +29,7 @@ def compute_gae_advantage_return(
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
         values: `[B, T]`, the critic's value of the state before each token.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         gamma: Discount per trained token.
         lam: From 0 (one step, trusts the critic) to 1 (the whole return).
 
@@ -75,7 +75,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         config: Its `gamma` is the discount per trained token.
 
     Returns:
@@ -101,7 +101,7 @@ def compute_remax_outcome_advantage(
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
         reward_baselines: `[B]`, the score of the greedy rollout of each row's prompt.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
 
     Returns:
         Advantages and returns, `[B, T]`; 0 at masked positions.

@@ -89,7 +89,7 @@ class TrainedTurns:
 
 
 def _find_starts(tokens: TrainedTokenIndex, turn_ids: torch.Tensor) -> torch.Tensor:
-    """Return `[U]`: trained tokens whose turn or row is not that of the one before."""
+    """Return `[U]`: trained tokens with another turn or row than the one before."""
     ids = tokens.take(turn_ids)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[1:] = ids[1:] != ids[:-1]
@@ -138,7 +138,7 @@ def compute_turn_gae_advantage(
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
         values: `[B, T]`, the critic's value of the state before each token.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         turn_ids: `[B, T]` int64, the turn of each token.
         gamma: Discount per turn.
         lam: From 0 (one turn, trusts the critic) to 1 (the whole return).
@@ -184,7 +184,7 @@ def compute_turn_rloo_advantage(
 
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         turn_ids: `[B, T]` int64, the turn of each token.
         index: `[B]`, the group of each row.
         gamma: Discount per turn.
@@ -239,7 +239,7 @@ def compute_gigpo_outcome_advantage(
 
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         turn_ids: `[B, T]` int64, the turn of each token.
         state_ids: `[B, T]` int64, the same number on turns that began in the same state; negative
             if the state is not known.
@@ -282,7 +282,7 @@ def compute_step_reinforce_advantage(
     A[k] = (G[k] - mean) / (std + epsilon), with G[k] = r[k] + gamma * G[k + 1]; mean and standard
     deviation are over every turn of every sample of the prompt. All turns have one baseline, so
     no assumption is made about which turns compare; a sample with many turns has more weight in it.
-    A group whose returns-to-go are all equal gives exactly 0. With gamma below 1, or rewards on
+    A group with equal returns-to-go gives exactly 0. With gamma below 1, or rewards on
     earlier turns, the turns of samples with equal scores differ.
 
     Source: `step_reinforce` of ROLL (arXiv 2506.06122), its agentic pipeline, with the rewards
@@ -290,7 +290,7 @@ def compute_step_reinforce_advantage(
 
     Args:
         token_level_rewards: `[B, T]`; only rewards on trained tokens count.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         turn_ids: `[B, T]` int64, the turn of each token.
         index: `[B]`, the group of each row.
         gamma: Discount per turn.

@@ -1,4 +1,11 @@
-"""Tokens that are weighed together. Shapes: B sequences, T positions, S spans."""
+"""Importance weights and rejection of what the engine sampled.
+
+The engine and the trainer compute the same policy with other kernels, in other precision, or with
+older weights. Then the batch is not a sample of the policy in training. A weight is the ratio of
+the trainer's probability to the engine's, of a token, a turn or a whole sequence.
+
+Shapes: B sequences, T response positions, S spans (tokens, turns or sequences).
+"""
 
 import math
 from dataclasses import dataclass
@@ -23,13 +30,13 @@ from agentrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Tokens, turns or sequences: which one each token is of. Masked tokens are of none."""
+    """The span (token, turn or sequence) of each token. Masked tokens have none."""
 
     level: Level
     mask: Tensor
     """`[B, T]` bool."""
     of_token: Tensor | None
-    """`[B, T]` int64: the number of each token's turn; None where a span is a token or a row."""
+    """`[B, T]` int64: the number of each token's turn; None if a span is a token or a row."""
     num: int
     """S; some may have no token."""
 
@@ -38,8 +45,8 @@ class Spans:
         """Number the spans.
 
         Args:
-            level: What a span is.
-            mask: `[B, T]`, nonzero where a token is trained.
+            level: The kind of span.
+            mask: `[B, T]`, nonzero at trained tokens.
             turn_ids: `[B, T]`, the turn of each token in its sequence, for `turn`.
 
         Raises:
@@ -49,22 +56,22 @@ class Spans:
         if level != "turn":
             return cls(level, inside, None, len(mask) if level == "sequence" else mask.numel())
         if turn_ids is None:
-            raise ConfigError("turns are weighed, and the batch has no turn_ids")
+            raise ConfigError("correction by turn needs turn_ids, and the batch has none")
         turns = torch.where(inside, turn_ids, 0)
-        most = int(turns.max()) + 1 if turns.numel() else 1
+        width = int(turns.max()) + 1 if turns.numel() else 1
         row = torch.arange(len(mask), device=mask.device)[:, None]
-        return cls(level, inside, row * most + turns, len(mask) * most)
+        return cls(level, inside, row * width + turns, len(mask) * width)
 
     def count(self) -> Tensor:
-        """`[S]` float64: tokens of each span."""
+        """Return `[S]` float64: the number of tokens of each span."""
         return self.sum(self.mask)
 
-    def is_there(self) -> Tensor:
-        """`[S]` bool: whether a span has a token."""
+    def has_tokens(self) -> Tensor:
+        """Return `[S]` bool: whether a span has a token."""
         return self.count() > 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """`[S]` float64: sum of `values` `[B, T]` over each span."""
+        """Return `[S]` float64: the sum of `values` `[B, T]` over each span."""
         exact = torch.where(self.mask, values, 0).double()
         if self.of_token is not None:
             zeros = exact.new_zeros(self.num)
@@ -72,22 +79,22 @@ class Spans:
         return exact.sum(dim=-1) if self.level == "sequence" else exact.reshape(-1)
 
     def mean(self, values: Tensor) -> Tensor:
-        """`[S]` float64: mean of `values` over each span; 0 where there is no token."""
+        """Return `[S]` float64: the mean of `values` over each span; 0 for an empty span."""
         return self.sum(values) / self.count().clamp(min=1)
 
     def max(self, values: Tensor) -> Tensor:
-        """`[S]` float64: largest of `values` in each span; 0 where there is no token."""
+        """Return `[S]` float64: the largest of `values` in each span; 0 for an empty span."""
         exact = torch.where(self.mask, values.double(), -torch.inf)
         if self.of_token is not None:
             lowest = exact.new_full((self.num,), -torch.inf)
-            places, flat = self.of_token.reshape(-1), exact.reshape(-1)
-            found = lowest.scatter_reduce(0, places, flat, reduce="amax")
+            index, flat = self.of_token.reshape(-1), exact.reshape(-1)
+            found = lowest.scatter_reduce(0, index, flat, reduce="amax")
         else:
             found = exact.amax(dim=-1) if self.level == "sequence" else exact.reshape(-1)
         return torch.where(found == -torch.inf, 0.0, found)
 
     def reduce(self, values: Tensor, statistic: Statistic) -> Tensor:
-        """`[S]` float64: a statistic of `values` over each span."""
+        """Return `[S]` float64: a statistic of `values` over each span."""
         match statistic:
             case "mean":
                 return self.mean(values)
@@ -97,31 +104,31 @@ class Spans:
                 return self.sum(values)
 
     def on_tokens(self, values: Tensor) -> Tensor:
-        """`[B, T]`: what `values` `[S]` says of each token's span; 0 where masked."""
+        """Return `[B, T]`: the value `[S]` of each token's span; 0 at masked positions."""
         if self.of_token is not None:
-            laid = values[self.of_token]
+            spread = values[self.of_token]
         else:
-            laid = values[:, None] if self.level == "sequence" else values.view(self.mask.shape)
-        return torch.where(self.mask, laid, torch.zeros_like(laid))
+            spread = values[:, None] if self.level == "sequence" else values.view(self.mask.shape)
+        return torch.where(self.mask, spread, torch.zeros_like(spread))
 
 
 _NO_WEIGHT = 1e-8
-"""A mean of weights of at most this is none: nothing is divided by it."""
+"""Weights are not divided by a mean of at most this."""
 
 
 class RolloutWeights(NamedTuple):
-    """Weights, and what they were made from."""
+    """Weights and their intermediate values."""
 
     weights: Tensor
-    """`[B, T]` float32, 0 where masked."""
+    """`[B, T]` float32, 0 at masked positions."""
     raw: Tensor
-    """`[S]` float64: ratios, neither bounded nor normalised."""
+    """`[S]` float64: ratios, not bounded and not normalized."""
     applied: Tensor
-    """`[S]` float64: bounded, not normalised."""
+    """`[S]` float64: bounded, not normalized."""
     spans: Spans
     bounds: Bounds
     factor: float
-    """What the weights were divided by; 1 without normalisation."""
+    """The divisor of the weights; 1 without normalization."""
 
 
 def weigh_rollout(
@@ -130,7 +137,7 @@ def weigh_rollout(
     config: RolloutCorrectionConfig,
     turn_ids: Tensor | None = None,
 ) -> RolloutWeights:
-    """Weigh tokens by how much likelier the trainer finds them than the engine that sampled them.
+    """Weight tokens by the ratio of their probability in the trainer to that in the engine.
 
     The ratio of a turn or a sequence is the product of its tokens' ratios. With one bound, ratios
     above it become the bound (`truncate`) or 0 (`mask`); with two, those outside become 0. With
@@ -144,12 +151,12 @@ def weigh_rollout(
 
     Args:
         log_ratio: `[B, T]`, `old_log_probs - rollout_log_probs`.
-        response_mask: `[B, T]`, nonzero where a token is trained.
-        config: With `rollout_is`; a preset is read.
+        response_mask: `[B, T]`, nonzero at trained tokens.
+        config: Its `rollout_is` settings; a preset is applied.
         turn_ids: `[B, T]`, for `rollout_is: turn`.
 
     Raises:
-        ConfigError: for a threshold that is none, and turns without `turn_ids`.
+        ConfigError: for an invalid threshold, and for turns without `turn_ids`.
     """
     own = config.effective
     bounds = parse_is_threshold(own.rollout_is_threshold)
@@ -162,7 +169,7 @@ def weigh_rollout(
 
 
 def _bounded(raw: Tensor, bounds: Bounds, *, is_masked: bool) -> Tensor:
-    """Bound ratios; NaN, which is beyond no bound, stays and is reported by the update."""
+    """Bound ratios. NaN is outside no bound: it stays, and the update reports it."""
     if bounds.lower is not None:
         return torch.where((raw < bounds.lower) | (raw > bounds.upper), 0.0, raw)
     if is_masked:
@@ -171,26 +178,26 @@ def _bounded(raw: Tensor, bounds: Bounds, *, is_masked: bool) -> Tensor:
 
 
 def _mean_weight(applied: Tensor, spans: Spans) -> float:
-    there = spans.is_there()
+    there = spans.has_tokens()
     mean = float(torch.where(there, applied, 0.0).sum() / there.sum().clamp(min=1))
     return mean if mean > _NO_WEIGHT else 1.0
 
 
 class AppliedTest(NamedTuple):
-    """What one test of rejection found."""
+    """The result of one test of rejection."""
 
     rejection: Rejection
     spans: Spans
     values: Tensor
-    """`[S]` float64: the statistic that is held against the bounds."""
+    """`[S]` float64: the statistic that is compared with the bounds."""
     bounds: Bounds
-    """Of the statistic; for k1 the logs of those that were given."""
+    """Bounds of the statistic; for k1 the logs of the configured bounds."""
     passed: Tensor
     """`[B, T]` bool."""
 
 
 class Rejected(NamedTuple):
-    """What all tests found together."""
+    """The result of all tests together."""
 
     kept: Tensor
     """`[B, T]` bool: trained tokens that passed every test."""
@@ -203,31 +210,30 @@ def reject_rollout(
     config: RolloutCorrectionConfig,
     turn_ids: Tensor | None = None,
 ) -> Rejected:
-    """Reject tokens, turns or sequences whose ratio to the engine strays beyond a threshold.
+    """Reject tokens, turns or sequences whose ratio to the engine is outside a threshold.
 
     ====================== ================================================================
     test                   rejects, with d = `rollout_log_probs - old_log_probs`
     ====================== ================================================================
     `token_<k>`            each token by its own estimate
     `turn_<s>_<k>`         turns, by sum, mean or max of their tokens' estimates
-    `seq_<s>_<k>`          sequences, by the same of theirs
+    `seq_<s>_<k>`          sequences, by sum, mean or max of their tokens' estimates
     ====================== ================================================================
 
     k1 = d, between the logs of two bounds; k2 = d^2 / 2 and k3 = exp(-d) + d - 1, up to one bound.
-    (`seq_max_k1` has an upper bound alone: it rejects a sequence for one token that the trainer
-    finds far less likely than the engine.) What is NaN is kept: the update reports it, and takes no
-    step.
+    (`seq_max_k1` has an upper bound only: it rejects a sequence for one token that is far less
+    likely in the trainer than in the engine.) NaN is kept: the update reports it and skips a step.
 
-    Source: Liu et al. 2025, "When speed kills stability"; names are verl's, those of turns ours.
+    Source: Liu et al. 2025, "When speed kills stability"; names are verl's.
 
     Args:
         log_ratio: `[B, T]`, `old_log_probs - rollout_log_probs`.
-        response_mask: `[B, T]`, nonzero where a token is trained.
-        config: With `rollout_rs` and `rollout_rs_threshold`; a preset is read.
+        response_mask: `[B, T]`, nonzero at trained tokens.
+        config: Its `rollout_rs` and `rollout_rs_threshold`; a preset is applied.
         turn_ids: `[B, T]`, for tests of turns.
 
     Raises:
-        ConfigError: for a test or threshold that is none, and turns without `turn_ids`.
+        ConfigError: for an invalid test or threshold, and for turns without `turn_ids`.
     """
     own = config.effective
     mask = response_mask.bool()
@@ -250,7 +256,7 @@ def _test(
     if rejection.estimate == "k1":
         lower = None if bounds.lower is None else math.log(bounds.lower)
         bounds = Bounds(lower, math.log(bounds.upper))
-    # What is no number passes: rejected, a broken log-probability would never be reported.
+    # NaN passes: if it were rejected, a wrong log-probability would not be reported.
     fails = values > bounds.upper
     if bounds.lower is not None:
         fails = fails | (values < bounds.lower)

@@ -1,8 +1,8 @@
-"""How far the trainer's policy is from the one that sampled, and what was done about it.
+"""Metrics of the distance between the trainer's policy and the engine's, and of its correction.
 
 Names are verl's, without their prefix `rollout_corr/`. Shapes: B sequences, T positions, S spans.
-Sequences in which nothing is trained count nowhere; over nothing there are no metrics. Every
-function sees the whole batch, of all ranks.
+Sequences without a trained token are not counted; a batch without trained tokens has no metrics.
+Every function gets the whole batch of all ranks.
 """
 
 import torch
@@ -17,16 +17,16 @@ Metrics = dict[str, float]
 def compute_offpolicy_metrics(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> Metrics:
-    """Measure the distance of the two policies, whether or not anything is corrected.
+    """Measure the distance of the two policies, with or without a correction.
 
-    With r the trainer's probability over the sampler's: `kl` and `k3_kl` estimate KL(sampler,
+    With r the trainer's probability over the engine's: `kl` and `k3_kl` estimate KL(engine,
     trainer) by -log r and r - log r - 1; `chi2_token`, `chi2_seq` are mean(r^2) - 1 of tokens and
     of whole sequences; `ppl` are perplexities of sequences; `ratio_*` those of r by token.
 
     Args:
         old_log_probs: `[B, T]`, the trainer's.
-        rollout_log_probs: `[B, T]`, the sampler's.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        rollout_log_probs: `[B, T]`, the engine's.
+        response_mask: `[B, T]`, nonzero at trained tokens.
     """
     mask = response_mask.bool()
     if not mask.any():
@@ -34,7 +34,7 @@ def compute_offpolicy_metrics(
     rows = Spans.of("sequence", mask)
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     of_tokens = log_ratio[mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    of_rows = rows.sum(log_ratio)[rows.is_there()].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_rows = rows.sum(log_ratio)[rows.has_tokens()].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratios = of_tokens.exp()
     return {
         "kl": _mean(-log_ratio[mask]),
@@ -48,7 +48,7 @@ def compute_offpolicy_metrics(
 
 
 def _perplexities(rows: Spans, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Metrics:
-    there = rows.is_there()
+    there = rows.has_tokens()
     training, rollout = (-rows.mean(x)[there] for x in (old_log_probs, rollout_log_probs))
     apart = training - rollout
     return {
@@ -65,20 +65,20 @@ def _perplexities(rows: Spans, old_log_probs: Tensor, rollout_log_probs: Tensor)
 
 
 def compute_is_metrics(found: RolloutWeights) -> Metrics:
-    """Describe importance weights before they are normalised.
+    """Describe importance weights before normalization.
 
-    `eff_sample_size` is the share of the tokens that as many equal weights would be worth: (sum of
-    w)^2 / (number of tokens x sum of w^2), 0 where no weight survives. By token, `max` and `min`
-    are of the bounded weights; by turn and sequence of the ratios. `ratio_fraction_high` is the
-    share of ratios above the upper bound, `low` below the lower one (its reciprocal, where there
-    is none), `oob_ratio` the share of tokens whose weight was made 0.
+    `eff_sample_size` is the effective share of the tokens: (sum of w)^2 / (number of tokens x sum
+    of w^2), 0 if all weights are 0. By token, `max` and `min` are of the bounded weights; by turn
+    and sequence, of the ratios. `ratio_fraction_high` is the share of ratios above the upper bound,
+    `low` below the lower one (the reciprocal of the upper bound if there is none), `oob_ratio` the
+    share of tokens with a weight set to 0.
     """
     mask = found.spans.mask
     if not mask.any():
         return {}
     weights = found.spans.on_tokens(found.applied)[mask]
     spread = found.applied if found.spans.level == "token" else found.raw
-    spread, raw = (values[found.spans.is_there()] for values in (spread, found.raw))
+    spread, raw = (values[found.spans.has_tokens()] for values in (spread, found.raw))
     low = 1 / found.bounds.upper if found.bounds.lower is None else found.bounds.lower
     mean, square = weights.mean(), weights.square().mean()
     zeroed = found.spans.on_tokens(((found.applied == 0) & (found.raw > 0)).double())[mask]
@@ -98,7 +98,7 @@ def compute_is_metrics(found: RolloutWeights) -> Metrics:
 
 def _sequence_weights(found: RolloutWeights, low: float) -> Metrics:
     rows = Spans.of("sequence", found.spans.mask)
-    there = rows.is_there()
+    there = rows.has_tokens()
     mean = rows.mean(found.spans.on_tokens(found.applied))[there]
     raw = rows.mean(found.spans.on_tokens(found.raw))[there]
     return {
@@ -113,11 +113,11 @@ def _sequence_weights(found: RolloutWeights, low: float) -> Metrics:
 
 
 def compute_rs_metrics(found: Rejected, response_mask: Tensor) -> Metrics:
-    """Say how much was rejected, in all and by each test.
+    """Describe what was rejected, in total and by each test.
 
     `masked_fraction` is a share of the trained tokens, `seq_masked_fraction` that of the sequences
     with any token rejected. Of each test: mean and deviation of its statistic over tokens,
-    extremes, and the share of its spans beyond the bounds.
+    extremes, and the share of its spans outside the bounds.
     """
     mask = response_mask.bool()
     if not mask.any():
@@ -139,7 +139,7 @@ def _shares(name: str, kept: Tensor, mask: Tensor) -> Metrics:
 
 
 def _statistic(name: str, test: AppliedTest) -> Metrics:
-    values = test.values[test.spans.is_there()]
+    values = test.values[test.spans.has_tokens()]
     lower, upper = test.bounds
     below = values < lower if lower is not None else torch.zeros_like(values)
     on_tokens = test.spans.on_tokens(test.values)[test.spans.mask]

@@ -1,4 +1,4 @@
-"""A batch's whole correction: weights, rejection, metrics. Shapes: B sequences, T positions."""
+"""The correction of a whole batch. Shapes: B sequences, T response positions."""
 
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ PREFIX = "rollout_corr/"
 
 
 class RolloutCorrection(NamedTuple):
-    """What the update is given."""
+    """The correction of a batch."""
 
     weights: Tensor | None
-    """`[B, T]` float32, multiplied to the loss of each token; None: there are none."""
+    """`[B, T]` float32, factors of the tokens' losses; None: there are none."""
     kept: Tensor
     """`[B, T]` bool: trained tokens that were not rejected."""
     metrics: Metrics
-    """Under `rollout_corr/`."""
+    """With the prefix `rollout_corr/`."""
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -34,18 +34,18 @@ def compute_rollout_correction_and_rejection_mask(
     config: RolloutCorrectionConfig,
     turn_ids: Tensor | None = None,
 ) -> RolloutCorrection:
-    """Correct a batch for the distance of the trainer's policy from the one that sampled it.
+    """Correct a batch for the distance between the trainer's policy and the engine's.
 
-    Weights are of all trained tokens, rejected ones too: what is rejected shows in `kept` alone.
-    Where nothing is configured there are metrics only. What stands on masked tokens, NaN included,
-    has no effect (observations are invisible).
+    All trained tokens have weights, also rejected ones; only `kept` shows the rejection. Without a
+    configured correction there are metrics only. Values at masked positions, NaN included, have
+    no effect.
 
     Args:
         old_log_probs: `[B, T]`, the trainer's, before the update.
         rollout_log_probs: `[B, T]`, the engine's.
-        response_mask: `[B, T]`, nonzero where a token is trained.
-        config: Which weights and tests.
-        turn_ids: `[B, T]`, the turn of each token, where turns are weighed or rejected.
+        response_mask: `[B, T]`, nonzero at trained tokens.
+        config: The weights and tests.
+        turn_ids: `[B, T]`, the turn of each token, for weights or tests of turns.
 
     Raises:
         ConfigError: see `weigh_rollout` and `reject_rollout`.
@@ -74,10 +74,10 @@ def compute_rollout_correction_weights(
     *,
     turn_ids: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Weigh tokens (see `agentrl.algorithms.correction.methods.weigh_rollout`).
+    """Weight tokens, with verl's arguments (see `weigh_rollout`).
 
     Returns:
-        `[B, T]` float32, 0 where masked; metrics without prefix.
+        `[B, T]` float32, 0 at masked positions; metrics without prefix.
     """
     config = RolloutCorrectionConfig(
         rollout_is=rollout_is,
@@ -96,10 +96,10 @@ def compute_rollout_rejection_mask(
     *,
     turn_ids: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Reject tokens (see `agentrl.algorithms.correction.methods.reject_rollout`).
+    """Reject tokens, with verl's arguments (see `reject_rollout`).
 
     Returns:
-        `[B, T]` of the mask's type, 0 where masked or rejected; metrics without prefix.
+        `[B, T]` of the mask's type, 0 at masked and rejected positions; metrics without prefix.
     """
     config = RolloutCorrectionConfig(
         rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold

@@ -1,4 +1,4 @@
-"""The loss of a run whose `old_log_probs` are the engine's, and the critic's loss.
+"""The loss of a run with the engine's log-probabilities as `old_log_probs`; the critic's loss.
 
 Shapes: B sequences, T response positions.
 """
@@ -97,13 +97,13 @@ def compute_value_loss(
         vpreds: `[B, T]`, current predictions, with gradient.
         returns: `[B, T]`, the target.
         values: `[B, T]`, predictions before the update.
-        response_mask: `[B, T]`, nonzero where a token is trained.
+        response_mask: `[B, T]`, nonzero at trained tokens.
         cliprange_value: c, in units of the return.
         loss_agg_mode: See `agentrl.algorithms.aggregation`.
         scale: The mini-batch's denominators; None: these rows are the whole mini-batch.
 
     Returns:
-        One micro-batch's part of the loss, and of the share of tokens whose value is clipped.
+        One micro-batch's part of the loss, and of the share of tokens with a clipped value.
     """
     mask = response_mask.bool()
     scale = scale or LossScale.of(mask)

@@ -97,7 +97,7 @@ def compute_policy_loss_clip_cov(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
 
     Returns:
         The loss, and `actor/ppo_kl`, `actor/pg_clipfrac` (share of chosen tokens),
-        `actor/pg_clipfrac_lower` (share whose ratio is clipped).
+        `actor/pg_clipfrac_lower` (share with a clipped ratio).
     """
     worst, clipped = clip_surrogate(x, x.log_ratio.exp())
     chosen = torch.where(clipped, 0.0, _chosen(x))

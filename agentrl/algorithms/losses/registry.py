@@ -51,7 +51,7 @@ class PolicyLossFn(Protocol):
             old_log_prob: `[B, T]`, recomputed before the update.
             log_prob: `[B, T]`, with gradient.
             advantages: `[B, T]`.
-            response_mask: `[B, T]`, nonzero where a token is trained.
+            response_mask: `[B, T]`, nonzero at trained tokens.
             loss_agg_mode: See `agentrl.algorithms.aggregation`.
             config: Clips and coefficients.
             rollout_is_weights: `[B, T]`, factors of the tokens' losses; None: 1.

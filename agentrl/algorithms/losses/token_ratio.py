@@ -40,7 +40,7 @@ def compute_policy_loss_vanilla(x: LossInputs) -> Losses:
 
     Returns:
         The loss, and `actor/ppo_kl` (k1 estimate of KL(old, new)), `actor/pg_clipfrac` (share of
-        tokens whose ratio is clipped), `actor/pg_clipfrac_lower` (share on the dual clip).
+        tokens with a clipped ratio), `actor/pg_clipfrac_lower` (share on the dual clip).
     """
     worst, clipped = clip_surrogate(x, x.log_ratio.exp())
     bound = -x.advantages * x.config.clip_ratio_c
@@ -101,7 +101,7 @@ def compute_policy_loss_cispo(x: LossInputs) -> Losses:
     (`clip_ratio_low: 1`) and tunes `clip_ratio_high` alone.
 
     Returns:
-        The loss, and `actor/ppo_kl`, `actor/pg_clipfrac` (share of tokens whose weight is clipped),
+        The loss, and `actor/ppo_kl`, `actor/pg_clipfrac` (share of tokens with a clipped weight),
         `actor/pg_clipfrac_lower` (0).
     """
     low, high = clip_range(x.config)
@@ -191,7 +191,7 @@ def compute_policy_loss_dppo_tv(x: LossInputs) -> Losses:
 
     Returns:
         The loss, and `actor/ppo_kl`, `actor/pg_clipfrac` (share of dropped tokens),
-        `actor/pg_clipfrac_lower` (share of kept tokens whose ratio is cut to c).
+        `actor/pg_clipfrac_lower` (share of kept tokens with a ratio cut to c).
     """
     low, high = clip_range(x.config)
     rise = (x.log_prob.exp() - x.old_log_prob.exp()).detach()

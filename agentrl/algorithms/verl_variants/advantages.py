@@ -60,7 +60,7 @@ class VerlScores(GroupScores):
         return cls(scores, groups, response_mask.bool(), token_level_rewards.dtype)
 
     def is_alone(self) -> torch.Tensor:
-        """Return `[B]` bool: rows whose group is one row."""
+        """Return `[B]` bool: rows that are alone in their group."""
         return self.num_in_group() == 1
 
     def mean(self) -> torch.Tensor:

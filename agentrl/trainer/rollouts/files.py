@@ -284,7 +284,7 @@ class RolloutFiles:
         own = {request.request_id: request for request in requests}
         lines: list[_Line] = []
         for index, one in enumerate(skipped):
-            self._run_logger.info(f"step {step}: {one.in_words()}; the rows to blame: {path}")
+            self._run_logger.info(f"step {step}: {one.describe()}; the rows to blame: {path}")
             for number, row in enumerate(one.rows):
                 if row.request_id in own:
                     tokens = {name: list(at) for name, at in row.not_finite.items()}

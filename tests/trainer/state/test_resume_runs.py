@@ -204,7 +204,7 @@ def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
     with monkeypatch.context() as patch:
         refuse_pickles(patch)
         train(run)
-    assert "global_step_2 is damaged: model.safetensors is not what was written" in caplog.text
+    assert "global_step_2 is damaged: model.safetensors is missing or was changed" in caplog.text
     told = " ".join(capsys.readouterr().out.split())
     assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in told
     aside = run / "checkpoints/superseded/global_step_2"
