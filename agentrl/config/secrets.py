@@ -1,4 +1,4 @@
-"""Keep secrets out of what is printed and saved of a configuration."""
+"""Remove secrets from a configuration before it is printed or saved."""
 
 import os
 import re
@@ -11,15 +11,15 @@ _SECRET_NAME = re.compile(
     r"credentials?|(api_|auth_|access_|bearer_|hf_|hub_|refresh_)token)$|^token$"
 )
 _MIN_CHARACTERS = 8
-"""A shorter value of the environment is part of too many texts."""
+"""Shorter values of environment variables occur in too many texts."""
 
 
 def without_secrets(tree: Any) -> Any:
-    """Copy a tree of mappings and lists, with each secret replaced.
+    """Copy a tree of mappings and lists, and replace each secret.
 
-    A text is a secret if its key says so (`api_key`, `password`, `token`, `Authorization`). The
-    value of an environment variable with such a name is one in every text, so that
-    `${oc.env:JUDGE_API_KEY}` stays a secret under any key.
+    A text is a secret if its key is the name of one (`api_key`, `password`, `token`,
+    `Authorization`). The value of an environment variable with such a name is replaced in every
+    text, so that `${oc.env:JUDGE_API_KEY}` stays a secret under any key.
 
     Example:
         >>> without_secrets({"judge": {"api_key": "sk-1", "model": "m", "max_tokens": 5}})
@@ -29,7 +29,7 @@ def without_secrets(tree: Any) -> Any:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, header or variable of this name holds a secret.
+    """Whether a key, header or variable of this name has a secret as its value.
 
     Example:
         >>> is_secret_name("X-API-Key"), is_secret_name("api_key_env"), is_secret_name("pad_token")

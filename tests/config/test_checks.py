@@ -303,8 +303,8 @@ def test_a_reward_of_bonuses_alone_is_a_reward():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"placement": "last"}, r"reward.placement: 'last' is called 'last_token'"),
-        ({"placement": "spread"}, r"reward.placement: 'spread' is called 'uniform'"),
+        ({"placement": "last"}, r"reward.placement: 'last' is now named 'last_token'"),
+        ({"placement": "spread"}, r"reward.placement: 'spread' is now named 'uniform'"),
         ({"placement": "tool_tokens"}, r"expected: one of 'last_token', .*'tool_call_tokens'"),
         ({"weights": {"turn": 1}}, r"reward.weights: `turn` .* `interaction` and `tool_call`"),
         ({"tool_call_bonus": -1}, r"reward.tool_call_bonus: -1 is not allowed here"),

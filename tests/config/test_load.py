@@ -268,3 +268,15 @@ def test_a_policy_that_prepare_makes_has_the_tokenizer_made_with_it(run_file, to
     prepare = "prepare: {tiny_policy: {out_dir: p, corpus: demos.jsonl}}\n"
     config = load_config(run_file(f"{prepare}data: {{}}\nmodel: {{path: p{tokenizer}}}\n"))
     assert config.prepares_its_policy is expected
+
+
+@pytest.mark.parametrize("empty", [{}, None])
+def test_an_empty_critic_section_of_an_older_run_file_is_accepted(empty: object):
+    base = {"data": {"train_files": ["a"]}, "model": {"path": "p"}}
+    assert parse_config(base | {"critic": empty}) == parse_config(base)
+
+
+def test_a_critic_is_refused_with_the_reason():
+    base = {"data": {"train_files": ["a"]}, "model": {"path": "p"}}
+    with pytest.raises(ConfigError, match="critic: unknown key: agentrl has no critic yet"):
+        parse_config(base | {"critic": {"optim": {"lr": 1e-5}}})

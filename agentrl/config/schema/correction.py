@@ -1,4 +1,4 @@
-"""Keys of the rollout's correction, its presets by name, and what the thresholds' words mean."""
+"""Keys of the rollout's correction, its presets, and how its thresholds are parsed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,15 +50,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bypass_pg_geo_rs_seq_tis": _PG | _GEO_RS | _SEQ_TIS,
     "bypass_pg_geo_rs_token_tis": _PG | _GEO_RS | _TOKEN_TIS,
 }
-"""What each preset sets, under the names and with the thresholds that users of verl know."""
+"""The settings of each preset, with verl's names and thresholds."""
 TUNABLE = (
     "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs_threshold", "advantages",
 )  # fmt: skip
-"""Keys that may be set beside a preset: they tune its method, and do not change it."""
+"""Keys that may be set together with a preset: they tune its method and do not change it."""
 
 
 class Bounds(NamedTuple):
-    """What a threshold says."""
+    """The bounds that a threshold gives."""
 
     lower: float | None
     upper: float
@@ -66,31 +66,31 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """One test that tokens must pass, or are rejected."""
+    """One test; tokens that fail it are rejected."""
 
     name: str
-    """As it is written in `rollout_rs`."""
+    """The name in `rollout_rs`."""
     level: Level
-    """What is kept or rejected together."""
+    """The unit that is kept or rejected as a whole."""
     statistic: Statistic
-    """Of the estimates of its tokens."""
+    """How the estimates of its tokens become one number."""
     estimate: Estimate
     bounds: Bounds
-    """Of ratios for k1 (sampler's over trainer's probability), of the estimate itself else."""
+    """For k1: bounds of ratios (engine's over trainer's probability); else of the estimate."""
 
 
 class RolloutCorrectionConfig(Section):
     """Importance weights between the engine's probabilities and the trainer's, and rejection."""
 
     preset: Preset | None = None
-    """A method by name: it sets the keys below, of which thresholds may be set beside it."""
+    """A method by name, which sets the keys below; only thresholds may be set in addition."""
     rollout_is: Level | None = None
-    """Over what a ratio is taken; null: no weights."""
+    """The unit of a ratio; null: no weights."""
     rollout_is_threshold: float | str = 2.0
-    """Upper bound of the weights; `"lower_upper"`, as in `"0.5_5.0"`: weights outside are 0
-    (IcePop)."""
+    """Upper bound of the weights; `"lower_upper"`, as in `"0.5_5.0"`: weights outside the bounds
+    are 0 (IcePop)."""
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """What a weight above an upper bound becomes: the bound, or 0."""
+    """A weight above an upper bound becomes the bound (truncate) or 0 (mask)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
@@ -98,17 +98,17 @@ class RolloutCorrectionConfig(Section):
     null: nothing is rejected."""
     rollout_rs_threshold: float | str | None = None
     """Threshold of each test, joined by commas, or one for all; for k1 `"lower_upper"` of ratios,
-    or the upper one alone (the lower is its reciprocal)."""
+    or only the upper one (the lower is its reciprocal)."""
     advantages: Literal["sampled", "kept"] = "sampled"
-    """What advantages compare: all that was sampled, or, as in verl, what is left of it."""
+    """What advantages compare: all samples, or, as in verl, those that are not rejected."""
     bypass_mode: bool = False
-    """Take the engine's log-probabilities for `old_log_probs`, which are then not computed."""
+    """Use the engine's log-probabilities as `old_log_probs`, which are then not computed."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """`bypass_mode`: which loss."""
+    """The loss under `bypass_mode`."""
 
     @property
     def reads_turns(self) -> bool:
-        """Whether a weight or a test is one of turns, so that tokens must be known by turn."""
+        """Whether a weight or a test needs the turns of tokens."""
         own = self.effective
         if own.rollout_is == "turn" or own.rollout_rs is None:
             return own.rollout_is == "turn"
@@ -117,7 +117,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def effective(self) -> "RolloutCorrectionConfig":
-        """These settings with those of the preset."""
+        """These settings, with those of the preset."""
         if self.preset is None:
             return self
         given = {name: getattr(self, name) for name in self.model_fields_set}
@@ -135,14 +135,14 @@ def parse_is_threshold(threshold: float | str) -> Bounds:
     """Read the threshold of importance weights.
 
     Raises:
-        ConfigError: for one that is no positive number, and no two that rise; for a single one
-            below 1, which would cut the weights of equal policies.
+        ConfigError: if it is neither a positive number nor two increasing ones, or if a single one
+            is below 1, which would cut the weights of equal policies.
     """
     key = f"{SECTION}.rollout_is_threshold"
     bounds = _parse_bounds(str(threshold), key)
     if bounds.lower is None and bounds.upper < 1:
         raise ConfigError(
-            f"{threshold} is one bound, and below the weight 1 of equal policies",
+            f"{threshold} is one bound, and it is below 1, the weight of equal policies",
             key=key,
             expected='1 or more; two bounds in quotes, as "0.5_5.0" (YAML reads 0.5_5 as 0.55)',
         )
@@ -150,7 +150,7 @@ def parse_is_threshold(threshold: float | str) -> Bounds:
 
 
 def parse_rejections(rollout_rs: str, threshold: float | str | None) -> tuple[Rejection, ...]:
-    """Read the tests of rejection with their thresholds; a test that is named twice counts once.
+    """Read the tests of rejection with their thresholds; a repeated test counts once.
 
     Raises:
         ConfigError: for an unknown test, or thresholds that do not fit.

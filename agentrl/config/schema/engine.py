@@ -1,4 +1,4 @@
-"""Keys of who generates, and of how new weights come to it."""
+"""Keys of the engine that generates, and of the transport of new weights to it."""
 
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -19,34 +19,34 @@ class TransformersEngineConfig(Section):
     num_pages: int | None = Field(default=None, ge=1)
     """Pages of the cache; null: what the configured budgets need, or what memory allows."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward pass at most; null: by device."""
+    """Most tokens of one forward pass; null: by device."""
 
 
 class ScriptedEngineConfig(Section):
-    """An engine that reads its answers from a list, to debug tools without a model."""
+    """An engine that takes its answers from a list, to debug tools without a model."""
 
     answers: list[str] = Field(default_factory=list[str])
     """The answers of each request's turns, in order; the last is repeated."""
 
 
 class SGLangConfig(Section):
-    """SGLang in this process's keep; every further key is a server argument of the installed
-    version, passed on as it stands.
+    """SGLang in the trainer's process. Every further key is passed to the installed version as a
+    server argument.
     """
 
     model_config = ConfigDict(extra="allow")
 
     tp_size: int = Field(default=1, ge=1)
-    """Devices that hold one copy of the model between them."""
+    """Devices that share one copy of the model."""
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the memory that is free at its start for weights and KV cache; null: 0.5 where
-    the trainer has the same device, else SGLang's choice."""
+    """Share of the free memory at its start for weights and KV cache; null: 0.5 if the trainer has
+    the same device, else SGLang's choice."""
     attention_backend: str | None = None
     """null: by device; `torch_native` without an accelerator."""
 
     @property
     def server_arguments(self) -> dict[str, Any]:
-        """What the user has set, under SGLang's names."""
+        """The keys that the user set, by SGLang's names."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -63,7 +63,7 @@ def _read_address(address: str) -> str:
 
 def _each_once(addresses: list[str]) -> list[str]:
     if len(set(addresses)) < len(addresses):
-        raise ValueError("an address stands there twice")
+        raise ValueError("an address is listed twice")
     return addresses
 
 
@@ -72,26 +72,27 @@ Address = Annotated[str, AfterValidator(_read_address)]
 
 
 class SGLangServerConfig(Section):
-    """SGLang servers behind addresses; `agentrl serve` starts them by the keys of `sglang`."""
+    """SGLang servers at addresses; `agentrl serve` starts them with the keys of `sglang`."""
 
     addresses: Annotated[list[Address], AfterValidator(_each_once)] = Field(
         default_factory=list[str]
     )
-    """Of running servers, such as `http://127.0.0.1:30000`."""
+    """Addresses of running servers, such as `http://127.0.0.1:30000`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds of one completion, or of one step of a weight update. A completion that is late is
-    asked of another server; and its own counts as failing where it has answered no other since."""
+    """Seconds of one completion, or of one step of a weight update. A late completion is requested
+    from another server; if the late server has answered no other request since, it counts as
+    failing."""
     health_interval_s: float = Field(default=5.0, gt=0)
-    """Seconds between two looks at each server; at one that fails they become fewer."""
+    """Seconds between two health checks of a server; a failing server is checked less often."""
     health_timeout_s: float = Field(default=20.0, gt=0)
-    """Seconds that a server may take to say that it is well; SGLang itself takes one or two."""
+    """Seconds that a health check may take; SGLang itself takes one or two."""
     max_retries: int = Field(default=3, ge=0)
-    """How often one completion is asked anew, of another server where there is one; and how often
-    all servers are looked at again, with growing waits, where none is well."""
+    """How often one completion is repeated, on another server if there is one; and how often all
+    servers are checked again, with growing waits, if none is healthy."""
 
 
 class EngineConfig(Section):
-    """Who generates."""
+    """The engine that generates."""
 
     name: EngineName = "auto"
     """auto: the best engine that is installed and has its hardware; the choice is printed."""
@@ -102,16 +103,16 @@ class EngineConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    """New weights to an engine that keeps its own copy: the SGLang ones."""
+    """New weights for an engine with its own copy, that is for SGLang."""
 
     bucket_bytes: int = Field(default=512 * 1024**2, ge=1)
-    """Most bytes that are on their way at one time; a larger tensor goes alone."""
+    """Most bytes in transit at one time; a larger tensor is sent alone."""
     transport: WeightTransport = "auto"
-    """tensor: handed over in memory, on one machine; distributed: a process group between the main
-    rank and the servers; disk: a folder that both can read. auto: tensor where every server is on
-    this machine and, on accelerators, is known to see the trainer's device; else distributed on
-    accelerators, else disk."""
+    """tensor: in memory, on one machine; distributed: a process group of the main rank and the
+    servers; disk: a folder that both can read. auto: tensor if every server is on this machine and,
+    on accelerators, is known to see the trainer's device; else distributed on accelerators, else
+    disk."""
     folder: UserPath | None = None
-    """Where `disk` writes; null: `weights` in the run's folder."""
+    """The folder of `disk`; null: `weights` in the run's folder."""
     max_attempts: int = Field(default=2, ge=1)
-    """How often one sync is tried, whole, before it counts as failed."""
+    """How often a whole sync is tried before it counts as failed."""

@@ -1,5 +1,5 @@
-"""Keys of what `agentrl train` makes first: data, a small policy, a supervised warm-up; and of what
-`agentrl prepare` makes beside it.
+"""Keys of what `agentrl train` makes first (data, a small policy, a supervised warm-up), and of
+what else `agentrl prepare` makes.
 """
 
 from typing import Literal
@@ -49,11 +49,11 @@ class SearchIndexConfig(Section):
     """JSON lines of `{"id", "contents"}`, where the first line of the contents is a title, or of
     `{"id", "title", "text"}`; `id` and `title` may be missing."""
     stopwords: Stopwords = "en"
-    """The language whose commonest words are neither indexed nor searched for."""
+    """The language of the most common words, which are neither indexed nor searched."""
     k1: float = Field(default=1.5, ge=0)
-    """How much a word's further occurrences count."""
+    """Weight of further occurrences of a word."""
     b: float = Field(default=0.75, ge=0, le=1)
-    """How much a long document counts for less."""
+    """How much the length of a document lowers its score."""
 
 
 class TinyPolicyConfig(Section):
@@ -87,7 +87,7 @@ class SftConfig(Section):
     model_path: FolderOrHubName
     """The policy to train."""
     train_file: UserPath
-    """Rows with `messages`, and with `tools` if they were shown other tools than the run's."""
+    """Rows with `messages`, and with `tools` if their tools differ from the run's."""
     out_dir: UserPath
     """Folder of the trained policy."""
     steps: int = Field(default=1000, ge=1)
@@ -97,15 +97,15 @@ class SftConfig(Section):
     max_length: int = Field(default=1024, ge=2)
     """Tokens; longer conversations are dropped and counted."""
     observed_loss_weight: float = Field(default=0.0, ge=0)
-    """Loss weight of user and tool tokens beside 1 on the assistant's (0 on the system prompt)."""
+    """Loss weight of user and tool tokens; the assistant's have 1, the system prompt's 0."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient."""
     optim: OptimConfig = OptimConfig(lr=1e-5, lr_scheduler="cosine")
     tool_config_path: UserPath | None = None
-    """YAML of the tools that rows without `tools` are shown; with `function_tool_path` null: the
-    run's tools."""
+    """YAML of the tools of rows without `tools`; if `function_tool_path` is null too, the run's
+    tools."""
     function_tool_path: str | None = None
-    """Python file or module with `@function_tool` functions, shown likewise."""
+    """Python file or module with `@function_tool` functions, for rows without `tools`."""
     num_held_out: int = Field(default=32, ge=0)
     """Conversations that are not trained on, at most a tenth of all; their loss is reported."""
     seed: Seed = 0
@@ -113,7 +113,7 @@ class SftConfig(Section):
 
 
 class PrepareConfig(Section):
-    """What `agentrl train` makes first, where it is missing, in this order."""
+    """What `agentrl train` makes first if it is missing, in this order."""
 
     arithmetic: ArithmeticConfig | None = None
     gsm8k: Gsm8kConfig | None = None

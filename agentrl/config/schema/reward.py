@@ -1,4 +1,4 @@
-"""Keys of the scoring: who scores, how rewards become one, and where they land."""
+"""Keys of the scoring: scorers, how rewards are combined, and on which tokens they are placed."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -22,12 +22,13 @@ BUNDLED_SCORERS = (
     "judge",
     "data_source",
 )
-"""What a reward function without a path may be called; `data_source` is that of each row's own."""
+"""Names for a reward function without a path; `data_source`: the scorer of the row's data
+source."""
 TAKEN_NAMES = (
     "score", "trajectory_reward", "interaction_reward", "tool_call_reward", "tool_reward",
     "overlong_reward", "tool_call_bonus", "interaction_bonus", "length_penalty",
 )  # fmt: skip
-"""What no reward function may be called: under these names a reward's other parts are recorded."""
+"""Names that no reward function may have: other parts of the reward are recorded with them."""
 
 
 class CustomRewardConfig(Section):
@@ -36,26 +37,26 @@ class CustomRewardConfig(Section):
     path: ModulePath
     """`package.module` or `path/to/file.py`."""
     name: str = "compute_score"
-    """The function in it; or a class, built once with `reward_kwargs`, whose objects are called."""
+    """The function in it; or a class, which is built once with `reward_kwargs` and then called."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Passed to every call."""
+    """Arguments of every call."""
 
 
 class RewardFunctionConfig(Section):
     """One of several scorers, whose numbers are weighted and summed."""
 
     name: str = Field(min_length=1)
-    """Under which its number is logged and stands in `reward_extra_info`; without `path`, also
-    which bundled scorer it is: gsm8k, math, multiple_choice, qa, code, judge, or data_source, which
-    is that of each row's `data_source`."""
+    """The name of its number in logs and in `reward_extra_info`. Without `path` it is also the name
+    of a bundled scorer: gsm8k, math, multiple_choice, qa, code, judge, or data_source (the scorer
+    of each row's `data_source`)."""
     path: str | None = None
-    """A module or file of the user's own, as in `custom_reward_function`; null: a bundled one."""
+    """A module or file of the user, as in `custom_reward_function`; null: a bundled scorer."""
     function: str = "compute_score"
     """The function (or class) in `path`."""
     weight: float = 1.0
-    """Times which its number enters the reward; 0: it is logged alone."""
+    """Factor of its number in the reward; 0: it is only logged."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Passed to every call."""
+    """Arguments of every call."""
 
 
 def _names(section: object, key: str) -> bool:
@@ -63,34 +64,34 @@ def _names(section: object, key: str) -> bool:
 
 
 class RewardWeightsConfig(Section):
-    """How rewards of four sources become one: each number times its weight, summed."""
+    """Weights of the four sources of reward; the reward is the weighted sum."""
 
     trajectory: float = 1.0
     """Weight of the scorer's number for the finished request."""
     interaction: float = 0.0
-    """Weight of the scores that the interaction gave to turns, on those turns."""
+    """Weight of the scores that the interaction gave to turns; they are on those turns."""
     tool_call: float = 0.0
-    """Weight of what `execute` returned for single calls, on the turns that made them."""
+    """Weight of the rewards that `execute` returned; they are on the turns that made the calls."""
     tool: float = 0.0
-    """Weight of `calc_reward` of the tools, for the trajectory."""
+    """Weight of the tools' `calc_reward` for the trajectory."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_what_turn_was(cls, given: object) -> object:
         if _names(given, "turn"):
-            raise ValueError("`turn` was two things: now `interaction` and `tool_call`")
+            raise ValueError("`turn` is now two keys: `interaction` and `tool_call`")
         return given
 
 
 class OverlongBufferConfig(Section):
-    """Soft punishment of training samples that come near `data.max_response_length`."""
+    """Soft penalty for training samples that come near `data.max_response_length`."""
 
     enable: bool = False
-    """Take a penalty off the reward of responses that come close to the response budget."""
+    """Subtract a penalty from the reward of responses that come near the response budget."""
     len: int = Field(default=0, ge=0)
-    """Sampled tokens before the limit over which the punishment grows from 0 on."""
+    """Number of sampled tokens before the limit over which the penalty grows from 0."""
     penalty_factor: float = Field(default=1.0, ge=0)
-    """What is taken off the reward at the limit."""
+    """The penalty at the limit."""
 
 
 class RewardConfig(Section):
@@ -101,48 +102,48 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig | None = None
     """null: the bundled scorer of the row's `data_source`."""
     functions: list[RewardFunctionConfig] = Field(default_factory=list[RewardFunctionConfig])
-    """Several scorers, in place of the one; a row's reward is their weighted sum."""
+    """Several scorers instead of one; a row's reward is their weighted sum."""
     launch_reward_fn_async: bool = True
     """Score a request as soon as it has ended, while others still roll out. The manager `batch`
-    then gets a group when the last of its samples has ended; false: all at once."""
+    gets a group when its last sample has ended. false: score all at once."""
     num_workers: int | None = Field(default=None, ge=1)
-    """Processes of scorers that compute: those of the manager `prime`, and the bundled `math`;
+    """Processes for scorers that compute: those of the manager `prime`, and the bundled `math`;
     null: one for each core."""
     max_concurrent_scores: int = Field(default=64, ge=1)
-    """Requests that are scored at once; of the manager `batch`, groups."""
+    """Requests that are scored at the same time; for the manager `batch`, groups."""
     rate_limit: float | None = Field(default=None, gt=0)
-    """Calls of scorers begun in a second, evenly spaced; null: no limit."""
+    """Most calls of scorers that start in one second, evenly spaced; null: no limit."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Where scorers run code that a model wrote."""
+    """The sandbox in which scorers run code that a model wrote."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one call of a scorer; what it waits for its place is not counted. A late one fails
-    its request; of the manager `batch`, all requests of the call."""
+    """Seconds of one call of a scorer, without the time in the queue. A late call fails its
+    request; for the manager `batch`, all requests of the call."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
     success_threshold: float | None = None
     """Validation counts a request as solved if its combined reward is at least this; null: the
     scorer's `success` or `acc` decides, and without them the combined reward itself is averaged."""
 
-    # How rewards become one, and where they land.
+    # How rewards are combined and placed.
     weights: RewardWeightsConfig = RewardWeightsConfig()
     tool_call_bonus: float = Field(default=0.0, ge=0)
-    """Added for a call that its tool answered (outcome `ok`), on the turn that made it."""
+    """Added for a call that its tool answered (outcome `ok`), on the turn of the call."""
     max_bonus_calls: int = Field(default=1, ge=1)
-    """Calls of one trajectory that earn `tool_call_bonus`, the first ones."""
+    """How many calls of one trajectory, the first ones, earn `tool_call_bonus`."""
     interaction_bonus: float = Field(default=0.0, ge=0)
-    """Added where the interaction itself ended the conversation (not an answer that it did not
-    hear, nor a limit, nor a budget of its own that was spent), on the turn that it heard last."""
+    """Added if the interaction itself ended the conversation (not a limit, not a budget of the
+    interaction, not an answer that it did not get), on the last turn that it got."""
     length_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for a response of `data.max_response_length` sampled tokens; of fewer, their share
-    of it."""
+    """Subtracted for a response of `data.max_response_length` sampled tokens; for a shorter one, in
+    proportion."""
     placement: Placement = "last_token"
-    """On which trained tokens a reward lands: see `agentrl.rewards.placement`."""
+    """The trained tokens that get a reward: see `agentrl.rewards.placement`."""
     placement_decay: float = Field(default=0.99, ge=0, le=1)
-    """Under `exponential_decay`: a token's share of the share of the next trained one."""
+    """Under `exponential_decay`: a token's share, relative to the next trained token's."""
 
     @field_validator("placement", mode="before")
     @classmethod
     def _name_what_placements_were(cls, given: object) -> object:
         if isinstance(given, str) and given in _RENAMED:
-            raise ValueError(f"{given!r} is called {_RENAMED[given]!r}")
+            raise ValueError(f"{given!r} is now named {_RENAMED[given]!r}")
         return given

@@ -1,16 +1,15 @@
-"""Every key of a run file: its type, its default, and what it means.
+"""The keys of a run file: data, model, rollout, loop, and the whole file.
 
-Leaf names are the field's. Models refuse unknown keys and are frozen: what was checked stays true.
-`actor`, `ref` and `critic` stand in `agentrl.config.schema.training`, `algorithm` in
-`agentrl.config.schema.training`, `reward` in `agentrl.config.schema.reward`, `prepare` in
-`agentrl.config.schema.prepare`. Checks across keys live in `agentrl.config.checks`; reading files
-in `agentrl.config.load`.
+Leaf names are those of the field. The sections refuse unknown keys and are frozen, so that what was
+checked stays true. The other modules of this package have the other sections.
+`agentrl.config.checks` checks several keys together; `agentrl.config.load` reads files.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.config.schema.engine import (
     EngineConfig,
@@ -26,70 +25,69 @@ from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section, 
 from agentrl.config.schema.training import (
     ActorConfig,
     AlgorithmConfig,
-    CriticConfig,
     RefConfig,
 )
 
 
 class CustomClassConfig(Section):
-    """Where a class of the user's own stands."""
+    """A class of the user, by module and name."""
 
     path: ModulePath
     """`package.module` or `path/to/file.py`."""
     name: str
-    """The class in it."""
+    """The name of the class in it."""
 
 
 class DataConfig(Section):
-    """Which rows, in which order, how long."""
+    """The rows, their order and their length."""
 
     train_files: list[UserPath] = Field(default_factory=list[Path])
     """Parquet, JSON or JSONL files."""
     val_files: dict[str, UserPath] = Field(default_factory=dict[str, Path])
-    """Validation sets by name; the summary's `val_success` is the first's. A list or a single path
-    is read as well (named by file stem)."""
+    """Validation sets by name; the summary's `val_success` is that of the first. A list or a single
+    path is allowed too (the names are the file stems)."""
     train_batch_size: int = Field(default=256, ge=1)
     """Prompts (groups) of one training step, over all ranks."""
     val_batch_size: int | None = Field(default=None, ge=1)
-    """Prompts validated at once; null: all of them."""
+    """Prompts that are validated at the same time; null: all of them."""
     max_prompt_length: int = Field(default=1024, ge=1)
-    """Tokens of the rendered prompt, at most."""
+    """Most tokens of the rendered prompt."""
     max_response_length: int = Field(default=4096, ge=1)
-    """Tokens of the whole response: sampled and observed, over all turns."""
+    """Most tokens of the whole response: sampled and observed, over all turns."""
     filter_overlong_prompts: bool = True
-    """Drop rows whose prompt is longer (the number dropped is told)."""
+    """Drop rows with a longer prompt, and report their number."""
     filter_num_workers: int | None = Field(default=None, ge=1)
     """Processes of the length filter; null: one for each core."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with an overlong prompt that was not filtered: the side that is cut away."""
+    """How to treat an overlong prompt that was not filtered: an error, or the side that is cut."""
     gen_batch_size: int | None = Field(default=None, ge=1)
-    """With `algorithm.filter_groups`: prompts of one generation batch, of which as many are taken
-    as a step needs; null: `train_batch_size`."""
+    """With `algorithm.filter_groups`: prompts of one generation batch. A step takes as many batches
+    as it needs. null: `train_batch_size`."""
     prompt_key: str = "prompt"
     """Column of the messages."""
     image_key: str = "images"
-    """Column of a row's images. A row that has any is refused: agentrl trains on text alone."""
+    """Column of a row's images. A row with images is refused: agentrl trains on text only."""
     video_key: str = "videos"
     """Column of a row's videos; see `image_key`."""
     strict_rows: bool = True
-    """Refuse rows that name tools or an interaction though the run has none, and rows with
+    """Refuse rows that name tools or an interaction if the run has none, and rows with
     `need_tools_kwargs` and no `tools_kwargs`. false: report them, as verl does."""
     reward_fn_key: str = "data_source"
-    """Column by which the scorer chooses its rule."""
+    """Column that chooses the scorer."""
     shuffle: bool = True
-    """Shuffle the rows anew for each epoch (a function of seed and epoch)."""
+    """Shuffle the rows in each epoch (a function of seed and epoch)."""
     seed: Seed = 0
-    """Seed of the data's order."""
+    """Seed of the order of the rows."""
     train_max_samples: int | None = Field(default=None, ge=1)
-    """Use only so many training rows."""
+    """Use only this many training rows, the first ones; null: all."""
     val_max_samples: int | None = Field(default=None, ge=1)
-    """Use only so many rows of each validation set."""
+    """Use only this many rows of each validation set, the first ones; null: all."""
     custom_cls: CustomClassConfig | None = None
-    """A dataset class of the user's own: `(files, config, *, max_samples) -> Sequence[dict]`."""
+    """A dataset class of the user: `(files, config, *, max_samples) -> Sequence[dict]`."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Extra variables of the chat template, such as `enable_thinking`."""
     cache_dir: UserPath | None = None
-    """Where measured prompt lengths are cached; null: `~/.cache/agentrl`."""
+    """Folder of the cache of prompt lengths; null: `~/.cache/agentrl`."""
 
 
 class ModelConfig(Section):
@@ -98,21 +96,21 @@ class ModelConfig(Section):
     path: FolderOrHubName
     """A Hugging Face folder (or hub name)."""
     tokenizer_path: FolderOrHubName | None = None
-    """The tokenizer, where it is not beside the model."""
+    """The folder of the tokenizer; null: the model's."""
     custom_chat_template: str | None = None
     """A template's text, or a path to a `.jinja` file; replaces the tokenizer's own."""
     on_rewritten_history: Literal["error", "keep"] = "error"
-    """What to do with a template that rewrites older turns: refuse to start, or go on with the
-    tokens as they were sampled."""
+    """How to treat a template that rewrites older turns: refuse to start, or keep the tokens as
+    they were sampled."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; the master weights stay in float32. auto: bfloat16 on an accelerator, float32
     on a CPU."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Run code that is part of the model's folder."""
     override_config: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Keys of the Hugging Face configuration to replace."""
+    """Replacements for keys of the Hugging Face configuration."""
 
 
 class MultiTurnConfig(Section):
@@ -125,50 +123,51 @@ class MultiTurnConfig(Section):
     interaction_config_path: UserPath | None = None
     """YAML of interactions."""
     format: str | None = None
-    """Tool-call format; null: the one that fits the chat template (its probe says which)."""
+    """Tool-call format; null: the format that the probe of the chat template finds."""
     tools_per_row: Literal["all", "tools_kwargs"] = "all"
-    """The tools that a row is shown if it has no `extra_info.tool_selection`: every tool of the
-    run, or those that the row's `tools_kwargs` name (none if it has no `tools_kwargs`)."""
+    """The tools of a row without `extra_info.tool_selection`: every tool of the run, or those that
+    its `tools_kwargs` name (none if it has no `tools_kwargs`)."""
     on_malformed_call: Literal["observe", "stop", "stop_unreadable", "mask"] = "observe"
-    """A malformed call: its error goes back to the model; or the request ends; or it ends if the
-    call cannot be read (and not if its tool does not exist, or refuses its arguments); or the error
-    goes back and that turn is left out of the loss."""
+    """A malformed call. observe: the model gets its error; stop: the request ends;
+    stop_unreadable: the request ends if the call cannot be parsed (not if its tool is unknown or
+    refuses the arguments); mask: the model gets the error, and the turn is left out of the loss."""
     check_tool_arguments: bool = True
-    """Whether a call whose arguments the tool's JSON Schema refuses is malformed; if not, the tool
+    """Treat a call as malformed if the tool's JSON Schema refuses its arguments. false: the tool
     gets the arguments as they are."""
     tool_schema_style: Literal["full", "verl_sync", "verl_async"] = "full"
-    """How the policy is shown a tool: `full`, every keyword that was written; `verl_sync` and
-    `verl_async`, what verl 0.6.1 shows under that `rollout.mode`: type, description and enum of
-    each parameter, and under sync what is absent as null."""
+    """The part of a tool's schema that the policy gets. full: every keyword; verl_sync and
+    verl_async: as verl 0.6.1 under that `rollout.mode`, type, description and enum of each
+    parameter, and under sync null for what is absent."""
     on_tool_failure: Literal["observe", "fail"] = "observe"
     """A call whose tool crashed (raised anything but `ToolError`), timed out, or was unavailable
-    (its circuit breaker is open): the model is told in neutral words and goes on; or the request
-    fails by the tool's fault, out of its group's baseline and untrained, and `rollout.failure`
-    says what becomes of it."""
+    (its circuit breaker is open). observe: the model gets a neutral message and continues; fail:
+    the request fails by the tool's fault, outside its group's baseline and untrained, and
+    `rollout.failure` decides what happens to it."""
     max_assistant_turns: int | None = Field(default=None, ge=1)
-    """Completions of the policy; null: no limit of its own."""
+    """Most completions of the policy; null: no such limit."""
     max_user_turns: int | None = Field(default=None, ge=0)
-    """Replies of the interaction; null: no limit of its own."""
+    """Most replies of the interaction; null: no such limit."""
     max_tool_calls: int | None = Field(default=None, ge=0)
-    """Calls of all tools together; null: no limit of its own."""
+    """Most calls of all tools together; null: no such limit."""
     max_parallel_calls: int = Field(default=8, ge=1)
-    """Calls of one request that run at once; the others queue. Tools that are a plain `def`
-    run on threads, at most so many of one request at once."""
+    """Calls of one request that run at the same time; the others wait. Tools with a plain `def` run
+    on threads, at most this many of one request at the same time."""
     max_tokens_per_turn: int | None = Field(default=None, ge=1)
-    """Sampled tokens of one turn; null: what is left of the response."""
+    """Most sampled tokens of one turn; null: the rest of the response."""
     max_tool_response_length: int = Field(default=1024, ge=1)
-    """Tokens of one observation; what is longer is cut, and the cut recorded."""
+    """Most tokens of one observation; a longer one is cut, and the cut is recorded."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Which end is kept, as verl names it: left keeps the beginning, right the end, middle both."""
+    """The part that is kept, by verl's names: left keeps the beginning, right the end, middle
+    both."""
     tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds of one tool call; then its time-out becomes the observation."""
+    """Most seconds of one tool call; after a time-out the observation says so."""
     interaction_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one reply of the interaction."""
+    """Most seconds of one reply of the interaction."""
     interaction_interval: int = Field(default=1, ge=1)
-    """Ask the interaction where the policy's turns so far, those with tool calls included, are a
-    multiple of this; an answer that it is not asked about ends the request."""
+    """Call the interaction if the number of the policy's turns so far, with those that call tools,
+    is a multiple of this; an answer without such a call ends the request."""
     interaction_prob: float = Field(default=1.0, ge=0, le=1)
-    """Chance that an answer is put to the interaction at all (drawn from the request's seed)."""
+    """Probability that the interaction gets an answer (drawn from the request's seed)."""
     tokenization_sanity_check_mode: Literal["disable", "strict", "ignore_strippable"] = (
         "ignore_strippable"
     )
@@ -176,11 +175,11 @@ class MultiTurnConfig(Section):
     `ignore_strippable` as text, and if that differs in more than white space token by token.
     `strict` also compares with the tokenizer's tokens of the template's own rendering."""
     tokenization_sanity_check_frac: float = Field(default=0.25, gt=0, le=1)
-    """Share of the finished requests that are held so, drawn from each request's seed."""
+    """Share of the finished requests that are compared, drawn from each request's seed."""
 
 
 class ValKwargsConfig(Section):
-    """How validation samples."""
+    """Sampling in validation."""
 
     n: int = Field(default=1, ge=1)
     """Samples of each validation prompt."""
@@ -193,54 +192,54 @@ class ValKwargsConfig(Section):
 
 
 class FailureConfig(Section):
-    """What becomes of a request that failed for reasons of the infrastructure."""
+    """The treatment of a request that failed for reasons of the infrastructure."""
 
     policy: Literal["mask", "retry", "drop_group", "raise"] = "mask"
     """mask: keep its row with a zero mask, out of the group's baseline; retry: try again up to
     `max_retries`, then mask; drop_group: mask its whole group; raise: end the run."""
     max_retries: int = Field(default=1, ge=0)
-    """New attempts of one request under `retry`."""
+    """Most new attempts of one request under `retry`."""
     max_failed_frac: float = Field(default=0.5, ge=0, le=1)
-    """End the run where more than this share of a batch failed: then it is no accident."""
+    """End the run if more than this share of a batch failed."""
     max_failed_calls_frac: float = Field(default=0.5, ge=0, le=1)
-    """End the run if more than this share of a tool's calls crashed, timed out or found it down.
-    A tool is judged after every 16 calls or more; 1: never."""
+    """End the run if more than this share of a tool's calls crashed, timed out or found the tool
+    unavailable. The share is computed after every 16 calls or more. 1: never."""
 
 
 class RolloutConfig(Section):
-    """Generation: how many, how hot, how long."""
+    """Generation: number of samples, sampling parameters, limits."""
 
     engine: EngineConfig = EngineConfig()
     n: int = Field(default=8, ge=1)
     """Samples of one prompt (the group)."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits before sampling; the log-probabilities are those of the divided
-    logits."""
+    """Divides the logits before sampling; log-probabilities are those of the divided logits."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample among the likeliest tokens that together have this probability; below 1 it biases
-    training, which is reported."""
+    """Sample from the most likely tokens that together have this probability. A value below 1
+    biases training, which is reported."""
     top_k: int = -1
-    """Sample among so many likeliest tokens; -1: all. A limit biases training, which is
+    """Sample from this many of the most likely tokens; -1: all. A limit biases training, which is
     reported."""
     stop: list[str] = Field(default_factory=list[str])
-    """Stop strings beside the template's own end of turn; kept in the output."""
+    """Stop strings in addition to the template's end of turn; they stay in the output."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and response; null: data.max_prompt_length + data.max_response_length."""
+    """Most tokens of prompt and response; null: the sum of `data.max_prompt_length` and
+    `data.max_response_length`."""
     max_concurrent_requests: int = Field(default=256, ge=1)
-    """Requests in flight on one rank."""
+    """Most requests in flight on one rank."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Wall clock of one request; null: none."""
+    """Most seconds of one request; null: no limit."""
     seed: Seed = 0
-    """Seed of the engine's sampling and of the requests' own draws."""
+    """Seed of the engine's sampling and of the random decisions of requests."""
     deterministic: bool = False
-    """The same seed gives the same run to the last bit, also where it was stopped and resumed: on
-    a CPU, on the same machine with as many threads and the same versions. Turns are generated in
-    rounds, each of which waits for the slowest tool; what that costs in speed is printed by
-    `benchmarks/determinism.py`. The promise ends where `request_timeout_s` fires, and where a
-    tool, user or scorer answers otherwise than before (or only sometimes in time)."""
+    """The same seed gives the same run to the last bit, also if it was stopped and resumed: on a
+    CPU, on the same machine with the same number of threads and the same versions. Turns are
+    generated in rounds, and each round waits for the slowest tool; `benchmarks/determinism.py`
+    measures the cost. The promise does not hold if `request_timeout_s` fires, or if a tool, user or
+    scorer gives other answers than before (or only sometimes in time)."""
     free_cache_engine: bool = True
-    """Where engine and training share an accelerator, the engine gives its memory back while the
-    policy is trained: its cache, and its own copy of the weights."""
+    """If engine and training share an accelerator, the engine frees its memory during the update:
+    its cache, and its own copy of the weights."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     failure: FailureConfig = FailureConfig()
@@ -251,14 +250,14 @@ def _resume_path_by_its_short_name(mode: object) -> object:
 
 
 class TrainerConfig(Section):
-    """The loop, what it writes, and when."""
+    """The training loop, its outputs and their intervals."""
 
     project_name: str = "agentrl"
     """Name of a group of runs."""
     experiment_name: str = "run"
     """Name of this run."""
     default_local_dir: UserPath = Path("runs/run")
-    """Everything that a run writes lies under this folder."""
+    """The folder of everything that a run writes."""
     total_training_steps: int | None = Field(default=None, ge=0)
     """null: `total_epochs` over the data."""
     total_epochs: int = Field(default=1, ge=1)
@@ -266,14 +265,14 @@ class TrainerConfig(Section):
     logger: list[Literal["console", "jsonl", "tensorboard"]] = Field(
         default_factory=lambda: ["console", "jsonl"]
     )
-    """Where the figures of each step go."""
+    """Outputs of the metrics of each step."""
     test_freq: int = Field(default=-1, ge=-1)
     """Validate every so many steps; -1: only before and after."""
     save_freq: int = Field(default=-1, ge=-1)
     """Checkpoint every so many steps; -1: only at the end."""
     max_ckpt_to_keep: int | None = Field(default=3, ge=1)
-    """How many of the last checkpoints are kept; null: all. The best validated one is kept
-    besides."""
+    """How many of the last checkpoints are kept, in addition to the best validated one; null:
+    all."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -281,22 +280,22 @@ class TrainerConfig(Section):
     resume_mode: Annotated[
         Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_path_by_its_short_name)
     ] = "auto"
-    """auto: go on from the last complete checkpoint of the run's folder, if there is one.
-    resume_path (or: path): from `resume_from_path`."""
+    """auto: resume from the last complete checkpoint of the run's folder, if there is one.
+    resume_path (or: path): resume from `resume_from_path`. disable: start again."""
     resume_from_path: UserPath | None = None
-    """Folder of one checkpoint (`global_step_N`); read under `resume_mode: resume_path`."""
+    """Folder of one checkpoint (`global_step_N`), for `resume_mode: resume_path`."""
     rollout_data_dir: UserPath | None = None
-    """Save every training rollout as JSONL here."""
+    """Folder for all training rollouts, as JSONL; null: they are not saved."""
     validation_data_dir: UserPath | None = None
-    """Save every validation rollout as JSONL here."""
+    """Folder for all validation rollouts, as JSONL; null: they are not saved."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: an accelerator if there is one."""
     collective_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a rank waits for the others before it ends with an error (verl: `nccl_timeout`).
-    Ranks wait behind a rollout for the slowest of them, and while the main one writes: longer than
-    that can take."""
+    Ranks wait for the slowest one after a rollout, and while the main rank writes. Choose a longer
+    time than these take."""
     seed: Seed = 0
-    """Seed of everything that has no seed of its own."""
+    """Seed of everything that has no other seed."""
     plot: bool = True
     """Draw `curve.png` at the end."""
 
@@ -305,29 +304,38 @@ class RunConfig(Section):
     """A whole run file."""
 
     plugins: list[str] = Field(default_factory=list[str])
-    """Modules (`package.module` or `path/to/file.py`) that every command and rank imports before it
-    checks anything. They register estimators, losses, reward managers and tool-call parsers."""
+    """Modules (`package.module` or `path/to/file.py`) that every command and rank imports first.
+    They register estimators, losses, reward managers and tool-call parsers."""
     data: DataConfig
     model: ModelConfig
     rollout: RolloutConfig = RolloutConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
-    critic: CriticConfig = CriticConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
     prepare: PrepareConfig = PrepareConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_critic(cls, given: Any) -> Any:
+        """Accept the empty section `critic` of saved run files; there is no critic yet."""
+        if isinstance(given, Mapping) and not given.get("critic", True):
+            return {name: section for name, section in given.items() if name != "critic"}
+        return given
+
     @property
     def prepares_its_policy(self) -> bool:
-        """Whether `prepare` makes the model's folder, weights and tokenizer together."""
+        """Whether `prepare` makes the model's folder, with weights and tokenizer."""
         made = (self.prepare.tiny_policy, self.prepare.sft)
         folders = {str(section.out_dir) for section in made if section is not None}
         return self.model.path in folders and self.model.tokenizer_path is None
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts of one generation batch; a step takes one, or several under filter_groups."""
+        """Prompts of one generation batch; under `filter_groups` a step may take several
+        batches.
+        """
         size = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
         return size or self.data.train_batch_size

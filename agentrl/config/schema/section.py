@@ -1,4 +1,4 @@
-"""What every section of a run file is."""
+"""The base class of the sections of a run file, and the types of their paths."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,15 +28,15 @@ def _refuse_colon(path: str) -> str:
 
 Seed = int
 ModulePath = Annotated[str, AfterValidator(_refuse_colon)]
-"""`package.module` or `path/to/file.py`, without the name of what is in it."""
+"""`package.module` or `path/to/file.py`, without the name of an object in it."""
 UserPath = Annotated[Path, AfterValidator(_expand_home)]
-"""A path as a user writes it: `~` is the home folder, for whoever reads the configuration."""
+"""A path as a user writes it; `~` becomes the home folder when the file is read."""
 FolderOrHubName = Annotated[str, AfterValidator(_expand_home_in_name)]
-"""A folder as a user writes it, or a name of the hub."""
+"""A folder as a user writes it, or a name on the Hugging Face hub."""
 
 
 class Section(BaseModel):
-    """A section of the run file: unknown keys are errors, numbers are finite, values stay."""
+    """A section of the run file: unknown keys are errors, numbers are finite, values are frozen."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
