@@ -54,8 +54,8 @@ class ScoreCaller:
             timeout_s=config.timeout_s,
             max_waiting=config.max_concurrent_scores,
         )
-        rate = config.rate_limit
-        self._limiters = PerLoop(lambda: rate and AsyncLimiter(1, 1 / rate))
+        interval_s = 1 / config.rate_limit if config.rate_limit else None
+        self._limiters = PerLoop(lambda: AsyncLimiter(1, interval_s) if interval_s else None)
         self._sandbox = SharedSandbox(config.sandbox)
         for part in parts_of(scorer):
             if self._needs_process(part):
@@ -90,7 +90,7 @@ class ScoreCaller:
             Exception: What the scorer raised, or `TimeoutError`.
         """
         scorer = choose_scorer(scorer, str(arguments.get("data_source")))
-        if limiter := self._limiters.get():
+        if (limiter := self._limiters.get()) is not None:
             await limiter.acquire()
         if self._needs_process(scorer):
             return await self._pool.run(scorer, arguments)

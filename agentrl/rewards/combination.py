@@ -16,7 +16,7 @@ bonus.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -154,27 +154,16 @@ def _of_turns(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[Re
 
 
 def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
-    answered = ((turn, call) for turn in request.turns for call in turn.calls if _is_answered(call))
+    calls = ((turn, call) for turn in request.turns for call in turn.calls)
+    answered = ((turn, call) for turn, call in calls if call.outcome == CallOutcome.OK)
     for turn, call in islice(answered, config.max_bonus_calls):
         yield RewardPart(Source.TOOL_CALL_BONUS, config.tool_call_bonus, turn, call)
-    last = _last_sampled(request.turns)
-    if request.stop_reason is StopReason.INTERACTION_ENDED and not _is_out_of_budget(last):
+    last = next((turn for turn in reversed(request.turns) if turn.role == "assistant"), None)
+    is_out_of_budget = last is not None and last.metadata.get("ended_by") == "budget"
+    if request.stop_reason is StopReason.INTERACTION_ENDED and not is_out_of_budget:
         yield RewardPart(Source.INTERACTION_BONUS, config.interaction_bonus, last)
     share = count_sampled_tokens(request) / request.budgets.max_response_tokens
     yield RewardPart(Source.LENGTH_PENALTY, -config.length_penalty * share)
-
-
-def _is_answered(call: CallRecord) -> bool:
-    return call.outcome == CallOutcome.OK
-
-
-def _is_out_of_budget(turn: Turn | None) -> bool:
-    """Whether the interaction ended the conversation because its own budget was spent."""
-    return turn is not None and turn.metadata.get("ended_by") == "budget"
-
-
-def _last_sampled(turns: Sequence[Turn]) -> Turn | None:
-    return next((turn for turn in reversed(turns) if turn.role == "assistant"), None)
 
 
 def compute_overlong_reward(

@@ -4,11 +4,10 @@ A source is looked up among the exact names first, then among the patterns in th
 are those of verl's `default_compute_score`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from agentrl.errors import RewardError, did_you_mean
@@ -37,47 +36,43 @@ class Bundled:
         return load_object(self.path)
 
 
-BUNDLED: MappingProxyType[str, Bundled] = MappingProxyType(
-    {
-        "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
-        # Some answers make computer algebra compute for ever: run it in a process.
-        "math": Bundled("agentrl.rewards.math_answer:compute_score", ExecutionMode.PROCESS),
-        "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", ExecutionMode.PROCESS),
-        "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),
-        "qa": Bundled("agentrl.rewards.qa:compute_score"),
-        "code": Bundled("agentrl.rewards.code:compute_score", needs_sandbox=True),
-        "judge": Bundled("agentrl.rewards.judge:Judge"),
-    }
-)
+BUNDLED: Mapping[str, Bundled] = {
+    "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
+    # Some answers make computer algebra compute for ever: run it in a process.
+    "math": Bundled("agentrl.rewards.math_answer:compute_score", ExecutionMode.PROCESS),
+    "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", ExecutionMode.PROCESS),
+    "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),
+    "qa": Bundled("agentrl.rewards.qa:compute_score"),
+    "code": Bundled("agentrl.rewards.code:compute_score", needs_sandbox=True),
+    "judge": Bundled("agentrl.rewards.judge:Judge"),
+}
 """Bundled scorers by their names in `reward.functions`."""
 
-SOURCES: MappingProxyType[str, str] = MappingProxyType(
-    {
-        "openai/gsm8k": "gsm8k",
-        "agentrl/arithmetic": "gsm8k",
-        "lighteval/MATH": "math",
-        "DigitalLearningGmbH/MATH-lighteval": "math",
-        "HuggingFaceH4/MATH-500": "math",
-        "hiyouga/geometry3k": "math",
-        "hendrycks_math": "math",
-        "math_dapo": "math_dapo",
-        "math": "math_dapo",
-        "codecontests": "code",
-        "apps": "code",
-        "codeforces": "code",
-        "taco": "code",
-        "openai_humaneval": "code",
-        "humaneval": "code",
-        "mbpp": "code",
-        "cais/mmlu": "multiple_choice",
-        "TIGER-Lab/MMLU-Pro": "multiple_choice",
-        "allenai/ai2_arc": "multiple_choice",
-        "tau/commonsense_qa": "multiple_choice",
-        "hotpotqa": "qa",
-        "nq": "qa",
-        "triviaqa": "qa",
-    }
-)
+SOURCES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "agentrl/arithmetic": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "hiyouga/geometry3k": "math",
+    "hendrycks_math": "math",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "openai_humaneval": "code",
+    "humaneval": "code",
+    "mbpp": "code",
+    "cais/mmlu": "multiple_choice",
+    "TIGER-Lab/MMLU-Pro": "multiple_choice",
+    "allenai/ai2_arc": "multiple_choice",
+    "tau/commonsense_qa": "multiple_choice",
+    "hotpotqa": "qa",
+    "nq": "qa",
+    "triviaqa": "qa",
+}
 """Scorer names by data source."""
 
 PATTERNS: tuple[tuple[str, str], ...] = (
@@ -118,18 +113,14 @@ def _named_for(data_source: str) -> str | None:
     return SOURCES.get(data_source) or next(fitting, None)
 
 
+@cache
 def find_scorer(data_source: str) -> Callable[..., Any]:
     """Return the bundled scorer of a data source.
 
     Raises:
         RewardError: If the source has none.
     """
-    return _load(find_bundled(data_source))
-
-
-@cache
-def _load(name: str) -> Callable[..., Any]:
-    return BUNDLED[name].load()
+    return BUNDLED[find_bundled(data_source)].load()
 
 
 def default_compute_score(

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -60,7 +60,7 @@ def _execute(source: str, names: dict[str, Any], *, echo: bool) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _silence() -> Generator[None]:
     """Throw away what this process and its children write."""
     kept = [os.dup(1), os.dup(2)]
     with open(os.devnull, "w") as null:

@@ -84,38 +84,36 @@ def _plain(value: Any) -> Any:
 
 
 def _read(tests: Any) -> Iterator[TestCase]:
-    if isinstance(tests, Mapping):
-        yield from _read_mapping(cast("Mapping[str, Any]", tests))
-    elif isinstance(tests, list | tuple):
-        for test in cast("Sequence[Any]", tests):
-            yield from _read_item(test)
-    else:
-        raise DataError(f"these are no tests: {tests!r:.200}", expected=EXPECTED)
-
-
-def _read_item(test: Any) -> Iterator[TestCase]:
-    match test:
-        case str():
-            yield AssertTest(test)
-        case {"input": given, "output": expected}:
-            function = test.get("fn_name") or None
-            yield _case(given, expected, function)
-        case _:
-            raise DataError(f"this is no test: {test!r:.200}", expected=EXPECTED)
-
-
-def _read_mapping(tests: Mapping[str, Any]) -> Iterator[TestCase]:
-    setup = str(tests.get("test_setup_code") or tests.get("setup") or "")
     match tests:
+        case list() | tuple():
+            for test in cast("Sequence[Any]", tests):
+                yield _read_item(test)
         case {"inputs": inputs, "outputs": outputs}:
             yield from _read_pairs(inputs, outputs, tests.get("fn_name") or None)
         case {"assert_case": asserts} | {"test_list": asserts}:
             for source in [asserts] if isinstance(asserts, str) else asserts:
-                yield AssertTest(f"{setup}\n{source}" if setup else str(source))
+                yield AssertTest(_with_setup(tests, str(source)))
         case {"test": str(source)}:
-            yield AssertTest(f"{setup}\n{source}" if setup else source, tests.get("entry_point"))
-        case _:
+            yield AssertTest(_with_setup(tests, source), tests.get("entry_point"))
+        case {}:
             raise DataError(f"unknown tests, of the keys {list(tests)}", expected=EXPECTED)
+        case _:
+            raise DataError(f"these are no tests: {tests!r:.200}", expected=EXPECTED)
+
+
+def _with_setup(tests: Mapping[str, Any], source: str) -> str:
+    setup = str(tests.get("test_setup_code") or tests.get("setup") or "")
+    return f"{setup}\n{source}" if setup else source
+
+
+def _read_item(test: Any) -> TestCase:
+    match test:
+        case str():
+            return AssertTest(test)
+        case {"input": given, "output": expected}:
+            return _case(given, expected, test.get("fn_name") or None)
+        case _:
+            raise DataError(f"this is no test: {test!r:.200}", expected=EXPECTED)
 
 
 def _read_pairs(inputs: Any, outputs: Any, function: str | None) -> Iterator[TestCase]:

@@ -70,14 +70,14 @@ class Interpreter:
 
     def _has_answered(self) -> bool:
         """Read the answer as far as it has come; return whether more can come."""
-        while self.is_alive and self._reported is None and self._is_readable():
+        while self.is_alive and self._reported is None and self._can_read():
             chunk = os.read(self._answers, _CHUNK)
             self._unread += chunk
             self.is_alive = bool(chunk) and len(self._unread) < 32 * _TRACEBACK_CHARS
             self._take_answer()
         return not self.is_alive or self._reported is not None
 
-    def _is_readable(self) -> bool:
+    def _can_read(self) -> bool:
         return bool(select.select([self._answers], [], [], 0)[0])
 
     def _take_answer(self) -> None:
