@@ -66,9 +66,11 @@ def _silence() -> Generator[None]:
     with open(os.devnull, "w") as null:
         for descriptor in (1, 2):
             os.dup2(null.fileno(), descriptor)
-    yield
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for descriptor, old in zip((1, 2), kept, strict=True):
-        os.dup2(old, descriptor)
-        os.close(old)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, descriptor)
+            os.close(old)

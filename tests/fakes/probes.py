@@ -1,4 +1,4 @@
-"""What hostile code tries in a sandbox. Each probe prints REACHED where a wall does not stand.
+"""Programs that try to escape from a sandbox. Each probe prints REACHED if it succeeds.
 
 `docs/trust.md` prints the probes with what was measured; a test compares the two.
 """
@@ -31,7 +31,7 @@ LIMITS = SandboxConfig(
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What stands outside, for the probes to go for."""
+    """What is outside the sandbox, for the probes to reach."""
 
     pid: int
     secret: str

@@ -163,7 +163,7 @@ def test_closing_ends_the_workers_even_if_a_scorer_hangs():
     assert not alive
 
 
-def test_a_scorer_that_no_process_can_be_told_of_is_refused_at_once():
+def test_a_scorer_that_cannot_be_sent_to_a_process_is_refused_at_once():
     bonus = 1.0
 
     def closure(**_):
@@ -179,7 +179,7 @@ def test_async_scorers_stay_on_the_loop_of_prime():
     assert [request.reward for request in requests] == [1.0, None]
 
 
-def test_a_pool_begins_anew_behind_its_end():
+def test_a_closed_pool_starts_again():
     async def main():
         pool = ScorePool(num_workers=1, timeout_s=20.0, max_waiting=4)
         told = {"data_source": "", "solution_str": "", "ground_truth": ""}
@@ -246,7 +246,7 @@ def test_what_is_awaited_is_known_beforehand():
     assert not is_async(Counter())
 
 
-# Pace.
+# Rate limit and concurrency.
 
 
 def test_scores_begin_no_faster_than_the_rate_limit():
@@ -287,7 +287,7 @@ def test_no_more_scores_are_at_work_than_allowed():
 
 
 class Driver:
-    """Stands for a rollout: its requests end one after another."""
+    """A fake rollout: its requests end one after another."""
 
     def __init__(self, *, pause_s: float, error: Exception | None = None) -> None:
         self._pause_s, self._error = pause_s, error
@@ -302,7 +302,7 @@ class Driver:
         return list(requests)
 
 
-def launch(driver, manager, requests):
+def run_overlapped(driver, manager, requests):
     begun = time.monotonic()
     told = []
 
@@ -327,9 +327,9 @@ def test_a_slow_scorer_costs_no_more_than_its_last_score():
     # With room for two at a time scoring takes 0.6 s, as long as the rollout, and half of it and
     # more is beside the rollout.
     room = {"max_concurrent_scores": 2}
-    early = launch(Driver(pause_s=0.15), make(_slow, **room), answers(*range(4)))
+    early = run_overlapped(Driver(pause_s=0.15), make(_slow, **room), answers(*range(4)))
     behind = ScoreAfterRollout(make(_slow, **room))
-    late = launch(Driver(pause_s=0.15), behind, answers(*range(4)))
+    late = run_overlapped(Driver(pause_s=0.15), behind, answers(*range(4)))
     assert late >= 0.6 + 0.6
     assert early < 0.6 + 0.3 + 0.25
 
@@ -349,15 +349,15 @@ def test_a_batch_is_a_group_that_has_ended_or_all_at_once():
         return requests
 
     requests = groups()
-    launch(Driver(pause_s=0.03), make(note, "batch"), requests)
+    run_overlapped(Driver(pause_s=0.03), make(note, "batch"), requests)
     assert sorted(calls) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert [request.reward for request in requests] == [float(n) for n in range(9)]
     calls.clear()
-    launch(Driver(pause_s=0.0), ScoreAfterRollout(make(note, "batch")), groups())
+    run_overlapped(Driver(pause_s=0.0), ScoreAfterRollout(make(note, "batch")), groups())
     assert calls == [[*range(9)]]
 
 
-def test_a_failed_rollout_cancels_the_scores_and_is_told_as_it_is():
+def test_a_failed_rollout_cancels_the_scores_and_raises_its_error():
     ended = []
 
     async def wait(**_):
@@ -369,12 +369,12 @@ def test_a_failed_rollout_cancels_the_scores_and_is_told_as_it_is():
     for name in ("naive", "batch"):
         manager = make(wait, name)
         with pytest.raises(ZeroDivisionError):
-            launch(Driver(pause_s=0.01, error=ZeroDivisionError()), manager, answers(1, 2))
+            run_overlapped(Driver(pause_s=0.01, error=ZeroDivisionError()), manager, answers(1, 2))
     assert ended == [True] * 4
 
 
 @pytest.mark.parametrize("name", ["naive", "batch"])
-def test_cancelling_behind_the_rollout_cancels_the_scores(name):
+def test_cancelling_after_the_rollout_cancels_the_scores(name):
     ended = []
 
     async def wait(**_):
@@ -397,7 +397,7 @@ def test_cancelling_behind_the_rollout_cancels_the_scores(name):
     assert ended == [True]
 
 
-def test_a_manager_with_a_score_alone_is_asked_behind_the_rollout():
+def test_a_manager_that_has_only_score_is_called_after_the_rollout():
     seen = []
 
     class Plain:
@@ -409,14 +409,14 @@ def test_a_manager_with_a_score_alone_is_asked_behind_the_rollout():
 
     register_reward_manager("plain-of-a-test")(Plain)
     requests = answers(1, 2)
-    launch(
+    run_overlapped(
         Driver(pause_s=0.0), make_reward_manager(RewardConfig(manager="plain-of-a-test")), requests
     )
     assert seen == [requests]
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_every_bundled_manager_scores_early_unless_it_is_told_not_to(name):
+def test_every_bundled_manager_scores_early_unless_configured_otherwise(name):
     assert isinstance(by_path(SCORERS[name], name), StreamingRewardManager)
     behind = by_path(SCORERS[name], name, launch_reward_fn_async=False)
     assert not isinstance(behind, StreamingRewardManager)
@@ -424,7 +424,7 @@ def test_every_bundled_manager_scores_early_unless_it_is_told_not_to(name):
     assert requests[0].reward == 1.0
 
 
-def test_stations_are_timed():
+def test_rollout_and_scoring_are_timed():
     entered = []
 
     class Timer:
@@ -447,7 +447,7 @@ def test_stations_are_timed():
     assert entered == ["gen", "reward"] * 2
 
 
-def test_seconds_of_a_score_stand_on_its_request():
+def test_seconds_of_a_score_are_recorded_on_its_request():
     requests = answers(1)
     score(make(_slow), requests)
     assert 0.3 <= requests[0].metrics["seconds_reward"] < 1.0
@@ -482,7 +482,7 @@ def test_several_functions_are_summed_by_their_weights_and_kept_apart(manager, t
     assert [request.reward for request in requests] == [2.0 + 6.0, 6.0]
     extra = requests[0].reward_extra_info
     assert (extra["gsm8k"], extra["size"], extra["note"]) == (1.0, 12.0, 1.0)
-    # Of what several say, the first one's word stands.
+    # If several functions return a key, the first one's value counts.
     assert (extra["acc"], extra["success"]) == (1.0, 1.0)
     assert requests[1].reward_extra_info["acc"] == 0.0
 
@@ -553,7 +553,7 @@ def test_a_manager_scores_code_in_one_event_loop_after_another():
     assert [sandbox.is_closed for sandbox in made] == [False, True, False]
 
 
-# What cannot be meant is told before anything is scored.
+# Invalid arguments are reported before anything is scored.
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_arguments_that_no_scorer_takes_are_refused_at_once(one, told):
     assert error.value.details["key"].startswith("reward.functions[1].reward_kwargs")
 
 
-def test_arguments_of_the_one_scorer_are_held_against_it_too():
+def test_arguments_of_a_single_scorer_are_checked_too():
     custom = CustomRewardConfig(path="agentrl.rewards.gsm8k", reward_kwargs={"methd": "strict"})
     with pytest.raises(ConfigError, match="did you mean 'method'") as error:
         make_reward_manager(RewardConfig(custom_reward_function=custom))

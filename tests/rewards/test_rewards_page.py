@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows works as it stands there."""
+"""The examples and tables of docs/rewards.md are right."""
 
 import re
 from pathlib import Path

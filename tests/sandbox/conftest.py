@@ -1,4 +1,4 @@
-"""Sandboxes for the tests: each behind every provider that can keep code in on this machine."""
+"""Sandboxes for the tests, with every provider that can isolate code on this machine."""
 
 from collections.abc import AsyncIterator, Callable
 
@@ -21,7 +21,7 @@ MakeSandbox = Callable[..., Sandbox]
 
 @pytest.fixture(params=["sandlock", "bubblewrap"])
 def provider(request: pytest.FixtureRequest) -> LocalProvider:
-    """Each provider that has walls."""
+    """Each provider that isolates code."""
     if reason := unavailable_reason(request.param):
         pytest.skip(f"{request.param}: {reason}")
     return request.param

@@ -1,4 +1,4 @@
-"""Which provider keeps the code in, and what is said where none does."""
+"""The choice of a provider, and the error if none can isolate code."""
 
 import importlib.util
 import shutil
@@ -20,7 +20,7 @@ from agentrl.sandbox.syscall_filter import syscall_filter
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """What was found of this machine is forgotten, before and after."""
+    """Forget the trial runs of providers, before and after."""
     unavailable_reason.cache_clear()
     yield
     unavailable_reason.cache_clear()
@@ -39,7 +39,7 @@ def chosen() -> str:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_nothing_there_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_missing_providers_are_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     nothing_installed(monkeypatch)
     with pytest.raises(SandboxError) as raised:
         make_sandbox(SandboxConfig())
@@ -56,7 +56,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("fresh")
-def test_next_best_is_taken(monkeypatch: pytest.MonkeyPatch):
+def test_the_next_best_provider_is_taken(monkeypatch: pytest.MonkeyPatch):
     if unavailable_reason("bubblewrap"):
         pytest.skip("bubblewrap cannot run here")
     find = importlib.util.find_spec
@@ -131,7 +131,7 @@ async def test_program_needs_a_name():
         await sandbox.run_program([])
 
 
-def test_filter_is_whole_and_jumps_stay_inside():
+def test_jumps_of_the_filter_stay_inside():
     for machine in ("x86_64", "aarch64"):
         data = syscall_filter(machine)
         assert len(data) % 8 == 0

@@ -1,4 +1,4 @@
-"""The provider that is a service: what it answers, how it fails, state by running again."""
+"""The SandboxFusion provider: its answers, its failures, and sessions that run sources again."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_names_and_files_come_back_and_old_output_does_not():
     ]
 
 
-async def test_what_was_stopped_takes_the_state_with_it_and_says_so():
+async def test_a_killed_call_ends_the_state_and_reports_it():
     async with fusion_service() as service:
         sandbox = FusionSandbox(config(service.url))
         session = await sandbox.open_python()

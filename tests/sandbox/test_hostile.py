@@ -1,4 +1,4 @@
-"""Code that goes for the guest, for its answers, or for staying behind."""
+"""Code that attacks the guest, forges its answers, or tries to outlive its session."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def test_shell_leaves_no_process_to_the_next_call(sandbox: Sandbox):
 
 
 async def processes_of_an_open_session(sandbox: Sandbox) -> set[int]:
-    """List what runs beside the sessions that come."""
+    """List the processes that run before the sessions of a test."""
     session = await sandbox.open_python()
     await session.run("1")
     return set(descendants())
@@ -134,7 +134,7 @@ async def test_daemon_dies_with_its_session(sandbox: Sandbox):
     assert done.is_ok, done
     assert len(set(descendants()) - before) >= 3
     await session.close()
-    # Who is dying is listed a moment longer.
+    # A dying process is listed for a moment.
     for _ in range(100):
         if set(descendants()) <= before:
             return

@@ -1,4 +1,4 @@
-"""What a sandbox starts, keeps ready, and leaves behind: nothing."""
+"""Life of a local sandbox: what it starts, what it keeps ready, and that nothing is left."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ def shared_by_all() -> set[str]:
 
 
 def left_in(temporary: Path) -> list[Path]:
-    """The folders of keepers; a keeper that was closed leaves none."""
+    """The folders of spawners; a closed spawner leaves none."""
     return list(temporary.glob("agentrl-sandbox-*"))
 
 
@@ -40,7 +40,7 @@ def num_files() -> int:
 
 
 async def until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for what happens outside, and not for long."""
+    """Wait a short time for an event outside this process."""
     for _ in range(400):
         if is_so():
             return
@@ -87,29 +87,33 @@ async def test_warm_interpreters_are_each_one_sessions(make: MakeSandbox):
     assert seen == {"False []\n"}
 
 
-def newest_keeper() -> psutil.Process:
-    keepers = [each for each in psutil.Process().children() if "spawner.py" in command_of(each.pid)]
-    return max(keepers, key=lambda each: each.create_time())
+def newest_spawner() -> psutil.Process:
+    spawners = [
+        each for each in psutil.Process().children() if "spawner.py" in command_of(each.pid)
+    ]
+    return max(spawners, key=lambda each: each.create_time())
 
 
-def below_each_warden() -> list[set[int]]:
-    """List the processes of each sandbox of the newest keeper, the oldest first."""
-    wardens = sorted(newest_keeper().children(), key=lambda each: each.pid)
-    return [{each.pid for each in warden.children(recursive=True)} for warden in wardens]
+def below_each_supervisor() -> list[set[int]]:
+    """List the processes of each sandbox of the newest spawner, the oldest first."""
+    supervisors = sorted(newest_spawner().children(), key=lambda each: each.pid)
+    return [
+        {each.pid for each in supervisor.children(recursive=True)} for supervisor in supervisors
+    ]
 
 
 async def until_filled(num_warm: int) -> list[set[int]]:
-    """Wait until a pool is ready behind a session that was used."""
+    """Wait until the pool is full after a session was used."""
 
     def is_filled() -> bool:
-        sizes = [len(each) for each in below_each_warden()]
+        sizes = [len(each) for each in below_each_supervisor()]
         return len(sizes) == 1 + num_warm and min(sizes) == max(sizes)
 
     await until(is_filled, "the pool is not filled")
-    return below_each_warden()
+    return below_each_supervisor()
 
 
-async def test_pool_is_filled_behind_the_first_call(make: MakeSandbox):
+async def test_pool_is_filled_after_the_first_call(make: MakeSandbox):
     session = await make(num_warm=2).open_python()
     await session.run("1")
     await until_filled(2)
@@ -175,23 +179,23 @@ os.wait()
 """
 
 
-async def test_warden_that_is_killed_leaves_no_process(sandbox: Sandbox):
+async def test_killed_supervisor_leaves_no_process(sandbox: Sandbox):
     before = set(descendants())
     session = await sandbox.open_python()
     await session.run(DAEMON)
-    keeper = newest_keeper()
-    started = set(descendants()) - before - {keeper.pid}
-    keeper.children()[0].kill()
-    await until(lambda: not any(map(is_running, started)), "a process outlives its warden")
+    spawner = newest_spawner()
+    started = set(descendants()) - before - {spawner.pid}
+    spawner.children()[0].kill()
+    await until(lambda: not any(map(is_running, started)), "a process outlives its supervisor")
     other = await sandbox.open_python()
     assert (await other.run("print(1)")).stdout == "1\n"
 
 
-async def test_keeper_that_was_killed_is_started_again(sandbox: Sandbox):
+async def test_killed_spawner_is_started_again(sandbox: Sandbox):
     session = await sandbox.open_python()
     await session.run("x = 1")
-    keepers = [pid for pid in descendants() if "spawner.py" in command_of(pid)]
-    os.kill(keepers[0], signal.SIGKILL)
+    spawners = [pid for pid in descendants() if "spawner.py" in command_of(pid)]
+    os.kill(spawners[0], signal.SIGKILL)
     assert (await session.run("print(x)")).stdout == "1\n"
     other = await sandbox.open_python()
     assert (await other.run("print(2)")).stdout == "2\n"
@@ -253,11 +257,11 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def folders_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder is so young that its keeper may be about to hold it."""
+    """Treat every folder as old enough to delete."""
     monkeypatch.setattr(folders, "_MIN_AGE_S", 0.0)
 
 
-def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_of_a_dead_spawner_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     beginning = str(tmp_path / "mine-")
     stale, held, other = (tmp_path / name for name in ("mine-1", "mine-2", "other"))
     for path in (stale / "3" / "tmp" / "closed", held, other):
@@ -268,7 +272,7 @@ def test_folder_of_a_dead_keeper_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
     (stale / "out").symlink_to(other)
     descriptor = folders.lock(str(held))
     folders.delete_abandoned(beginning)
-    assert stale.exists()  # too young: its keeper may be about to hold it
+    assert stale.exists()  # too young: its spawner may be about to lock it
     monkeypatch.setattr(folders, "_MIN_AGE_S", 0.0)
     folders.delete_abandoned(beginning)
     assert set(tmp_path.iterdir()) == {held, other}

@@ -1,4 +1,4 @@
-"""What hostile code tries, and does not reach; and that the page on trust says what is."""
+"""Hostile code does not reach what docs/trust.md says is stopped."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Bundled scorers raise where they cannot tell, and score 0 only what is wrong."""
+"""Bundled scorers raise if they cannot compare, and score 0 only if the answer is wrong."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import pytest
 from agentrl.errors import RewardError
 from agentrl.rewards import gsm8k, math_answer, multiple_choice, qa
 
-NOWHERE_A_TRUTH = [None, {}, {"a": 1}, "", "  ", True, [], [None], [{"a": 1}]]
+NO_GROUND_TRUTHS = [None, {}, {"a": 1}, "", "  ", True, [], [None], [{"a": 1}]]
 
 
 @pytest.mark.parametrize("scorer", [gsm8k, math_answer, qa, multiple_choice])
-@pytest.mark.parametrize("truth", NOWHERE_A_TRUTH, ids=repr)
-def test_what_is_no_ground_truth_is_an_error_that_shows_it(scorer: Any, truth: Any):
+@pytest.mark.parametrize("truth", NO_GROUND_TRUTHS, ids=repr)
+def test_an_invalid_ground_truth_is_an_error_that_shows_it(scorer: Any, truth: Any):
     for solution in (r"#### 42 \boxed{42} <answer>42</answer>", ""):
         with pytest.raises(RewardError, match="the ground truth is"):
             scorer.compute_score("any", solution, truth)
