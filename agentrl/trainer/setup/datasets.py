@@ -126,7 +126,7 @@ def check_system_messages(
     Raises:
         TemplateError: with what the template rewrites.
     """
-    if not any(found.behind_system for found in needs.histories(report)):
+    if not any(found.after_system for found in needs.histories(report)):
         return
     if any(message.role == "system" for prompt in dataset for message in prompt.messages):
         require(report, replace(needs, system=True))
