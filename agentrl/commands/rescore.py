@@ -1,10 +1,11 @@
-"""Score saved rollouts anew, without generating anything (`agentrl reward rescore`).
+"""`agentrl reward rescore`: score saved rollouts again, without generating anything.
 
-For a scorer that was mended, a judge that was down, a rubric that is being tried: what would the
-rewards have been? Conversations stay as they are; only `reward` and `reward_extra_info` change.
+Use it after a scorer was fixed or a judge was unavailable, or to test a rubric. Conversations do
+not change; only `reward` and `reward_extra_info` do.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -37,18 +38,18 @@ _NO_RUN = {"data": {"train_files": []}, "model": {"path": "none"}}
 
 @dataclass(slots=True)
 class Change:
-    """How the rewards of one data source changed."""
+    """The change of one data source's rewards."""
 
     num: int = 0
     num_changed: int = 0
-    """Whose reward is another one, or is there or gone."""
+    """Trajectories with another reward, with a new one, or without one that they had."""
     old: list[float] = field(default_factory=list[float])
-    """Rewards before, of those that had one."""
+    """The rewards before."""
     new: list[float] = field(default_factory=list[float])
     num_not_scored: int = 0
-    """Which had failed by something else than their reward, and are left as they were."""
+    """Trajectories that failed before they were scored; they are not changed."""
     failures: list[str] = field(default_factory=list[str])
-    """What the scorer failed with now."""
+    """Errors of the scorer."""
 
     def add(self, old: AsyncRolloutRequest, new: AsyncRolloutRequest) -> None:
         """Count one trajectory."""
@@ -70,38 +71,38 @@ def rescore_from_file(
     *,
     out: Path | None = None,
 ) -> dict[str, Change]:
-    """Score a file of saved rollouts anew, and print what changed.
+    """Score a file of saved rollouts again, and print what changed.
 
     Args:
-        file: As a run writes them to `trainer.rollout_data_dir`.
-        run_file: Whose section `reward` is used; None: its defaults.
+        file: A file that a run wrote to `trainer.rollout_data_dir`.
+        run_file: The run file with the section `reward`; None for its defaults.
         overrides: `reward.<key>=value`.
-        console: The table goes there.
-        out: Where the trajectories go with their new rewards; None: nowhere.
+        console: The console to print to.
+        out: A new file for the trajectories with their new rewards; None to write none.
 
     Raises:
-        ConfigError: for keys that cannot be meant, and for an `out` that is there already.
+        ConfigError: for wrong keys, or if `out` exists.
         DataError: for a file that cannot be read.
     """
     changes = rescore(file, read_reward_config(run_file, overrides), out=out)
     console.print(changes_table(changes))
-    for failure in [told for change in changes.values() for told in change.failures][:5]:
-        console.print(failure, markup=False, highlight=False, soft_wrap=True)
-    if out is not None:
-        console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
+    lines = [failure for change in changes.values() for failure in change.failures][:5]
+    lines += [] if out is None else [f"written to {out}"]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return changes
 
 
 def read_reward_config(run_file: Path | None, overrides: Sequence[str]) -> RewardConfig:
-    """Read how to score: the section `reward` of a run file, or its defaults, and overrides.
+    """Read the section `reward` of a run file, or its defaults, with overrides.
 
     Raises:
-        ConfigError: for what cannot be meant, and for overrides of other sections.
+        ConfigError: for wrong keys, and for overrides of other sections.
     """
     for override in overrides:
         if not key_of(override).startswith("reward."):
             raise ConfigError(
-                f"{override!r} changes nothing of the scoring",
+                f"{override!r} does not change the scoring",
                 key=key_of(override),
                 expected="reward.<key>=value",
             )
@@ -117,28 +118,28 @@ def read_reward_config(run_file: Path | None, overrides: Sequence[str]) -> Rewar
 
 
 def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dict[str, Change]:
-    """Score a file of saved rollouts anew.
+    """Score a file of saved rollouts again.
 
-    Trajectories that had completed are scored, and those that had failed by their reward, as if
-    they had been answered. Those of a step that stand together are scored together, as in the run:
-    a step is in memory at once, and no group is split. Bonuses and penalties are no scorer's, and
-    stay as they were recorded.
+    Completed trajectories are scored. Trajectories whose scoring failed are scored as completed
+    ones. Consecutive trajectories of one step are scored together, as in the run, so that no group
+    is split; a whole step is in memory. Recorded bonuses and penalties are kept, because scorers do
+    not compute them.
 
     Args:
-        file: As a run writes them to `trainer.rollout_data_dir`.
+        file: A file that a run wrote to `trainer.rollout_data_dir`.
         config: How to score.
-        out: A new file for the trajectories with their new rewards; None: none is written.
+        out: A new file for the trajectories with their new rewards; None to write none.
 
     Returns:
-        What changed, by data source.
+        The changes by data source.
 
     Raises:
-        ConfigError: for an `out` that is there already: nothing is written over.
+        ConfigError: if `out` exists.
         DataError: for a file that cannot be read.
-        PluginError: where a scorer cannot be loaded.
+        PluginError: if a scorer cannot be loaded.
     """
     if out is not None and out.exists():
-        raise ConfigError(f"{out} is there already", key="--out", expected="a new file")
+        raise ConfigError(f"{out} exists already", key="--out", expected="a new file")
     if out is not None:
         claim_file(out, key="--out")
     manager = make_reward_manager(config)
@@ -147,8 +148,7 @@ def rescore(file: Path, config: RewardConfig, *, out: Path | None = None) -> dic
         try:
             lines = _rescored_lines(read_trajectories(file), manager, runner, changes)
             if out is None:
-                for _ in lines:
-                    pass
+                deque(lines, maxlen=0)  # consume the iterator
             else:
                 save_lines(out, lines)
         finally:
@@ -174,10 +174,10 @@ def _rescored_lines(
 
 
 async def score_as_in_run(manager: RewardManager, requests: Sequence[AsyncRolloutRequest]) -> None:
-    """Score what rolled out together, in the calls in which a run would score it.
+    """Score the requests of one step with the same calls as a run.
 
-    A scorer of batches may compare the samples of a group: so it gets whole groups, one in a call
-    under `reward.launch_reward_fn_async`, else all of a step.
+    A batch scorer may compare the samples of a group, so it gets whole groups: one per call with
+    `reward.launch_reward_fn_async`, else all of a step.
     """
     if not isinstance(manager, StreamingRewardManager):
         await manager.score(requests)
@@ -189,9 +189,9 @@ async def score_as_in_run(manager: RewardManager, requests: Sequence[AsyncRollou
 
 
 def unscored(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
-    """Copy a request as it was before it was scored, where it can be scored.
+    """Copy a request, and remove its score if it can be scored again.
 
-    One that failed by its reward comes back as answered: how it had ended is not known any more.
+    If its scoring failed, the copy has the stop reason `answered`, because the real one is lost.
     """
     error = request.error
     if error is not None and error.fault is Fault.REWARD:
@@ -205,15 +205,15 @@ def unscored(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
 
 
 def keep_shaping(old: AsyncRolloutRequest, new: AsyncRolloutRequest) -> None:
-    """Keep what was written down of bonuses and penalties: no scorer gives or takes them."""
+    """Copy the recorded bonuses and penalties, which scorers do not compute."""
     if new.reward is not None:
         names = {source.value for source in SHAPING}
-        kept = {name: told for name, told in old.reward_extra_info.items() if name in names}
+        kept = {key: value for key, value in old.reward_extra_info.items() if key in names}
         new.reward_extra_info |= kept
 
 
 def changes_table(changes: dict[str, Change]) -> Table:
-    """Show what changed, a row for each data source."""
+    """Make a table of the changes, a row for each data source."""
     table = Table(title="mean rewards before and now", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("data source", overflow="fold")
     for title in ("rollouts", "before", "now", "changed", "failed", "not scored"):

@@ -146,25 +146,15 @@ def build_components(
     run_logger.info(*data.notes)
     order = make_order(config, data)
     num_batches = order.num_batches(config.prompts_per_rollout)
-    total_steps = config.trainer.total_training_steps
-    if total_steps is None:
-        total_steps = config.trainer.total_epochs * num_batches
-    if config.trainer.val_only:
-        total_steps = 0
+    total_steps = count_steps(config, num_batches)
     record = DataRecord.of(config, data, setup)
     run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
     policy = load_policy(config.model, world, config.actor.fsdp_config)
-    if total_steps:
-        check_disk_space(config.trainer.default_local_dir, count_weights(policy), config)
-    if doubt := find_doubt(config, policy, setup, data):
-        run_logger.notes([doubt])
+    run_logger.notes(check_policy(config, policy, setup, data, total_steps))
     engine = start_engine(config, policy, setup, run_logger, given)
     engine_name = type(engine).__name__ if given.engine else describe_engine(config)
-    run_logger.info(
-        f"{type(policy.lm).__name__}, {count_weights(policy):,} weights, {policy.compute_dtype} "
-        f"on {world.device.type} x {world.size}; engine: {engine_name}; "
-        f"{len(data.train)} training rows, {total_steps} steps"
-    )
+    work = f"{len(data.train)} training rows, {total_steps} steps"
+    run_logger.info(f"{describe_policy(policy)}; engine: {engine_name}; {work}")
     manager = make_manager(config, setup, engine)
     return TrainerComponents(
         world=world,
@@ -183,6 +173,23 @@ def build_components(
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,
     )
+
+
+def check_policy(
+    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData, total_steps: int
+) -> Iterator[str]:
+    """Check that a checkpoint fits on the disk, and that the policy fits the tokenizer.
+
+    Yields:
+        Notes for the user.
+
+    Raises:
+        ConfigError: if the disk has too little space.
+    """
+    if total_steps:
+        check_disk_space(config.trainer.default_local_dir, count_weights(policy), config)
+    if doubt := find_doubt(config, policy, setup, data):
+        yield doubt
 
 
 def find_doubt(
@@ -259,6 +266,22 @@ def make_order(config: RunConfig, data: RunData) -> DataOrder:
     if not config.trainer.val_only:
         order.check_batch(config.prompts_per_rollout)
     return order
+
+
+def count_steps(config: RunConfig, num_batches: int) -> int:
+    """Count the training steps: as configured, or from the epochs."""
+    trainer = config.trainer
+    if trainer.val_only:
+        return 0
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    return trainer.total_epochs * num_batches
+
+
+def describe_policy(policy: PolicyModel) -> str:
+    """Describe a policy's architecture, size, dtype and devices."""
+    name, devices = type(policy.lm).__name__, f"{policy.world.device.type} x {policy.world.size}"
+    return f"{name}, {count_weights(policy):,} weights, {policy.compute_dtype} on {devices}"
 
 
 def count_weights(policy: PolicyModel) -> int:

@@ -17,8 +17,6 @@ writes files.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Self
 
 from agentrl.collate import collate, widest
@@ -34,8 +32,8 @@ from agentrl.rollout.failures import FailureSummary
 from agentrl.rollout.manager import SamplingPlan
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scheduling import rare_gc
+from agentrl.trainer.checkpointer import Checkpointer
 from agentrl.trainer.components import TrainerComponents, start_components
-from agentrl.trainer.credit import CREDIT
 from agentrl.trainer.engine_sync import EngineSync
 from agentrl.trainer.interruption import Interrupted, Interruption, NestableRunner
 from agentrl.trainer.metrics.aggregators import compute_values, merge_metrics
@@ -44,22 +42,10 @@ from agentrl.trainer.metrics.step import Timer, compute_throughput, step_metrics
 from agentrl.trainer.sampling import StepSamples
 from agentrl.trainer.setup.plugins import EngineFactory, Given, Row, Tool, given_rows
 from agentrl.trainer.setup.preflight import with_absolute_paths
-from agentrl.trainer.state.data_fingerprint import RECORD
 from agentrl.trainer.state.last_step import LastCompletedStep
-from agentrl.trainer.state.resume import (
-    archive_earlier_outputs,
-    check_origin,
-    checkpoint_folder,
-    config_digest,
-    find_checkpoint,
-    policy_origin,
-)
-from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.state.summary import Summary
 from agentrl.trainer.validation import describe_success, read_outcome, validation_metrics
 from agentrl.workers.actor import UpdateResult
-from agentrl.workers.checkpoint import RunState
-from agentrl.workers.snapshot import export_hf, identify, load_run, on_main, save_run
 
 
 class Trainer:
@@ -121,10 +107,10 @@ class Trainer:
         )
         self._interruption = Interruption(self.world)
         self._last = LastCompletedStep(parts.order, parts.actor)
+        self._checkpointer = Checkpointer(config, parts)
         self._runner = NestableRunner()
         self._is_closed = False
         self._failures: list[FailureSummary] = []
-        self._start = ""
         self._success_rules: dict[str, str] = {}
         self._started = time.monotonic()
 
@@ -160,10 +146,10 @@ class Trainer:
 
     def begin(self) -> None:
         """Resume from a checkpoint or start a new run, and validate the untrained policy."""
-        self.resume()
-        self._start = on_main(
-            self.world, lambda: write_start(self.folder, self.config, num_ranks=self.world.size)
-        )
+        if (state := self._checkpointer.load()) is not None:
+            self.step = state.step
+            self.summary = Summary(**state.trainer)
+            self._last.record(self.step, self.summary, unlogged=state.unlogged)
         self.summary.count_preparation(self.components.seconds_prepare)
         self.sync_weights()
         unlogged = self._last.unlogged
@@ -219,7 +205,7 @@ class Trainer:
         if self.config.trainer.val_only and not self.config.trainer.val_before_train:
             self.log_step(self.validate())
         if self.components.total_steps:
-            self.export()
+            self.summary.exported = str(self._checkpointer.export(self.step, self.summary))
         self.summary.steps = self.step
         self._count_seconds()
         if self.world.is_main:
@@ -372,85 +358,17 @@ class Trainer:
         elif self.components.total_steps and (snapshot := self._last.restore()):
             self.step = snapshot.step
             self.summary = self.summary.restored(snapshot.summary)
-            folder = checkpoint_folder(self.config) / f"global_step_{self.step}"
-            if not on_main(self.world, folder.is_dir):
+            if not self._checkpointer.has(self.step):
                 self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
         """Write the whole run to disk."""
-        parts, summary = self.components, self.summary
         self._count_seconds()
-        summary.note_checkpoint(self.step)
-        state = RunState(
-            step=self.step,
-            identity=identify(parts.actor.policy),
-            config_digest=self._config_digest(),
-            origin=policy_origin(self.config),
-            trainer=asdict(replace(summary, checkpoint=None))
-            | {CREDIT: parts.credit.state_dict(), STARTED_AS: self._start},
-            data=parts.order.state_dict() | {RECORD: asdict(parts.record)},
-            unlogged=self._last.unlogged,
-        )
-        folder, keep = checkpoint_folder(self.config), self.config.trainer.max_ckpt_to_keep
-        path = save_run(folder, parts.actor, state, keep=keep, best=summary.best_saved_step)
-        summary.checkpoint = str(path)
+        self.summary.note_checkpoint(self.step)
+        path = self._checkpointer.save(self.step, self.summary, self._last.unlogged)
+        self.summary.checkpoint = str(path)
         seconds = time.monotonic() - self._started
         self.run_logger.info(f"checkpoint: {path}, {seconds:.1f} s")
-
-    def export(self) -> None:
-        """Write the policy as a plain Hugging Face folder."""
-        policy, tokenizer = self.components.actor.policy, self.components.setup.tokenizer
-        about = {
-            "step": self.step,
-            "val_success": self.summary.val_success_after,
-            "best_step": self.summary.best_step,
-        }
-        export_hf(policy, tokenizer, self.folder / "trained", about=about)
-        self.summary.exported = str(self.folder / "trained")
-
-    def resume(self) -> None:
-        """Resume from a checkpoint if `trainer.resume_mode` asks for it and there is one.
-
-        Raises:
-            CheckpointError: if the checkpoint is damaged, or of another model.
-            DataError: if the data is not the data that the run began with.
-        """
-        path = on_main(self.world, lambda: find_checkpoint(self.config))
-        if path is not None:
-            self._load_checkpoint(path)
-        archived = on_main(
-            self.world, lambda: archive_earlier_outputs(self.config, path, self.step)
-        )
-        self.run_logger.info(*archived.describe())
-
-    def _load_checkpoint(self, path: Path) -> None:
-        parts = self.components
-        state = load_run(path, parts.actor)
-        with self.world.raise_on_all_ranks():
-            check_origin(state.origin, self.config, path)
-        parts.order.load_state_dict(state.data)
-        self.step = state.step
-        parts.credit.load_state_dict(state.trainer.pop(CREDIT, {}))
-        start = path.resolve().parents[1] / state.trainer.pop(STARTED_AS, "")
-        self.summary = replace(Summary(**state.trainer), checkpoint=str(path))
-        self._last.record(self.step, self.summary, unlogged=state.unlogged)
-        lines = [f"resumed from {path} at step {self.step}"]
-        changes = changed_keys(start, self.config)
-        if state.config_digest != self._config_digest():
-            lines.append(
-                "the run's configuration differs from the checkpoint's; the run's applies from now"
-            )
-        lines += [f"  changed: {change}" for change in changes]
-        if self.step >= parts.total_steps:
-            lines.append(
-                f"all {parts.total_steps} steps are done: raise trainer.total_training_steps to "
-                "train further, or set trainer.resume_mode=disable to start again"
-            )
-        self.run_logger.info(*lines)
-
-    def _config_digest(self) -> str:
-        steps, device = self.components.total_steps, self.world.device.type
-        return config_digest(self.config, total_steps=steps, device=device)
 
     # The end.
 

@@ -1,13 +1,13 @@
-"""From the finished requests of a validation set to its figures.
+"""Compute the metrics of a validation set from its finished requests.
 
 Success of one request is a number, and the success of a set is its mean:
 
     threshold          1 if the combined reward is at least `reward.success_threshold`, else 0
-    scorer's verdict   what the scorer returns under `success`, else under `acc`; no text
+    scorer's verdict   what the scorer returns under `success`, else under `acc`, if not a text
     combined reward    the reward that training would use, `reward.weights` and bonuses included
 
-The first rule that applies decides. A request that failed has success 0. A scorer that returns a
-bare number, or that number once more as `acc` and nothing else, gives no verdict.
+The first rule that applies is used. A request that failed has success 0. A scorer that returns a
+bare number, or only the same number as `acc`, gives no verdict.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from agentrl.trainer.metrics.rollout import (
 
 
 class SuccessRule(StrEnum):
-    """How the success of a request was decided; the value is used in messages."""
+    """The rule that decided the success of a request; the value is used in messages."""
 
     THRESHOLD = "the combined reward is at least reward.success_threshold"
     SUCCESS = "the scorer's `success`"
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def read_outcome(request: AsyncRolloutRequest, config: RewardConfig) -> Outcome:
-    """Reduce a request to what validation counts."""
+    """Extract from a request what validation counts."""
     rule, success = measure_success(request, config)
     return Outcome(
         success=success,
@@ -85,17 +85,17 @@ def measure_success(
     combined = combine_rewards(request, config).total
     if config.success_threshold is not None:
         return SuccessRule.THRESHOLD, float(combined >= config.success_threshold)
-    said = scorer_dict(request)
+    found = scorer_dict(request)
     for key, rule in (("success", SuccessRule.SUCCESS), ("acc", SuccessRule.ACC)):
-        verdict = read_number(said.get(key))
+        verdict = read_number(found.get(key))
         if verdict is not None:
             return rule, verdict
-    given = any(said.get(key) is not None for key in ("success", "acc"))
+    given = any(found.get(key) is not None for key in ("success", "acc"))
     return (SuccessRule.UNREADABLE if given else SuccessRule.COMBINED), combined
 
 
 def describe_success(name: str, outcomes: Sequence[Outcome]) -> str:
-    """Say by which rule the success of a set was measured."""
+    """Describe by which rules the success of a set was measured."""
     rules = Counter(one.rule for one in outcomes if one.rule is not SuccessRule.FAILED)
     if len(rules) == 1:
         return f"success on {name} is {next(iter(rules))}"

@@ -100,7 +100,7 @@ def test_a_scorer_that_compares_gets_the_groups_that_it_had_in_training(
 
 def test_nothing_is_written_over(saved: Path, tmp_path: Path):
     for out in (saved, tmp_path):
-        with pytest.raises(ConfigError, match="there already"):
+        with pytest.raises(ConfigError, match="exists already"):
             rescore(saved, RewardConfig(), out=out)
     with pytest.raises(DataError, match="no such rollout file"):
         rescore(tmp_path / "none.jsonl", RewardConfig())
@@ -137,7 +137,7 @@ def test_the_command_reads_a_run_files_rewards_and_prints_a_table(saved: Path, t
 
 
 def test_overrides_of_other_sections_and_contradictions_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="changes nothing of the scoring"):
+    with pytest.raises(ConfigError, match="does not change the scoring"):
         read_reward_config(None, ["data.seed=3"])
     with pytest.raises(ConfigError, match=r"reward\.managr|unknown"):
         read_reward_config(None, ["reward.managr=prime"])

@@ -1,8 +1,8 @@
-"""The learning curve of a run, or of several seeds over each other, as a picture.
+"""Draw the learning curve of one run, or of several runs with different seeds.
 
-Left the training reward: of one run each step (thin) and a running mean (thick), of several the
-running mean of each (thin) and of all (thick). Right the success on each validation set, with the
-first and the last measurement as points: the policy before and after.
+The left plot shows the training reward: for one run each step (thin) and a running mean (thick),
+for several runs the running mean of each (thin) and of all (thick). The right plot shows the
+success on each validation set; points mark the first and the last measurement.
 """
 
 import math
@@ -25,20 +25,20 @@ from agentrl.errors import DataError
 from agentrl.trainer.metrics.sinks import REWARD_KEYS, MetricsLine, read_metrics
 
 _SUCCESS = re.compile(r"^val/(?P<name>.+)/success$")
-_REWARD_COLOUR = "#2f4b7c"
-_SET_COLOURS = ("#d1495b", "#2a9d8f", "#e09f3e", "#6d597a", "#577590", "#90a955")
+_REWARD_COLOR = "#2f4b7c"
+_SET_COLORS = ("#d1495b", "#2a9d8f", "#e09f3e", "#6d597a", "#577590", "#90a955")
 _INK, _FAINT = "#222222", "#d9d9d9"
 
 
 class Series(NamedTuple):
-    """One quantity over the steps of one run."""
+    """One metric over the steps of one run."""
 
     steps: tuple[float, ...]
     values: tuple[float, ...]
 
 
 class Curves(NamedTuple):
-    """What is drawn of one run."""
+    """The curves of one run."""
 
     reward: Series
     """Mean reward of each training step."""
@@ -54,11 +54,11 @@ def plot_curve(
     Args:
         metrics: One or more `metrics.jsonl`.
         out: The picture; written whole or not at all.
-        title: What stands above it.
+        title: The title above the picture.
         dpi: Pixels per inch; the picture is 9 by 3.6 inches.
 
     Raises:
-        DataError: where no run has a reward or a validation to draw, or a line is damaged.
+        DataError: if no run has a reward or a validation to draw, or a line is damaged.
     """
     paths = [metrics] if isinstance(metrics, Path) else list(metrics)
     runs = [read_curves(path) for path in paths]
@@ -70,7 +70,7 @@ def plot_curve(
 
 
 def read_curves(path: Path) -> Curves:
-    """Read what is drawn of one run."""
+    """Read the curves of one run."""
     lines = list(read_metrics(path))
     names = dict.fromkeys(
         match["name"] for line in lines for key in line.metrics if (match := _SUCCESS.match(key))
@@ -123,12 +123,12 @@ def _frame(axes: Axes, title: str, unit: str) -> None:
 def _draw_reward(axes: Axes, runs: Sequence[Series]) -> None:
     drawn = [run for run in runs if run.steps]
     if not drawn:
-        _say_empty(axes)
+        _write_empty(axes)
         return
     single = len(drawn) == 1
     thin = _draw_thin(axes, drawn if single else [running_mean(run) for run in drawn])
     main = running_mean(mean_series(drawn))
-    thick = axes.plot(main.steps, main.values, color=_REWARD_COLOUR, linewidth=2.2)
+    thick = axes.plot(main.steps, main.values, color=_REWARD_COLOR, linewidth=2.2)
     names = (
         ["each step", "running mean"] if single else [f"each of {len(drawn)} seeds", "their mean"]
     )
@@ -142,37 +142,37 @@ def _draw_success(axes: Axes, runs: Sequence[Mapping[str, Series]]) -> None:
             by_set[name] += [series] if series.steps else []
     values = [v for drawn in by_set.values() for series in drawn for v in series.values]
     is_share = all(0 <= value <= 1 for value in values)
-    if is_share:  # else success is a mean reward of another range
+    if is_share:  # otherwise success is a mean reward of another range
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     if not any(by_set.values()):
-        _say_empty(axes)
+        _write_empty(axes)
         return
     for number, (name, drawn) in enumerate(by_set.items()):
-        colour = _SET_COLOURS[number % len(_SET_COLOURS)]
-        _draw_set(axes, name, drawn, colour, form=".1%" if is_share else ".3g")
+        color = _SET_COLORS[number % len(_SET_COLORS)]
+        _draw_set(axes, name, drawn, color, form=".1%" if is_share else ".3g")
     handles, names = axes.get_legend_handles_labels()
     _add_legend(axes, handles, names)
 
 
-def _draw_set(axes: Axes, name: str, drawn: Sequence[Series], colour: str, *, form: str) -> None:
+def _draw_set(axes: Axes, name: str, drawn: Sequence[Series], color: str, *, form: str) -> None:
     main = mean_series(drawn)
     if len(drawn) > 1:
-        _draw_thin(axes, drawn, colour)
+        _draw_thin(axes, drawn, color)
     if not main.steps:
         return
     before, after = main.values[0], main.values[-1]
     label = f"{_literal(name)}: {before:{form}} \N{RIGHTWARDS ARROW} {after:{form}}"
-    axes.plot(main.steps, main.values, color=colour, linewidth=2.2, label=label)
+    axes.plot(main.steps, main.values, color=color, linewidth=2.2, label=label)
     axes.plot(
-        (main.steps[0], main.steps[-1]), (before, after), "o", color=colour, markersize=7,
+        (main.steps[0], main.steps[-1]), (before, after), "o", color=color, markersize=7,
         markeredgecolor="white", markeredgewidth=1.5, clip_on=False, zorder=5,
     )  # fmt: skip
 
 
-def _draw_thin(axes: Axes, drawn: Sequence[Series], colour: str = _REWARD_COLOUR) -> list[Line2D]:
+def _draw_thin(axes: Axes, drawn: Sequence[Series], color: str = _REWARD_COLOR) -> list[Line2D]:
     return [
-        axes.plot(series.steps, series.values, color=colour, linewidth=0.9, alpha=0.4)[0]
+        axes.plot(series.steps, series.values, color=color, linewidth=0.9, alpha=0.4)[0]
         for series in drawn
     ]
 
@@ -184,10 +184,10 @@ def _add_legend(axes: Axes, handles: Sequence[Artist], names: Sequence[str]) -> 
 
 
 def _literal(text: str) -> str:
-    return text.replace("$", r"\$")  # else matplotlib sets it as a formula
+    return text.replace("$", r"\$")  # otherwise matplotlib draws a formula
 
 
-def _say_empty(axes: Axes) -> None:
+def _write_empty(axes: Axes) -> None:
     axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#999999")
 
 
@@ -195,12 +195,12 @@ def running_mean(series: Series, share: float = 0.1) -> Series:
     """Average each value with its neighbours: a `share` of the run, at least one on each side."""
     count = len(series.values)
     reach = max(1, round(count * share / 2))
-    windows = [series.values[max(0, place - reach) : place + reach + 1] for place in range(count)]
+    windows = [series.values[max(0, index - reach) : index + reach + 1] for index in range(count)]
     return Series(series.steps, tuple(sum(window) / len(window) for window in windows))
 
 
 def mean_series(runs: Sequence[Series]) -> Series:
-    """Average runs at the steps that all of them have; of one run, the run itself."""
+    """Average runs at the steps that all of them have."""
     tables = [dict(zip(run.steps, run.values, strict=True)) for run in runs]
     common = sorted(set.intersection(*map(set, tables))) if tables else []
     means = tuple(sum(table[step] for table in tables) / len(tables) for step in common)
