@@ -1,4 +1,4 @@
-"""`DataProto`: the batch of tensors and objects that the upper stages hand to each other."""
+"""`DataProto`: a batch of tensors and objects, passed from stage to stage."""
 
 from agentrl.protocol.batch import (
     DataProto,

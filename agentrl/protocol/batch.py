@@ -1,9 +1,8 @@
-"""`DataProto`, the batch that stages with tensors hand to each other.
+"""`DataProto`, the batch that stages with tensors pass to each other.
 
-A `DataProto` holds B rows: tensors `[B, ...]`, object arrays `[B]`, and facts about the batch as a
-whole. Which keys there are is said in `agentrl.collate`. Selections and repetitions are new objects
-that may share memory with the old; `union`, `pop`, `rename`, `reorder` and `to` change the batch
-itself, as users of the field expect.
+A `DataProto` has B rows: tensors `[B, ...]`, object arrays `[B]`, and facts about the whole batch.
+`agentrl.collate` lists the keys. Selecting and repeating return new objects, which may share memory
+with the old one. `union`, `pop`, `rename`, `reorder` and `to` change the batch itself, as in verl.
 """
 
 import copy
@@ -23,12 +22,10 @@ from agentrl.protocol.columns import (
     check_rows,
     collect_metrics,
     describe_batch,
-    describe_size,
     object_array,
     read_tensordict,
     refuse_conflicts,
     refuse_other_columns,
-    repeated_rows,
     take_columns,
     tensor_columns,
     unfold_chunks,
@@ -37,7 +34,7 @@ from agentrl.protocol.columns import (
 from agentrl.protocol.saving import read_columns, write_columns
 
 Rows = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
-"""Which rows: their numbers, or a truth value for each row."""
+"""A selection of rows: their indices, or a boolean for each row."""
 
 
 @dataclass
@@ -45,11 +42,11 @@ class DataProtoItem:
     """One row of a `DataProto`."""
 
     batch: TensorDict | None
-    """The row's tensors, without the batch dimension."""
+    """Tensors of the row, without the batch dimension."""
     non_tensor_batch: dict[str, Any]
-    """The row's objects."""
+    """Objects of the row."""
     meta_info: dict[str, Any]
-    """Facts about the batch that it came from."""
+    """Facts about the batch of the row."""
 
 
 @dataclass
@@ -67,7 +64,7 @@ class DataProto:
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     """Object arrays by name, each `[B]`."""
     meta_info: dict[str, Any] = field(default_factory=dict)
-    """What is true of the whole batch; JSON values, where it is to be saved."""
+    """Facts about the whole batch; JSON values, if the batch is saved."""
 
     def __post_init__(self) -> None:
         self.check_consistency()
@@ -82,7 +79,7 @@ class DataProto:
         """Make a batch from columns.
 
         Raises:
-            DataError: where a column has another number of rows than the first.
+            DataError: If the columns have different numbers of rows.
         """
         columns = {key: object_array(values) for key, values in (non_tensors or {}).items()}
         batch = None
@@ -99,16 +96,16 @@ class DataProto:
         data: Mapping[str, torch.Tensor | np.ndarray | Sequence[Any]],
         meta_info: Mapping[str, Any] | None = None,
     ) -> "DataProto":
-        """Make a batch from columns of both kinds: tensors are told by their type."""
+        """Make a batch from tensors and objects in one mapping."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         others = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, cast("Mapping[str, Sequence[Any]]", others), meta_info)
 
     def check_consistency(self) -> None:
-        """Hold every column against the number of rows.
+        """Check that every column has the same number of rows.
 
         Raises:
-            DataError: naming the column, its shape, and what was expected.
+            DataError: With the column, its shape, and what was expected.
         """
         if self.batch is not None and len(self.batch.batch_size) != 1:
             shape = tuple(self.batch.batch_size)
@@ -144,21 +141,21 @@ class DataProto:
             dict(self.meta_info),
         )
 
-    # Choosing.
+    # Selecting
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> "DataProto":
-        """Rows `start`, `start + step`, ... before `end`."""
+        """Return the rows `start`, `start + step`, ... before `end`."""
         rows = slice(start, end, step)
-        if step is not None and step < 0:  # tensors know no negative steps
+        if step is not None and step < 0:  # tensors do not support negative steps
             return self.select_idxs(np.arange(len(self))[rows])
         batch = None if self.batch is None else cast("TensorDict", self.batch[rows])
         columns = {key: array[rows] for key, array in self.non_tensor_batch.items()}
         return DataProto(batch, columns, dict(self.meta_info))
 
     def select_idxs(self, idxs: Rows) -> "DataProto":
-        """The rows of these numbers, in their order, or those that a truth value keeps."""
+        """Return the rows with these indices, in their order, or those with a true value."""
         if isinstance(idxs, torch.Tensor):
             idxs = idxs.detach().cpu().numpy()
         rows = np.asarray(idxs)
@@ -181,7 +178,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> "DataProto":
-        """The columns of these names; None keeps all of a kind."""
+        """Return the columns with these names; None keeps all of a kind."""
         chosen = DataProto(
             self._take_tensors(batch_keys),
             take_columns(self.non_tensor_batch, non_tensor_batch_keys),
@@ -195,7 +192,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Take the columns of these names out, and return them; None takes none of a kind."""
+        """Remove and return the columns with these names; None removes none of a kind."""
         taken = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
         for key in batch_keys or ():
             cast("TensorDict", self.batch).del_(key)
@@ -213,14 +210,14 @@ class DataProto:
             take_columns(tensor_columns(self.batch), keys), batch_size=self.batch.batch_size
         )
 
-    # Changing in place, as users of the field expect.
+    # Changing in place
 
     def union(self, other: "DataProto") -> "DataProto":
         """Add the columns of `other`; a column that both have must be the same.
 
         Raises:
-            DataError: naming the key, and the first row in which the two differ. Nothing has
-                changed then.
+            DataError: With the key and the first row in which the two differ. Nothing is changed
+                then.
         """
         if self._columns() and other._columns() and len(self) != len(other):
             raise DataError(f"{len(other)} rows to add to {len(self)}")
@@ -253,7 +250,7 @@ class DataProto:
         return self
 
     def reorder(self, indices: Rows) -> None:
-        """Put the rows into this order."""
+        """Change the order of the rows."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
@@ -263,44 +260,44 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
-    # Repeating, cutting and joining.
+    # Repeating, splitting and concatenating
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Repeat the rows: each one in its place (a a b b), or the whole batch (a b a b)."""
+        """Repeat the rows one by one (a a b b), or the whole batch (a b a b)."""
         rows = np.arange(len(self))
         return self.select_idxs(
             np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
         )
 
     def split(self, split_size: int) -> "list[DataProto]":
-        """Cut into pieces of `split_size` rows; the last may be shorter."""
+        """Split into parts of `split_size` rows; the last one may be shorter."""
         if split_size < 1:
-            raise DataError(f"pieces of {split_size} rows", expected="at least 1")
+            raise DataError(f"parts of {split_size} rows", expected="at least 1")
         return [self.slice(at, at + split_size) for at in range(0, len(self), split_size)]
 
     def chunk(self, chunks: int) -> "list[DataProto]":
-        """Cut into so many pieces of equal length.
+        """Split into `chunks` parts of equal length.
 
         Raises:
-            DataError: where the rows do not divide.
+            DataError: If the number of rows is not a multiple.
         """
         if chunks < 1 or len(self) % chunks:
             raise DataError(
-                f"{len(self)} rows do not divide into {chunks} equal pieces",
-                expected="pad_dataproto_to_divisor first, or split",
+                f"{len(self)} rows cannot be split into {chunks} equal parts",
+                expected="call pad_dataproto_to_divisor first, or split",
             )
         size = len(self) // chunks
         return [self.slice(at * size, (at + 1) * size) for at in range(chunks)]
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
-        """Join batches of the same columns, one after the other.
+        """Concatenate batches that have the same columns.
 
-        Facts in `meta_info` must agree, but for `metrics`: of those, which each worker has of its
-        own, each value becomes the list of all workers' values.
+        The facts in `meta_info` must be equal, except `metrics`: each worker has its own, and each
+        metric becomes the list of the values of all workers.
 
         Raises:
-            DataError: where columns, shapes or facts in `meta_info` differ, naming the key.
+            DataError: If columns, shapes or facts in `meta_info` differ, with the key.
         """
         if not data:
             raise DataError("nothing to concatenate", expected="at least one batch")
@@ -324,7 +321,7 @@ class DataProto:
         """Append the last row `padding_size` times, in place.
 
         Args:
-            padding_size: How often; 0 changes nothing.
+            padding_size: Number of rows to append.
             padding_candidate: `first` appends the first row instead.
         """
         row = 0 if padding_candidate == "first" else len(self) - 1
@@ -333,13 +330,19 @@ class DataProto:
     def sample_level_repeat(
         self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor
     ) -> "DataProto":
-        """Repeat each row, in its place, as often as its number says."""
-        return self.select_idxs(repeated_rows(self, repeat_times))
+        """Repeat each row as often as its number in `repeat_times`.
+
+        Raises:
+            DataError: If there is not one number for each row.
+        """
+        times = np.asarray(repeat_times)
+        check_rows("repeat_times", times.shape, len(self))
+        return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def unfold_column_chunks(
         self, n_split: int, split_keys: Sequence[str] | None = None
     ) -> "DataProto":
-        """Cut the columns `split_keys` `[B, C, ...]` into `[B * n_split, C / n_split, ...]`.
+        """Split the columns `split_keys` `[B, C, ...]` into `[B * n_split, C / n_split, ...]`.
 
         The rows of all other columns are repeated to match.
         """
@@ -365,37 +368,41 @@ class DataProto:
                 np.random.default_rng((seed, epoch)).shuffle(rows)
             yield from self.select_idxs(rows).split(mini_batch_size)
 
-    # As other things.
+    # Converting
 
     def to_tensordict(self) -> TensorDict:
-        """Put everything into one TensorDict, objects and facts as its non-tensor data."""
+        """Convert to a TensorDict, with objects and facts as its non-tensor data."""
         return as_tensordict(self)
 
     @classmethod
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None
     ) -> "DataProto":
-        """Take a TensorDict apart; its facts are added to `meta_info`."""
+        """Convert from a TensorDict. Its facts are added to `meta_info`."""
         tensors, objects, facts = read_tensordict(tensor_dict)
         return cls.from_dict(tensors, objects, {**(meta_info or {}), **facts})
 
     def get_data_info(self) -> str:
-        """List columns and facts, each with its shape or type."""
+        """List the columns and facts with their shapes or types."""
         return describe_batch(self)
 
     def print_size(self, prefix: str = "") -> None:
-        """Print how much memory the columns take."""
-        print(", ".join(filter(None, [prefix, describe_size(self)])))
+        """Print the memory of the columns."""
+        tensors = tensor_columns(self.batch).values()
+        tensor_gb = sum(t.element_size() * t.numel() for t in tensors) / 1024**3
+        array_gb = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
+        size = f"size of tensors: {tensor_gb:g} GB, size of non_tensor_batch: {array_gb:g} GB"
+        print(f"{prefix}, {size}" if prefix else size)
 
-    # Saving. No pickle: reading a file runs nothing.
+    # Saving, without pickle: loading a file runs no code
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to one safetensors file, whole or not at all.
+        """Write the batch to one safetensors file, atomically.
 
-        Objects must be JSON values or pydantic models; the latter are read back as dicts.
+        Objects must be JSON values or pydantic models. Models are loaded as dicts.
 
         Raises:
-            DataError: naming the key and row of an object that JSON cannot hold.
+            DataError: If JSON cannot hold an object, with its key and row.
         """
         write_columns(
             filepath, tensor_columns(self.batch), dict(self.non_tensor_batch), self.meta_info
@@ -403,16 +410,16 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> "DataProto":
-        """Read what `save_to_disk` wrote.
+        """Load a batch that `save_to_disk` wrote.
 
         Raises:
-            DataError: where the file is damaged or of another kind.
+            DataError: If the file is damaged or of another format.
         """
         return DataProto.from_dict(*read_columns(filepath))
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append copies of the first rows until the rows divide. Returns the batch and how many."""
+    """Append copies of the first rows up to a multiple. Return the batch and the number added."""
     num_padded = -len(data) % size_divisor
     if not num_padded:
         return data, 0
@@ -423,5 +430,5 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Take the padded rows off again."""
+    """Remove the padded rows."""
     return data.slice(0, len(data) - pad_size) if pad_size else data

@@ -1,4 +1,4 @@
-"""Columns of a batch: made, chosen, compared, joined. Every refusal names its key."""
+"""Functions on the columns of a batch: make, select, compare, merge, split, convert."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Make an object array `[B]` whose entries are the values, also where those are sequences."""
+    """Make an object array `[B]` of the values, even if the values are sequences."""
     listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
     array = np.empty(len(listed), dtype=object)
-    for place, value in enumerate(listed):
-        array[place] = value
+    for row, value in enumerate(listed):
+        array[row] = value
     return array
 
 
 def tensor_columns(batch: TensorDict | None) -> dict[str, torch.Tensor]:
-    """The tensors by name; none where there is no batch."""
+    """Return the tensors by name; none if there is no batch."""
     return {} if batch is None else {key: batch.get(key) for key in cast("Any", batch.keys())}
 
 
 def take_columns(columns: Mapping[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
-    """The columns of these names, all of them for None.
+    """Return the columns with these names; None: all of them.
 
     Raises:
-        DataError: for a name that is not there.
+        DataError: If a name does not exist.
     """
     if keys is None:
         return dict(columns)
@@ -42,20 +42,20 @@ def take_columns(columns: Mapping[str, Any], keys: Sequence[str] | None) -> dict
 
 
 def check_rows(key: str, shape: Sequence[int], num_rows: int) -> None:
-    """Refuse a column of another length.
+    """Check the length of a column.
 
     Raises:
-        DataError: naming the column and its shape.
+        DataError: If it differs, with the column and its shape.
     """
     if not shape or shape[0] != num_rows:
         raise DataError(f"{key!r} has shape {tuple(shape)}", key=key, expected=f"{num_rows} rows")
 
 
 def refuse_conflicts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Refuse columns of one name and different content.
+    """Check that columns with the same name are equal.
 
     Raises:
-        DataError: naming the key and the first row that differs.
+        DataError: If they differ, with the key and the first row that differs.
     """
     for key in mine.keys() & theirs.keys():
         left, right = mine[key], theirs[key]
@@ -87,7 +87,7 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def _are_same_arrays(left: np.ndarray, right: np.ndarray) -> bool:
-    """Compare arrays, those that hold arrays too."""
+    """Compare arrays, including arrays of arrays."""
     if left.shape != right.shape:
         return False
     if left.dtype == object or right.dtype == object:
@@ -97,10 +97,10 @@ def _are_same_arrays(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def refuse_other_columns(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Refuse to join batches of different columns, or of columns of different width.
+    """Check that two batches have the same columns with the same widths.
 
     Raises:
-        DataError: naming the column.
+        DataError: If they do not, with the column.
     """
     differing = mine.keys() ^ theirs.keys()
     if differing:
@@ -115,10 +115,10 @@ def refuse_other_columns(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 
 def union_facts(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join facts about batches.
+    """Merge facts about batches.
 
     Raises:
-        DataError: for a fact of which two say different things.
+        DataError: If two batches have different values for a fact.
     """
     union: dict[str, Any] = {}
     for info in infos:
@@ -130,34 +130,21 @@ def union_facts(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 METRICS = "metrics"
-"""The fact in `meta_info` that differs between workers: `concat` collects it."""
-
-
-def repeated_rows(
-    data: "DataProto", repeat_times: Sequence[int] | np.ndarray | torch.Tensor
-) -> Any:
-    """Number the rows of a batch in which each row is repeated as often as it says.
-
-    Raises:
-        DataError: if there is not one number for each row.
-    """
-    times = np.asarray(repeat_times)
-    check_rows("repeat_times", times.shape, len(data))
-    return np.repeat(np.arange(len(data)), times)
+"""The fact in `meta_info` that differs between workers. `concat` collects it."""
 
 
 def unfold_chunks(
     columns: Mapping[str, Any], num_chunks: int, split_keys: Sequence[str]
 ) -> dict[str, Any]:
-    """Cut columns `[B, C, ...]` into chunks along C, each a row; repeat the rows of the others.
+    """Split columns `[B, C, ...]` along C into rows, and repeat the rows of the other columns.
 
     Args:
         columns: Tensors and arrays.
-        num_chunks: Chunks of one row.
-        split_keys: Names of the columns that are cut.
+        num_chunks: Number of chunks of each row.
+        split_keys: Names of the columns to split.
 
     Raises:
-        DataError: for a column whose second dimension does not divide.
+        DataError: If the width of a column is not a multiple of `num_chunks`.
     """
     unfolded: dict[str, Any] = {}
     for key, column in columns.items():
@@ -182,7 +169,7 @@ def _cut(row: Sequence[Any], num_chunks: int) -> list[Sequence[Any]]:
 
 
 def as_tensordict(data: "DataProto") -> TensorDict:
-    """Put tensors, objects and facts of a batch into one TensorDict."""
+    """Convert a batch to one TensorDict with tensors, objects and facts."""
     columns: dict[str, Any] = dict(tensor_columns(data.batch))
     for key, array in data.non_tensor_batch.items():
         columns[key] = NonTensorStack(*(NonTensorData(value) for value in array))
@@ -195,7 +182,7 @@ def as_tensordict(data: "DataProto") -> TensorDict:
 def read_tensordict(
     whole: TensorDict,
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
-    """Take a TensorDict apart: tensors, objects of rows, facts."""
+    """Return tensors, objects of rows and facts of a TensorDict."""
     tensors: dict[str, torch.Tensor] = {}
     objects: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
@@ -211,13 +198,13 @@ def read_tensordict(
 
 
 def collect_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Collect the metrics of several workers: a list under each name.
+    """Collect the metrics of several workers: a list for each name.
 
     Args:
-        infos: Facts of batches; under `metrics` a dict, a list of dicts, or nothing.
+        infos: Facts of batches. `metrics` is a dict, a list of dicts, or missing.
 
     Raises:
-        DataError: for metrics that not every worker has.
+        DataError: If a worker does not have all the metrics.
     """
     each: list[Mapping[str, Any]] = []
     for found in (info.get(METRICS) for info in infos):
@@ -230,7 +217,7 @@ def collect_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def describe_batch(data: "DataProto") -> str:
-    """List columns and facts of a batch, each with its shape or type."""
+    """List the columns and facts of a batch with their shapes or types."""
     tensors = tensor_columns(data.batch).items()
     return "\n".join(
         [
@@ -242,11 +229,3 @@ def describe_batch(data: "DataProto") -> str:
             *(f"  {key}: {type(value).__name__}" for key, value in data.meta_info.items()),
         ]
     )
-
-
-def describe_size(data: "DataProto") -> str:
-    """Say how much memory tensors and object arrays take."""
-    tensors = tensor_columns(data.batch).values()
-    in_tensors = sum(t.element_size() * t.numel() for t in tensors) / 1024**3
-    in_arrays = sum(array.nbytes for array in data.non_tensor_batch.values()) / 1024**3
-    return f"size of tensors: {in_tensors:g} GB, size of non_tensor_batch: {in_arrays:g} GB"

@@ -1,7 +1,7 @@
-"""A batch on disk: one safetensors file, written whole or not at all.
+"""Save and load a batch as one safetensors file.
 
-No pickle: reading a file runs nothing. Objects are kept as JSON, which stands in the file as one
-more tensor of bytes (the file's own header is limited in size).
+There is no pickle, so loading a file runs no code. Objects are saved as JSON in one more tensor of
+bytes, because the header of the file has a limited size.
 """
 
 import json
@@ -31,7 +31,7 @@ def write_columns(
     """Write the columns of a batch.
 
     Raises:
-        DataError: naming the key and row of an object that JSON cannot hold.
+        DataError: If JSON cannot hold an object, with its key and row.
     """
     columns = {
         key: [_to_json(value, f"{key!r} in row {row}") for row, value in enumerate(values)]
@@ -39,7 +39,7 @@ def write_columns(
     }
     facts = {key: _to_json(value, f"meta_info {key!r}") for key, value in meta_info.items()}
     text = json.dumps({"non_tensors": columns, "meta_info": facts})
-    # Cloned: tensors that share memory cannot be saved side by side.
+    # Cloned, because tensors that share memory cannot be saved in one file.
     plain = {
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, tensor in tensors.items()
@@ -55,7 +55,7 @@ def read_columns(
     """Read tensors, objects and facts of a saved batch.
 
     Raises:
-        DataError: where the file is missing, damaged, or of another kind.
+        DataError: If the file is missing, damaged, or of another format.
     """
     try:
         with safe_open(path, framework="pt") as file:

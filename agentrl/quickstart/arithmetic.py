@@ -1,8 +1,11 @@
-"""Word problems of a few steps, told from phrases.
+"""Make word problems in the format of GSM8K, and imperfect demonstrations of how to solve them.
 
-A story opens with a count, each step changes it (more, fewer, times as many), and the question asks
-for what it has become. Two sets of phrases share no sentence: `SEEN` tells the problems of warm-up,
-training and validation, `UNSEEN` those of a second validation set.
+A problem starts with a count, each step changes it (more, fewer, times as many), and the question
+asks for the result. Two sets of phrases share no sentence: warm-up, training and validation use
+`SEEN`, a second validation set uses `UNSEEN`.
+
+The demonstrations are imperfect on purpose. A policy that is warmed up on them calls the tool, but
+mostly stops too early, so that reinforcement learning can improve it.
 """
 
 import hashlib
@@ -26,11 +29,11 @@ _ITEMS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps
 
 @dataclass(frozen=True)
 class Wording:
-    """Phrases of a set of problem templates; `{name}`, `{n}` and `{items}` are filled in."""
+    """Phrases of problems, with the placeholders `{name}`, `{n}` and `{items}`."""
 
     openings: tuple[str, ...]
     steps: dict[str, tuple[str, ...]]
-    """By operator: `+`, `-`, `*`."""
+    """Phrases for each operator: `+`, `-`, `*`."""
     questions: tuple[str, ...]
 
 
@@ -75,12 +78,12 @@ class Step:
 
     @property
     def expression(self) -> str:
-        """What is typed into a calculator."""
+        """The expression for the calculator."""
         return f"{self.left}{self.operator}{self.right}"
 
     @property
     def result(self) -> int:
-        """What the calculator says."""
+        """The result of the expression."""
         return _RESULTS[self.operator](self.left, self.right)
 
 
@@ -95,7 +98,7 @@ class Problem:
 
     @property
     def result(self) -> int:
-        """The right answer."""
+        """The correct answer."""
         return self.steps[-1].result
 
     @property
@@ -112,17 +115,17 @@ class Problem:
 
     @property
     def pool(self) -> float:
-        """Where the problem falls in [0, 1), by its numbers and operators alone.
+        """Return a number in [0, 1), a hash of the numbers and operators.
 
-        Sets of problems that take theirs from different ranges share no combination of numbers,
-        whatever the seed and the wording.
+        Sets of problems that use different ranges share no combination of numbers, for any seed and
+        any phrases.
         """
         key = ",".join(step.expression for step in self.steps)
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) / 2**32
 
 
 def draw_problem(draw: random.Random, wording: Wording, *, num_steps: int) -> Problem:
-    """Draw a problem: its numbers, its operators, and how it is told."""
+    """Draw a problem: its numbers, operators and phrases."""
     name, items = draw.choice(_NAMES), draw.choice(_ITEMS)
     value = draw.randint(2, 99)
     steps: list[Step] = []
@@ -130,12 +133,12 @@ def draw_problem(draw: random.Random, wording: Wording, *, num_steps: int) -> Pr
         steps.append(_draw_step(draw, value))
         value = steps[-1].result
     opening = draw.choice(wording.openings).format(name=name, n=steps[0].left, items=items)
-    told = [
+    changes = [
         draw.choice(wording.steps[step.operator]).format(name=name, n=step.right, items=items)
         for step in steps
     ]
     question = draw.choice(wording.questions).format(name=name, items=items)
-    return Problem(" ".join([opening, *told, question]), tuple(steps), name, items)
+    return Problem(" ".join([opening, *changes, question]), tuple(steps), name, items)
 
 
 def _draw_step(draw: random.Random, value: int) -> Step:
@@ -164,31 +167,31 @@ _RESULTS: dict[str, Callable[[int, int], int]] = {
 
 DATA_SOURCE = "agentrl/arithmetic"
 TOOL = "calculator"
-"""The answer counts only where this tool was called (`extra_info.required_tool`)."""
+"""The answer counts only if this tool was called (`extra_info.required_tool`)."""
 SYSTEM_PROMPT = "Use the calculator for each step. Then write #### and the number."
 
 WHOLE_SOLUTIONS = 0.35
 STOP_AFTER_FIRST_CALL = 0.50
-"""The remaining demonstrations guess without a call."""
+"""Share of the demonstrations. The remaining ones guess without a call."""
 
 _MAKER = "arithmetic/1"
 _MAX_STEPS = 3
 
 
 class ArithmeticFiles(NamedTuple):
-    """What was made, and whether it was made just now."""
+    """The files, and whether this call made them."""
 
     train: Path
     val: Path
     val_unseen: Path
-    """Problem templates that neither the warm-up nor the training sees."""
+    """Problems with phrases that neither warm-up nor training uses."""
     demos: Path
     """Conversations for the supervised warm-up."""
     made: bool
 
 
 class _Share(NamedTuple):
-    """The part of all combinations of numbers that one set may draw from."""
+    """The range of all combinations of numbers that one set uses."""
 
     name: str
     wording: Wording
@@ -203,13 +206,13 @@ _VAL_UNSEEN = _Share("val_unseen", UNSEEN, 0.9, 1.0)
 
 
 def prepare_arithmetic(config: ArithmeticConfig) -> ArithmeticFiles:
-    """Make train, val, val_unseen (Parquet) and demos.jsonl, unless they are there.
+    """Make train, val, val_unseen (Parquet) and demos.jsonl, unless they exist.
 
-    The same arguments make the same files. No combination of numbers and operators stands in two
-    of the sets, whatever their seeds.
+    The same arguments make the same files. No combination of numbers and operators is in two of
+    the sets, for any seeds.
 
     Raises:
-        DataError: where `out_dir` holds files of these names that something else made.
+        DataError: If `out_dir` has files of these names and of another origin.
     """
     out_dir = config.out_dir
     parquet = [out_dir / f"{share.name}.parquet" for share in (_TRAIN, _VAL, _VAL_UNSEEN)]
@@ -235,13 +238,13 @@ def _write(config: ArithmeticConfig, files: list[Path]) -> None:
 
 
 def _draw_problems(share: _Share, count: int, seed: int) -> Iterator[Problem]:
-    """Draw different problems, as many of each number of steps."""
+    """Draw different problems, with equal shares of each number of steps."""
     draw = random.Random(f"{share.name}/{seed}")
-    told: set[str] = set()
-    while len(told) < count:
-        problem = draw_problem(draw, share.wording, num_steps=1 + len(told) % _MAX_STEPS)
-        if share.start <= problem.pool < share.stop and problem.question not in told:
-            told.add(problem.question)
+    questions: set[str] = set()
+    while len(questions) < count:
+        problem = draw_problem(draw, share.wording, num_steps=1 + len(questions) % _MAX_STEPS)
+        if share.start <= problem.pool < share.stop and problem.question not in questions:
+            questions.add(problem.question)
             yield problem
 
 
@@ -263,11 +266,11 @@ def _row(problem: Problem, index: int, split: str) -> Row:
 
 
 def demonstrate(problem: Problem, draw: random.Random) -> list[dict[str, Any]]:
-    """Lead one conversation as the rough demonstrator does.
+    """Make one conversation of the rough demonstrator.
 
     Returns:
-        OpenAI-format messages: the question, tool calls with their results, and an answer that is
-        right, or the first step's result, or a number of the question.
+        Messages: the question, tool calls with their results, and the answer. It is correct, or the
+        result of the first step, or a number of the question.
     """
     luck = draw.random()
     if luck < WHOLE_SOLUTIONS:

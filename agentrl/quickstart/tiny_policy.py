@@ -1,8 +1,8 @@
 """Make a policy small enough to learn on two cores: a tokenizer and a model of random weights.
 
-The tokenizer is a byte-level BPE trained on conversations as the template writes them (a corpus
-without the role words leaves `assistant` in six tokens). Digits stand alone, so that a policy can
-copy numbers and compare them place by place.
+The tokenizer is a byte-level BPE trained on rendered conversations. (Without the role names in the
+corpus, `assistant` is six tokens.) Each digit is a token, so that the policy can copy numbers and
+compare them digit by digit.
 """
 
 import re
@@ -23,7 +23,7 @@ START_OF_TURN, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endof
 TOOL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 MAX_CORPUS_CONVERSATIONS = 2000
-"""So many conversations are enough for a vocabulary of hundreds."""
+"""This number is enough for a vocabulary of some hundred tokens."""
 
 CHAT_TEMPLATE = """\
 {%- macro turn(role, text) -%}
@@ -57,25 +57,25 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""ChatML with tool calls in the Hermes manner, in few words."""
+"""ChatML with tool calls in the Hermes format, as short as possible."""
 
 
 def make_tiny_policy(
     config: TinyPolicyConfig, *, tools: Sequence[OpenAIFunctionToolSchema] = ()
 ) -> bool:
-    """Write a Hugging Face folder with a small model and its tokenizer, unless it is there.
+    """Write a Hugging Face folder with a small model and its tokenizer, unless it exists.
 
     The same configuration, corpus and tools make the same files.
 
     Args:
         config: Sizes, seed, corpus.
-        tools: What the policy will be shown; their schemas are part of the tokenizer's corpus.
+        tools: Tools of the run. Their schemas are part of the corpus of the tokenizer.
 
     Returns:
-        Whether anything was made.
+        Whether files were made.
 
     Raises:
-        DataError: for a corpus that cannot be read, or a folder that holds another's files.
+        DataError: If the corpus cannot be read, or the folder has files of another origin.
     """
     folder = config.out_dir
     arguments = config.model_dump(mode="json", exclude={"out_dir", "corpus"})
@@ -90,14 +90,14 @@ def train_tokenizer(
     vocab_size: int,
     tools: Sequence[OpenAIFunctionToolSchema] = (),
 ) -> Qwen2Tokenizer:
-    """Train a byte-level BPE on conversations as the template writes them.
+    """Train a byte-level BPE on rendered conversations.
 
     Args:
         conversations: The corpus.
-        vocab_size: Tokens in all, control tokens and tool tags included.
-        tools: Shown in conversations that name none.
+        vocab_size: Number of tokens, including control tokens and tool tags.
+        tools: Tools of the conversations that name none.
     """
-    # Qwen2's own pre-tokenizer: the one that AutoTokenizer puts in when the folder is loaded again.
+    # AutoTokenizer uses the pre-tokenizer of Qwen2 when it loads the folder.
     untrained = Qwen2Tokenizer(
         vocab={},
         merges=[],
@@ -117,7 +117,7 @@ def train_tokenizer(
 
 
 def build_tiny_model(config: TinyPolicyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """Build a Qwen2-architecture model with random weights from the configuration's seed."""
+    """Build a Qwen2 model with random weights from the configured seed."""
     vocabulary = tokenizer.get_vocab()
     end_of_turn, end_of_text = vocabulary[END_OF_TURN], vocabulary[END_OF_TEXT]
     with torch.random.fork_rng(devices=[]):
@@ -157,7 +157,7 @@ def _corpus(
     conversations: Sequence[Conversation],
     tools: Sequence[OpenAIFunctionToolSchema],
 ) -> Iterator[str]:
-    """Texts between control tokens, as the template writes them."""
+    """Yield the texts between control tokens of the rendered conversations."""
     control = (START_OF_TURN, END_OF_TURN, END_OF_TEXT, *TOOL_TAGS)
     marks = re.compile("|".join(map(re.escape, control)))
     for conversation in islice(conversations, MAX_CORPUS_CONVERSATIONS):

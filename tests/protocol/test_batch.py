@@ -268,7 +268,7 @@ def test_column_of_another_length_is_named(columns):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(DataError, match="4 rows do not divide into 3"):
+    with pytest.raises(DataError, match="4 rows cannot be split into 3"):
         small().chunk(3)
 
 
