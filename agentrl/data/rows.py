@@ -98,7 +98,7 @@ class RowReader:
         """Describe the first image or video of a row; None for a row of text."""
         for key in (self._config.image_key, self._config.video_key):
             value = row.get(key)
-            if without_nulls(_decoded(value) if isinstance(value, str) else value):
+            if without_nulls(_decoded(value)):
                 return f"the column {key!r} has images or videos"
         has_columns = self._config.image_key in row or self._config.video_key in row
         for index, message in enumerate(prompt.messages):
@@ -155,7 +155,7 @@ class RowReader:
         return cast("list[Any]", found)
 
     def _mapping(self, value: Any, name: str, number: int) -> Row:
-        found = _decoded(value) if isinstance(value, str) else value
+        found = _decoded(value)
         if found is None:
             return {}
         if not isinstance(found, dict):
@@ -184,11 +184,14 @@ def without_nulls(value: Any) -> Any:
     return {name: item for name, item in kept.items() if item is not None} or None
 
 
-def _decoded(text: str) -> Any:
+def _decoded(value: Any) -> Any:
+    """Decode a JSON text; return other values unchanged."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError:
-        return text
+        return value
 
 
 def _decoded_list(text: str) -> list[Any] | None:
@@ -239,7 +242,7 @@ def load_conversations(file: str | Path) -> list[Conversation]:
 def _conversation(row: Row, file: str | Path, number: int) -> Conversation:
     try:
         return Conversation.model_validate(
-            {name: _decode_column(row.get(name)) for name in ("messages", "tools")}
+            {name: _decoded(without_nulls(row.get(name))) for name in ("messages", "tools")}
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -250,12 +253,3 @@ def _conversation(row: Row, file: str | Path, number: int) -> Conversation:
             row=number,
             expected="`messages`: a list of messages with role and content; optional: `tools`",
         ) from None
-
-
-def _decode_column(value: Any) -> Any:
-    if not isinstance(value, str):
-        return without_nulls(value)
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value

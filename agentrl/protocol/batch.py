@@ -360,7 +360,7 @@ class DataProto:
         Args:
             mini_batch_size: Rows of one piece.
             epochs: Passes.
-            seed: None keeps the order of the rows; a number shuffles each pass anew by it.
+            seed: Seed of a new order for each pass; None: the order of the rows.
         """
         for epoch in range(epochs):
             rows = np.arange(len(self))
