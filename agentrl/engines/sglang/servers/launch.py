@@ -118,10 +118,10 @@ def plan_servers(needs: SGLangNeeds, options: ServeOptions) -> list[ServerPlan]:
 
 
 def share_devices(arguments: Mapping[str, Any], options: ServeOptions) -> list[dict[str, str]]:
-    """Say which devices each server sees.
+    """Return the devices that each server sees, as environment variables.
 
     Raises:
-        ConfigError: where there are too few.
+        ConfigError: There are too few devices.
     """
     given = os.environ.get(DEVICES_VARIABLE)
     devices = given.split(",") if given else [f"{n}" for n in range(torch.cuda.device_count())]
