@@ -1,4 +1,4 @@
-"""The real SGLang: one start for each process of tests."""
+"""Start the real SGLang once in each process of tests: inside it, and as two servers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,16 +8,17 @@ import pytest
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from tests.fakes.engines import tiny_model
-from tests.fakes.sglang import letter_tokenizer, save_policy
+from tests.fakes.serve_command import Serving
+from tests.fakes.sglang_policy import letter_tokenizer, save_policy
 
 MAX_MODEL_LEN = 1024
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """SGLang closes not all that it opens in this process, and that is not under test."""
+    """Ignore what SGLang leaves open in this process."""
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
             item.add_marker(
                 pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -26,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """The one engine of this process."""
+    """The engine inside this process."""
     folder = save_policy(tiny_model(), tmp_path_factory.mktemp("policy"))
     needs = SGLangNeeds(
         model_path=str(folder), max_model_len=MAX_MODEL_LEN, max_requests=64, dtype="float32"
@@ -34,3 +35,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     engine = SGLangEngine.start(needs, letter_tokenizer(), bucket_bytes=20_000)
     yield engine
     engine._host.close()
+
+
+@pytest.fixture(scope="session")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Two servers. The tests that kill them run last: `test_sglang_weight_sync_killed.py`."""
+    serving = Serving(save_policy(tiny_model(), tmp_path_factory.mktemp("served") / "policy"))
+    yield serving
+    serving.end()

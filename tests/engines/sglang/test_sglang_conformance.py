@@ -7,7 +7,7 @@ import pytest
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from tests.engines.conformance import ModelCase, ModelConformance
 from tests.fakes.engines import tiny_model
-from tests.fakes.sglang import LentHost
+from tests.fakes.sglang_policy import LentHost
 
 pytestmark = pytest.mark.sglang
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.fakes.engines import tiny_model
-from tests.fakes.sglang import save_policy
+from tests.fakes.sglang_policy import save_policy
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -21,7 +21,7 @@ from agentrl.engines.protocol import SamplingParams
 from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.errors import EngineError
-from tests.fakes.sglang import letter_tokenizer
+from tests.fakes.sglang_policy import letter_tokenizer
 
 def main(folder, way):
     needs = SGLangNeeds(model_path=folder, max_model_len=256, max_requests=8, dtype="float32")

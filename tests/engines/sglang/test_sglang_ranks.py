@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.runs import read_lines, tiny_run, write_yaml
-from tests.fakes.serving import Serving
+from tests.fakes.serve_command import Serving
 from tests.fakes.torchrun import ranks_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]

@@ -37,8 +37,8 @@ from tests.fakes.plugins import (
     tiny_tokenizer,
 )
 from tests.fakes.runs import make_home, spawn_agentrl, tiny_run, write_yaml
-from tests.fakes.servers import until
-from tests.fakes.serving import Serving, are_gone, connect, kill
+from tests.fakes.serve_command import Serving, are_gone, connect, kill
+from tests.fakes.sglang_servers import until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 NUM_PROMPTS, NUM_SAMPLES, TURN_TOKENS = 8, 4, 48

@@ -19,8 +19,8 @@ from agentrl.errors import EngineError
 from agentrl.workers.distributed import start_world, stop_world
 from tests.engines.conformance import PROMPT, TOLERANCE
 from tests.fakes.engines import plain_log_probs, tiny_model
-from tests.fakes.serving import Serving, connect
-from tests.fakes.sglang import letter_tokenizer, save_policy
+from tests.fakes.serve_command import Serving, connect
+from tests.fakes.sglang_policy import letter_tokenizer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -28,13 +28,11 @@ CPU = torch.device("cpu")
 WAYS = ("tensor", "distributed", "disk")
 
 
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The two servers of this module."""
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    """The process group of one rank."""
     start_world("cpu", timeout_s=60)
-    serving = Serving(save_policy(tiny_model(), tmp_path_factory.mktemp("served") / "policy"))
-    yield serving
-    serving.end()
+    yield
     stop_world()
 
 

@@ -17,7 +17,7 @@ from agentrl.engines.sglang.weights.buckets import ModelWeights
 from agentrl.errors import EngineError
 from tests.engines.conformance import PROMPT, TOLERANCE, greedy
 from tests.fakes.engines import plain_log_probs, tiny_model
-from tests.fakes.sglang import LentHost
+from tests.fakes.sglang_policy import LentHost
 
 pytestmark = pytest.mark.sglang
 

@@ -1,10 +1,11 @@
-"""Weight syncs to real servers in which somebody is killed: a server, or the trainer.
+"""Weight syncs to real servers during which the trainer or a server is killed; a killed supervisor.
 
-The order of the tests saves a start: the last one leaves one server where it found two.
+The order of the tests saves starts: each test leaves fewer servers for the next one.
 """
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,8 @@ from agentrl.errors import EngineError
 from tests.engines.conformance import PROMPT, TOLERANCE
 from tests.fakes.engines import plain_log_probs, tiny_model
 from tests.fakes.runs import ROOT
-from tests.fakes.serving import Serving, are_gone, connect, kill
-from tests.fakes.sglang import letter_tokenizer, save_policy
+from tests.fakes.serve_command import Serving, are_gone, connect, kill
+from tests.fakes.sglang_policy import letter_tokenizer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -28,7 +29,7 @@ DYING_TRAINER = """
 import asyncio, os, signal, sys
 
 from tests.fakes.engines import tiny_model
-from tests.fakes.serving import connect
+from tests.fakes.serve_command import connect
 
 
 def halves():
@@ -43,14 +44,6 @@ async def main(addresses):
 
 asyncio.run(main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The two servers of this module."""
-    serving = Serving(save_policy(tiny_model(), tmp_path_factory.mktemp("served") / "policy"))
-    yield serving
-    serving.end()
 
 
 def open_engine(addresses: Sequence[str]) -> SGLangServerEngine:
@@ -124,3 +117,17 @@ async def test_server_killed_in_mid_sync_costs_the_other_nothing(serving: Servin
     finally:
         await engine.close()
     assert are_gone(tree)
+
+
+def test_killed_supervisor_leaves_no_process_and_no_port(serving: Serving):
+    addresses = serving.start()
+    supervisor, *servers = serving.processes()
+    assert len(servers) >= 3, "each server has a scheduler and a detokenizer"
+    kill(supervisor)
+    assert serving.supervisor is not None
+    serving.supervisor.communicate(timeout=20)
+    assert are_gone(servers)
+    for address in addresses:
+        with socket.socket() as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("127.0.0.1", int(address.rsplit(":", 1)[1])))

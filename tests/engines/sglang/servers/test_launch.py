@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from agentrl.engines.sglang.servers.launch import (
     share_devices,
 )
 from agentrl.errors import ConfigError, EngineError
-from tests.fakes.servers import until
+from tests.fakes.sglang_servers import until
 
 SERVER = """
 import http.server, sys
@@ -112,21 +112,26 @@ def test_servers_that_listen_everywhere_are_told_by_the_machine_s_name():
 # Processes.
 
 
+def processes_of(plans: Sequence[ServerPlan]) -> list[psutil.Process]:
+    """The running servers of plans."""
+    ports = {str(plan.port) for plan in plans}
+    return [child for child in psutil.Process().children() if ports.intersection(child.cmdline())]
+
+
 async def test_a_server_that_dies_is_started_again_at_its_port(make_plan: Callable[..., PlainPlan]):
     said: list[str] = []
     plans = [make_plan(), make_plan()]
     supervising = asyncio.create_task(serve(plans, say=said.append, max_restarts=2))
     await until(lambda: len(said) == 2, seconds=20)
     assert said[1] == run_file_keys(plans)
-    victims = [p for p in psutil.Process().children() if str(plans[0].port) in p.cmdline()]
-    os.kill(victims[0].pid, signal.SIGKILL)
+    os.kill(processes_of(plans[:1])[0].pid, signal.SIGKILL)
     await until(lambda: len(said) == 4, seconds=20)
     assert f"{plans[0].address} ended with -9; it is restarted in 1 s (1 of 2)" in said[2]
     assert f"{plans[0].address} is ready again" in said[3]
     supervising.cancel()
     with pytest.raises(asyncio.CancelledError):
         await supervising
-    assert not psutil.Process().children(), "none is left"
+    assert not processes_of(plans), "none is left"
 
 
 async def test_a_server_that_died_too_often_ends_all(make_plan: Callable[..., PlainPlan]):
@@ -139,7 +144,7 @@ async def test_a_server_that_died_too_often_ends_all(make_plan: Callable[..., Pl
 
     with pytest.raises(EngineError, match=f"{plans[0].address} ended with -9"):
         await kill_one()
-    assert not psutil.Process().children()
+    assert not processes_of(plans)
 
 
 async def test_a_server_that_does_not_start_ends_all_and_says_so(
@@ -148,7 +153,7 @@ async def test_a_server_that_does_not_start_ends_all_and_says_so(
     plans = [make_plan(), make_plan("raise SystemExit(3)")]
     with pytest.raises(EngineError, match=r"did not start: its process ended with 3"):
         await serve(plans, say=print, max_restarts=3)
-    assert not psutil.Process().children()
+    assert not processes_of(plans)
 
 
 async def test_a_server_that_does_not_answer_at_first_is_asked_again(

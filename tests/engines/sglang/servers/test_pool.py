@@ -20,7 +20,7 @@ from agentrl.engines.protocol import (
 from agentrl.engines.sglang.servers.engine import SGLangServerEngine
 from agentrl.engines.sglang.weights.sync import UpdateParticipants
 from agentrl.errors import EngineError
-from tests.fakes.servers import FakeSGLang, expected_ids, running, until
+from tests.fakes.sglang_servers import FakeSGLang, expected_ids, running, until
 
 PROMPT = [3, 1, 4, 1, 5]
 
