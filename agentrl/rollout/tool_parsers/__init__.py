@@ -1,6 +1,6 @@
-"""Formats of tool calls: which calls stand in the text of a turn.
+"""Formats of tool calls: find the calls in the text of a turn.
 
-`hermes`, `qwen3_coder`, `llama3_json`, `mistral` and `pythonic` are what today's models are taught;
+`hermes`, `qwen3_coder`, `llama3_json`, `mistral` and `pythonic` are the formats of today's models;
 `json`, `python_block` and `search_r1` are those of earlier systems. `sglang:NAME` is any parser of
 the installed SGLang.
 """

@@ -1,8 +1,8 @@
-"""What a tool parser is: it finds the calls in the text of one turn, and never raises.
+"""The base class of tool parsers, which find the calls in the text of one turn and never raise.
 
 A parser reads only text that was decoded from sampled tokens. It scans from left to right. Text
-inside a thought is no call, and after a thought that is never closed there is none. A thought is
-`<think>` to `</think>`, unless the format has other tags.
+inside a thought is not a call, and there is no call after a thought that is never closed. A thought
+is `<think>` to `</think>`, unless the format has other tags.
 """
 
 import re
@@ -18,10 +18,11 @@ Tools = Sequence[OpenAIFunctionToolSchema]
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 Span = tuple[int, int]
-"""Where the text of a call stands in its turn: the first character, and behind the last. Calls of
-one list share that of the list. None: the format does not tell."""
+"""The characters of a call in its turn, as (start, end) with `end` excluded. Calls of one list
+share that of the list. None: unknown."""
 MAX_DEPTH = 64
-"""Levels of a call's arguments: enough for any tool, and few enough for every JSON library."""
+"""Maximum nesting of a call's arguments: enough for any tool, and few enough for every JSON
+library."""
 
 
 @dataclass(frozen=True)
@@ -31,45 +32,45 @@ class ParsedCall:
     name: str
     arguments: dict[str, Any]
     index: int = 0
-    """Place among all calls of the turn, malformed ones included."""
+    """Index among all calls of the turn, malformed ones included."""
     span: Span | None = field(default=None, compare=False)
     given_id: str = field(default="", compare=False)
     """The id that the policy wrote, or that the conversation gave; empty: none yet."""
 
     @property
     def id(self) -> str:
-        """The id by which its result answers it."""
+        """The id that its result refers to."""
         return self.given_id or call_id(self.index)
 
     @cached_property
     def tool_call(self) -> ToolCall:
-        """The call as it stands in an assistant message."""
+        """The call as a part of an assistant message."""
         return ToolCall(id=self.id, function=FunctionCall(name=self.name, arguments=self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """A piece of text that is meant as a call and cannot be one."""
+    """A piece of text that is meant as a call but cannot be one."""
 
     text: str
     """The piece, as sampled."""
     reason: str
-    """What is wrong, in words for the model."""
+    """What is wrong, for the model."""
     name: str = ""
-    """The tool that is meant, where that much can be read."""
+    """The name of the intended tool, if it can be read."""
     index: int = 0
-    """Place among all calls of the turn."""
+    """Index among all calls of the turn."""
     span: Span | None = field(default=None, compare=False)
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What it asks for, where that much can be read: a call that the tools' schemas refuse."""
+    """The arguments, if they can be read: those of a call that the tools' schemas refuse."""
     given_id: str = field(default="", compare=False)
-    """As for a call that can be read."""
+    """As in `ParsedCall`."""
     is_readable: bool = field(default=False, compare=False)
-    """Whether the parser could read it: its tool does not exist, or refuses its arguments."""
+    """Whether the parser could read it, but its tool does not exist or refuses its arguments."""
 
     @property
     def id(self) -> str:
-        """The id by which its error answers it."""
+        """The id that its error refers to."""
         return self.given_id or call_id(self.index)
 
 
@@ -84,25 +85,25 @@ class ParsedTurn:
 
     @property
     def num_calls(self) -> int:
-        """Calls of the turn, malformed ones included."""
+        """Number of calls of the turn, malformed ones included."""
         return len(self.calls) + len(self.malformed)
 
     def numbered(self, first: int) -> "ParsedTurn":
-        """Give ids to calls without one, unique in a conversation that has `first` calls before."""
+        """Give ids to calls without one. `first` calls precede them in the conversation."""
         calls = [replace(c, given_id=c.given_id or call_id(first + c.index)) for c in self.calls]
         malformed = [replace(c, given_id=call_id(first + c.index)) for c in self.malformed]
         return ParsedTurn(self.content, calls, malformed)
 
 
 class Problem(NamedTuple):
-    """Why a piece of text is no call."""
+    """Why a piece of text is not a call."""
 
     reason: str
     name: str = ""
 
 
 class Call(NamedTuple):
-    """A call, before it has its place in the turn."""
+    """A call without its index in the turn."""
 
     name: str
     arguments: dict[str, Any]
@@ -111,36 +112,36 @@ class Call(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A span of text and what it means; nothing, where it turned out to be plain text."""
+    """A span of text and its calls; none if it is plain text."""
 
     end: int
-    """Behind the last character."""
+    """The index after the last character."""
     found: tuple[Call | Problem, ...]
     rest: str = ""
-    """What it says beside its calls, where all of them can be read."""
+    """Its text without its calls, if all of them can be read."""
     is_located: bool = True
-    """Whether it is the calls and nothing else."""
+    """Whether the span contains the calls and nothing else."""
 
 
 class ToolParser(ABC):
-    """Find the calls in a turn. Subclass it and `register_tool_parser` the subclass."""
+    """Finds the calls in a turn. Register a subclass with `register_tool_parser`."""
 
     opener: ClassVar[str]
-    """Regular expression of what may begin a call."""
+    """Regular expression of what may start a call."""
     thought_tags: ClassVar[Mapping[str, str]] = {THOUGHT: THOUGHT_END}
-    """What opens a thought, in which nothing is a call, and what closes it."""
+    """Opening and closing tags of thoughts, in which nothing is a call."""
     result_role: Role = "tool"
     """Role of the message that answers a call."""
 
     @abstractmethod
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read what begins at an opener.
+        """Read the piece that starts with an opener.
 
         Args:
             text: The whole turn.
-            start: First character of the opener.
-            body: Behind the opener.
-            tools: The tools that the model was told of.
+            start: Index of the opener.
+            body: Index after the opener.
+            tools: The tools in the prompt.
         """
 
     def check_tools(self, tools: Tools) -> None:  # noqa: B027 - most formats call any tool
@@ -151,23 +152,25 @@ class ToolParser(ABC):
         """
 
     def render_result(self, text: str) -> str:
-        """Word a result as the policy expects it."""
+        """Return a result in the form that the policy expects."""
         return text
 
     def parse(self, text: str, *, starts_in_thought: bool = False, tools: Tools = ()) -> ParsedTurn:
-        """Find the calls in a turn; whatever the text is, this raises nothing.
+        """Find the calls in a turn; raises nothing, whatever the text is.
 
         Args:
             text: Decoded from sampled tokens.
-            starts_in_thought: The generation prompt opened a thought that the text goes on with.
-            tools: The tools that the model was told of.
+            starts_in_thought: Whether the generation prompt opened a thought.
+            tools: The tools in the prompt.
         """
         turn = _Turn(text)
         tags = self.thought_tags
-        position = min(_behind(text, end, 0) for end in tags.values()) if starts_in_thought else 0
+        position = (
+            min(_index_after(text, end, 0) for end in tags.values()) if starts_in_thought else 0
+        )
         while match := self._scan.search(text, position):
             if match[0] in tags:
-                position = _behind(text, tags[match[0]], match.end())
+                position = _index_after(text, tags[match[0]], match.end())
             else:
                 piece = self.read(text, match.start(), match.end(), tools)
                 found = [_in_depth(item) for item in piece.found]
@@ -177,17 +180,17 @@ class ToolParser(ABC):
 
     @cached_property
     def _scan(self) -> re.Pattern[str]:
-        """Matches what begins a thought or a call."""
+        """Matches the start of a thought or a call."""
         return re.compile("|".join([*map(re.escape, self.thought_tags), f"(?:{self.opener})"]))
 
 
 def call_id(number: int) -> str:
-    """Name a call by its number; nine characters, since some templates refuse other ids."""
+    """Return the id of a call; nine characters, because some templates refuse other ids."""
     return f"call{number:05d}"
 
 
 class _Turn:
-    """Collects the pieces of a turn, and the text between those that are calls."""
+    """Collects the pieces of a turn, and the text between calls."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -219,7 +222,7 @@ class _Turn:
 
 
 def _in_depth(found: Call | Problem) -> Call | Problem:
-    """Refuse arguments nested so deeply that they could not be written down."""
+    """Refuse arguments that are nested too deeply to be written."""
     level: list[Any] = [found.arguments] if isinstance(found, Call) else []
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inner(outer)]
@@ -234,6 +237,6 @@ def _inner(outer: Any) -> Collection[Any]:
     return cast("list[Any]", outer) if isinstance(outer, list) else ()
 
 
-def _behind(text: str, closing: str, position: int) -> int:
+def _index_after(text: str, closing: str, position: int) -> int:
     end = text.find(closing, position)
     return len(text) if end < 0 else end + len(closing)

@@ -11,7 +11,7 @@ from agentrl.rollout.tool_parsers.registry import register_tool_parser
 
 _FIRST_WINDOW = 1024
 _LONGEST_WORD = 16
-"""Characters after an error that the decoder may have looked at: `-Infinity`, an escape."""
+"""Characters after an error that the decoder may have read: `-Infinity`, an escape."""
 _BLANK = re.compile(r"\s*")
 _BLANK_OR_SEMICOLON = re.compile(r"[\s;]*")
 _CALL_SHAPED = r'(?=\{\s*"(?:name|type|function|arguments|parameters)"\s*:)'
@@ -28,9 +28,9 @@ class HermesParser(ToolParser):
         """Read the object, then the closing tag: a tag inside a string closes nothing."""
         decoded = decode_json(text, body)
         if decoded.reason is None:
-            behind = _skip(_BLANK, text, decoded.end)
-            if text.startswith(self._closer, behind):
-                return Piece(behind + len(self._closer), (call_of(decoded.value),))
+            end = _skip(_BLANK, text, decoded.end)
+            if text.startswith(self._closer, end):
+                return Piece(end + len(self._closer), (call_of(decoded.value),))
         return self._malformed(text, body, decoded.reason)
 
     def _malformed(self, text: str, body: int, reason: str | None) -> Piece:
@@ -48,7 +48,7 @@ class JsonParser(ToolParser):
     opener = _CALL_SHAPED
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read the object. Where it is broken, nobody can say where it ends: it takes the rest."""
+        """Read the object. A broken one takes the rest of the text: its end is unknown."""
         decoded = decode_json(text, body)
         if decoded.reason is not None:
             return Piece(len(text), (Problem(decoded.reason),))
@@ -58,15 +58,15 @@ class JsonParser(ToolParser):
 
 @register_tool_parser("llama3_json")
 class Llama3JsonParser(ToolParser):
-    """`{"name": ..., "parameters": {...}}` as the whole turn, or behind `<|python_tag|>`.
+    """`{"name": ..., "parameters": {...}}` as the whole turn, or after `<|python_tag|>`.
 
-    Several calls are separated by semicolons. What follows the last one is no part of it.
+    Several calls are separated by semicolons. Text after the last call is not a part of it.
     """
 
     opener = rf"<\|python_tag\|>|(?:\A|(?<=</think>))\s*{_CALL_SHAPED}"
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read objects for as long as there are any."""
+        """Read all objects."""
         found: list[Call | Problem] = []
         end = position = _skip(_BLANK, text, body)
         while text.startswith("{", position):
@@ -78,12 +78,12 @@ class Llama3JsonParser(ToolParser):
             end = decoded.end
             position = _skip(_BLANK_OR_SEMICOLON, text, end)
         if not found and text.startswith("<|python_tag|>", start):
-            return Piece(len(text), (Problem("there is no call behind <|python_tag|>"),))
+            return Piece(len(text), (Problem("there is no call after <|python_tag|>"),))
         return Piece(end, tuple(found))
 
 
 class Decoded(NamedTuple):
-    """A JSON value at the beginning of a text, or the reason why there is none."""
+    """A JSON value at the start of a text, or the reason why there is none."""
 
     value: Any
     end: int
@@ -91,10 +91,10 @@ class Decoded(NamedTuple):
 
 
 def decode_json(text: str, start: int = 0) -> Decoded:
-    """Decode the JSON value that begins at `start` (white space skipped); raises nothing.
+    """Decode the JSON value that starts at `start` (white space is skipped); raises nothing.
 
-    The value is JSON in the strict sense: no constants such as `NaN`, no number that is infinite
-    as a float, and no object that has a key twice.
+    The value is strict JSON: no constants such as `NaN`, no number that is infinite as a float, and
+    no object that has a key twice.
     """
     start = _skip(_BLANK, text, start)
     try:
@@ -111,7 +111,7 @@ def decode_json(text: str, start: int = 0) -> Decoded:
 def _decode_in_windows(text: str, start: int) -> tuple[Any, int]:
     """Decode a value from a window of the text that doubles until it is large enough.
 
-    The library counts the lines of its whole input for each error, so many errors in one long text
+    For each error, the library counts the lines of its whole input, so many errors in one long text
     would take quadratic time.
     """
     width = _FIRST_WINDOW
@@ -146,11 +146,11 @@ def call_of(value: Any) -> Call | Problem:
 
 
 def read_arguments(name: str, arguments: Any) -> Call | Problem:
-    """Read the arguments of a call: an object, the text of one, or nothing at all.
+    """Read the arguments of a call: an object, the text of one, or nothing.
 
     Args:
         name: The tool's name.
-        arguments: A decoded value. None and a blank text are a call without arguments.
+        arguments: A decoded value. None and a blank text mean no arguments.
     """
     if isinstance(arguments, str):
         arguments = arguments.strip() or None
@@ -167,7 +167,7 @@ def read_arguments(name: str, arguments: Any) -> Call | Problem:
 
 
 def _is_call_shaped(value: Any) -> bool:
-    """Whether an object that stands bare in the text is meant as a call, and is no plain answer."""
+    """Whether a bare object in the text is meant as a call, not as a plain answer."""
     fields = cast("dict[str, Any]", value)
     return isinstance(value, dict) and (
         isinstance(fields.get("function"), dict)
@@ -190,7 +190,7 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of its pairs.
 
     Raises:
-        ValueError: if a key is there twice; no reader could say which value is meant.
+        ValueError: if a key occurs twice, because the intended value is unknown.
     """
     made: dict[str, Any] = {}
     for key, value in pairs:

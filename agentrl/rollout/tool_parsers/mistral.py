@@ -1,4 +1,4 @@
-"""The format `mistral`: calls after `[TOOL_CALLS]`, in the two ways that Mistral's models write."""
+"""The format `mistral`: calls after `[TOOL_CALLS]`, in the two forms of Mistral's models."""
 
 import re
 from typing import Any, ClassVar, cast
@@ -19,7 +19,7 @@ _OPENER = "[TOOL_CALLS]"
 _LIST = re.compile(r"\s*(?=[\[{])")
 _NAMED = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\]([^\s\[\]{}]*))?\[ARGS\]")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
-"""What the templates take as an id of a call."""
+"""An id of a call that the templates accept."""
 
 
 @register_tool_parser("mistral")
@@ -27,7 +27,7 @@ class MistralParser(ToolParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}`.
 
     A call may have an id, as a field of the object or as `[CALL_ID]ID` after the name. The result
-    answers by that id, as the templates write it.
+    refers to that id.
     """
 
     opener = re.escape(_OPENER)

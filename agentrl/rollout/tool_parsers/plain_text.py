@@ -16,8 +16,8 @@ _EMPTY_QUERY = Problem("the query is empty", "search")
 class _Target:
     """The tool that every call of a format means, and the parameter that takes the text.
 
-    That is the first of `names` that the run has, else its only tool; and `parameter`, else the
-    tool's only one. A parameter that is a list gets a list of one text.
+    The tool is the first of `names` that the run has, else its only tool. The parameter is
+    `parameter`, else the tool's only one. A parameter that is a list gets a list of one text.
     """
 
     names: tuple[str, ...]
@@ -67,8 +67,8 @@ class _Target:
 class PythonBlockParser(ToolParser):
     """A fenced block of Python is a call of the tool that runs code.
 
-    That is `code_interpreter` or `python` if the run has it, else the run's only tool; the code is
-    its parameter `code`, or its only one.
+    The tool is `code_interpreter` or `python` if the run has it, else the run's only tool. The code
+    is its parameter `code`, or its only one.
     """
 
     opener = r"```(?:python|py)[ \t]*\n"
@@ -81,7 +81,7 @@ class PythonBlockParser(ToolParser):
         self._target.check(tools, "python_block")
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read up to the fence that closes the block, at the beginning of a line."""
+        """Read up to the fence that closes the block, at the start of a line."""
         close = text.find(f"\n{_FENCE}", body - 1)
         if close < 0:
             tool = self._target.find(tools)
@@ -95,9 +95,8 @@ class PythonBlockParser(ToolParser):
 class SearchR1Parser(ToolParser):
     """`<search>query</search>` calls the tool that searches; `<information>` answers it.
 
-    That is `search` if the run has it, else the run's only tool; the query is its parameter
-    `query`, or its only one. The answer is a user message, since the policy was never told of a
-    tool.
+    The tool is `search` if the run has it, else the run's only tool. The query is its parameter
+    `query`, or its only one. The answer is a user message, because the prompt names no tools.
     """
 
     opener = "<search>"
@@ -120,5 +119,5 @@ class SearchR1Parser(ToolParser):
         return Piece(close + len(self._closer), (found,))
 
     def render_result(self, text: str) -> str:
-        """Word a result as the policy expects it."""
+        """Return a result in the form that the policy expects."""
         return f"<information>{text}</information>"

@@ -16,10 +16,10 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 @register_tool_parser("pythonic")
 class PythonicParser(ToolParser):
-    """`[search(query="Bern"), add(a=1, b=2)]` as the beginning of the turn, or behind a thought.
+    """`[search(query="Bern"), add(a=1, b=2)]` at the start of the turn, or after a thought.
 
-    Values are Python literals; JSON's `true`, `false` and `null` will do. Values without a name
-    are given the tool's parameters in their order.
+    Values are Python literals; JSON's `true`, `false` and `null` are accepted too. Values without a
+    name are assigned to the tool's parameters in order.
     """
 
     opener = r"(?:<\|python_start\|>\s*|(?:\A|(?<=</think>))\s*)(?=\[\s*[A-Za-z_][\w.]*\()"
@@ -62,7 +62,7 @@ def _literal(node: ast.expr) -> Any:
     """Evaluate a literal to a JSON value.
 
     Raises:
-        ValueError: for what is no literal, or no JSON (sets, bytes, infinities, a key twice).
+        ValueError: for what is not a literal, or not JSON (sets, bytes, infinities, a key twice).
     """
     plain = _JsonNames().visit(node)
     for inner in ast.walk(plain):

@@ -18,13 +18,13 @@ _CALL_END = re.compile(r"\s*</tool_call>")
 class Qwen3CoderParser(ToolParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-    A value is a string where the schema says so; else it is JSON, and a string where it is no JSON.
+    A value is a string if the schema says so. Otherwise it is JSON, or a string if it is not JSON.
     """
 
     opener = r"<tool_call>|(?=<function=)"
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read one function; the tag round it may be missing."""
+        """Read one function; the tag around it may be missing."""
         head = _NAME.match(text, body)
         if head is None:
             return _malformed(text, body, "there is no <function=NAME> in it", "")
@@ -33,7 +33,7 @@ class Qwen3CoderParser(ToolParser):
         arguments: dict[str, Any] = {}
         while parameter := _PARAMETER.match(text, position):
             key, end = parameter[1], _VALUE_END.search(text, parameter.end())
-            # Never beyond the call's end, or many calls that are not closed take quadratic time.
+            # Stop at the call's end: otherwise many unclosed calls take quadratic time.
             if end is None or end[0] == "</tool_call>":
                 reason = f"the parameter {key} is not closed by </parameter>"
                 return _malformed(text, body, reason, name)
@@ -50,7 +50,7 @@ class Qwen3CoderParser(ToolParser):
 
 
 def typed(raw: str, schema: Any) -> Any:
-    """Read a value as its JSON Schema wants it.
+    """Convert a value to the type that its JSON Schema requires.
 
     Example:
         >>> typed("42", {"type": "string"}), typed("42", {"type": "integer"}), typed("True", {})
@@ -94,7 +94,7 @@ _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _fits(value: Any, types: set[str]) -> bool:
-    """Whether a decoded value has one of the types; JSON's `true` is no number."""
+    """Whether a decoded value has one of the types; JSON's `true` is not a number."""
     wanted = types & {"boolean"} if isinstance(value, bool) else types
     return any(isinstance(value, _PYTHON_TYPES[name]) for name in wanted if name in _PYTHON_TYPES)
 

@@ -1,4 +1,4 @@
-"""The formats `sglang:NAME`: any parser of the installed SGLang, held to the rules of ours."""
+"""The formats `sglang:NAME`: any parser of the installed SGLang, with agentrl's rules."""
 
 from dataclasses import dataclass
 
@@ -14,23 +14,24 @@ from agentrl.rollout.tool_parsers.json_calls import read_arguments
 from agentrl.rollout.tool_parsers.registry import register_tool_parser_family
 
 MAX_CUTS = 8
-"""Thoughts behind the beginning of a call that are looked at: it may be a text in its arguments."""
+"""Maximum thoughts after the start of a call that are tried: a thought may be text in its
+arguments."""
 MAX_PARTS = 64
-"""Calls of a region that are read one by one where something is wrong with one of them."""
+"""Maximum calls of a region that are read one by one if one of them is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A stretch of text outside thoughts, as a detector reads it."""
+    """A part of the text outside thoughts, as a detector reads it."""
 
     text: str
     detection: Detection
     openers: tuple[str, ...]
-    """What calls of the format begin with."""
+    """What starts a call of the format."""
 
     @property
     def num_lost(self) -> int:
-        """Calls that begin in it and were not read."""
+        """Calls that start in it and were not read."""
         detection = self.detection
         is_refused = detection.is_meant and not detection.calls
         least = int(is_refused and (bool(detection.complaint) or not self.openers))
@@ -38,12 +39,12 @@ class _Region:
 
     @property
     def num_begun(self) -> int:
-        """Calls, or lists of calls, that begin in it."""
+        """Calls, or lists of calls, that start in it."""
         return max(map(self.count, self.openers), default=0)
 
     @property
     def main_opener(self) -> str:
-        """What begins most of them: a single call rather than a list."""
+        """What starts most of them: a single call rather than a list."""
         return max(self.openers, key=self.count, default="")
 
     def count(self, opener: str) -> int:
@@ -55,10 +56,10 @@ class _Region:
 class DetectorParser(ToolParser):
     """What a detector of SGLang finds in a turn.
 
-    A detector knows of no thoughts and drops what it cannot read. Here it is given one stretch
-    outside thoughts at a time, and the calls that begin in it are counted: those that it does not
-    read are malformed. What it leaves of the text is the content; most drop what stands behind
-    their first call.
+    A detector does not know thoughts, and drops what it cannot read. This parser gives it one part
+    of the text outside thoughts at a time, and counts the calls that start in it: those that the
+    detector does not read are malformed. The text that it leaves is the content; most detectors
+    drop the text after their first call.
 
     Args:
         detector: Reads the calls.
@@ -70,7 +71,7 @@ class DetectorParser(ToolParser):
         self._detector = detector
 
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
-        """Read up to the next thought that is no text in a call's arguments."""
+        """Read up to the next thought that is not text in a call's arguments."""
         if not tools:
             return Piece(len(text), ())
         first, *others = _ends(text, start)
@@ -101,17 +102,17 @@ class DetectorParser(ToolParser):
 
 @register_tool_parser_family("sglang:")
 def sglang_parser(name: str) -> DetectorParser:
-    """Make a parser of one of SGLang's.
+    """Make a parser that uses one of SGLang's.
 
     Raises:
-        MissingExtraError: where SGLang is not installed.
+        MissingExtraError: if SGLang is not installed.
         ConfigError: for a parser that the installed SGLang does not have.
     """
     return DetectorParser(SGLangDetector(name))
 
 
 def _ends(text: str, start: int) -> list[int]:
-    """Where a stretch may end: at one of the next thoughts, or with the text."""
+    """Return where a region may end: at one of the next thoughts, or with the text."""
     ends: list[int] = []
     position = text.find(THOUGHT, start)
     while position >= 0 and len(ends) <= MAX_CUTS:
@@ -121,7 +122,7 @@ def _ends(text: str, start: int) -> list[int]:
 
 
 def _found_in(region: _Region) -> tuple[Call | Problem, ...]:
-    """Give the calls of a region; where there is only a problem, that."""
+    """Return the calls of a region; if there is only a problem, the problem."""
     calls = region.detection.calls
     if region.num_begun == 0:
         calls = tuple(call for call in calls if call.name)

@@ -209,7 +209,7 @@ def hermes(arguments: str) -> str:
         ("qwen3_coder", "<function=add><parameter=a>1", "parameter a is not closed"),
         ("qwen3_coder", "<function=add><parameter=a>1</parameter>", "not closed by </function>"),
         ("llama3_json", '{"name": "add", "parameters": {"a": 1', "not valid JSON"),
-        ("llama3_json", "<|python_tag|>print(1)", "no call behind"),
+        ("llama3_json", "<|python_tag|>print(1)", "no call after"),
         ("mistral", "[TOOL_CALLS] add(1)", "no list of calls and no NAME[ARGS]"),
         ("mistral", '[TOOL_CALLS][{"name": "add"', "not valid JSON"),
         ("mistral", "[TOOL_CALLS][]", "the list of calls is empty"),
