@@ -28,7 +28,7 @@ the combined reward. If a request has no trained token, nothing is placed, and `
 Batches store rewards of tokens in float32, and group-relative estimators compare their sums. With
 plain rounding, equal rewards of responses of different lengths would differ in their last digits,
 and the estimator would train on the difference (equal rewards train nothing). So the parts are
-float32 numbers whose float32 sum is exactly the reward.
+float32 numbers that sum to exactly the reward in float32.
 """
 
 import math
@@ -64,7 +64,7 @@ class RewardPlacement:
     index: int | None = None
     """The last token with a part of the trajectory's reward; None if nothing is trained."""
     moved_turns: tuple[int, ...] = ()
-    """Turns whose reward is on a token of another turn."""
+    """Turns that have their reward on a token of another turn."""
 
 
 def place_rewards(
@@ -203,7 +203,7 @@ def split_evenly(total: float, count: int) -> list[float]:
 
 
 def split(total: float, shares: Sequence[float]) -> list[float]:
-    """Cut a reward by shares into float32 parts whose float32 sum is the reward.
+    """Cut a reward by shares into float32 parts that sum to the reward in float32.
 
     All parts except the last are rounded to multiples of a power of two. It is coarse enough that
     the last part, which takes the rest, is a float32 number too.

@@ -1,4 +1,4 @@
-"""Score in a pool of processes. A process whose scorer is late is killed and replaced.
+"""Score in a pool of processes. A process with a late scorer is killed and replaced.
 
 Workers are forked from a server that has imported the main module and this one, without the
 trainer's torch and threads. As with every Python library that starts processes, a script that

@@ -1,6 +1,4 @@
-"""Sandboxes for code that a model wrote: it sees nothing of the machine and leaves nothing
-behind.
-"""
+"""Run code that a model wrote, isolated from the machine, and remove everything it leaves."""
 
 from agentrl.sandbox.base import Execution, ExecutionEnd, Sandbox, Session
 from agentrl.sandbox.factory import make_sandbox

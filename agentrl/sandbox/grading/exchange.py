@@ -41,7 +41,7 @@ MAX_REQUEST_BYTES = 8 * 1024**2
 
 
 class TestFailure(Exception):  # noqa: N818 - a verdict, not an error
-    """A test that the code did not pass. Its text tells the author of the code why.
+    """A test that the code did not pass. Its text explains the failure to the author of the code.
 
     Args:
         text: The error, or the output that was wrong.

@@ -13,7 +13,7 @@ _FLOOD_FACTOR = 256
 
 
 def output_pipe() -> tuple[int, int]:
-    """Open a pipe whose reading end does not block."""
+    """Open a pipe with a reading end that does not block."""
     near, far = os.pipe()
     os.set_blocking(near, False)
     return near, far

@@ -2,15 +2,16 @@
 
 It imports the standard library only (and sandlock, if that is the provider), sees nothing of the
 trainer's environment, and lives until the trainer dies or closes the socket on descriptor 0. For
-each sandbox it receives two sockets: one for the guest, and a control socket whose end means "kill
-it". It forks a supervisor, which makes the private folder, starts the guest under the provider,
-watches the memory of the sandbox, and at the end kills every process and deletes the folder.
+each sandbox it receives two sockets: one for the guest, and a control socket. If the trainer closes
+the control socket, the sandbox is killed. The spawner forks a supervisor, which makes the private
+folder, starts the guest under the provider, watches the memory of the sandbox, and at the end kills
+every process and deletes the folder.
 
 As root it gives each sandbox a user of its own, which owns nothing else on the machine. If
 namespaces are available (to root, or through a user namespace), each sandbox has its own processes,
-network and
-mounts: the private folder is a file system in memory over /tmp, the interpreter is bound read-only,
-and the rest of the machine's files is covered. Otherwise the folder is on the disk.
+network and mounts: the private folder is a file system in memory over /tmp, the interpreter is
+bound read-only, and the rest of the machine's files is covered. Otherwise the folder is on the
+disk.
 """
 
 import importlib
