@@ -71,7 +71,7 @@ async def processes_of_an_open_session(sandbox: Sandbox) -> set[int]:
     return set(descendants())
 
 
-async def test_sandboxes_of_one_keeper_reach_nothing_of_each_other(sandbox: Sandbox):
+async def test_sandboxes_of_one_spawner_reach_nothing_of_each_other(sandbox: Sandbox):
     before = await processes_of_an_open_session(sandbox)
     one, other = await sandbox.open_python(), await sandbox.open_python()
     told = await one.run(OPEN)

@@ -1,6 +1,4 @@
-"""Grade code by tests, in such a way that the code cannot claim to have passed
-(docs/grading.md).
-"""
+"""Grade code by tests so that the code cannot claim to have passed (see docs/grading.md)."""
 
 from agentrl.sandbox.grading.cases import AssertTest, CallTest, StdinTest, TestCase, read_tests
 from agentrl.sandbox.grading.grader import (

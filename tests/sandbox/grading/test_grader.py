@@ -258,7 +258,8 @@ async def test_no_code_passes_the_tests_that_it_was_made_for(
 @pytest.mark.parametrize("kind", TESTS)
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_code_passes_any_kind_of_test_by_saying_so(sandbox: Sandbox, name: str, kind: str):
-    found = await graded(HOSTILE[name], TESTS[kind], sandbox, test_timeout_s=10)
+    hangs = name == "patches what Python has"  # it never answers: do not wait long
+    found = await graded(HOSTILE[name], TESTS[kind], sandbox, test_timeout_s=2 if hangs else 10)
     assert found.num_passed == 0, found.reports
 
 
