@@ -169,6 +169,17 @@ async def test_cancelling_kills_what_runs(sandbox: Sandbox):
     assert "a new sandbox" in done.stderr
 
 
+@pytest.mark.parametrize("method", ["abort", "close"])
+async def test_ended_guest_has_no_open_socket(sandbox: Sandbox, method: str):
+    session = await sandbox.open_python()
+    await session.run("1")
+    guest = vars(session)["_guest"]
+    writers = vars(guest)["_writer"], vars(guest)["_control"][1]
+    sockets = [writer.get_extra_info("socket") for writer in writers]
+    await getattr(guest, method)()
+    assert [each.fileno() for each in sockets] == [-1, -1]
+
+
 DAEMON = """
 import os, time
 if os.fork() == 0:
