@@ -27,7 +27,7 @@ def check_config(
     """Refuse conflicting settings, and list the notes for the user.
 
     Args:
-        config: A run file whose single keys are right.
+        config: A run file with valid single keys.
         world_size: Ranks that share each batch.
         file: The run file, for the error.
         purpose: What the run file is read for.

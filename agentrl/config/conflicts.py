@@ -44,7 +44,7 @@ def find_conflicts(config: RunConfig, *, purpose: Purpose = Purpose.TRAIN) -> li
     """Find all settings that conflict.
 
     Args:
-        config: A run file whose single keys are right.
+        config: A run file with valid single keys.
         purpose: What the run file is read for.
     """
     trains = purpose is Purpose.TRAIN
@@ -176,7 +176,9 @@ def find_scoring_problems(config: RunConfig) -> Iterator[Problem]:
     if reward.functions:
         yield from _functions(reward)
     if reward.manager == "batch" and (reward.functions or reward.custom_reward_function is None):
-        reason = "is batch, whose scorer gets lists, and every bundled scorer scores one answer"
+        reason = (
+            "is batch, which passes lists to its scorer, and every bundled scorer scores one answer"
+        )
         yield Problem("reward.manager", reason, f"{_CUSTOM}, or naive or prime")
     if sandbox.provider == "subprocess" and not sandbox.trusted and may_use(config, "code"):
         reason = "is false, and the provider subprocess hides nothing from the code that it runs"

@@ -23,7 +23,7 @@ _ESTIMATOR = "algorithm.adv_estimator"
 
 
 def find_estimator_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find an estimator without its inputs, or whose inputs it cannot use."""
+    """Find an estimator without its inputs, or with inputs that it cannot use."""
     facts, name = estimator_facts(config) or EstimatorFacts(), config.algorithm.adv_estimator
     if config.rollout.n == 1 and facts.compares_groups:
         reason = f"is 1, and {_ESTIMATOR} {name} trains on nothing in a group of one"

@@ -93,7 +93,7 @@ def problems_of(error: ValidationError, overridden: Sequence[str] = ()) -> list[
 
 
 def mark_overridden(problem: Problem, overridden: Sequence[str]) -> Problem:
-    """Mark a problem whose key was given on the command line."""
+    """Mark a problem if its key was given on the command line."""
     is_above = problem.is_unknown and any(is_under(key, [problem.key]) for key in overridden)
     return replace(problem, is_overridden=is_above or is_under(problem.key, overridden))
 
@@ -127,7 +127,7 @@ def nearest_key(key: str, known: Sequence[str] | None = None) -> str | None:
 
 
 def _closest(section: str, keys: Sequence[str]) -> str | None:
-    """Choose, among keys of one name, the key whose sections are most like the unknown key's."""
+    """Choose, among keys of one name, the key with the sections most like the unknown key's."""
     given = set(section.split("."))
 
     def likeness(key: str) -> tuple[int, int]:

@@ -37,8 +37,8 @@ SERVICE = {"provider": "sandbox_fusion", "url": "http://x"}
         ({"functions": [{"name": "math"}, {"name": "gms8k"}]}, "reward.functions[1].name"),
         ({"functions": [{"name": "math", "function": "mine"}]}, "there is no path to the module"),
         ({"functions": [{"name": "math", "weight": 0}]}, "only weights of 0"),
-        ({"manager": "batch"}, "gets lists"),
-        ({"manager": "batch", "functions": [{"name": "mine", "path": "mine.py"}]}, "gets lists"),
+        ({"manager": "batch"}, "passes lists"),
+        ({"manager": "batch", "functions": [{"name": "mine", "path": "mine.py"}]}, "passes lists"),
         *(
             ({"functions": [{"name": name, "path": "mine.py"}]}, f"{name!r} is the name of")
             for name in ("score", "length_penalty", "overlong_reward")

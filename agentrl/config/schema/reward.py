@@ -43,7 +43,7 @@ class CustomRewardConfig(Section):
 
 
 class RewardFunctionConfig(Section):
-    """One of several scorers, whose numbers are weighted and summed."""
+    """One of several scorers; their numbers are weighted and summed."""
 
     name: str = Field(min_length=1)
     """The name of its number in logs and in `reward_extra_info`. Without `path` it is also the name

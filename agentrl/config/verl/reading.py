@@ -177,7 +177,11 @@ def _validate(
     raw: dict[str, Any] = {}
     for item in mapped:
         for key, value in item.settings.items():
-            _put(raw, key, value)
+            *sections, leaf = key.split(".")
+            section = raw
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[leaf] = value
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -192,13 +196,6 @@ def _in_their_names(problem: Problem, origins: dict[str, str]) -> Problem:
             note = f" (read as {problem.key})" if ours != theirs else ""
             return replace(problem, key=theirs, reason=problem.reason + note)
     return problem
-
-
-def _put(raw: dict[str, Any], key: str, value: Any) -> None:
-    *sections, leaf = key.split(".")
-    for section in sections:
-        raw = raw.setdefault(section, {})
-    raw[leaf] = value
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = "0.6.1"
-"""The version of verl whose keys and defaults are read."""
+"""The version of verl with these keys and defaults."""
 
 
 @dataclass(frozen=True)

@@ -350,7 +350,7 @@ _BUILT_IN = {
     "ppo_trainer", "_self_", "dp_actor", "legacy_data", "dp_ref", "rollout", "hf_model",
     "dp_critic", "dp_reward_model", "rollout_correction",
 }  # fmt: skip
-"""Files of verl's FSDP trainer, whose values are the defaults in `keys.yaml`."""
+"""Files of verl's FSDP trainer; their values are the defaults in `keys.yaml`."""
 
 
 def defaults(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
