@@ -216,9 +216,11 @@ def test_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path)
     write_two(tmp_path)
     for path in tmp_path.iterdir():
         (path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"can be used: global_step_2, global_step_1") as told:
+    with pytest.raises(
+        CheckpointError, match=r"can be used: global_step_2, global_step_1"
+    ) as error:
         find_latest(tmp_path)
-    assert "trainer.resume_mode=disable" in str(told.value)
+    assert "trainer.resume_mode=disable" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_2"]
 
 

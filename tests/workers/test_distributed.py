@@ -21,8 +21,8 @@ def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     alone, together = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     with ranks_of("tests.fakes.ranks", str(together)) as ranks:
         run(world, alone)
-        told = [rank.wait() for rank in ranks]
-    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
+        ended = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.err for rank in ended)
     return alone, together
 
 

@@ -72,8 +72,8 @@ def test_conversations_that_are_held_out_are_not_trained_and_their_loss_is_repor
 
 def test_a_conversation_that_calls_an_unknown_tool_is_refused(config: SftConfig, tmp_path: Path):
     call = {"function": {"name": "calculater", "arguments": {"expression": "1"}}}
-    told = [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [call]}]
-    write_jsonl(tmp_path / "demos.jsonl", [{"messages": told}])
+    messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "tool_calls": [call]}]
+    write_jsonl(tmp_path / "demos.jsonl", [{"messages": messages}])
     mine = config.model_copy(update={"train_file": tmp_path / "demos.jsonl"})
     with pytest.raises(DataError, match="calls the tool 'calculater'") as caught:
         Demonstrations(mine, template(config), [CalculatorTool({}).tool_schema])

@@ -18,11 +18,11 @@ from tests.fakes.training import make_policy
 from tests.fakes.weight_ranks import Taker
 
 NUM_BYTES = sum(p.nbytes for p in tiny_model().parameters())
-Told = list[dict[str, Any]]
+Outcomes = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What two ranks said, by case."""
     folder = tmp_path_factory.mktemp("ranks")
     with ranks_of("tests.fakes.weight_ranks", str(folder)) as ranks:
@@ -74,17 +74,19 @@ async def test_weights_come_in_what_the_layers_compute_in(world: World):
 
 
 @pytest.mark.slow
-def test_sync_that_fails_on_one_rank_is_repeated_on_both(told: Told):
+def test_sync_that_fails_on_one_rank_is_repeated_on_both(outcomes: Outcomes):
     for rank in (0, 1):
-        mended = told[rank]["mended"]
+        mended = outcomes[rank]["mended"]
         assert mended["error"] is None
         assert (mended["attempts"], mended["updates"], mended["version"]) == (2, 2, 7)
         assert mended["is_whole"]
 
 
 @pytest.mark.slow
-def test_sync_that_is_given_up_raises_on_both_ranks_and_neither_waits_for_the_other(told: Told):
-    main, other = (told[rank]["given up"] for rank in (0, 1))
+def test_sync_that_is_given_up_raises_on_both_ranks_and_neither_waits_for_the_other(
+    outcomes: Outcomes,
+):
+    main, other = (outcomes[rank]["given up"] for rank in (0, 1))
     assert main["error"] == "RankError: rank 1 failed: EngineError: full at update 2"
     assert other["error"] == "EngineError: full at update 2"
     assert main["updates"] == other["updates"] == 2
@@ -92,9 +94,9 @@ def test_sync_that_is_given_up_raises_on_both_ranks_and_neither_waits_for_the_ot
 
 @pytest.mark.parametrize(("case", "attempts"), [("shared", 1), ("shared, mended", 2)])
 def test_engine_that_all_ranks_share_is_sent_to_by_the_main_one_alone(
-    told: Told, case: str, attempts: int
+    outcomes: Outcomes, case: str, attempts: int
 ):
-    main, other = (told[rank][case] for rank in (0, 1))
+    main, other = (outcomes[rank][case] for rank in (0, 1))
     assert main["error"] is other["error"] is None
     assert (main["updates"], other["updates"]) == (attempts, 0)
     assert main["version"] == other["version"] == 7, "the other one hears of it"

@@ -87,7 +87,7 @@ def test_gdpo_needs_no_rewards_of_a_row_that_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "message"),
     [
         ({"format": np.array(FORMAT)}, "no row has the reward 'accuracy'"),
         ({**BOTH, "accuracy": np.array(["good"] * 6)}, "'accuracy' is not a number"),
@@ -98,8 +98,8 @@ def test_gdpo_needs_no_rewards_of_a_row_that_does_not_count():
         ),
     ],
 )
-def test_gdpo_names_a_reward_that_is_not_there(columns, told):
-    with pytest.raises(ConfigError, match=told):
+def test_gdpo_names_a_reward_that_is_not_there(columns, message):
+    with pytest.raises(ConfigError, match=message):
         advantages_of("gdpo", hand_made(), **gdpo_settings(**columns))
 
 

@@ -199,8 +199,8 @@ def test_an_estimator_of_ten_lines_is_given_what_it_names():
 
 def test_an_estimator_with_open_arguments_is_given_all_there_is():
     @register_adv_est("open-of-a-test")
-    def compute_open_advantage(token_level_rewards, response_mask, **told):
-        assert {"index", "config", "lam", "non_tensor_batch", "batch"} <= told.keys()
+    def compute_open_advantage(token_level_rewards, response_mask, **arguments):
+        assert {"index", "config", "lam", "non_tensor_batch", "batch"} <= arguments.keys()
         return token_level_rewards, token_level_rewards
 
     compute_advantage(scored_batch(), AlgorithmConfig(adv_estimator="open-of-a-test"))

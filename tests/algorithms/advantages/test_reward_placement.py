@@ -117,7 +117,7 @@ def test_a_turn_s_own_reward_is_one_number_to_estimators_of_turns(name: str):
 
 
 def test_a_spread_outcome_leaves_less_to_the_turns_that_come_last():
-    """Why a run is told of it: the last turn earned the whole, and is paid a part."""
+    """The run reports this: the last turn earned the whole reward, and gets a part."""
     requests = [build_request(said(2), said(2), uid="g", reward=reward) for reward in (0.0, 1.0)]
     whole, spread = (
         advantages("turn_rloo", batch_of(requests, placement))

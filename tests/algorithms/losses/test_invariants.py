@@ -109,8 +109,8 @@ def test_layout_is_invisible_without_a_scale_the_rows_are_the_whole_mini_batch(n
     args = (batch.old, batch.new, batch.advantages, mask, "seq-mean-token-mean", config)
     everything = list(range(len(mask)))
     scale = with_summary(LossScale.of(mask), [tokens_of(batch, everything)], config)
-    alone, told = (get_policy_loss_fn(name)(*args, scale=own) for own in (None, scale))
-    torch.testing.assert_close(alone, told)
+    without, given = (get_policy_loss_fn(name)(*args, scale=own) for own in (None, scale))
+    torch.testing.assert_close(without, given)
 
 
 @pytest.mark.parametrize("name", [name for name in lawful_losses() if name not in BY_SEQUENCE])
