@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what a run that is stopped releases, saves, and goes on from."""
+"""Ctrl-C and SIGTERM: what a stopped run releases and saves, and where it resumes."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import agentrl.workers.checkpoint
-from agentrl import Trainer
+from agentrl.trainer.checkpointer import Checkpointer
+from agentrl.trainer.state.summary import Summary
 from agentrl.workers.optim import PolicyOptimizer
 from tests.fakes.faults import SCORER, Train, assert_same_course, make_run, saved_steps
 from tests.fakes.runs import (
@@ -77,13 +78,13 @@ def test_stopped_run_saves_its_last_step_and_goes_on_as_if_never_stopped(
 def test_signal_while_the_end_is_written_ends_a_whole_run_as_a_stopped_one(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    real = Trainer.export
+    real = Checkpointer.export
 
-    def signalled(self: Trainer) -> None:
+    def signalled(self: Checkpointer, step: int, summary: Summary) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
-        real(self)
+        return real(self, step, summary)
 
-    monkeypatch.setattr(Trainer, "export", signalled)
+    monkeypatch.setattr(Checkpointer, "export", signalled)
     told = train(trainer__total_training_steps=1, data__val_files=None)
     assert told.code == 130, told
     assert "interrupted: step 1 was completed last" in told.out.splitlines()[-1]
