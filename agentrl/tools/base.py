@@ -1,4 +1,4 @@
-"""What a tool is: the class that users subclass, and what its `execute` gives back."""
+"""The base class of tools, and the result of an execution."""
 
 import math
 import uuid
@@ -10,7 +10,7 @@ from agentrl.messages import OpenAIFunctionToolSchema, ToolResponse
 
 
 class ToolResult(NamedTuple):
-    """What one execution of a tool gives back.
+    """The result of one execution of a tool.
 
     Example:
         >>> ToolResult.of(("42", 0.5), tool="calculator").reward
@@ -18,17 +18,17 @@ class ToolResult(NamedTuple):
     """
 
     response: ToolResponse
-    """What the model is shown."""
+    """Shown to the model."""
     reward: float | None = None
-    """Reward of this call; None where the tool does not judge it."""
+    """Reward of this call; None if the tool gives none."""
     metrics: dict[str, Any] | None = None
-    """What the tool reports of itself; stands in the call's record."""
+    """Values of the tool for the call's record."""
     should_stop: bool = False
-    """End the request: the model is not asked again."""
+    """End the request: no further turn is sampled."""
 
     @classmethod
     def of(cls, value: Any, *, tool: str) -> "ToolResult":
-        """Accept whatever users return, and check it.
+        """Check a value that users return, and convert it.
 
         Args:
             value: A `ToolResult`, a `ToolResponse`, a string, a dict (shown as JSON), or a tuple
@@ -36,8 +36,8 @@ class ToolResult(NamedTuple):
             tool: Name of the tool, for the error.
 
         Raises:
-            TypeError: for None and everything else, naming the tool.
-            ValueError: for a reward that is not finite.
+            TypeError: for any other value, also None; it names the tool.
+            ValueError: if the reward is not finite.
         """
         fields: tuple[Any, ...] = cast("tuple[Any, ...]", value)
         if not isinstance(value, tuple):
@@ -59,40 +59,40 @@ class ToolResult(NamedTuple):
 class BaseTool:
     """A tool that a model can call. Subclass it and name the subclass in a tool YAML.
 
-    One object is built per run and serves every request; what belongs to one request is kept under
-    its `instance_id`. The life of an instance, for each request:
+    One object is built per run and serves every request; keep the state of a request under its
+    `instance_id`. The life cycle of an instance, for each request:
 
     1. `create` once, before the first turn;
-    2. `execute` for each call of the model, several at once where one turn holds several calls;
+    2. `execute` for each call of the model, several at once if one turn has several calls;
     3. `calc_reward` once, at the end, unless the request failed;
-    4. `release` once, always: after a failure, a time-out or a cancellation too, even of `create`.
+    4. `release` once, always, also after a failure, a time-out or a cancellation, even of `create`.
 
     Methods may be `async def`, or plain `def`, which then runs on a thread. Each call has a
-    time-out (`rollout.multi_turn.tool_timeout_s`, or `timeout_s` in the tool's `config`). A call
-    that is late, or whose request is cancelled, is cancelled: that raises
-    `asyncio.CancelledError` inside it; clean up and let it through.
+    time-out (`rollout.multi_turn.tool_timeout_s`, or `timeout_s` in the tool's `config`). If
+    the time is up or the request is cancelled, the call is cancelled: that raises
+    `asyncio.CancelledError` inside it. Clean up, and do not catch the error.
 
-    `config.isolation` says where the methods run. `none`: on the event loop, where blocking code
-    holds up every request. `thread`: each call in an event loop of its own on a thread, which may
-    block; asyncio objects cannot be carried from one call to the next. `process`: one process per
-    request and tool, its calls one after another, killed on time-out; the tool is then built
-    again in a new process, where `release` and `create` run before the next call. Only there can
-    code that never returns be stopped.
+    `config.isolation` selects the executor of the methods. `none`: the event loop; code that blocks
+    delays every request. `thread`: each call in an event loop of its own on a thread, which may block;
+    asyncio objects of one call cannot be used in the next. `process`: one process per request and
+    tool, one call at a time, killed on time-out. The tool is then built again in a new process, and
+    `release` and `create` run there before the next call. Only a process can stop code that never
+    returns.
 
-    These keys of `config` are agentrl's, for whatever class; the rest is the tool's own
+    These keys of `config` are agentrl's, for every class; the others are the tool's own
     (docs/tools.md has every sub-key):
 
         isolation: none          none, thread or process
         timeout_s: null          seconds of one call and of each attempt; null: the run's
-        retry: null              attempts and pauses of a call that crashed or was late
+        retry: null              attempts and pauses of a call that crashed or timed out
         max_concurrency: null    calls of `execute` that run at once, over all requests
         rate_limit: null         calls of `execute` per second, over all requests
         cache: null              declares that equal calls have equal answers
         circuit_breaker: null    fails calls at once after too many failures in a row
 
     Args:
-        config: The YAML's `config`, whole.
-        tool_schema: What the model is told; None asks `get_openai_tool_schema`.
+        config: The complete `config` of the YAML.
+        tool_schema: Shown to the model; None: the result of `get_openai_tool_schema`.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class BaseTool:
 
     @property
     def name(self) -> str:
-        """The name by which the model calls the tool: that of its schema."""
+        """The name by which the model calls the tool: the name in its schema."""
         return vars(self).get("_name") or self.tool_schema.name
 
     @name.setter
     def name(self, name: str) -> None:
-        # Constructors written for verl set it; the loader checks that the schema has the same.
+        # Constructors written for verl set it; the loader checks that it equals the schema's.
         self._name = name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Give the schema; override it where the YAML need not write one.
+        """Return the schema. Override it if the YAML does not need to contain one.
 
         Raises:
-            ConfigError: where there is neither a schema nor an override.
+            ConfigError: if there is neither a schema nor an override.
         """
-        # An override of users may call this one before a schema was set.
+        # An override of users may call this method before a schema was set.
         schema = cast("OpenAIFunctionToolSchema | None", self.tool_schema)
         if schema is None:
             raise ConfigError(
@@ -130,18 +130,18 @@ class BaseTool:
     async def create(
         self, instance_id: str | None = None, **create_kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Make what one request needs. Called once per request, before its first turn.
+        """Prepare one request. Called once per request, before its first turn.
 
         Args:
             instance_id: The request's id.
             **create_kwargs: The row's `tools_kwargs[name].create_kwargs`.
 
         Returns:
-            The id under which the instance is kept, and a response; one that is not empty is
-            appended to the conversation before the first turn. The id alone will do.
+            The id of the instance, and a response; if it is not empty, it is appended to the
+            conversation before the first turn. The id alone is accepted too.
 
         Raises:
-            Exception: Any fails this request, and no other, with `Fault.TOOL`.
+            Exception: Any error fails this request, and no other, with `Fault.TOOL`.
         """
         return instance_id or uuid.uuid4().hex, ToolResponse()
 
@@ -156,57 +156,58 @@ class BaseTool:
             **execute_kwargs: The row's `tools_kwargs[name].execute_kwargs`.
 
         Returns:
-            What `ToolResult.of` takes.
+            A value that `ToolResult.of` accepts.
 
         Raises:
             ToolError: Its text is shown to the model, which may try again.
-            Exception: The call is repeated where `config.retry` says so; at the last attempt the
-                model is shown a neutral text, and the call is counted as crashed; the request goes
-                on, or fails under `on_tool_failure: fail`.
+            Exception: The call is repeated if `config.retry` allows it. After the last attempt the
+                model is shown a neutral text, and the call is counted as crashed. The request
+                continues; with `on_tool_failure: fail` it fails.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
     async def calc_reward(
         self, instance_id: str, **calc_reward_kwargs: Any
     ) -> float | list[Any] | None:
-        """Judge what was done with the tool. Called once, at the end of a request.
+        """Return the reward of a request. Called once, at its end.
 
         Returns:
-            A number. A list or None is no reward: the tool does not judge.
+            A number. A list or None is no reward.
 
         Raises:
-            Exception: Any (and a number that is not finite) fails this request with `Fault.TOOL`.
+            Exception: Any error, and a number that is not finite, fails this request with
+                `Fault.TOOL`.
         """
         return 0.0
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Give back what `create` took. Called once per `create` that was begun, always.
+        """Free the resources of a request. Always called, once per `create` that was begun.
 
-        After a time-out of a process-isolated tool it runs in a new process that never saw
-        `create`: release what is outside, and let what is missing be missing.
+        After a time-out of a process-isolated tool it runs in a new process, in which `create` did
+        not run: free what is outside the process, and accept that state of the tool is missing.
 
         Raises:
-            Exception: Recorded, and nothing more.
+            Exception: Only recorded.
         """
 
     async def shutdown(self) -> None:
-        """Give back what the whole run shares: connections, pools. Called once, when a run ends.
+        """Free the resources of the run: connections, pools. Called once, when a run ends.
 
         Raises:
-            Exception: Logged, and nothing more.
+            Exception: Only logged.
         """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to another process as what it was built from."""
+        """Pickle the tool as its class, `config` and `tool_schema`."""
         return type(self), (self.config, self.tool_schema)
 
 
 def finite(value: Any, tool: str) -> float:
-    """Check a reward of `tool`.
+    """Check a reward of `tool`, and return it as a float.
 
     Raises:
-        TypeError: for what is no number.
-        ValueError: for NaN and infinities.
+        TypeError: if it is no number.
+        ValueError: if it is NaN or infinite.
     """
     try:
         number = float(value)
@@ -218,13 +219,13 @@ def finite(value: Any, tool: str) -> float:
 
 
 def read_reward(value: Any, tool: str) -> float | None:
-    """Read what `calc_reward` returned; None if that is no judgment.
+    """Read the value that `calc_reward` returned; None if it is no reward.
 
     Tools written for verl return the list of their results, which verl stores and never reads.
 
     Raises:
-        TypeError: for anything else that is no number.
-        ValueError: for NaN and infinities.
+        TypeError: if it is neither a number nor a list nor None.
+        ValueError: if it is NaN or infinite.
     """
     return None if value is None or isinstance(value, list) else finite(value, tool)
 

@@ -47,7 +47,7 @@ class BundledTool(BaseTool):
 def function_schema(
     name: str, description: str, **parameters: dict[str, Any]
 ) -> OpenAIFunctionToolSchema:
-    """Make the schema of a function whose parameters are all required.
+    """Make the schema of a function; all its parameters are required.
 
     Args:
         name: Of the function.

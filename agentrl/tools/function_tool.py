@@ -1,4 +1,4 @@
-"""Make a tool of a function: its schema is read from signature and docstring."""
+"""Make a tool of a function, with a schema from its signature and docstring."""
 
 import inspect
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from agentrl.tools.base import BaseTool, ToolResult
 from agentrl.tools.runtime.settings import ToolSettings
 
 MARK = "__agentrl_function_tool__"
-"""Attribute of a decorated function that holds its schema."""
+"""Attribute of a decorated function that contains its schema."""
 
 CONFIG_MARK = "__agentrl_function_tool_config__"
-"""Attribute of a decorated function that holds its `config`."""
+"""Attribute of a decorated function that contains its `config`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,20 +41,19 @@ def function_tool(
     schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Any:
-    """Mark a function as a tool; written `@function_tool`, with a name, or with keywords.
+    """Mark a function as a tool: `@function_tool`, also with a name or with keywords.
 
-    The function itself is left as it is, to be called and tested. What it may return is what
-    `BaseTool.execute` may, or any other JSON value or pydantic model. A plain `def` runs off the
-    event loop.
+    The function itself does not change, and can be called and tested. It may return what
+    `BaseTool.execute` may return, or any other JSON value or pydantic model. A plain `def` runs on
+    a thread.
 
     Args:
         target: The function, or the tool's name (default: the function's).
-        schema: Told to the model as it is, in place of the one read from the function.
-        config: What a tool YAML's `config` would say: `timeout_s`, `cache`, ... (`ToolSettings`).
+        schema: Shown to the model unchanged, instead of the one read from the function.
+        config: As the `config` of a tool YAML: `timeout_s`, `cache`, ... (`ToolSettings`).
 
     Raises:
-        ConfigError: for a signature that no JSON Schema can describe, and a `config` that cannot
-            be meant.
+        ConfigError: if no JSON Schema can describe the signature, or `config` is invalid.
 
     Example:
         >>> @function_tool
@@ -70,7 +69,7 @@ def function_tool(
 
 
 class FunctionTool(BaseTool):
-    """A decorated function as a tool: no state, no reward of its own."""
+    """A decorated function as a tool, without state and without a reward of its own."""
 
     def __init__(
         self,
@@ -79,27 +78,34 @@ class FunctionTool(BaseTool):
         tool_schema: OpenAIFunctionToolSchema | None = None,
     ) -> None:
         self.function = function
-        told = vars(function)
-        super().__init__(config or told.get(CONFIG_MARK) or {}, tool_schema or told[MARK])
+        marks = vars(function)
+        super().__init__(config or marks.get(CONFIG_MARK) or {}, tool_schema or marks[MARK])
         self._arguments = _arguments_model(function)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> ToolResult:
-        """Call the function with the call's arguments, converted to what it declares.
+        """Call the function with the call's arguments, converted to its annotations.
 
         Raises:
-            ToolError: for arguments that do not fit its annotations.
+            ToolError: if the arguments do not fit the annotations.
         """
         arguments = self._convert(parameters) | execute_kwargs
         value = await call_method(self.function, **arguments)
-        return ToolResult.of(_shown(value), tool=self.name)
+        # Write the JSON values that `ToolResult.of` does not accept as text.
+        if isinstance(value, BaseModel) and not isinstance(value, ToolResponse):
+            value = value.model_dump_json()
+        elif isinstance(value, bool | int | float | list):
+            value = ToolResponse.of(cast("dict[str, Any]", value))
+        return ToolResult.of(value, tool=self.name)
 
     def _convert(self, parameters: dict[str, Any]) -> dict[str, Any]:
         try:
             checked = self._arguments.model_validate(parameters)
         except ValidationError as error:
-            raise ToolError(_first_problem(error)) from None
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ToolError(f"argument {where}: {first['msg']}") from None
         names = {key: str(info.alias) for key, info in self._arguments.model_fields.items()}
         return {names[key]: getattr(checked, key) for key in checked.model_fields_set}
 
@@ -132,7 +138,7 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> OpenAIFu
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """JSON Schema without the titles that pydantic makes up from names."""
+    """JSON Schema without the titles that pydantic derives from names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -151,25 +157,21 @@ def _mark(
     config: dict[str, Any] | None,
 ) -> F:
     ToolSettings.check(config or {}, key=f"{function.__name__}.config")
-    chosen = schema_of(function, name) if schema is None else _checked(schema)
-    setattr(function, MARK, chosen)
+    validate = OpenAIFunctionToolSchema.model_validate
+    setattr(function, MARK, schema_of(function, name) if schema is None else validate(schema))
     setattr(function, CONFIG_MARK, config)
     return function
 
 
-def _checked(schema: OpenAIFunctionToolSchema | dict[str, Any]) -> OpenAIFunctionToolSchema:
-    return OpenAIFunctionToolSchema.model_validate(schema)
-
-
 def _arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
-    """Build the model of the arguments. Fields are numbered, so any parameter name will do."""
+    """Build the model of the arguments. Fields are numbered, because not every name is allowed."""
     docs = docstring_parser.parse(inspect.getdoc(function) or "")
-    told = {entry.arg_name: entry.description for entry in docs.params}
+    descriptions = {entry.arg_name: entry.description for entry in docs.params}
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {
-            f"argument_{place}": _field(function, parameter, hints, told.get(parameter.name))
-            for place, parameter in enumerate(inspect.signature(function).parameters.values())
+            f"argument_{i}": _field(function, parameter, hints, descriptions.get(parameter.name))
+            for i, parameter in enumerate(inspect.signature(function).parameters.values())
         }
         config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
         return create_model("Arguments", __config__=config, **fields)
@@ -187,7 +189,7 @@ def _field(
         raise _unusable(function, f"parameter {parameter} cannot be passed by name")
     default = ... if parameter.default is parameter.empty else parameter.default
     hint = hints.get(parameter.name, Any)
-    # A description inside `Annotated[..., Field(description=...)]` wins over the docstring's.
+    # A description in `Annotated[..., Field(description=...)]` replaces the docstring's.
     own = any(isinstance(m, FieldInfo) and m.description for m in getattr(hint, "__metadata__", ()))
     if own:
         return hint, Field(default, alias=parameter.name)
@@ -199,18 +201,3 @@ def _unusable(function: Callable[..., Any], why: str) -> ConfigError:
         f"no tool can be made of the function {function.__name__!r}: {why}",
         expected="named parameters with annotations that have a JSON Schema, or schema=...",
     )
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"argument {place}: {first['msg']}"
-
-
-def _shown(value: Any) -> Any:
-    """Turn the JSON values that `ToolResult.of` does not take by itself into text."""
-    if isinstance(value, BaseModel) and not isinstance(value, ToolResponse):
-        return value.model_dump_json()
-    if isinstance(value, bool | int | float | list):
-        return ToolResponse.of(cast("dict[str, Any]", value))
-    return value

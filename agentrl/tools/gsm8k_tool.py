@@ -1,4 +1,4 @@
-"""Tell the policy how good its answer to a GSM8K problem is."""
+"""Score the policy's answers to a GSM8K problem."""
 
 import uuid
 from typing import Any

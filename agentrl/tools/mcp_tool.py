@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class MCPTool(BaseTool):
     """Pass calls on to a tool of an MCP server, over stdio or streamable HTTP.
 
-    `config` has the keys of every tool. `mcp` says where the servers are:
+    `config` has the keys of every tool. `mcp` names the servers:
 
     * `mcp_servers_config_path`: a JSON file `{"mcpServers": {...}}`, in the folder of the YAML or
       in the current folder; or `servers`: the same by name, in the YAML itself. A server is

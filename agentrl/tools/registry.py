@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _BASE = "agentrl.tools.BaseTool"
 _OURS = "agentrl."
 _NEAR = 0.65
-"""How alike, of 1, a key must be to one of agentrl's: `retries` is to `retry`."""
+"""Similarity from which a key may be a misspelled key of agentrl's, as `retries` for `retry`."""
 
 
 class ToolEntry(BaseModel):
@@ -34,24 +34,25 @@ class ToolEntry(BaseModel):
 
     class_name: str = Field(description="the path of a BaseTool subclass, as package.module.Name")
     config: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="a mapping that the class is given"
+        default_factory=dict[str, Any], description="a mapping, passed to the class"
     )
     tool_schema: OpenAIFunctionToolSchema | None = Field(
         default=None, description="a function schema as OpenAI writes it, or null"
     )
     mcp: dict[str, Any] | None = Field(
-        default=None, description="for tools of MCP servers: a mapping that says where they are"
+        default=None, description="for tools of MCP servers: a mapping that names the servers"
     )
 
 
 def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     """Build the tools that a YAML lists, in its order.
 
-    Every class is found and checked before any tool is built.
+    Every class is loaded and checked before any tool is built.
 
     Raises:
-        ConfigError: for a file that cannot be read, a wrong or unknown key, two tools of one name.
-        PluginError: for a class path that leads nowhere, or not to a `BaseTool`.
+        ConfigError: if the file cannot be read, for an invalid or unknown key, and for two tools of
+            one name.
+        PluginError: if a class path does not exist, or is not a `BaseTool`.
     """
     entries = read_entries(path, "tools", ToolEntry)
     for place, entry in enumerate(entries):
@@ -61,7 +62,7 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
     tools: list[BaseTool] = []
     for place, (found, entry) in enumerate(zip(classes, entries, strict=True)):
         built = _build(found, entry, hub, key=f"tools[{place}]", path=Path(path))
-        if entry.mcp is None:  # what servers write is not the user's to mend
+        if entry.mcp is None:  # users cannot fix the schemas of a server
             refuse_undeclared(built, file=path, key=f"tools[{place}]")
         tools += built
     refuse_duplicates(tools, file=path)
@@ -69,7 +70,7 @@ def initialize_tools_from_config(path: str | Path) -> list[BaseTool]:
 
 
 def classes_of_verl(path: str | Path) -> list[str]:
-    """Name verl's classes in a tool YAML, each with the class that replaces it."""
+    """Return verl's classes in a tool YAML, each with the class that replaces it."""
     entries = read_entries(path, "tools", ToolEntry)
     return name_translated((entry.class_name for entry in entries), VERL_TOOLS)
 
@@ -78,8 +79,8 @@ def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:
     """Make a tool of each function that `@function_tool` marks in a file or module.
 
     Raises:
-        PluginError: where it cannot be imported.
-        ConfigError: where it holds no such function, or two of one name.
+        PluginError: if it cannot be imported.
+        ConfigError: if it has no such function, or two of one name.
     """
     module = load_module(str(path_or_module))
     marked = {id(value): value for value in vars(module).values() if _is_marked(value)}
@@ -95,11 +96,11 @@ def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:
 def load_all_tools(
     tool_config_path: str | Path | None = None, function_tool_path: str | Path | None = None
 ) -> list[BaseTool]:
-    """Load the tools of a YAML and those of a module; names may not collide.
+    """Load the tools of a YAML and of a module.
 
     Raises:
-        ConfigError: see the two loaders, and for one name in both.
-        PluginError: see the two loaders.
+        ConfigError: as the two loaders, and if both have a tool of the same name.
+        PluginError: as the two loaders.
     """
     tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     if function_tool_path:
@@ -115,17 +116,18 @@ def select_tools(
     tools_kwargs: dict[str, Any] | None = None,
     per_row: Literal["all", "tools_kwargs"] = "all",
 ) -> list[BaseTool]:
-    """Choose the tools of one row: those of its `tool_selection`, else what `per_row` says.
+    """Select the tools of one row: those of its `tool_selection`, else as `per_row` says.
 
     Args:
         tools: The run's tools.
-        tool_selection: Names; None leaves the choice to `per_row`, an empty one selects none.
+        tool_selection: Names; None: as `per_row` says; an empty list selects none.
         tools_kwargs: The row's settings by tool name, checked against the run's tools. A null entry
-            (Parquet fills in what other rows have) says nothing. A run without tools ignores them.
+            (Parquet fills in null for keys of other rows) is ignored. A run without tools ignores
+            all of them.
         per_row: `rollout.multi_turn.tools_per_row`: every tool, or those named in `tools_kwargs`.
 
     Raises:
-        DataError: for a name, in either, that no tool of the run has.
+        DataError: for a name, in either of them, that no tool of the run has.
     """
     by_name = {tool.name: tool for tool in tools}
     given = [name for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None]
@@ -146,16 +148,16 @@ def select_tools(
 def refuse_undeclared(
     tools: Iterable[BaseTool], *, file: str | Path | None = None, key: str | None = None
 ) -> None:
-    """Check that required parameters of tools are properties.
+    """Check that the required parameters of tools are declared: else every call would be malformed.
 
     Raises:
-        ConfigError: naming the first that is not: every call would be malformed.
+        ConfigError: for the first parameter that is not.
     """
     for tool in tools:
         for name in tool.tool_schema.undeclared_required():
             declared = ", ".join(tool.tool_schema.function.parameters.get("properties") or {})
             raise ConfigError(
-                f"the tool {tool.name!r} requires {name!r}, which is none of its properties",
+                f"the tool {tool.name!r} requires {name!r}, which is not one of its properties",
                 file=file,
                 key=f"{key}.tool_schema.function.parameters.required" if key else None,
                 expected=f"some of {declared or 'none: it has no properties'}",
@@ -163,7 +165,7 @@ def refuse_undeclared(
 
 
 def refuse_duplicates(tools: Iterable[BaseTool], *, file: str | Path | None = None) -> None:
-    """Check that no two tools have one name.
+    """Check that no two tools have the same name.
 
     Raises:
         ConfigError: naming the tool and both classes.
@@ -189,14 +191,14 @@ def _check_entry(entry: ToolEntry, key: str, path: str | Path) -> None:
         )
     if kind == "mcp" and entry.mcp is None:
         raise ConfigError(
-            "an entry of type mcp that names no servers",
+            "an entry of type mcp names no servers",
             file=path,
             key=f"{key}.mcp",
             expected="mcp: {mcp_servers_config_path: FILE} or mcp: {servers: {...}}",
         )
     if entry.mcp is not None and entry.tool_schema is not None:
         raise ConfigError(
-            "a tool_schema for tools of MCP servers, which give their schemas themselves",
+            "the entry has a tool_schema, but its MCP servers provide the schemas",
             file=path,
             key=f"{key}.tool_schema",
             expected="no tool_schema",
@@ -250,11 +252,11 @@ def _build(
 
 
 def _warn_of_near_misses(config: Mapping[str, Any], *, file: Path, key: str) -> None:
-    """Point out keys of a user's tool that may be meant for agentrl; they may be the tool's own."""
+    """Warn of keys that may be misspelled keys of agentrl's. They may be the tool's own keys."""
     known = list(ToolSettings.model_fields)
     for name in config:
         near = find_nearest(name, known, cutoff=_NEAR)
-        # What only adds a word to a key of ours, as cache_dir does, is not meant for it.
+        # A key that adds a word to one of agentrl's, as cache_dir, is not a misspelling.
         if near and name not in known and not name.startswith(f"{near}_"):
             logger.warning(
                 "%s: %s.%s is not read by agentrl; did you mean %s?", file, key, name, near
@@ -264,7 +266,7 @@ def _warn_of_near_misses(config: Mapping[str, Any], *, file: Path, key: str) -> 
 def _warn_of_own_keys(
     found: type[BaseTool], config: Mapping[str, Any], *, file: Path, key: str
 ) -> None:
-    """Report keys that agentrl reads elsewhere, and leaves to a tool that was written for verl."""
+    """Warn of keys that agentrl reads for other tools, and leaves to a tool written for verl."""
     for name in sorted(own_keys(found, config)):
         logger.warning(
             "%s: %s.%s: %r is left to the tool, as in verl; agentrl's own %s is a mapping",

@@ -1,4 +1,13 @@
-"""What a search finds, and how the model is shown it."""
+"""Search documents: by a service in the convention of Search-R1, or in an index on this machine.
+
+The service receives `{"queries": [...], "topk": 3, "return_scores": true}`. It returns one list for
+each query: `{"result": [[{"document": {"contents": text}, "score": 7.5}, ...], ...]}`. The first
+line of a text is its title. Documents without scores, and documents of `title` and `text`, are
+accepted too.
+
+`agentrl prepare search-index` makes an index. Its files stay on the disk and are mapped into
+memory, so only the parts that are used are read. Threads share one index.
+"""
 
 import importlib
 import json
@@ -28,33 +37,33 @@ class Document(NamedTuple):
     text: str
     score: float
     contents: str = ""
-    """The service's one text for title and text, as it was; empty if it gave them apart."""
+    """The service's text of title and text, unchanged; empty if it returned them separately."""
 
     @classmethod
     def of(cls, contents: str, *, score: float) -> "Document":
-        """Read the field's one text for both: a first line with the title, often quoted."""
+        """Read a text of both: its first line is the title, often quoted."""
         title, _, text = contents.partition("\n")
         return cls(title.strip().strip('"'), text.strip(), score, contents)
 
 
 class Retriever(Protocol):
-    """Who finds documents."""
+    """Finds documents for queries."""
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Document]]:
         """Find at most `top_k` documents for each query, the best first.
 
         Raises:
-            ServiceError: where the search itself failed.
+            ServiceError: if the search itself failed.
         """
         ...
 
     async def close(self) -> None:
-        """Give back what it holds."""
+        """Free its resources."""
         ...
 
 
 def show(documents: Sequence[Document], *, max_characters: int) -> str:
-    r"""Write what one query found, as Search-R1 does.
+    r"""Write the result of one query, as Search-R1 does.
 
     Example:
         >>> show([Document("Ada", "She wrote programs.", 1.0)], max_characters=9)
@@ -63,8 +72,8 @@ def show(documents: Sequence[Document], *, max_characters: int) -> str:
     if not documents:
         return NOTHING
     return "\n".join(
-        f"Doc {place} (Title: {document.title})\n{_cut(document.text, max_characters)}\n"
-        for place, document in enumerate(documents, start=1)
+        f"Doc {number} (Title: {document.title})\n{_cut(document.text, max_characters)}\n"
+        for number, document in enumerate(documents, start=1)
     )
 
 
@@ -76,7 +85,7 @@ _FORM = '{"result": [[{"document": {"contents": text}, "score": number}, ...], .
 
 
 class ServiceRetriever:
-    """Ask a service."""
+    """Search by a service."""
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
@@ -85,7 +94,7 @@ class ServiceRetriever:
         """Send the queries together.
 
         Raises:
-            ServiceError: where it does not answer, or not in this form.
+            ServiceError: if it does not answer, or not in this form.
         """
         body = {"queries": list(queries), "topk": top_k, "return_scores": True}
         answer = await self._client.send("POST", body=body)
@@ -126,29 +135,29 @@ class ServiceRetriever:
 
 
 INDEX_FILE = "index.json"
-"""Written last: a folder without it is no index."""
+"""Written last: a folder without it is no complete index."""
 FORMAT = "agentrl search index 1"
 
 
 class IndexParts(NamedTuple):
-    """What `index.json` says of the folder."""
+    """The contents of `index.json`."""
 
     folder: Path
     scores: str
-    """Sub-folder of the scores, in the library's own form."""
+    """Sub-folder of the scores, in the format of bm25s."""
     texts: str
     """JSON lines of `{"id", "title", "text"}`."""
     offsets: str
-    """Where each line begins: an array of int64."""
+    """File of the offset of each line: an array of int64."""
     stopwords: str
-    """What queries are read without, as the documents were."""
+    """Words that are removed from queries, as from the documents."""
 
 
 def read_parts(folder: Path) -> IndexParts:
-    """Look at an index, without loading it.
+    """Read which files an index has, without loading them.
 
     Raises:
-        ConfigError: where there is none, or one of another form.
+        ConfigError: if there is no index, or it has another format.
     """
     expected = "a folder that `agentrl prepare search-index` made"
     key = "config.index_dir"
@@ -176,7 +185,7 @@ class IndexRetriever:
         return await in_thread(lambda: self._search(queries, top_k))
 
     async def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         with self._loading:
             loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -191,7 +200,7 @@ class IndexRetriever:
 
 
 class _Loaded:
-    """An index that is mapped into memory."""
+    """An index with files mapped into memory."""
 
     def __init__(self, parts: IndexParts) -> None:
         import numpy as np
@@ -222,20 +231,20 @@ class _Loaded:
         scores = self._scores.get_scores(words)
         num_hits = min(top_k, len(scores))
         best = np.argpartition(scores, -num_hits)[-num_hits:]
-        # Of equal ones the earlier first, so that an answer does not hang on how they were found.
-        ordered = sorted(best.tolist(), key=lambda place: (-scores[place], place))
-        return [self._document(p, float(scores[p])) for p in ordered if scores[p] > 0]
+        # Of equal scores the earlier document first: the order must not depend on `argpartition`.
+        ordered = sorted(best.tolist(), key=lambda index: (-scores[index], index))
+        return [self._document(i, float(scores[i])) for i in ordered if scores[i] > 0]
 
     def close(self) -> None:
         """Unmap the texts."""
         self._texts.close()
 
-    def _document(self, place: int, score: float) -> Document:
-        begin, end = int(self._offsets[place]), int(self._offsets[place + 1])
+    def _document(self, index: int, score: float) -> Document:
+        begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
         row = json.loads(self._texts[begin:end])
         return Document(row["title"], row["text"], score)
 
 
 def _library() -> Any:
-    """Import bm25s, which is optional and ships no types."""
+    """Import bm25s, which is optional and has no types."""
     return importlib.import_module("bm25s")

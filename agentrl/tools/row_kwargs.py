@@ -1,7 +1,8 @@
 """Check the `tools_kwargs` of rows against the methods that will receive them.
 
-A keyword that a method cannot take fails every request of its row. A misspelt one that it takes by
-`**kwargs` changes nothing, and nothing reports it. Both are found here, before the first rollout.
+A keyword that a method does not accept fails every request of its row. A misspelled keyword that
+the method accepts by `**kwargs` has no effect, without any error. This check finds both before the
+first rollout.
 """
 
 import inspect
@@ -18,12 +19,12 @@ from agentrl.tools.signatures import create_arguments
 _FIELDS = ToolKwargs.model_fields.keys()
 _KWARGS = "_kwargs"
 _NEAR = 0.7
-"""How alike, of 1, a key must be to a parameter to be taken for a slip of it."""
+"""Similarity from which a key may be a misspelled parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """What a method can be given by name."""
+    """The parameters that a method accepts by name."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -31,10 +32,10 @@ class _Parameters:
 
 
 class RowKwargs:
-    """Checks the `tools_kwargs` of one row after the other.
+    """Check the `tools_kwargs` of rows.
 
     Args:
-        tools: The run's; entries for others are not checked here.
+        tools: The run's tools; entries for other tools are not checked here.
     """
 
     def __init__(self, tools: Iterable[BaseTool]) -> None:
@@ -44,15 +45,15 @@ class RowKwargs:
 
     @property
     def notes(self) -> list[str]:
-        """Keys that look like slips and are no errors, each once."""
+        """Keys that look misspelled, but are no errors; each once."""
         return list(self._notes)
 
     def check(self, tools_kwargs: Mapping[str, Any]) -> None:
-        """Check those of one row.
+        """Check the `tools_kwargs` of one row.
 
         Raises:
             DataError: for an unknown key in the entry of a tool, for a keyword that the tool's
-                method cannot take, and for one that it needs and is not given.
+                method does not accept, and for a required keyword that is missing.
         """
         for name, given in tools_kwargs.items():
             if not _has_known_shape(given):
@@ -101,14 +102,14 @@ def _has_known_shape(given: Any) -> bool:
 
 
 def _parameters_of(tool: BaseTool, field: str) -> _Parameters | None:
-    """Read a method's signature; None if it does not show which keywords the method takes."""
+    """Read a method's signature; None if it does not show which keywords the method accepts."""
     method = getattr(tool, field.removesuffix(_KWARGS))
-    # The id, and for `execute` the call's arguments, are given by position.
+    # The id, and for `execute` the call's arguments, are passed by position.
     num_given = 2 if field == "execute_kwargs" else 1
     if isinstance(tool, FunctionTool) and field == "execute_kwargs":
         method, num_given = tool.function, 0
     if field == "create_kwargs" and field in create_arguments(method, {}):
-        return None  # it is given the mapping whole
+        return None  # it gets the whole mapping
     try:
         parameters = list(inspect.signature(method).parameters.values())
     except ValueError:  # it is written in C
@@ -118,7 +119,7 @@ def _parameters_of(tool: BaseTool, field: str) -> _Parameters | None:
     named = [
         p for p in parameters[num_given:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
-    # The policy's call gives a function tool what it needs.
+    # The arguments of a function tool come from the policy's call.
     required = [p.name for p in named if p.default is p.empty] if num_given else []
     return _Parameters(
         names=tuple(p.name for p in named),

@@ -44,7 +44,7 @@ class SandboxTool(BundledTool):
     keys_class = SandboxToolConfig
     why_inline = "the code runs in processes of its own anyway"
     lost_text = ""
-    """What the model is told about lost state if its code was stopped."""
+    """Shown to the model if its code was stopped: which state is lost."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None

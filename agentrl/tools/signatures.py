@@ -1,7 +1,8 @@
-"""Build and create tools of users by the signatures that they wrote.
+"""Call constructors and `create` methods of users with the arguments that they accept.
 
-Tools that were written for verl differ: constructors take `config` alone, `create` takes the row's
-`create_kwargs` whole, as verl's agent loops pass it, or unpacked, as its request loop does.
+Tools that were written for verl differ: some constructors accept only `config`. `create` gets the
+row's `create_kwargs` as one mapping, as in verl's agent loops, or as keywords, as in its request
+loop.
 """
 
 import inspect
@@ -22,10 +23,10 @@ T = TypeVar("T", bound=BaseTool)
 def build_tool(
     found: type[T], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
 ) -> T:
-    """Build a tool, with the arguments that its constructor takes.
+    """Build a tool, with the arguments that its constructor accepts.
 
     Raises:
-        ConfigError: if the constructor cannot take the YAML's schema, does not call that of
+        ConfigError: if the constructor does not accept the YAML's schema, does not call the one of
             `BaseTool`, or gives the tool another name than its schema has.
     """
     try:
@@ -48,15 +49,15 @@ def build_tool(
 def create_arguments(
     create: Callable[..., Any], create_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Choose the keywords with which a tool's `create` is called.
+    """Return the keywords for a tool's `create`.
 
-    A `create` with a parameter `create_kwargs` gets the row's mapping whole, and by name those of
-    its entries that have a parameter of their own. One that takes any keyword and reads
-    "create_kwargs" from them gets the mapping both ways. Every other gets it unpacked.
+    A `create` with a parameter `create_kwargs` gets the row's whole mapping, and by name those of
+    its entries that have a parameter. If it has `**kwargs` and its code reads "create_kwargs", it
+    gets the mapping and all entries. Every other `create` gets the entries as keywords.
 
     Args:
         create: The tool's method.
-        create_kwargs: The row's.
+        create_kwargs: The row's `create_kwargs`.
     """
     parameters = inspect.signature(create).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -74,7 +75,7 @@ def _construct(
 ) -> T:
     constructor = cast("Callable[..., T]", found)
     signature = inspect.signature(found)
-    # verl calls constructors by keyword, so the order of the two may differ.
+    # verl calls constructors by keyword, so the order of the parameters may differ.
     if _takes(signature, config=config, tool_schema=tool_schema):
         return constructor(config=config, tool_schema=tool_schema)
     if _takes(signature, config, tool_schema):

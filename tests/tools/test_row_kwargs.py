@@ -112,7 +112,7 @@ def test_a_required_parameter_that_is_no_property_is_refused(tmp_path: Any):
     told["function"]["parameters"]["required"] = ["sql"]
     entry = {"class_name": "agentrl.tools.BaseTool", "tool_schema": told}
     file = write_yaml(tmp_path / "tools.yaml", {"tools": [entry]})
-    with pytest.raises(ConfigError, match="requires 'sql', which is none") as caught:
+    with pytest.raises(ConfigError, match="requires 'sql', which is not one") as caught:
         initialize_tools_from_config(file)
     assert caught.value.details["expected"] == "some of query"
 

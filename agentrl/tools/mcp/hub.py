@@ -41,7 +41,7 @@ class Sessions:
         self._is_shared = scope is SessionScope.SHARED
         self._current: dict[str, Session] = {}
         self._broken: list[tuple[str, Session]] = []
-        """Replaced sessions, whose servers may not have ended yet."""
+        """Replaced sessions; their servers may not have ended yet."""
         self._users: dict[str, set[str]] = {}
         """The tools that use the session of a request."""
 
