@@ -18,7 +18,7 @@ from agentrl.trainer.metrics.rollout import rollout_metrics
 from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
 from tests.fakes.tools import schema
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs/tools.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/tools.md").read_text(encoding="utf-8")
 
 NOT_FOR_YAML = {
     "agentrl.tools.function_tool.FunctionTool",
@@ -118,7 +118,7 @@ def test_every_key_stands_in_the_table_with_its_default():
                 found |= keys(section, f"{name}.")
         return found
 
-    table = {row[0]: row[1] for row in cells("What stands around it")}
+    table = {row[0]: row[1] for row in cells("Limits, retries and caching")}
     assert table == keys(ToolSettings)
 
 
