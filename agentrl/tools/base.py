@@ -73,7 +73,7 @@ class BaseTool:
     `asyncio.CancelledError` inside it. Clean up, and do not catch the error.
 
     `config.isolation` selects the executor of the methods. `none`: the event loop; code that blocks
-    delays every request. `thread`: each call in an event loop of its own on a thread, and may block;
+    delays every request. `thread`: each call in an event loop of its own on a thread; it may block;
     asyncio objects of one call cannot be used in the next. `process`: one process per request and
     tool, one call at a time, killed on time-out. The tool is then built again in a new process, and
     `release` and `create` run there before the next call. Only a process can stop code that never
