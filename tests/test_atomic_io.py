@@ -46,7 +46,7 @@ def test_move_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["place"]
 
 
-def test_what_cannot_be_removed_behind_the_move_is_told_and_the_new_folder_stands(
+def test_an_old_folder_that_cannot_be_removed_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     fill(tmp_path / "place", "first")

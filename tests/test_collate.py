@@ -48,7 +48,7 @@ def test_a_conversation_is_laid_out_token_by_token():
     }
 
 
-def test_what_is_known_of_each_row_stands_beside_it():
+def test_each_row_has_its_objects():
     request = build_request(
         said(2, text="It is 5."),
         observed(1),
@@ -237,7 +237,7 @@ def test_another_prompt_is_another_state():
     assert short != long
 
 
-def test_a_declared_state_stands_for_what_was_shown():
+def test_a_declared_state_replaces_the_shown_tokens():
     def request(state, num_shown, *, by_tool):
         made = build_request(said(2, call_rewards=(0.0,)), observed(num_shown), said(1))
         report = made.turns[0].calls[0].metrics if by_tool else made.turns[0].metadata
@@ -256,7 +256,7 @@ def test_a_declared_state_stands_for_what_was_shown():
     assert judged == again
 
 
-def test_a_turn_that_was_shown_nothing_began_in_the_whole_history():
+def test_the_state_of_a_turn_without_observation_is_the_whole_history():
     (_, first), (_, second) = states_of(
         build_request(said(1), said(1)), build_request(said(2), said(1))
     )

@@ -64,7 +64,7 @@ def test_reading_parquet_shows_no_progress_and_leaves_no_copy(tmp_path, capfd):
         ("rows.jsonl", b"\xff\xfe{}", "cannot read the file"),
     ],
 )
-def test_a_bad_file_is_told_with_its_name(tmp_path, name, content, told):
+def test_a_bad_file_is_reported_with_its_name(tmp_path, name, content, told):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     error = refusal(read_rows, path)
@@ -72,7 +72,7 @@ def test_a_bad_file_is_told_with_its_name(tmp_path, name, content, told):
     assert told in str(error)
 
 
-def test_a_missing_file_is_told_with_its_name(tmp_path):
+def test_a_missing_file_is_reported_with_its_name(tmp_path):
     assert "no file" in str(refusal(read_rows, tmp_path / "none.parquet"))
 
 
@@ -136,13 +136,13 @@ def test_a_schema_written_as_json_keeps_its_nulls(tmp_path):
         {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]},
     ],
 )
-def test_a_conversation_that_is_none_is_told_with_its_row(tmp_path, row):
+def test_an_invalid_conversation_is_reported_with_its_row(tmp_path, row):
     good = {"messages": [{"role": "user", "content": "x"}]}
     write_jsonl(tmp_path / "c.jsonl", [good, row])
     assert refusal(load_conversations, tmp_path / "c.jsonl").row == 1
 
 
-def test_no_files_at_all_are_told():
+def test_an_empty_list_of_files_is_an_error():
     assert "no data files" in str(refusal(load_prompts, [], DataConfig()))
 
 

@@ -93,7 +93,7 @@ def test_processes_measure_what_one_would_and_leave_the_environment(tmp_path, mo
 
 
 @pytest.mark.parametrize("bad", [3, 500])
-def test_a_prompt_that_cannot_be_encoded_is_told_with_its_row(tmp_path, monkeypatch, bad):
+def test_a_prompt_that_cannot_be_encoded_is_reported_with_its_row(tmp_path, monkeypatch, bad):
     monkeypatch.setattr(lengths, "WORTH_FORKING_S", 0.0)
 
     def fragile(prompt: Prompt) -> list[int]:
@@ -108,7 +108,7 @@ def test_a_prompt_that_cannot_be_encoded_is_told_with_its_row(tmp_path, monkeypa
     assert caught.value.row == bad
 
 
-def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths, "WORTH_FORKING_S", 0.0)
 
     def deadly(prompt: Prompt) -> list[int]:

@@ -81,7 +81,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing(other):
     assert (order.epoch, order.position) == (0, 2)
 
 
-def test_a_batch_larger_than_the_data_is_told():
+def test_a_batch_larger_than_the_data_is_an_error():
     with pytest.raises(DataError, match="8 prompts from 5 rows") as caught:
         DataOrder(5, seed=0).next_batch(8)
     assert "at most 5" in str(caught.value)

@@ -125,7 +125,7 @@ def test_rows_that_need_tools_kwargs_may_be_let_through():
         ({"prompt": "q", "extra_info": {"tools_kwargs": {"calc": 3}}}, "tools_kwargs.calc"),
     ],
 )
-def test_a_bad_row_is_told_with_file_number_and_expectation(row, told):
+def test_a_bad_row_is_reported_with_file_number_and_expectation(row, told):
     error = refusal(row)
     assert (error.file, error.row) == ("rows.jsonl", 4)
     assert error.expected

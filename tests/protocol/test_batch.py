@@ -200,7 +200,7 @@ def test_a_list_of_lists_is_a_column_of_lists():
     assert object_array(np.array([[1, 2], [3, 4]])).tolist() == [[1, 2], [3, 4]]
 
 
-def test_columns_of_both_kinds_are_told_apart():
+def test_tensors_and_objects_are_separated():
     data = DataProto.from_single_dict({"x": torch.zeros(2), "uid": ["a", "b"]})
     assert list(data.batch.keys()) == ["x"]
     assert data.non_tensor_batch["uid"].tolist() == ["a", "b"]

@@ -47,7 +47,7 @@ def report_of(call: str) -> TemplateReport:
 ARGUMENTS = "{{ c.function.arguments | tojson }}"
 
 
-def test_a_template_whose_calls_nobody_reads_needs_a_format():
+def test_a_template_with_unreadable_calls_needs_a_format():
     with pytest.raises(ConfigError, match=r"no tool-call format of agentrl reads") as caught:
         choose_parser(None, report_of("!{{ c.function.name }}! " + ARGUMENTS))
     message = str(caught.value)
@@ -77,5 +77,5 @@ def test_the_format_of_both_kinds_of_mistral_templates_is_found(call: str):
 
 
 @pytest.mark.parametrize("name", tool_parser_names())
-def test_no_example_is_read_by_nobody(name: str):
+def test_a_missing_example_is_read_by_no_parser(name: str):
     assert not reads_example(get_tool_parser(name), None)

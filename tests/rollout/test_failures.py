@@ -45,7 +45,7 @@ def test_crash_on_arguments_that_the_schema_refuses_is_no_failure_of_the_tool():
     assert (count.num_calls, count.num_failed) == (2, 1)
 
 
-def test_parts_of_ranks_add_up_and_are_told_in_one_line():
+def test_summaries_of_ranks_merge_and_are_described_in_one_line():
     first, second = with_calls("crashed", "ok"), with_calls("crashed", "timeout")
     parts = [FailureSummary.of([first]), FailureSummary.of([second])]
     request = build_request(said(1))

@@ -126,7 +126,7 @@ def test_a_greedy_rollout_takes_the_most_probable_token_once():
     assert (sampling.temperature, sampling.top_p, sampling.stop) == (0.0, 1.0, ("#",))
 
 
-def test_a_prompt_that_is_taken_again_in_its_step_draws_anew():
+def test_a_prompt_that_is_repeated_in_a_step_has_other_seeds():
     manager = make_manager(house_of(make_engine("x")), n=2)
     first, again = (
         manager.make_requests(

@@ -47,7 +47,7 @@ def test_media_of_tools_are_parts_of_the_conversation_in_order() -> None:
     assert (first.text, second.text) == ("a map", "another")
 
 
-def test_a_part_stands_for_each_image_of_the_data() -> None:
+def test_each_image_has_a_part() -> None:
     request = roll_out(ToolResponse(image=["a"]), ToolResponse(text="no picture", image=None))
     parts = [
         part.type
@@ -65,7 +65,7 @@ def test_no_token_of_a_picture_is_observed() -> None:
     assert without.multi_modal_data == {}
 
 
-def test_the_model_is_told_of_a_picture_without_words() -> None:
+def test_the_model_sees_a_placeholder_for_an_image() -> None:
     request = roll_out(ToolResponse(image=["PIXELS", "MORE"]))
     assert tool_messages(request)[0].text == "[image] [image]"
 

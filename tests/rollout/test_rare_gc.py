@@ -25,13 +25,13 @@ def usual_thresholds():
     gc.set_threshold(*before)
 
 
-def test_searches_are_rare_within_the_block_and_as_before_behind_it():
+def test_collections_are_rare_only_within_the_block():
     with rare_gc():
         assert gc.get_threshold() == (GC_THRESHOLD, 10, 10)
     assert gc.get_threshold() == USUAL
 
 
-def test_of_blocks_that_overlap_the_last_one_restores():
+def test_the_last_of_overlapping_blocks_restores():
     first, second = rare_gc(), rare_gc()
     first.__enter__()
     second.__enter__()
@@ -42,7 +42,7 @@ def test_of_blocks_that_overlap_the_last_one_restores():
 
 
 @pytest.mark.parametrize("own", [(0, 10, 10), (GC_THRESHOLD * 2, 5, 5)])
-def test_a_program_that_searches_more_rarely_yet_is_left_alone(own: tuple[int, int, int]):
+def test_a_higher_threshold_is_not_changed(own: tuple[int, int, int]):
     gc.set_threshold(*own)
     with rare_gc():
         assert gc.get_threshold() == own

@@ -349,7 +349,7 @@ def test_state_machine_the_tables_are_those_that_were_written_out_once_more() ->
     assert failed == {reason for reason, end in ENDS.items() if not end.trained}
 
 
-def test_invariants_hold_on_every_walk() -> None:
+def test_invariants_hold_for_every_sequence_of_steps() -> None:
     steps = walk(100, 30)
     print(report(steps))
     assert steps.total() >= 2_000
@@ -357,7 +357,7 @@ def test_invariants_hold_on_every_walk() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_laws_1_2_4_5_7_13_hold_for_a_hundred_thousand_steps() -> None:
+def test_invariants_hold_for_a_hundred_thousand_steps() -> None:
     steps = walk(2_400, 50, derandomize=True)
     print(report(steps), dict(sorted(steps.items())), sep="\n")
     assert steps.total() >= 100_000

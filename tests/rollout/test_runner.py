@@ -83,7 +83,7 @@ async def test_without_tools_nothing_is_a_call():
     assert outcomes(request) == []
 
 
-async def test_a_tool_is_called_and_the_answer_stands_behind_its_result():
+async def test_a_tool_is_called_and_the_answer_follows_its_result():
     tool = FakeTool(reply=lambda arguments: ToolResult(ToolResponse(text="wet"), 0.5, {"mm": 3}))
     engine = make_engine(f"Let me see.{CALL}", "It rains.")
     request = await roll_out(engine, make_context(engine, tools=[tool]))
@@ -348,7 +348,7 @@ async def test_an_answer_in_the_last_turn_is_still_judged():
     assert len(request.messages) == 2
 
 
-async def test_the_interaction_judges_the_answer_behind_its_last_reply():
+async def test_the_interaction_judges_the_answer_after_its_last_reply():
     user = FakeUser("One.", "Two.", "Three.")
     engine = make_engine("Bern.")
     request = await roll_out(

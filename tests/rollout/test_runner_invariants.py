@@ -44,7 +44,7 @@ def test_ledger_consistency_the_ledger_agrees_at_every_moment(plan: Plan):
 
 @quick
 @given(plans())
-def test_sampled_tokens_what_was_sampled_stands_in_the_ledger_verbatim(plan: Plan):
+def test_sampled_tokens_are_in_the_ledger_verbatim(plan: Plan):
     played = play(plan)
     request = played.request
     assert_lawful(request, played.engine)

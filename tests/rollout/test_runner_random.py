@@ -101,13 +101,13 @@ def walk_many(seeds: range) -> Counter[str]:
     return found
 
 
-def test_laws_hold_through_the_runner() -> None:
+def test_invariants_hold_in_random_conversations() -> None:
     assert walk_many(range(120))["steps"] >= 600
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_laws_hold_for_thirty_thousand_steps_through_the_runner() -> None:
+def test_invariants_hold_for_thirty_thousand_steps_of_the_runner() -> None:
     found = walk_many(range(1000, 6000))
     assert found["steps"] >= 30_000
     assert set(map(str, StopReason)) <= found.keys()

@@ -132,7 +132,7 @@ def test_resume_is_exact_who_shares_a_round_depends_on_the_requests_alone(
         assert_lawful(request, engine)
 
 
-async def test_nobody_is_answered_before_the_round_has_ended_nor_begun_before_all_are_back():
+async def test_a_round_returns_all_results_together_and_starts_when_all_wait():
     def script(_ids: Any, _s: SamplingParams, request_id: str, turn: int) -> Answer:
         delay_s = 0.01 * (3 - _place(request_id))
         return ScriptedAnswer("Bern." if turn == 2 else CALL, delay_s=delay_s)
@@ -192,7 +192,7 @@ async def test_a_retry_keeps_its_seat():
 
 
 @pytest.mark.parametrize("error", [EngineError("gone"), asyncio.CancelledError(), TypeError("no")])
-async def test_an_engine_that_fails_as_a_whole_fails_its_round_and_hangs_nobody(
+async def test_an_engine_failure_fails_the_round_and_blocks_no_request(
     error: BaseException,
 ):
     class Broken(NotingEngine):
@@ -248,7 +248,7 @@ async def test_a_wall_clock_that_fires_in_a_round_takes_that_call_alone_out_of_t
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 60.0])
-async def test_cancelling_ends_and_releases_everything_and_leaves_no_round_behind(delay_s: float):
+async def test_cancelling_ends_and_releases_everything_and_the_round(delay_s: float):
     """In a round, where the engine is slow; between two rounds, where a tool is."""
 
     def script(_ids: Any, _s: SamplingParams, request_id: str, turn: int) -> Answer:

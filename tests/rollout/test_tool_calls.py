@@ -203,7 +203,7 @@ async def test_what_no_tokenizer_can_encode_is_replaced():
     assert as_unicode("whole 😀") == "whole 😀"
 
 
-def test_calls_behind_which_the_request_ends_are_recorded_as_skipped():
+def test_calls_of_the_last_turn_are_recorded_as_skipped():
     parser = get_tool_parser("hermes")
     parsed = parser.parse(echo(1) + "<tool_call>oops</tool_call>" + echo(2) + echo("three"))
     records = skip_calls(check_calls(parsed, [ECHO.tool_schema]))

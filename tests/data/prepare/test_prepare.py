@@ -63,7 +63,7 @@ def test_steps_are_shared_out_evenly(made):
         assert max(steps.values()) - min(steps.values()) <= 1
 
 
-def test_no_combination_of_numbers_stands_in_two_sets(made):
+def test_no_combination_of_numbers_is_in_two_sets(made):
     sets = [{combination(p["answer"]) for p in problems_of(made._asdict()[s])} for s in SETS]
     sets.append(set(solved_in_demos(made)))
     assert all(sets)
@@ -174,7 +174,7 @@ def test_changed_settings_replace_no_finished_file(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_half_made_folder_is_made_anew(tmp_path, monkeypatch):
+def test_an_unfinished_folder_is_made_again(tmp_path, monkeypatch):
     def die(*_):
         raise KeyboardInterrupt
 
@@ -220,7 +220,7 @@ def test_gsm8k_rows_carry_what_tool_and_interaction_need(tmp_path):
     assert not prepare_gsm8k(config).made
 
 
-def test_a_gsm8k_row_without_an_answer_is_told_with_its_place(tmp_path):
+def test_a_gsm8k_row_without_an_answer_is_reported_with_its_index(tmp_path):
     config = Gsm8kConfig(
         out_dir=tmp_path / "out", source_dir=gsm8k_folder(tmp_path / "in", answer="five")
     )
