@@ -1,6 +1,7 @@
 """Formats of plain text call the bundled tools, or are refused before a run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,9 @@ from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool
 from agentrl.tools.search_tool import SearchTool
 from tests.fakes.tools import schema
 
-PYTHON = PythonTool.default_schema
-FUSION = SandboxFusionTool.default_schema
-SEARCH = SearchTool.default_schema
+PYTHON: Any = PythonTool.default_schema
+FUSION: Any = SandboxFusionTool.default_schema
+SEARCH: Any = SearchTool.default_schema
 
 OTHER = schema("other", a={"type": "string"}, b={"type": "string"})
 CODE, ASKED = "```python\nprint(1)\n```", "<search>Bern</search>"
