@@ -68,7 +68,7 @@ def _argument(metavar: str, text: str) -> Any:
 
 
 def _option(text: str, **limits: Any) -> Any:
-    """Make an option whose default is not shown."""
+    """Make an option that does not show its default."""
     return typer.Option(help=text, show_default=False, **limits)
 
 

@@ -141,7 +141,7 @@ class Credit:
     def commit(self) -> None:
         """Update the KL coefficient, after the last measured batch was trained.
 
-        A step that ends before its update, or whose update is skipped, must not change it.
+        A step without an update must not change it.
         """
         if self._measured is not None:
             self.kl_ctrl.update(self._measured.current_kl, self._measured.num_sequences)

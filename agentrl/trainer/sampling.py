@@ -4,7 +4,7 @@
     roll_out            prompts                              -> finished requests, scored
     record_shaping      requests                             -> bonuses and penalties, recorded
     read_baselines      greedy rollouts                      -> a baseline for each prompt
-    find_signal         groups                               -> groups whose members differ
+    find_signal         groups                               -> groups with different members
     choose_groups       groups with a signal, or all         -> groups that are trained
 
 Decisions are made over all ranks and are the same on every rank.
@@ -219,7 +219,7 @@ def choose_groups(
 
     Args:
         sampled: This rank's samples of all batches.
-        indices: Indices of the prompts whose groups have a signal, on all ranks, in order.
+        indices: Prompt indices of the groups with a signal, on all ranks, in order.
         size: Groups of a step.
     """
     chosen, signal = set(indices[:size]), set(indices)
@@ -270,7 +270,7 @@ def find_signal(
     reward: RewardConfig,
     world: World,
 ) -> list[int]:
-    """Find the groups whose members differ, over all ranks. A collective.
+    """Find the groups with different values, over all ranks. A collective.
 
     Members that are not in their group's baseline (the infrastructure failed) are ignored. A group
     with fewer than two other members has no signal.
@@ -297,7 +297,7 @@ def find_signal(
 
 
 def find_differing_groups(members: Iterable[GroupMember]) -> list[int]:
-    """Find the groups whose maximum is not their minimum, in order."""
+    """Find the groups in which the maximum is not the minimum, in order."""
     groups: dict[int, list[float]] = defaultdict(list)
     for index, value in members:
         groups[index].append(value)

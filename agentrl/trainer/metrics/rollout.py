@@ -1,6 +1,6 @@
 """Metrics of finished requests: lengths, turns, tool calls, ends, failures, scores.
 
-A metric of no values is left out, so that no NaN is logged. A metric whose name is from a closed
+A metric of no values is left out, so that no NaN is logged. A metric with a name from a closed
 set (stop reasons, outcomes, faults) is always logged, so that a run's columns stay the same.
 
 rollout/tool_calls/...                 calls of a request: mean, max, min

@@ -155,9 +155,9 @@ def check_sources(dataset: PromptDataset, config: RewardConfig, *, file: str) ->
     """Check that every data source has a bundled scorer, if scorers are chosen by data source.
 
     Raises:
-        DataError: with the first row whose source has no scorer.
-        SandboxError: for a source whose scorer runs code that this machine cannot isolate.
-        MissingExtraError: for a source whose scorer needs a package that is not installed.
+        DataError: with the first row of a source without a scorer.
+        SandboxError: if a scorer runs code that this machine cannot isolate.
+        MissingExtraError: if a scorer needs a package that is not installed.
     """
     for name, row in dataset.sources().items():
         try:

@@ -99,7 +99,7 @@ def check_known_names(config: RunConfig) -> None:
 
 
 def find_undescribed(plugins: Plugins) -> Iterator[str]:
-    """Find function tools whose schemas have too little information for a model."""
+    """Find function tools with too little information for a model in their schemas."""
     for tool in plugins.tools:
         if isinstance(tool, FunctionTool):
             name, schema = f"the function tool {tool.name!r}", tool.tool_schema.function
@@ -230,7 +230,7 @@ def claim_file(file: Path, *, key: str) -> None:
 
 
 def check_disk_space(folder: Path, num_weights: int, config: RunConfig) -> None:
-    """Refuse a run whose checkpoint does not fit on the disk; it may be written after days.
+    """Refuse a run if its checkpoint does not fit on the disk; it may be written after days.
 
     Args:
         folder: The run's folder.

@@ -81,7 +81,7 @@ def warm_up(
     """Run the supervised warm-up on all ranks, unless its result exists.
 
     Args:
-        run: The run, whose model settings and chat template the warm-up uses.
+        run: The run; the warm-up uses its model settings and chat template.
         config: The warm-up's settings.
         world: The ranks; the main rank decides whether the result is missing.
         run_logger: Reports what was made.

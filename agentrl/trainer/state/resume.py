@@ -25,7 +25,7 @@ _HASHED_ELSEWHERE: Any = {
     "data": {"train_files", "val_files"},
 }
 _NO_STEP = -1
-"""Before step 0, whose validation has a rollout file."""
+"""Before step 0; the validation of step 0 has a rollout file."""
 
 
 def checkpoint_folder(config: RunConfig) -> Path:

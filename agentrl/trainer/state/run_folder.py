@@ -241,7 +241,7 @@ def write_start(folder: Path, config: RunConfig, *, num_ranks: int) -> str:
 
 
 def changed_keys(start: Path, config: RunConfig) -> list[str]:
-    """List the keys whose values differ from those of an earlier start, with both values.
+    """List the keys with other values than at an earlier start, with both values.
 
     Args:
         start: The folder of the earlier start.
