@@ -115,7 +115,7 @@ class TrainedTokenIndex:
 
     @cached_property
     def present(self) -> torch.Tensor:
-        """`[B, N]` bool: true where a packed row has a token."""
+        """`[B, N]` bool: true at the tokens of each packed row."""
         width = max(int(self.lengths.max()), 1) if len(self.lengths) else 1
         return torch.arange(width, device=self.lengths.device) < self.lengths[:, None]
 

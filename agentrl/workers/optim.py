@@ -36,8 +36,9 @@ class TrainedWeight:
     def take_gradient(self) -> None:
         """Give the optimizer the gradient of the backward pass."""
         grad = self.weight.grad
-        is_whole = grad is None or isinstance(self.local, DTensor)
-        self.local.grad = grad if is_whole else _local(grad)
+        if grad is not None and not isinstance(self.local, DTensor):
+            grad = _local(grad)
+        self.local.grad = grad
 
     def drop_gradient(self) -> None:
         """Delete the gradient."""

@@ -91,7 +91,7 @@ def compute_policy_loss_clip_cov(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     A token's loss is max(-A r, -A clip(r, 1 - low, 1 + high)), 0 for the chosen tokens: those with
     the highest covariance between `clip_cov_lb` and `clip_cov_ub`, `clip_cov_ratio` of all.
 
-    Source: Cui et al. 2025 (arXiv 2505.22617), section 4, where the tokens are drawn at random
+    Source: Cui et al. 2025 (arXiv 2505.22617), section 4, which draws the tokens at random
     between the bounds. The draw would depend on the order of the rows, so the highest are taken
     here. If fewer are between the bounds than may be chosen, both methods take them all.
 

@@ -66,7 +66,7 @@ class LossInputs:
         return self.scale.mean(values, self.mask)
 
     def by_sign(self, positive: float, other: float) -> torch.Tensor:
-        """Return one setting where the advantage is positive, another elsewhere, `[B, T]`."""
+        """Return one setting for positive advantages and another for the others, `[B, T]`."""
         return by_case(self.advantages > 0, positive, other, self.log_ratio)
 
     def clip_metrics(
@@ -171,7 +171,7 @@ def by_case(case: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> to
 
 
 def clip_surrogate(x: LossInputs, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the larger of each token's free and clipped loss, and where it is the clipped one."""
+    """Return the larger of each token's free and clipped loss, and a mask of the clipped ones."""
     low, high = clip_range(x.config)
     free = -x.advantages * ratio
     clipped = -x.advantages * ratio.clamp(1 - low, 1 + high)
