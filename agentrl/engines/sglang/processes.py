@@ -42,12 +42,12 @@ def run_server(arguments: Sequence[str]) -> None:
     end_with(int(arguments[0]))
     server_arguments = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # about kernels of other devices
-    from sglang import launch_server
+    from sglang.launch_server import run_server as run_sglang
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    launch_server.run_server(ServerArgs(**server_arguments))
+    run_sglang(ServerArgs(**server_arguments))
 
 
 def end_with(parent: int) -> None:
