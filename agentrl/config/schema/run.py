@@ -7,7 +7,7 @@ checked stays true. The other modules of this package have the other sections.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -321,9 +321,12 @@ class RunConfig(Section):
     @classmethod
     def _drop_empty_critic(cls, given: Any) -> Any:
         """Accept the empty section `critic` of saved run files; there is no critic yet."""
-        if isinstance(given, Mapping) and not given.get("critic", True):
-            return {name: section for name, section in given.items() if name != "critic"}
-        return given
+        if not isinstance(given, Mapping):
+            return given
+        sections = dict(cast("Mapping[str, Any]", given))
+        if not sections.get("critic", True):
+            del sections["critic"]
+        return sections
 
     @property
     def prepares_its_policy(self) -> bool:
