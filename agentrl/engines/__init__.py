@@ -1,4 +1,4 @@
-"""Inference engines behind one protocol.
+"""Inference engines with one protocol.
 
 Names load on first use: importing this package loads neither torch nor sglang.
 """

@@ -150,7 +150,7 @@ class Engine(CompletionSource, Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a running call, whose `generate` returns with `ABORT`; unknown ids are ignored."""
+        """End a running call: its `generate` returns with `ABORT`. Unknown ids are ignored."""
         ...
 
     async def update_weights(

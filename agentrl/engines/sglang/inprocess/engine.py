@@ -39,7 +39,7 @@ ABORT_PATIENCE_S = 5.0
 
 
 class SGLangEngine(BaseSGLangEngine):
-    """Generates with `sglang.Engine`, whose processes are children of this process.
+    """Generates with `sglang.Engine`. Its processes are children of this process.
 
     SGLang's own event loop runs on a thread. Calls are batched with each other and share prefixes
     through its radix cache. Without an accelerator, the platform plug-in `agentrl_cpu` is used.

@@ -13,7 +13,7 @@ from agentrl.engines.sglang.servers.client import ServerClient, ServerState
 NOT_CHECKED = "it was not checked yet"
 HALF_UPDATED = "an update of its weights is incomplete: the next update repairs it"
 MAX_CONVERSATIONS = 1 << 16
-"""Conversations whose server is remembered; the least recently used are forgotten."""
+"""Most conversations with a known server; the least recently used are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -130,7 +130,7 @@ class ServerHandle:
 
 
 class StickyRouter:
-    """Keeps each conversation on one server, whose radix cache has its beginning."""
+    """Keeps each conversation on one server, because that radix cache has its beginning."""
 
     def __init__(self) -> None:
         self._servers: OrderedDict[str, ServerHandle] = OrderedDict()

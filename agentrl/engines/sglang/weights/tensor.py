@@ -32,7 +32,7 @@ SHARED_BYTES = 64 * 1024**2
 """Largest bucket in shared memory. The kernel clears each new page, so reusing a small bucket costs
 less than a large one."""
 SENT_BYTES = 16 * 1024**2
-"""Largest bucket whose bytes are sent: they are copied several times."""
+"""Largest bucket if its bytes are sent: they are copied several times."""
 DEVICE_BUFFERS = 2
 """SGLang answers when its GPU has queued the copy, not when the copy is done. It then closes the
 memory that it opened through CUDA IPC, and torch waits for the copies there. Its ranks synchronize
@@ -40,7 +40,7 @@ in each bucket, so every rank has done this when the next bucket is answered."""
 
 
 class PickledMemory(Memory, Protocol):
-    """Memory whose tensors another process can open."""
+    """Memory with tensors that another process can open."""
 
     def dumps(self, parts: dict[str, Any]) -> bytes:
         """Pickle tensors of this memory for one reader."""
