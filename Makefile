@@ -37,6 +37,7 @@ coverage:  ## Run the everyday tests and print which lines they miss.
 
 docs:  ## Write the generated pages again.
 	$(PYTHON) docs/make_tree.py
+	$(PYTHON) docs/make_methods.py
 	$(PYTHON) docs/make_keys.py
 	$(PYTHON) docs/make_verl_table.py
 	$(PYTHON) docs/make_trust_table.py
