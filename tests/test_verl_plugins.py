@@ -353,7 +353,7 @@ class ForgetfulInteraction(BaseInteraction):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("OldInteraction", "defines create, which nothing calls, and no start_interaction"),
+        ("OldInteraction", "defines create, which is never called, and no start_interaction"),
         ("ForgetfulInteraction", "does not call super().__init__"),
     ],
 )

@@ -62,9 +62,14 @@ class GuestClient:
         sockets = spawner.start_sandbox()
         try:
             streams = await asyncio.open_unix_connection(sock=sockets.guest)
-            control = await asyncio.open_unix_connection(sock=sockets.control)
         except BaseException:
             sockets.guest.close()
+            sockets.control.close()
+            raise
+        try:
+            control = await asyncio.open_unix_connection(sock=sockets.control)
+        except BaseException:
+            streams[1].transport.abort()  # it has taken the socket over
             sockets.control.close()
             raise
         client = cls(streams, control)

@@ -166,7 +166,7 @@ def test_entries_that_mix_the_kinds_are_refused(tmp_path: Path):
     assert "names no servers" in told(config={"type": "mcp"}, mcp=None)
     assert "has no server" in told(mcp=None)
     schema = {"type": "function", "function": {"name": "f"}}
-    assert "give their schemas themselves" in told(tool_schema=schema)
+    assert "provide the schemas" in told(tool_schema=schema)
     calculator = "agentrl.tools.calculator_tool.CalculatorTool"
     assert "no tool of MCP servers" in told(class_name=calculator)
     assert "only waits for others" in told(config={"isolation": "process"})
