@@ -1,5 +1,5 @@
 # Tasks for contributors: `make lint types test`. CONTRIBUTING.md says when to run which.
-# They use the active environment: `pip install torch==2.13.0 -e ".[dev]"`.
+# Activate the environment first: `pip install torch==2.13.0 -e ".[dev]"`.
 
 PYTHON ?= python
 SGLANG_PYTHON ?= .sglang/bin/python
@@ -33,7 +33,7 @@ test-sglang:  ## Run the tests that start the real SGLang (under ten minutes).
 	$(SGLANG_PYTHON) -m pytest -m sglang
 
 coverage:  ## Run the everyday tests and print which lines they miss.
-	$(PYTHON) -m pytest -n logical --dist worksteal --cov=agentrl --cov-report=term:skip-covered
+	$(PYTHON) -m pytest -n logical --dist worksteal --cov=agentrl --cov-report=term-missing:skip-covered
 
 docs:  ## Write the generated pages again.
 	$(PYTHON) docs/make_tree.py

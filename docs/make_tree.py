@@ -54,8 +54,7 @@ def trees() -> tuple[str, str]:
     files: dict[str, str] = {}
     for layer in LAYERS.split():
         packages, modules = find_modules(layer)
-        listed = (package for package in packages if "compat/verl/" not in str(package.parent))
-        folders |= {shown(package): first_sentence(package) for package in listed}
+        folders |= {shown(package): first_sentence(package) for package in packages}
         files |= {shown(path): first_sentence(path) for path in sorted([*packages, *modules])}
     return as_block(folders | OUTSIDE), as_block(files)
 

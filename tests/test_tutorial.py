@@ -28,9 +28,10 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tool, function, interaction = blocks("python")
+    tool, function, interaction, scorer = blocks("python")
     (tmp_path / "my_tools.py").write_text(tool, encoding="utf-8")
     (tmp_path / "my_functions.py").write_text(function, encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(scorer, encoding="utf-8")
     (tmp_path / "my_interactions.py").write_text(interaction, encoding="utf-8")
     tool_yaml, interaction_yaml = blocks("yaml")[:2]
     (tmp_path / "tools.yaml").write_text(tool_yaml, encoding="utf-8")

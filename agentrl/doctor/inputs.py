@@ -185,14 +185,14 @@ def check_tool_lives(
     faults: list[str] = []
     for tool in plugins.tools:
         row = next((row for row in rows if row.tools_kwargs.get(tool.name)), None)
-        faults += loop.run(_live_once(tool, row, config.rollout.multi_turn.tool_timeout_s))
+        faults += loop.run(_create_and_release(tool, row, config.rollout.multi_turn.tool_timeout_s))
     if not plugins.tools:
         return Checked(None, "no tools")
     names = ", ".join(tool.name for tool in plugins.tools)
     return Checked(None, f"created and released: {names}", faults=tuple(faults))
 
 
-async def _live_once(tool: BaseTool, row: Prompt | None, timeout_s: float) -> list[str]:
+async def _create_and_release(tool: BaseTool, row: Prompt | None, timeout_s: float) -> list[str]:
     given = {} if row is None else {tool.name: row.tools_kwargs[tool.name]}
     session = ToolSession(
         {tool.name: tool}, instance_id="doctor", tools_kwargs=given, timeout_s=timeout_s

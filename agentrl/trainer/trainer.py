@@ -379,7 +379,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Release plug-ins, engine, tracker and event loop; may be called twice."""
+        """Release plug-ins, engine, log files and event loop; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True

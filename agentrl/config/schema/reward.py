@@ -77,7 +77,7 @@ class RewardWeightsConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_what_turn_was(cls, given: object) -> object:
+    def _refuse_old_turn_key(cls, given: object) -> object:
         if _names(given, "turn"):
             raise ValueError("`turn` is now two keys: `interaction` and `tool_call`")
         return given
@@ -143,7 +143,7 @@ class RewardConfig(Section):
 
     @field_validator("placement", mode="before")
     @classmethod
-    def _name_what_placements_were(cls, given: object) -> object:
+    def _refuse_old_placement_names(cls, given: object) -> object:
         if isinstance(given, str) and given in _RENAMED:
             raise ValueError(f"{given!r} is now named {_RENAMED[given]!r}")
         return given

@@ -135,9 +135,8 @@ class ChatTemplate:
         """Encode a whole conversation and the generation prompt after it.
 
         Raises:
-            TemplateError: if the template refuses the conversation, drops the text of a message
-            that is
-                not an assistant's, or writes no generation prompt; for parts that are not text.
+            TemplateError: If the template refuses the conversation, drops the text of a message
+                that is not an assistant's, or writes no generation prompt; if a part is not text.
         """
         read = self.read(messages, tools)
         filled = self._compiled_prompt(messages, read).fill(read.texts)

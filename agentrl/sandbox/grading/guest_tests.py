@@ -67,7 +67,7 @@ class TestSource:
         except (SyntaxError, ValueError) as error:
             raise UngradableError(f"the tests cannot be read: {error}") from None
         self._tree = ast.parse(source)
-        self._own, read = _own_and_read(symtable.symtable(source, "tests.py", "exec"))
+        self._own, read = _defined_and_read_names(symtable.symtable(source, "tests.py", "exec"))
         _check_imports(self._tree)
         if self._entry is not None and "check" not in self._own:
             raise UngradableError("the tests define no function check")
@@ -130,7 +130,7 @@ class TestSource:
             raise UngradableError(f"{name} takes arguments, and the tests do not call it")
 
 
-def _own_and_read(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+def _defined_and_read_names(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
     """Collect the names that a module defines and the global names that it reads."""
     own: set[str] = set()
     read: set[str] = set()
@@ -143,7 +143,7 @@ def _own_and_read(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
         if symbol.is_referenced() and not symbol.get_name().startswith("__"):
             read.add(symbol.get_name())
     for child in table.get_children():
-        child_own, child_read = _own_and_read(child)
+        child_own, child_read = _defined_and_read_names(child)
         own |= child_own
         read |= child_read
     return own, read

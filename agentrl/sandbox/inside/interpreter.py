@@ -46,7 +46,7 @@ class Interpreter:
         self._pid = os.fork()
         if self._pid == 0:
             self.close()
-            _live(limits, far_out, far_err, far_requests, far_answers)
+            _run_interpreter(limits, far_out, far_err, far_requests, far_answers)
         for descriptor in (far_out, far_err, far_requests, far_answers):
             os.close(descriptor)
 
@@ -126,7 +126,7 @@ def _checked(body: bytes, number: int) -> tuple[str, str] | None:
     return None
 
 
-def _live(limits: Limits, out: int, err: int, requests: int, answers: int) -> NoReturn:
+def _run_interpreter(limits: Limits, out: int, err: int, requests: int, answers: int) -> NoReturn:
     """Run code in one set of names until the other end closes. The code shares this process."""
     try:
         null = os.open(os.devnull, os.O_RDONLY)

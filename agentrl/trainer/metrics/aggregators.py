@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 Metrics = dict[str, float]
-"""Flat names and numbers, as trackers log them."""
+"""Flat names and numbers, as they are logged."""
 
 
 class Metric(Protocol):

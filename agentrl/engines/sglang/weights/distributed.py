@@ -91,7 +91,7 @@ class DistributedTransport:
         members, self._members = self._members, []
         fields = {"group_name": self._group_name}
         self._leave()
-        await asyncio.gather(*(_let_leave(target, fields) for target in members))
+        await asyncio.gather(*(_destroy_group(target, fields) for target in members))
 
     async def _join(self, participants: UpdateParticipants) -> None:
         """Make a group with these members, unless it exists."""
@@ -159,7 +159,7 @@ class DistributedTransport:
         try:
             await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            if not (_went_well(theirs) and _went_well(ours)):
+            if not (_succeeded(theirs) and _succeeded(ours)):
                 self._leave()  # so that no member waits for the failed one
             await wait_despite_cancellation([theirs, ours])
         for error in (theirs.exception(), ours.exception()):
@@ -192,13 +192,13 @@ class DistributedTransport:
             dist.destroy_process_group(group)
 
 
-async def _let_leave(target: Target, fields: JsonFields) -> None:
+async def _destroy_group(target: Target, fields: JsonFields) -> None:
     with contextlib.suppress(EngineError, TimeoutError):
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
             await target.backend.control("destroy_weights_update_group", fields)
 
 
-def _went_well(task: asyncio.Future[None]) -> bool:
+def _succeeded(task: asyncio.Future[None]) -> bool:
     return task.done() and task.exception() is None
 
 
