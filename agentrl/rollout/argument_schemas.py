@@ -133,10 +133,6 @@ _BOUNDED = {
 }
 
 
-def _unchecked(*_: Any) -> Iterator[ValidationError]:
-    return iter(())
-
-
 _validators: dict[int, tuple[dict[str, Any], Validator]] = {}
 """The validator of each schema, by the schema's id: a run checks many calls of few tools."""
 
@@ -148,7 +144,8 @@ def _get_validator(schema: dict[str, Any]) -> Validator:
     read = without_nulls(schema)
     keywords: dict[str, Any] = dict(_BOUNDED)
     if "patternProperties" in json.dumps(read, default=str):
-        keywords["unevaluatedProperties"] = _unchecked  # jsonschema uses `re` for it
+        # Not checked: jsonschema uses `re` for it.
+        keywords["unevaluatedProperties"] = lambda *_: iter(())
     kind = extend(schema_validator(read), keywords)
     # An empty registry: a `$ref` to the network is never followed.
     validator: Validator = kind(read, registry=Registry())

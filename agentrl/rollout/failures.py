@@ -24,7 +24,7 @@ from agentrl.errors import (
 from agentrl.messages import CallOutcome
 from agentrl.plugins.call import at_source_line
 from agentrl.rollout.argument_schemas import find_argument_error
-from agentrl.rollout.records import CallRecord, Failure
+from agentrl.rollout.records import Failure
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 
@@ -120,24 +120,22 @@ def count_calls(finished: Sequence[AsyncRolloutRequest]) -> CallCounts:
     failures: dict[str, Counter[str]] = defaultdict(Counter)
     for request in finished:
         for call in (call for turn in request.turns for call in turn.calls):
-            if _is_counted(call, request):
-                tool = f"tool {call.name!r}"
-                num_calls[tool] += 1
-                if call.outcome in FAILED:
-                    failures[tool][_to_line(call.message or call.outcome)] += 1
+            if call.outcome in NEVER_RAN:
+                continue
+            if call.outcome == CallOutcome.CRASHED:
+                # Invalid arguments are a mistake of the policy, not of the tool.
+                named = (tool for tool in request.tool_schemas if tool.name == call.name)
+                if any(find_argument_error(call.arguments, t.function.parameters) for t in named):
+                    continue
+            tool = f"tool {call.name!r}"
+            num_calls[tool] += 1
+            if call.outcome in FAILED:
+                failures[tool][_to_line(call.message or call.outcome)] += 1
         for failure in request.release_failures:
             what, _, message = failure.partition(": ")
             num_calls[what] = len(finished)
             failures[what][_to_line(message)] += 1
     return {what: CallCount(number, failures[what]) for what, number in num_calls.items()}
-
-
-def _is_counted(call: CallRecord, request: AsyncRolloutRequest) -> bool:
-    """Whether a call reached a tool, and did not crash on invalid arguments."""
-    if call.outcome != CallOutcome.CRASHED:
-        return call.outcome not in NEVER_RAN
-    schemas = (tool.function.parameters for tool in request.tool_schemas if tool.name == call.name)
-    return not any(find_argument_error(call.arguments, schema) for schema in schemas)
 
 
 def _to_line(message: str) -> str:

@@ -1,7 +1,6 @@
 """Fit prompts, and the texts of tools and users, into their token budgets."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 from agentrl.errors import DataError
@@ -165,17 +164,14 @@ class TextFitter:
 
         A cut text may encode to more tokens: a character is split, or two parts are joined.
         """
+        marker_ids = self._template.encode_text(CUT_MARKER)
         while True:
-            cut = cut_observation(ids, max_tokens, self._side, marker_ids=self._marker_ids)
+            cut = cut_observation(ids, max_tokens, self._side, marker_ids=marker_ids)
             text = self._template.decode(cut.ids)
             excess = len(self._template.encode_text(text)) - self._max_tokens
             if excess <= 0:
                 return FittedText(text, cut.num_cut)
             max_tokens = max(max_tokens - excess, 0)
-
-    @cached_property
-    def _marker_ids(self) -> list[int]:
-        return self._template.encode_text(CUT_MARKER)
 
 
 class Cut(NamedTuple):

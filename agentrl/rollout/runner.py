@@ -289,28 +289,21 @@ class _Run:
 
     def _choose_step(self, turn: Turn) -> NextStep:
         """Choose the step after a completion: call tools, ask the user, or end."""
+        request, settings = self.request, self.context.settings
         if turn.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         if turn.cut in ("response", "model"):
-            return self.request.nearest_limit
+            return request.nearest_limit
         if self.calls.num_calls:
-            return self._reason_not_to_call() or RequestState.TOOL_CALLING
-        return RequestState.INTERACTING if self._should_interact() else StopReason.ANSWERED
-
-    def _reason_not_to_call(self) -> StopReason | None:
-        """Return the policy for malformed calls, or the limit, that ends the request."""
-        policy, malformed = self.context.settings.on_malformed_call, self.calls.malformed
-        is_unreadable = any(not call.is_readable for call in malformed)
-        if (policy == "stop" and malformed) or (policy == "stop_unreadable" and is_unreadable):
-            return StopReason.MALFORMED_CALL
-        return self.request.limit_for_calls(self.calls.num_calls)
-
-    def _should_interact(self) -> bool:
-        """Whether the interaction replies to this answer, by interval and by draw."""
-        request, settings = self.request, self.context.settings
+            policy, malformed = settings.on_malformed_call, self.calls.malformed
+            is_unreadable = any(not call.is_readable for call in malformed)
+            if (policy == "stop" and malformed) or (policy == "stop_unreadable" and is_unreadable):
+                return StopReason.MALFORMED_CALL
+            return request.limit_for_calls(self.calls.num_calls) or RequestState.TOOL_CALLING
         if self.interaction is None or request.num_assistant_turns % settings.interaction_interval:
-            return False
-        return should_interact(request, settings.interaction_prob)
+            return StopReason.ANSWERED
+        replies = should_interact(request, settings.interaction_prob)
+        return RequestState.INTERACTING if replies else StopReason.ANSWERED
 
     def _record_calls(self, turn: Turn, records: list[CallRecord]) -> None:
         turn.calls = records

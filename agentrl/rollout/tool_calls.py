@@ -186,7 +186,12 @@ class ToolCaller:
             call.index: self._observe(outcome)
             for call, outcome in zip(checked.calls, outcomes, strict=True)
         }
-        answers |= {call.index: self._answer_malformed(call) for call in checked.malformed}
+        for call in checked.malformed:
+            response = ToolResponse(text=describe_malformed(call))
+            record = _record_unexecuted(call)
+            shown = self.show(response, tool=record.name or None, call_id=record.call_id)
+            record.num_cut_tokens = shown.num_cut
+            answers[call.index] = Observation(shown.message, response, record)
         return [answers[index] for index in sorted(answers)]
 
     def outline(self, checked: CheckedCalls) -> list[Message]:
@@ -237,13 +242,6 @@ class ToolCaller:
             should_stop=outcome.should_stop,
             is_infrastructure_failure=outcome.is_infrastructure_failure,
         )
-
-    def _answer_malformed(self, call: MalformedCall) -> Observation:
-        response = ToolResponse(text=describe_malformed(call))
-        record = _record_unexecuted(call)
-        shown = self.show(response, tool=record.name or None, call_id=record.call_id)
-        record.num_cut_tokens = shown.num_cut
-        return Observation(shown.message, response, record)
 
 
 def describe_malformed(call: MalformedCall) -> str:
