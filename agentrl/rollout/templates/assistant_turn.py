@@ -99,7 +99,12 @@ def encode_turn(
     else:
         ids = compiled.encode(read.texts)
     if not ids or ids[-1] not in template.stop_token_ids:
-        ids += _missing_stop(template, replies, tools)
+        # The template does not end the turn; a policy samples its end.
+        structure = template.structure
+        stop = structure.encoder.encode_literal(structure.end_of_turn.text)
+        if replies:
+            stop = template.encode_delta(replies, last_ids=(), tools=tools).end_of_turn_ids
+        ids += stop or list(template.stop_token_ids[:1])
     return ids
 
 
@@ -175,15 +180,6 @@ def follow_prompt(structure: TemplateStructure, text: str) -> str:
             text = re.sub(rf"\A\s*{re.escape(opening)}\n?", "", text)
             text = text if closing in text else f"\n{closing}\n\n{text}"
     return text
-
-
-def _missing_stop(template: ChatTemplate, replies: Sequence[Message], tools: Tools) -> list[int]:
-    """Return the tokens that a policy samples to end a turn that its template does not end."""
-    structure = template.structure
-    stop = structure.encoder.encode_literal(structure.end_of_turn.text)
-    if replies:
-        stop = template.encode_delta(replies, last_ids=(), tools=tools).end_of_turn_ids
-    return stop or list(template.stop_token_ids[:1])
 
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")

@@ -162,21 +162,17 @@ class CompiledTemplate:
         for step in self._steps:
             if isinstance(step, list):
                 parts.append(step)
-            elif step.only:
-                parts += self._fill_only(step, step.only, texts[step.only.slot.number])
+            elif use := step.only:  # as most runs have
+                written = use.written(texts[use.slot.number])
+                text = "".join([p if isinstance(p, str) else written for p in step.pieces])
+                text = self._encoder.between(text, step.before, step.after)
+                contents = [(use.slot.message, 0, 0)] if use.slot.is_content else []
+                parts += [_FilledRun(text, contents, step)] if text else []
             else:
                 filling = _Filling(self._encoder, self._policy_tokens)
                 filling.fill(step, texts)
                 parts += filling.parts
         return Filled(parts, self._encoder)
-
-    def _fill_only(self, run: _Run, use: SlotUse, text: str) -> list[_FilledRun]:
-        """Fill a run of one outside text; most runs are of this kind."""
-        written = use.written(text)
-        text = "".join([piece if isinstance(piece, str) else written for piece in run.pieces])
-        text = self._encoder.between(text, run.before, run.after)
-        contents = [(use.slot.message, 0, 0)] if use.slot.is_content else []
-        return [_FilledRun(text, contents, run)] if text else []
 
     def encode(self, texts: Sequence[str]) -> list[int]:
         """Encode with these texts."""

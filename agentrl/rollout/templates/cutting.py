@@ -180,20 +180,19 @@ def _learn_escapes(render: Render, slots: Sequence[Slot], pieces: Sequence[Piece
     found = starts.pattern.split(rendered)[2::2]
     if len(found) != len(uses):
         return [UNKNOWN] * len(uses)
-    return [
-        _recognize(following, expected[use.slot.number]) if _is_tried(use.slot) else VERBATIM
-        for use, following in zip(uses, found, strict=True)
-    ]
+    escapes = [VERBATIM] * len(uses)
+    for index, (use, following) in enumerate(zip(uses, found, strict=True)):
+        if _is_tried(use.slot):
+            end = expected[use.slot.number]
+            written = following.partition(end)[0] if end in following else None
+            known = (escape for escape in ESCAPES if escape.apply(_AWKWARD) == written)
+            escapes[index] = next(known, UNKNOWN)
+    return escapes
 
 
 def _is_tried(slot: Slot) -> bool:
     """Whether a text may be longer than its placeholder; an id may not."""
     return slot.width == SLOT_WIDTH
-
-
-def _recognize(following: str, end: str) -> Escape:
-    written = following.partition(end)[0] if end in following else None
-    return next((escape for escape in ESCAPES if escape.apply(_AWKWARD) == written), UNKNOWN)
 
 
 def _learn_strips(

@@ -204,7 +204,7 @@ class DeltaFinder:
         if opening.strip():
             return TemplateError(
                 f"the template writes no generation prompt, and {opening!r} before an answer",
-                role=_last_role(new),
+                role=new[-1]["role"] if new else "assistant",
             )
         return found
 
@@ -296,10 +296,6 @@ def opening_of(pieces: Sequence[Piece], answer: Slot, last: str) -> str:
             text = str(literal)
             return text[len(last) :] if text.startswith(last) else text
     raise TemplateError("the template drops the text of an assistant message", role="assistant")
-
-
-def _last_role(new: Sequence[dict[str, Node]]) -> str:
-    return new[-1]["role"] if new else "assistant"
 
 
 def _tail(pieces: Sequence[Piece], anchors: Sequence[Slot]) -> tuple[Piece, ...]:

@@ -66,22 +66,22 @@ class Renderer:
         """
         apply: Any = self._tokenizer.apply_chat_template
         try:
+            chosen = self._sources.get("tool_use") if tools else None
+            source = chosen or self._sources.get("default") or next(iter(self._sources.values()))
+            if "strftime_now" in source:
+                source = _frozen_clock(self.now) + source
             return apply(
                 list(messages),
                 tools=list(tools) or None,
-                chat_template=self._prepared(with_tools=bool(tools)),
+                chat_template=source,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self._kwargs,
             )
         # A template is a foreign program: any error means that it refuses the conversation.
         except Exception as error:
-            raise TemplateError(_one_line(error), template=self.name) from error
-
-    def _prepared(self, *, with_tools: bool) -> str:
-        chosen = self._sources.get("tool_use") if with_tools else None
-        source = chosen or self._sources.get("default") or next(iter(self._sources.values()))
-        return _frozen_clock(self.now) + source if "strftime_now" in source else source
+            kind, text = type(error).__name__, re.sub(r"\s+", " ", str(error)).strip()
+            raise TemplateError(f"{kind}: {text}" if text else kind, template=self.name) from error
 
 
 def _find_sources(
@@ -140,8 +140,3 @@ def _frozen_clock(now: datetime) -> str:
         for directive in (*_LENIENT, *_DIRECTIVES)
     )
     return "{% macro strftime_now(format) %}{{ format" + steps + " }}{% endmacro %}\n"
-
-
-def _one_line(error: Exception) -> str:
-    text = re.sub(r"\s+", " ", str(error)).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

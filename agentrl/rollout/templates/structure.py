@@ -66,18 +66,14 @@ def find_markers(source: str) -> Markers:
     for index, (kind, text) in enumerate(around):
         if kind != "string":
             continue
-        value = _unquote(text)
+        # A Jinja string may contain newlines, unlike Python's.
+        value = text[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
         before, opening, after = around[index - 2][1], around[index - 1][1], around[index + 1][1]
         if (opening == "(" and before in _METHODS) or after in ("in", "not"):
             inside.append(value)
         elif {opening, after} & {"==", "!="}:
             whole.append(value)
     return Markers(tuple(dict.fromkeys(inside)), tuple(dict.fromkeys(whole)))
-
-
-def _unquote(literal: str) -> str:
-    """Return the value of a Jinja string, which may contain newlines, unlike Python's."""
-    return literal[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
 
 
 class TemplateStructure:
@@ -199,7 +195,13 @@ class TemplateStructure:
         """Tokens that end an assistant turn."""
         found = [] if self._eos_id is None else [self._eos_id]
         answer = self.last_end_of_turn or self.end_of_turn.text
-        for end in (answer, self._end_of_calls):
+        result = Message(role="tool", content="result", name="tool", tool_call_id="call00000")
+        builder = ShapeBuilder(ShapeOptions(any_of(()), self.call_style or CallStyle()))
+        try:
+            calls = self.finder((), ()).find(builder.messages([result]), builder.slots).end
+        except TemplateError:
+            calls = ""  # no tool results: no turn ends in a call
+        for end in (answer, calls):
             found += self.encoder.encode_literal(end)[-1:] if end else []
         return tuple(dict.fromkeys([*found, *self._model_stops]))
 
@@ -350,15 +352,6 @@ class TemplateStructure:
         except TemplateError:
             return False
         return found == [[], [user.number]]
-
-    @cached_property
-    def _end_of_calls(self) -> str:
-        result = Message(role="tool", content="result", name="tool", tool_call_id="call00000")
-        builder = ShapeBuilder(ShapeOptions(any_of(()), self.call_style or CallStyle()))
-        try:
-            return self.finder((), ()).find(builder.messages([result]), builder.slots).end
-        except TemplateError:
-            return ""  # no tool results: no turn ends in a call
 
     @cached_property
     def _frame_tokens(self) -> set[str]:

@@ -66,6 +66,7 @@ class TextEncoder:
             text: id for text, id in self.added.items() if text.strip(" \t\r\n▁")
         }
         self._control_ids = frozenset(self.control.values())
+        self._first_signs = frozenset(token[0] for token in self.control)
         decoder = untyped.added_tokens_decoder
         blanks = [decoder[id] for text, id in self.added.items() if text not in self.control]
         self._plain = _clone_without_added_tokens(backend, blanks)
@@ -139,7 +140,11 @@ class TextEncoder:
             text = text.lstrip()
         if after and after.strips_left:
             text = text.rstrip()
-        return f" {text}" if before and text and self._opens_with_blank(text) else text
+        if not before or not text:
+            return text
+        is_blank, is_blank_too = self._opened
+        is_opened = is_blank_too if text[0] == " " else is_blank
+        return f" {text}" if is_opened else text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with control tokens visible."""
@@ -164,16 +169,12 @@ class TextEncoder:
     def holds_control(self, text: str) -> bool:
         """Whether a text or a normalized form of it contains a control token."""
         if text.isascii():
-            return self._may_hold_control(text) and bool(self.control_pattern.search(text))
+            return (
+                any(sign in text for sign in self._first_signs)
+                and self.control_pattern.search(text) is not None
+            )
         forms = {text, *(unicodedata.normalize(form, text) for form in _FORMS)}
         return any(self.control_pattern.search(form) for form in forms)
-
-    def _may_hold_control(self, text: str) -> bool:
-        return any(sign in text for sign in self._first_signs)
-
-    @cached_property
-    def _first_signs(self) -> frozenset[str]:
-        return frozenset(token[0] for token in self.control)
 
     def is_inert(self, text: str) -> bool:
         """Whether `text` cannot be a part of a control token, wherever a template puts it.
@@ -187,19 +188,15 @@ class TextEncoder:
     def _is_inert_form(self, form: str) -> bool:
         if self._folded_pattern.search(form) or form in self._folded_joined:
             return False
-        longest = range(1, min(len(form), self._longest) + 1)
-        heads, tails = self._fragments
-        return not any(form[-k:] in heads or form[:k] in tails for k in longest)
+        heads, tails, longest = self._fragments
+        lengths = range(1, min(len(form), longest) + 1)
+        return not any(form[-k:] in heads or form[:k] in tails for k in lengths)
 
     @cached_property
     def _prefixes(self) -> bool:
         # SentencePiece puts a blank before the first word of a text.
         encode = self.encode_rendering
         return encode("\na") != encode("\n") + encode("a")
-
-    def _opens_with_blank(self, text: str) -> bool:
-        is_blank, is_blank_too = self._opened
-        return is_blank_too if text[0] == " " else is_blank
 
     @cached_property
     def _opened(self) -> tuple[bool, bool]:
@@ -233,14 +230,11 @@ class TextEncoder:
         return "\0".join(self._folded)
 
     @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._folded), default=0)
-
-    @cached_property
-    def _fragments(self) -> tuple[set[str], set[str]]:
+    def _fragments(self) -> tuple[set[str], set[str], int]:
+        """Beginnings and ends of control tokens, and the length of the longest token."""
         heads = {token[:k] for token in self._folded for k in range(1, len(token))}
         tails = {token[k:] for token in self._folded for k in range(1, len(token))}
-        return heads, tails
+        return heads, tails, max(map(len, self._folded), default=0)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(_without_surrogates(text), add_special_tokens=False).ids
@@ -363,7 +357,9 @@ class TokenSpans:
 
     def _find_ends(self, ids: Sequence[int], text: str) -> list[int]:
         """Return for each token the length of the text up to its end."""
-        pieces = [self._piece(token) for token in ids]
+        for token in set(ids).difference(self._pieces):
+            self._pieces[token] = self._decode([token])
+        pieces = [self._pieces[token] for token in ids]
         if "".join(pieces) == text:
             return list(accumulate(map(len, pieces)))
         ends: list[int] = []
@@ -385,12 +381,6 @@ class TokenSpans:
         """Return the length of the text that tokens add after the token before them."""
         before = ids[max(start - 1, 0) : start]
         return len(self._decode([*before, *ids[start:end]])) - len(self._decode(before))
-
-    def _piece(self, token: int) -> str:
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._decode([token])
-        return piece
 
 
 Encode = Callable[[Sequence[str]], list[list[int]]]

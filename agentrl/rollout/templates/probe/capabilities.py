@@ -56,6 +56,9 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
     stops = _or_none(lambda: structure.stop_token_ids) or ()
     texts = TextProbe(template)
     example = _or_none(lambda: _write_call(template))
+    frames, control = _frames(template), structure.encoder.control_pattern
+    # Of frames without a control token only; below, `[INST]` and the like are left out.
+    missing = _missing_tokens(template, [frame for frame in frames if not control.search(frame)])
     return TemplateReport(
         template=template.name,
         generation_prompt=prompt,
@@ -70,8 +73,8 @@ def probe_template(template: ChatTemplate, tools: Tools = ()) -> TemplateReport:
         call_example=example,
         round_trip=_is_round_trip(template),
         lost_characters=tuple(c for c in RARE if not _comes_back(template, f"a{c}b")),
-        missing_tokens=_missing_tokens(template, [*_frames(template), prompt or "", example or ""]),
-        plain_frames=_plain_frames(template),
+        missing_tokens=_missing_tokens(template, [*frames, prompt or "", example or ""]),
+        plain_frames=tuple(token for token in missing if not token.startswith("[")),
     )
 
 
@@ -86,14 +89,6 @@ def _missing_tokens(template: ChatTemplate, texts: Sequence[str]) -> tuple[str, 
     found = [token for text in texts for token in TOKEN_LIKE.findall(text)]
     known = template.structure.encoder.added
     return tuple(dict.fromkeys(token for token in found if token not in known))
-
-
-def _plain_frames(template: ChatTemplate) -> tuple[str, ...]:
-    """Return the missing tokens of frames without a control token, except `[INST]` and the like."""
-    control = template.structure.encoder.control_pattern
-    plain = [frame for frame in _frames(template) if not control.search(frame)]
-    missing = _missing_tokens(template, plain)
-    return tuple(token for token in missing if not token.startswith("["))
 
 
 def _probe_capability(

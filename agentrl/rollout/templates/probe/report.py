@@ -149,6 +149,9 @@ class TemplateReport:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows (what, finding) for people."""
+        round_trip = "exact" if self.round_trip else "not exact"
+        if lost := ", ".join(f"U+{ord(character):04X}" for character in self.lost_characters):
+            round_trip += f", and these are lost: {lost}"
         rows = [
             ("template", self.template),
             ("generation prompt", _quoted(self.generation_prompt)),
@@ -156,7 +159,7 @@ class TemplateReport:
             ("end of turn", _quoted(self.end_of_turn)),
             ("stop tokens", " ".join(self.stop_tokens)),
             ("date", f"{self.date} (frozen for the run)" if self.date else "none"),
-            ("text round trip", self._describe_round_trip()),
+            ("text round trip", round_trip),
             ("not in the tokenizer", ", ".join(self.missing_tokens) or "none"),
         ]
         rows += [(f"text: {text.position}", _describe_text(text)) for text in self.texts]
@@ -166,11 +169,6 @@ class TemplateReport:
         ]
         rows += [(f"keeps: {kept.history}", _describe_history(kept)) for kept in self.histories]
         return rows
-
-    def _describe_round_trip(self) -> str:
-        found = "exact" if self.round_trip else "not exact"
-        lost = ", ".join(f"U+{ord(character):04X}" for character in self.lost_characters)
-        return f"{found}, and these are lost: {lost}" if lost else found
 
     def capability(self, capability: Capability) -> CapabilityReport:
         """Return whether the template supports this, and why not."""

@@ -95,7 +95,11 @@ class TextProbe:
         found: list[TextTransform] = []
         for piece in pieces:
             if isinstance(piece, SlotUse) and core in read.texts[piece.slot.number]:
-                found += _transforms_of(piece)
+                found += [TextTransform.TRIMS] if piece.strips_left or piece.strips_right else []
+                if piece.escape.name == "unknown":
+                    found.append(TextTransform.REWRITES)
+                elif piece.escape.name != "verbatim":
+                    found.append(TextTransform.ESCAPES)
         return found
 
     def _try(self, position: Position, text: str) -> tuple[TextTransform | None, bool]:
@@ -109,7 +113,8 @@ class TextProbe:
             real = self._render_real(position, text)
         except TemplateError:
             return TextTransform.BRANCHES, ours is None
-        loss = _loss(text, real)
+        words = [word for word in text.split() if word.startswith("word")]
+        loss = TextTransform.SPLITS if any(word not in real for word in words) else None
         return (loss, True) if real == ours else (loss or TextTransform.BRANCHES, False)
 
     def _texts_to_try(self, core: str) -> list[str]:
@@ -153,16 +158,3 @@ class TextProbe:
 
 def _word() -> str:
     return f"word{secrets.randbelow(10**12):012d}"
-
-
-def _transforms_of(use: SlotUse) -> list[TextTransform]:
-    found = [TextTransform.TRIMS] if use.strips_left or use.strips_right else []
-    if use.escape.name == "unknown":
-        return [*found, TextTransform.REWRITES]
-    return found if use.escape.name == "verbatim" else [*found, TextTransform.ESCAPES]
-
-
-def _loss(text: str, real: str) -> TextTransform | None:
-    """Return `SPLITS` if a part of the text is missing."""
-    words = [word for word in text.split() if word.startswith("word")]
-    return TextTransform.SPLITS if any(word not in real for word in words) else None
