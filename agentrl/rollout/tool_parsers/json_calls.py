@@ -103,8 +103,11 @@ def decode_json(text: str, start: int = 0) -> Decoded:
         return Decoded(None, start, "the JSON is nested too deeply")
     except ValueError as error:
         return Decoded(None, start, f"it is not valid JSON: {_first_line(error)}")
-    if "\\u" in text[start:end] and not _is_unicode(value):
-        return Decoded(None, start, "it holds half of a surrogate pair")
+    if "\\u" in text[start:end]:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return Decoded(None, start, "it holds half of a surrogate pair")
     return Decoded(value, end)
 
 
@@ -208,14 +211,6 @@ _DECODER = json.JSONDecoder(
 def _skip(blank: re.Pattern[str], text: str, position: int) -> int:
     match = blank.match(text, position)
     return match.end() if match else position
-
-
-def _is_unicode(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _first_line(error: ValueError) -> str:

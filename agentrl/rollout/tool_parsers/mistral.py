@@ -36,7 +36,13 @@ class MistralParser(ToolParser):
     def read(self, text: str, start: int, body: int, tools: Tools) -> Piece:
         """Read a list of calls, or one call by its name."""
         if listed := _LIST.match(text, body):
-            return self._read_list(text, body, listed.end())
+            decoded = decode_json(text, listed.end())
+            if decoded.reason is not None:
+                return _malformed(text, body, decoded.reason, "")
+            is_list = text[listed.end()] == "["
+            items = cast("list[Any]", decoded.value if is_list else [decoded.value])
+            found = [_with_id(call_of(item), _field(item, "id")) for item in items]
+            return Piece(decoded.end, tuple(found) or (Problem("the list of calls is empty"),))
         named = _NAMED.match(text, body)
         if named is None:
             return _malformed(text, body, "there is no list of calls and no NAME[ARGS] in it", "")
@@ -45,14 +51,6 @@ class MistralParser(ToolParser):
             return _malformed(text, body, f"its arguments: {decoded.reason}", named[1])
         found = _with_id(read_arguments(named[1], decoded.value), named[2])
         return Piece(decoded.end, (found,))
-
-    def _read_list(self, text: str, body: int, start: int) -> Piece:
-        decoded = decode_json(text, start)
-        if decoded.reason is not None:
-            return _malformed(text, body, decoded.reason, "")
-        items = cast("list[Any]", decoded.value if text[start] == "[" else [decoded.value])
-        found = [_with_id(call_of(item), _field(item, "id")) for item in items]
-        return Piece(decoded.end, tuple(found) or (Problem("the list of calls is empty"),))
 
 
 def _with_id(found: Call | Problem, given: Any) -> Call | Problem:

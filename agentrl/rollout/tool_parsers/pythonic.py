@@ -44,7 +44,8 @@ def _call(node: ast.expr, tools: Tools) -> Call | Problem:
         return Problem("the list holds something that is no call")
     name = ast.unparse(node.func)
     arguments: dict[str, Any] = {}
-    names = _parameter_names(name, tools)
+    schemas = (tool.function.parameters for tool in tools if tool.name == name)
+    names = list(next(schemas, {}).get("properties", {}))
     if len(node.args) > len(names):
         return Problem("an argument has no name; write name=value", name)
     named = [*zip(names, node.args, strict=False), *((k.arg, k.value) for k in node.keywords)]
@@ -76,13 +77,6 @@ def _literal(node: ast.expr) -> Any:
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def _parameter_names(name: str, tools: Tools) -> list[str]:
-    for tool in tools:
-        if tool.name == name:
-            return list(tool.function.parameters.get("properties", {}))
-    return []
 
 
 def _closing(text: str, start: int) -> int | None:

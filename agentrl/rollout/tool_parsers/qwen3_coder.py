@@ -29,7 +29,8 @@ class Qwen3CoderParser(ToolParser):
         if head is None:
             return _malformed(text, body, "there is no <function=NAME> in it", "")
         name, position = head[1], head.end()
-        properties = _properties(name, tools)
+        schemas = (tool.function.parameters for tool in tools if tool.name == name)
+        properties: dict[str, Any] = next(schemas, {}).get("properties", {})
         arguments: dict[str, Any] = {}
         while parameter := _PARAMETER.match(text, position):
             key, end = parameter[1], _VALUE_END.search(text, parameter.end())
@@ -97,13 +98,6 @@ def _fits(value: Any, types: set[str]) -> bool:
     """Whether a decoded value has one of the types; JSON's `true` is not a number."""
     wanted = types & {"boolean"} if isinstance(value, bool) else types
     return any(isinstance(value, _PYTHON_TYPES[name]) for name in wanted if name in _PYTHON_TYPES)
-
-
-def _properties(name: str, tools: Tools) -> dict[str, Any]:
-    for tool in tools:
-        if tool.name == name:
-            return tool.function.parameters.get("properties", {})
-    return {}
 
 
 def _malformed(text: str, body: int, reason: str, name: str) -> Piece:
