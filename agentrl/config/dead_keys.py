@@ -4,7 +4,7 @@ The rules are in `dead_keys.yaml` and `methods.yaml`. Only keys that the user se
 default without effect misleads no user.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from agentrl.config.schema.correction import RolloutCorrectionConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.section import Section
 from agentrl.config.tables import (
-    EstimatorFacts,
-    LossFacts,
     chosen_loss,
     estimator_facts,
     load_table,
@@ -59,7 +57,9 @@ class _Rule:
 
 def find_dead_keys(config: RunConfig) -> list[DeadKey]:
     """Find the keys that the user set and that have no effect, each with one reason."""
-    rules = [*_method_rules(config), *_general_rules(config), *_sandbox_rules(config)]
+    unread = config.reward.sandbox.find_unread().items()
+    sandbox = [_Rule(f"reward.sandbox.{why}", [f"reward.sandbox.{name}"]) for name, why in unread]
+    rules = [*_method_rules(config), *_general_rules(config), *sandbox]
     found: list[DeadKey] = []
     for key in set_keys(config):
         if rule := next((rule for rule in rules if rule.covers(key)), None):
@@ -114,11 +114,6 @@ def may_use(config: RunConfig, *names: str) -> bool:
     return not bundled.isdisjoint((*names, "data_source"))
 
 
-def _compares_sums(config: RunConfig) -> bool:
-    facts = estimator_facts(config)
-    return facts is not None and facts.rewards == "sum"
-
-
 CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "has_no_tools": lambda c: not has_tools(c),
     "has_idle_tools": lambda c: why_no_call(c) is not None,
@@ -130,7 +125,7 @@ CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "has_two_weight_bounds": lambda c: (
         "_" in str(c.algorithm.rollout_correction.effective.rollout_is_threshold)
     ),
-    "compares_sums": _compares_sums,
+    "compares_sums": lambda c: (facts := estimator_facts(c)) is not None and facts.rewards == "sum",
 }
 """The conditions that `dead_keys.yaml` names."""
 
@@ -177,19 +172,11 @@ def _method_rules(config: RunConfig) -> Iterator[_Rule]:
         ("algorithm", "estimator", estimator, facts.estimators),
     ):
         if name in table:
-            keys = _all_reads(table.values()) - table[name].reads
+            read = {key for method in table.values() for key in method.reads}
+            keys = read - table[name].reads
             yield _Rule(f"the {kind} {name} does not read it", [f"{section}.{k}" for k in keys])
     if loss in facts.losses and (mode := facts.losses[loss].aggregation):
         yield _Rule(f"{mode} is a part of the policy loss {loss}", ["actor.loss_agg_mode"])
-
-
-def _all_reads(methods: Iterable[EstimatorFacts | LossFacts]) -> frozenset[str]:
-    return frozenset[str]().union(*(method.reads for method in methods))
-
-
-def _sandbox_rules(config: RunConfig) -> Iterator[_Rule]:
-    for name, reason in config.reward.sandbox.find_unread().items():
-        yield _Rule(f"reward.sandbox.{reason}", [f"reward.sandbox.{name}"])
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:

@@ -25,7 +25,9 @@ def without_secrets(tree: Any) -> Any:
         >>> without_secrets({"judge": {"api_key": "sk-1", "model": "m", "max_tokens": 5}})
         {'judge': {'api_key': '[redacted]', 'model': 'm', 'max_tokens': 5}}
     """
-    return _copy(tree, _secrets_of_environment())
+    named = (value for name, value in os.environ.items() if is_secret_name(name))
+    secrets = sorted({v for v in named if len(v) >= _MIN_CHARACTERS}, key=len, reverse=True)
+    return _copy(tree, secrets)
 
 
 def is_secret_name(name: str) -> bool:
@@ -36,11 +38,6 @@ def is_secret_name(name: str) -> bool:
         (True, False, False)
     """
     return _SECRET_NAME.search(name.lower().replace("-", "_")) is not None
-
-
-def _secrets_of_environment() -> list[str]:
-    named = (value for name, value in os.environ.items() if is_secret_name(name))
-    return sorted({v for v in named if len(v) >= _MIN_CHARACTERS}, key=len, reverse=True)
 
 
 def _copy(value: Any, secrets: list[str]) -> Any:

@@ -142,7 +142,9 @@ def _read_ours(key: str, tree: GivenTree) -> MappedKey:
         ConfigError: if neither has it, with the nearest key of either.
     """
     ours, value = key.removeprefix("actor_rollout_ref."), tree.value(key)
-    if ours in _our_leaves() or any(ours.startswith(f"{open_}.") for open_ in _our_mappings()):
+    # Any key may be below a mapping.
+    mappings = (name for name in _our_leaves() if isinstance(our_defaults()[name], dict))
+    if ours in _our_leaves() or any(ours.startswith(f"{name}.") for name in mappings):
         return MappedKey(key, value, {ours: value})
     if ours in known_keys() and value in (None, {}):
         return MappedKey(key, value, {})
@@ -218,9 +220,3 @@ def _defaults_under(section: type[BaseModel], prefix: str) -> Iterator[tuple[str
 def _our_leaves() -> frozenset[str]:
     keys = set(known_keys())
     return frozenset(keys - {key.rpartition(".")[0] for key in keys})
-
-
-@cache
-def _our_mappings() -> tuple[str, ...]:
-    """List the keys of agentrl below which any key may be."""
-    return tuple(key for key in _our_leaves() if isinstance(our_defaults()[key], dict))

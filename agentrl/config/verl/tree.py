@@ -111,7 +111,11 @@ class GivenTree:
     def __init__(self, given: DictConfig, overridden: Sequence[str] = ()) -> None:
         self._given = given
         self._overridden = frozenset(overridden)
-        self._merged = _over_defaults(given)
+        whole = cast("dict[Any, Any]", OmegaConf.to_container(given, resolve=False))
+        for row in table():
+            if row.default != UNSET:
+                _put_default(whole, row.name.split("."), row.default)
+        self._merged = OmegaConf.create(whole)
 
     @cached_property
     def leaves(self) -> dict[str, None]:
@@ -179,14 +183,6 @@ class GivenTree:
             yield from self._walk(key, self.value(key))
         elif not is_section(key) or node not in (None, {}):
             yield key
-
-
-def _over_defaults(given: DictConfig) -> DictConfig:
-    whole = cast("dict[Any, Any]", OmegaConf.to_container(given, resolve=False))
-    for row in table():
-        if row.default != UNSET:
-            _put_default(whole, row.name.split("."), row.default)
-    return OmegaConf.create(whole)
 
 
 def _put_default(whole: dict[Any, Any], path: list[str], default: Any) -> None:
