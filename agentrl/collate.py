@@ -103,8 +103,9 @@ def collate(
     tensors["in_baseline"] = torch.tensor([r.in_baseline for r in requests], dtype=torch.bool)
     indices = [request.batch_data_id for request in requests]
     tensors["batch_data_id"] = torch.tensor(indices, dtype=torch.int64)
-    columns = _row_columns(requests) | _own_columns(requests, rows)
-    return DataProto.from_dict(tensors, columns)
+    names = dict.fromkeys(name for request in requests for name in request.columns)
+    columns = {name: [request.columns.get(name) for request in requests] for name in names}
+    return DataProto.from_dict(tensors, columns | _own_columns(requests, rows))
 
 
 def widest(requests: Sequence[AsyncRolloutRequest]) -> tuple[int, int]:
@@ -263,11 +264,6 @@ def _own_columns(
         "ground_truth": [request.ground_truth for request in requests],
         "extra_info": [request.extra_info for request in requests],
     }
-
-
-def _row_columns(requests: Sequence[AsyncRolloutRequest]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for request in requests for name in request.columns)
-    return {name: [request.columns.get(name) for request in requests] for name in names}
 
 
 STATE_KEY = "state"

@@ -115,14 +115,11 @@ def _parse(text: str, path: Path, lines_before: int = 0) -> Any:
     except RecursionError:
         reason = f"malformed JSON: nested too deeply in line {lines_before + 1}"
         raise DataError(reason, file=path) from None
+    except json.JSONDecodeError as error:
+        at = f"line {lines_before + error.lineno}, column {error.colno}"
+        raise DataError(f"malformed JSON: {error.msg} in {at}", file=path) from None
     except ValueError as error:
-        raise DataError(f"malformed JSON: {_with_line(error, lines_before)}", file=path) from None
-
-
-def _with_line(error: ValueError, lines_before: int) -> str:
-    if not isinstance(error, json.JSONDecodeError):
-        return str(error)
-    return f"{error.msg} in line {lines_before + error.lineno}, column {error.colno}"
+        raise DataError(f"malformed JSON: {error}", file=path) from None
 
 
 @contextmanager

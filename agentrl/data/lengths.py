@@ -74,7 +74,8 @@ def measure_prompts(
     Raises:
         DataError: If a prompt cannot be encoded (detail: `row`).
     """
-    cache = _cache_file(cache_dir or DEFAULT_CACHE_DIR, dataset.fingerprint, fingerprint)
+    key = hashlib.sha256(f"{dataset.fingerprint}\n{fingerprint}".encode()).hexdigest()
+    cache = (cache_dir or DEFAULT_CACHE_DIR) / "prompt_lengths" / f"{key[:32]}.npy"
     cached = _load(cache)
     if cached is not None and len(cached) == len(dataset):
         return cached
@@ -107,7 +108,10 @@ def _measure(dataset: PromptDataset, encode: EncodePrompt, num_workers: int) -> 
     lengths = [_length(encode, prompt) for prompt in dataset[:_SAMPLE]]
     rest = dataset[_SAMPLE:]
     seconds_left = (time.monotonic() - started) * len(rest) / max(1, len(lengths))
-    if num_workers == 1 or seconds_left < WORTH_FORKING_S or not _can_fork():
+    # A daemonic process (a Ray or multiprocessing worker) must not have children.
+    is_daemon = multiprocessing.current_process().daemon
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and not is_daemon
+    if num_workers == 1 or seconds_left < WORTH_FORKING_S or not can_fork:
         return lengths + [_length(encode, prompt) for prompt in rest]
     return lengths + _measure_in_processes(rest, encode, num_workers)
 
@@ -147,12 +151,6 @@ def _measure_chunk(start: int) -> list[int]:
     return [_length(encode, prompt) for prompt in dataset[start : start + _CHUNK]]
 
 
-def _can_fork() -> bool:
-    # A daemonic process (a Ray or multiprocessing worker) must not have children.
-    methods = multiprocessing.get_all_start_methods()
-    return "fork" in methods and not multiprocessing.current_process().daemon
-
-
 @contextmanager
 def _quiet_fork() -> Generator[None, None, None]:
     """Fork without the warnings of tokenizers and Python. The children use one thread."""
@@ -167,11 +165,6 @@ def _quiet_fork() -> Generator[None, None, None]:
             del os.environ["TOKENIZERS_PARALLELISM"]
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _cache_file(folder: Path, data: str, encoding: str) -> Path:
-    key = hashlib.sha256(f"{data}\n{encoding}".encode()).hexdigest()
-    return folder / "prompt_lengths" / f"{key[:32]}.npy"
 
 
 def _load(cache: Path) -> list[int] | None:

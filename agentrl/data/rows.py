@@ -148,7 +148,12 @@ class RowReader:
             )
         found: Any = row[self._prompt_key]
         if isinstance(found, str):
-            return _decoded_list(found) or [{"role": "user", "content": found}]
+            # A question may start with "[". Only a list of mappings is a conversation.
+            decoded = _decoded(found) if found.lstrip().startswith("[") else None
+            messages = cast("list[Any]", decoded) if isinstance(decoded, list) else []
+            if messages and all(isinstance(message, dict) for message in messages):
+                return messages
+            return [{"role": "user", "content": found}]
         if not isinstance(found, list) or not found:
             reason = f"{self._prompt_key!r} is {_shown(row[self._prompt_key])}"
             raise self._error(reason, number, _MESSAGES)
@@ -192,13 +197,6 @@ def _decoded(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
-
-
-def _decoded_list(text: str) -> list[Any] | None:
-    # A question may start with "[". Only a list of mappings is a conversation.
-    found = _decoded(text) if text.lstrip().startswith("[") else None
-    messages = cast("list[Any]", found) if isinstance(found, list) else []
-    return messages if all(isinstance(message, dict) for message in messages) else None
 
 
 def _describe(error: ValidationError, prompt_key: str) -> str:

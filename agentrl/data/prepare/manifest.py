@@ -88,7 +88,8 @@ def must_make(
     present = [file for file in files if file.exists()]
     if found == wanted and len(present) == len(files):
         return False
-    if present and (found is None or not _same_generator(found, wanted)):
+    generator = wanted.maker.partition("/")[0]
+    if present and (found is None or found.maker.partition("/")[0] != generator):
         raise DataError(
             f"{present[0]} exists and was not made by {maker}",
             file=present[0],
@@ -156,10 +157,6 @@ def _changes(found: Any, wanted: Any, key: str = "") -> list[str]:
     values = json.dumps(found), json.dumps(wanted)
     is_short = max(map(len, values)) <= _MAX_SHOWN
     return [f"{key}: {values[0]} -> {values[1]}" if is_short else key]
-
-
-def _same_generator(one: Manifest, other: Manifest) -> bool:
-    return one.maker.partition("/")[0] == other.maker.partition("/")[0]
 
 
 def _read(path: Path) -> Manifest | None:
