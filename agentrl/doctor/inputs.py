@@ -1,7 +1,7 @@
 """Check what the user wrote: the run file, its plug-ins, its rows, the sandboxes they need."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -82,17 +82,14 @@ def check_plugins(config: RunConfig) -> Checked[Plugins]:
     tools = ", ".join(tool.name for tool in plugins.tools) or "none"
     users = ", ".join(plugins.interactions) or "none"
     found = f"tools: {tools}; interactions: {users}; reward: {config.reward.manager}"
-    wrong = tuple(_wrong_schemas(plugins.tools))
-    return Checked(plugins, found, tuple(find_classes_of_verl(config)), wrong)
-
-
-def _wrong_schemas(tools: Sequence[BaseTool]) -> Iterator[str]:
-    for tool in tools:
+    wrong: list[str] = []
+    for tool in plugins.tools:
         try:
             parameters = tool.tool_schema.function.parameters
             schema_validator(parameters).check_schema(without_nulls(parameters))
         except SchemaError as error:
-            yield f"the parameters of {tool.name!r} are no JSON Schema: {error.message}"
+            wrong.append(f"the parameters of {tool.name!r} are no JSON Schema: {error.message}")
+    return Checked(plugins, found, tuple(find_classes_of_verl(config)), tuple(wrong))
 
 
 def check_preparation(config: RunConfig, world: World, plugins: Result[Plugins]) -> Checked[None]:

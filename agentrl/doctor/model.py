@@ -6,7 +6,7 @@ from agentrl.config.checks import check_model_length
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.machine import nearest_folder
 from agentrl.doctor.report import Checked
-from agentrl.rollout.templates import ChatTemplate, TemplateReport
+from agentrl.rollout.templates import ChatTemplate
 from agentrl.trainer.components import count_weights, find_doubt, find_endless_turn
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
@@ -50,7 +50,13 @@ def check_control_tokens(config: RunConfig, plugins: Plugins) -> Checked[ProbedM
     forged = tuple(find_forged(probed.template))
     found = f"{len(probed.template.structure.encoder.control)} control tokens stay text; "
     found += f"stops at {' '.join(probed.report.stop_tokens)}"
-    return Checked(probed, found, tuple(_text_doubts(probed.report)), forged)
+    report = probed.report
+    doubts = [*report.notes]
+    if lost := ", ".join(f"U+{ord(character):04X}" for character in report.lost_characters):
+        doubts.append(f"the tokenizer loses these characters: {lost}")
+    if not report.round_trip:
+        doubts.append("the tokenizer does not decode texts to what they were")
+    return Checked(probed, found, tuple(doubts), forged)
 
 
 def find_forged(template: ChatTemplate) -> list[str]:
@@ -109,12 +115,3 @@ def check_plausibility(
     doubt = find_doubt(config, policy, setup, data)
     found = "prepare makes both" if config.prepares_its_policy else "the first prompt was scored"
     return Checked(None, found, (doubt,) if doubt else ())
-
-
-def _text_doubts(report: TemplateReport) -> list[str]:
-    lost = ", ".join(f"U+{ord(character):04X}" for character in report.lost_characters)
-    found = [*report.notes]
-    found += [f"the tokenizer loses these characters: {lost}"] if lost else []
-    if not report.round_trip:
-        found.append("the tokenizer does not decode texts to what they were")
-    return found

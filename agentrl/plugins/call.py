@@ -262,7 +262,7 @@ def source_line(error: BaseException) -> str | None:
     places = [
         f"{Path(frame.f_code.co_filename).name}:{line}"
         for frame, line in _frames(error)
-        if _is_theirs(frame.f_code.co_filename)
+        if not frame.f_code.co_filename.startswith(("<", *_NOT_THEIRS))
     ]
     return places[-1] if places else None
 
@@ -300,10 +300,6 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
         seen.add(id(one))
         yield from traceback.walk_tb(one.__traceback__)
         one = one.__cause__
-
-
-def _is_theirs(file: str) -> bool:
-    return not file.startswith(("<", *_NOT_THEIRS))
 
 
 logger = logging.getLogger(__name__)
