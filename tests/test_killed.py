@@ -18,7 +18,8 @@ from agentrl.data.files import read_rows
 from agentrl.tools import initialize_tools_from_config
 from agentrl.workers.distributed import start_world, stop_world
 from agentrl.workers.sft import run_sft
-from tests.fakes.kill import SCORER, STATIONS, Life, Mark, Nursery
+from tests.fakes.killed_runs import SCORER, STATIONS, Life, Mark, Nursery
+from tests.fakes.run_differences import differences
 from tests.fakes.runs import (
     CALCULATOR,
     ROOT,
@@ -28,7 +29,6 @@ from tests.fakes.runs import (
     write_jsonl,
     write_yaml,
 )
-from tests.fakes.same import differences
 
 STEPS_PER_EPOCH = 4
 NUM_STEPS = 3 * STEPS_PER_EPOCH

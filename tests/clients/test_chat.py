@@ -26,7 +26,7 @@ from agentrl.clients.chat import (
 )
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
-from tests.fakes.chat import KEY, FakeChat, in_turn, serving, serving_of
+from tests.fakes.chat_server import KEY, FakeChat, in_turn, serving, serving_of
 
 HELLO = [{"role": "user", "content": "Hello?"}]
 

@@ -19,8 +19,8 @@ from agentrl.rewards.managers import get_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from agentrl.tools import initialize_tools_from_config
-from tests.fakes.fusion import fusion_service
 from tests.fakes.plugins import calling, make_context, make_engine, make_manager, make_prompts
+from tests.fakes.sandbox_fusion import fusion_service
 
 FILES = {
     "their_tool.py": """

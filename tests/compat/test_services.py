@@ -5,8 +5,8 @@ import json
 
 from agentrl.compat.scoring import process_single_case
 from agentrl.compat.tools import perform_single_search_batch
-from tests.fakes.fusion import fusion_service
-from tests.fakes.services import retriever, serving
+from tests.fakes.http_services import retriever, serving
+from tests.fakes.sandbox_fusion import fusion_service
 
 
 async def test_a_search_is_worded_as_in_verl():

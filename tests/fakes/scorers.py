@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
-from tests.fakes.reading import ExitsWhenRead, HollowError, UntellableError
+from tests.fakes.raising_values import ExitsWhenRead, HollowError, UntellableError
 from tests.fakes.requests import build_request, said
 
 

@@ -16,7 +16,7 @@ from agentrl.interactions.gym_environment import THREAD_NAME
 from agentrl.interactions.gym_interaction import GymInteraction
 from agentrl.interactions.user_simulator_interaction import UserSimulatorInteraction
 from agentrl.rollout.runner import run_request
-from tests.fakes.chat import Answer, FakeChat, in_turn, serving
+from tests.fakes.chat_server import Answer, FakeChat, in_turn, serving
 from tests.fakes.envs import OPEN
 from tests.fakes.plugins import make_context, make_engine, make_request
 from tests.fakes.tools import behave

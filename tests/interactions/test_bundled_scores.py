@@ -14,7 +14,7 @@ from agentrl.rewards.scoring import make_extra_info
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
-from tests.fakes.chat import in_turn, serving
+from tests.fakes.chat_server import in_turn, serving
 from tests.fakes.plugins import FakeTool, calling, make_context, make_engine, make_request
 
 NAME = {"name": "it"}

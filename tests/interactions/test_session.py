@@ -19,7 +19,7 @@ from agentrl.interactions import (
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import ContentPart, Message
-from tests.fakes.reading import UNTOLD, ExitsWhenRead, UntellableError
+from tests.fakes.raising_values import UNTOLD, ExitsWhenRead, UntellableError
 from tests.fakes.tools import BEHAVIOURS, FlakyInteraction
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/interaction_config"

@@ -13,7 +13,7 @@ from agentrl.interactions.user_simulator_prompts import Role, read_verdict, user
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.runner import run_request
 from agentrl.rollout.states import StopReason
-from tests.fakes.chat import KEY, FakeChat, in_turn, serving
+from tests.fakes.chat_server import KEY, FakeChat, in_turn, serving
 from tests.fakes.plugins import FakeTool, calling, make_context, make_engine, make_request
 
 ASKED = {"name": "user"}

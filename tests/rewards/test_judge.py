@@ -12,7 +12,7 @@ from agentrl.config.schema.reward import RewardConfig, RewardFunctionConfig
 from agentrl.errors import ConfigError, RewardError
 from agentrl.rewards import make_reward_manager
 from agentrl.rewards.judge import Judge, make_mark, read_verdict, render, shorten
-from tests.fakes.chat import serving
+from tests.fakes.chat_server import serving
 from tests.fakes.requests import build_request, said
 
 RUBRIC = "Is it polite?"

@@ -9,7 +9,7 @@ from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.errors import SandboxError
 from agentrl.sandbox import ExecutionEnd
 from agentrl.sandbox.fusion import FusionClient, FusionSandbox
-from tests.fakes.fusion import fusion_service
+from tests.fakes.sandbox_fusion import fusion_service
 
 
 def config(url: str | None, **keys: object) -> SandboxConfig:

@@ -17,8 +17,8 @@ import pytest
 from agentrl.sandbox.factory import unavailable_reason
 from agentrl.sandbox.inside import kernel
 from agentrl.sandbox.spawner_client import LocalProvider, sandlock_folder
-from tests.fakes.modes import NO_ENTRY
 from tests.fakes.probes import PROBES, stopped
+from tests.fakes.user_modes import NO_ENTRY
 
 ROOT = Path(__file__).resolve().parents[2]
 TRUST = (ROOT / "docs/trust.md").read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ asyncio.run(main())
 
 
 def run_in(mode: str, program: str) -> str:
-    """Run Python code in a mode of `tests.fakes.modes`, and return what it prints."""
+    """Run Python code in a mode of `tests.fakes.user_modes`, and return what it prints."""
     python = other_users_python()
     if os.geteuid() != 0 or python is None or platform.machine() != "x86_64":
         pytest.skip("this is no root, or no interpreter is open to others, or no filter is known")
@@ -151,7 +151,7 @@ def run_in(mode: str, program: str) -> str:
         for name in ("agentrl", "tests"):
             shutil.copytree(ROOT / name, f"{folder}/{name}")
         done = subprocess.run(
-            [python, "-m", "tests.fakes.modes", mode, program],
+            [python, "-m", "tests.fakes.user_modes", mode, program],
             cwd=folder,
             env={"PYTHONPATH": f"{folder}:{sandlock_folder()}", "PATH": "/usr/bin:/bin"},
             capture_output=True,

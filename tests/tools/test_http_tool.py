@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl.clients.http import HttpClient, query_parameters
 from agentrl.errors import ConfigError, ServiceError, ToolError
 from agentrl.tools.http_tool import HTTPTool
-from tests.fakes.services import Answer, always, echo, endless, hang_up, serving
+from tests.fakes.http_services import Answer, always, echo, endless, hang_up, serving
 from tests.fakes.tools import schema
 
 SECRET = "hunter2hunter2"

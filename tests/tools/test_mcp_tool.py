@@ -19,9 +19,9 @@ from agentrl.tools import BaseTool
 from agentrl.tools.mcp_tool import MCPTool
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.tools.runtime.settings import RetrySettings
+from tests.fakes.http_services import always, serving
 from tests.fakes.mcp import fake, load, servers_alive, yaml_of
 from tests.fakes.mcp_server import WHOLE_SCHEMA
-from tests.fakes.services import always, serving
 from tests.fakes.tools import call
 
 

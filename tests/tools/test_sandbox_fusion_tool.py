@@ -10,7 +10,7 @@ from agentrl.messages import CallOutcome
 from agentrl.tools import initialize_tools_from_config
 from agentrl.tools.runtime.instance import ToolInstance, ToolKwargs
 from agentrl.tools.sandbox_fusion_tool import SandboxFusionTool
-from tests.fakes.fusion import FakeFusion, fusion_service
+from tests.fakes.sandbox_fusion import FakeFusion, fusion_service
 from tests.fakes.tools import call
 
 OF_VERL = """

@@ -10,7 +10,7 @@ import torch
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.workers.distributed import stop_world
-from tests.fakes.faults import Train, files_at_most, make_run, make_workshop
+from tests.fakes.fault_runs import Train, files_at_most, make_run, make_workshop
 from tests.fakes.runs import Told, run_agentrl, write_yaml
 
 

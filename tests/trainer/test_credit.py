@@ -20,7 +20,7 @@ from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit, gather_batch
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes.credit import credit_of_two, credit_rows, run
+from tests.fakes.scored_batch import credit_of_two, credit_rows, run
 from tests.fakes.torchrun import ranks_of
 
 BUNDLED = [
@@ -117,7 +117,7 @@ def test_layout_is_invisible_two_ranks_give_the_credit_of_one(world: World, tmp_
     alone, together = tmp_path / "alone", tmp_path / "together"
     for folder in (alone, together):
         folder.mkdir()
-    with ranks_of("tests.fakes.credit", str(together)) as ranks:
+    with ranks_of("tests.fakes.scored_batch", str(together)) as ranks:
         run(world, alone)
         told = [rank.wait() for rank in ranks]
     assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)

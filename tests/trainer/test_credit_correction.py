@@ -9,7 +9,7 @@ import torch
 from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.trainer.credit import Credit
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes.credit import credited, scored_batch
+from tests.fakes.scored_batch import credited, scored_batch
 
 
 @pytest.fixture

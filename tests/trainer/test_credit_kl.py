@@ -10,7 +10,7 @@ from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes.credit import ADAPTIVE, credited, scored_batch
+from tests.fakes.scored_batch import ADAPTIVE, credited, scored_batch
 
 BY_TURN = ["turn_rloo", "step_reinforce", "gigpo"]
 

@@ -12,10 +12,10 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.components import choose_actor_config
 from agentrl.workers.checkpoint import verify_checkpoint
-from tests.fakes.kill import SCORER
-from tests.fakes.mortal import Killed, Mortal
+from tests.fakes.killed_runs import SCORER
+from tests.fakes.killed_trainer import Killed, Mortal
+from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
-from tests.fakes.same import differences
 
 ADAPTIVE = {
     "use_kl_in_reward": True,

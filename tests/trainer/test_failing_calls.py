@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faults import TOOL, Train
+from tests.fakes.fault_runs import TOOL, Train
 from tests.fakes.runs import read_lines
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -22,7 +22,7 @@ from agentrl.workers.distributed import start_world
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.scoring import find_implausible
 from tests.fakes.engines import tiny_model
-from tests.fakes.faults import (
+from tests.fakes.fault_runs import (
     Train,
     assert_refused,
     assert_same_course,

@@ -16,7 +16,7 @@ from agentrl.atomic_io import naming_path
 from agentrl.config import parse_config
 from agentrl.errors import ConfigError
 from agentrl.trainer.setup.preflight import check_disk_space
-from tests.fakes.faults import (
+from tests.fakes.fault_runs import (
     Train,
     assert_refused,
     assert_same_course,

@@ -15,7 +15,7 @@ import agentrl.workers.checkpoint
 from agentrl.trainer.checkpointer import Checkpointer
 from agentrl.trainer.state.summary import Summary
 from agentrl.workers.optim import PolicyOptimizer
-from tests.fakes.faults import SCORER, Train, assert_same_course, make_run, saved_steps
+from tests.fakes.fault_runs import SCORER, Train, assert_same_course, make_run, saved_steps
 from tests.fakes.runs import (
     read_lines,
     run_agentrl,

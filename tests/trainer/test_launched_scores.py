@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer
 from agentrl.config import parse_config
+from tests.fakes.run_differences import differences
 from tests.fakes.runs import tiny_run
-from tests.fakes.same import differences
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -12,9 +12,9 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.workers.checkpoint import verify_checkpoint
-from tests.fakes.mortal import Killed, Mortal
+from tests.fakes.killed_trainer import Killed, Mortal
+from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
-from tests.fakes.same import differences
 
 SCORER = """
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.workers.distributed import World
+from tests.fakes.batch_ranks import ESTIMATORS, MODES, run
 from tests.fakes.engines import tiny_model
-from tests.fakes.ranks import ESTIMATORS, MODES, run
 from tests.fakes.torchrun import ranks_of
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What one rank wrote, and what two did."""
     alone, together = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    with ranks_of("tests.fakes.ranks", str(together)) as ranks:
+    with ranks_of("tests.fakes.batch_ranks", str(together)) as ranks:
         run(world, alone)
         ended = [rank.wait() for rank in ranks]
     assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.err for rank in ended)

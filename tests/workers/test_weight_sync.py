@@ -15,7 +15,7 @@ from agentrl.workers.weight_sync import sync_weights
 from tests.fakes.engines import tiny_model
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.training import make_policy
-from tests.fakes.weight_ranks import Taker
+from tests.fakes.weight_sync_ranks import Taker
 
 NUM_BYTES = sum(p.nbytes for p in tiny_model().parameters())
 Outcomes = list[dict[str, Any]]
@@ -25,7 +25,7 @@ Outcomes = list[dict[str, Any]]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What two ranks said, by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    with ranks_of("tests.fakes.weight_ranks", str(folder)) as ranks:
+    with ranks_of("tests.fakes.weight_sync_ranks", str(folder)) as ranks:
         ends = [rank.wait() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], "\n".join(end.err for end in ends)
     return [json.loads((folder / f"told_{rank}.json").read_text()) for rank in range(2)]

@@ -6,7 +6,7 @@ import torch
 
 from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
-from tests.fakes.groups import (
+from tests.fakes.group_rows import (
     advantages_of,
     assert_rows,
     hand_made,

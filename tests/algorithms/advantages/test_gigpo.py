@@ -10,7 +10,7 @@ from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.collate import collate
 from agentrl.config.schema.training import AlgorithmConfig
 from tests.fakes.requests import build_request, observed, said
-from tests.fakes.turns import TurnRows, turn_rows
+from tests.fakes.turn_rows import TurnRows, turn_rows
 
 
 def relative(values: list[float], own: float, *, divide: bool) -> float:

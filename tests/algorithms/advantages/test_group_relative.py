@@ -23,7 +23,7 @@ from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.protocol import DataProto
 from agentrl.rewards.placement import split_evenly
-from tests.fakes.groups import (
+from tests.fakes.group_rows import (
     SCORES,
     Member,
     advantages_of,

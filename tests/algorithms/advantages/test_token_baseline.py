@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import get_adv_estimator_fn
-from tests.fakes.turns import TurnRows, turn_rows
+from tests.fakes.turn_rows import TurnRows, turn_rows
 
 OURS = ["optimal_token_baseline", "tir_optimal_token_baseline"]
 

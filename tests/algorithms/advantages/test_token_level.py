@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl.algorithms import compute_advantage, get_adv_estimator_fn
 from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.protocol import DataProto
-from tests.fakes.turns import TurnRows, turn_rows
+from tests.fakes.turn_rows import TurnRows, turn_rows
 
 decays = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 

@@ -12,7 +12,7 @@ from agentrl.collate import collate
 from agentrl.config.schema.training import AlgorithmConfig
 from tests.algorithms.advantages.test_token_level import naive_whiten
 from tests.fakes.requests import build_request, observed, said, weighted
-from tests.fakes.turns import TurnRows, turn_rows
+from tests.fakes.turn_rows import TurnRows, turn_rows
 
 decays = st.sampled_from([0.0, 0.5, 1.0])
 

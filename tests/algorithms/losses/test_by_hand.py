@@ -12,7 +12,7 @@ from agentrl.algorithms.losses.covariance import cut_for_clip_cov
 from agentrl.algorithms.losses.registry import TrainedTokens
 from agentrl.config.schema.training import ActorConfig
 from agentrl.errors import ConfigError
-from tests.fakes.losses import call, column, log
+from tests.fakes.loss_rows import call, column, log
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from agentrl.algorithms.losses.covariance import cut_for_kl_cov
 from agentrl.algorithms.losses.registry import DEFAULTS, TrainedTokens
 from agentrl.algorithms.losses.token_loss import LossInputs
 from agentrl.config.schema.training import ActorConfig, LossAggMode, PolicyLossConfig
-from tests.fakes.losses import call, column
+from tests.fakes.loss_rows import call, column
 from tests.fakes.naive_losses import (
     BUDGET,
     NAIVE,

@@ -17,7 +17,7 @@ from agentrl.algorithms import (
 from agentrl.config.schema.training import ActorConfig, LossAggMode
 from agentrl.config.tables import method_facts
 from agentrl.errors import ConfigError
-from tests.fakes.losses import call, column
+from tests.fakes.loss_rows import call, column
 from tests.fakes.naive_losses import RAGGED, make_batch
 
 MODES = list(get_args(LossAggMode))

@@ -25,7 +25,7 @@ from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from tests.fakes.engines import plain_logits, tiny_model
-from tests.fakes.faults import saved_steps
+from tests.fakes.fault_runs import saved_steps
 from tests.fakes.plugins import (
     FakeUser,
     assert_lawful,

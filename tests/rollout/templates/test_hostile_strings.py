@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.hostile import HostileTexts, hostile_texts
-from tests.fakes.hostile_plays import (
+from tests.fakes.hostile_conversations import (
     Stage,
     byte_fallback_stage,
     carrying_tools,
     production_stage,
 )
+from tests.fakes.hostile_texts import HostileTexts, hostile_texts
 
 WITH_TOOLS = ("glm4moe", "gptoss", "llama3_2", "qwen2_5", "qwen3", "qwen3_instruct_2507")
 STAGES = (*WITH_TOOLS, "byte fallback")

@@ -12,7 +12,7 @@ from agentrl.errors import DataError
 from agentrl.sandbox import Sandbox, make_sandbox
 from agentrl.sandbox.fusion import FusionSandbox
 from agentrl.sandbox.grading import Grade, GradingLimits, grade, read_tests
-from tests.fakes.fusion import fusion_service
+from tests.fakes.sandbox_fusion import fusion_service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

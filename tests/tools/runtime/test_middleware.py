@@ -18,7 +18,7 @@ from agentrl.tools.runtime.instance import ToolOutcome
 from agentrl.tools.runtime.middleware import _handlers
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.tools.runtime.settings import ToolSettings
-from tests.fakes.reading import UntellableError
+from tests.fakes.raising_values import UntellableError
 from tests.fakes.tools import BlockingTool, call, schema
 
 QUICK_RETRY = {"max_attempts": 3, "wait_initial_s": 0.001, "wait_jitter_s": 0.0}

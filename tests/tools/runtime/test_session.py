@@ -14,7 +14,7 @@ from agentrl.errors import DataError, ToolError, ToolLifeError
 from agentrl.messages import CallOutcome, ToolResponse
 from agentrl.tools import BaseTool, ToolResult
 from agentrl.tools.runtime.session import ToolSession
-from tests.fakes.reading import UNTOLD, ExitsWhenRead, UntellableError
+from tests.fakes.raising_values import UNTOLD, ExitsWhenRead, UntellableError
 from tests.fakes.tools import BEHAVIOURS, FlakyTool, call, schema
 
 

@@ -25,7 +25,7 @@ from agentrl.trainer.metrics.aggregators import (
     merge_metrics,
 )
 from agentrl.trainer.metrics.step import Timer, compute_throughput, perf_metrics, time_metrics
-from tests.fakes.seeing import finish, finished_requests, sample, started, tool_story
+from tests.fakes.finished_requests import finish, finished_requests, sample, started, tool_story
 
 
 def rollout_metrics(requests: list[AsyncRolloutRequest]) -> Metrics:

@@ -24,7 +24,7 @@ from agentrl.trainer.rollouts.files import (
     save_rollouts,
 )
 from agentrl.workers.actor import BrokenRow, SkippedStep
-from tests.fakes.seeing import finished_requests, tool_story
+from tests.fakes.finished_requests import finished_requests, tool_story
 
 
 class TwoRanks:

@@ -30,7 +30,14 @@ from agentrl.trainer.rollouts.transcript import (
     render_transcript,
     token_table,
 )
-from tests.fakes.seeing import byte_decode, finish, finished_requests, sample, started, tool_story
+from tests.fakes.finished_requests import (
+    byte_decode,
+    finish,
+    finished_requests,
+    sample,
+    started,
+    tool_story,
+)
 
 TOKENIZERS = Path(__file__).resolve().parents[3].parent / "shared/data/tokenizers"
 

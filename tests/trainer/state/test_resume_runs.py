@@ -19,9 +19,9 @@ from agentrl.trainer.state.resume import START_FILE, check_origin, policy_origin
 from agentrl.workers import checkpoint
 from agentrl.workers.checkpoint import ModelIdentity, RunState, Snapshot, save_checkpoint
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes.kill import SCORER
+from tests.fakes.killed_runs import SCORER
+from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
-from tests.fakes.same import differences
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from agentrl.engines.sglang.weights.distributed import DistributedTransport
 from agentrl.engines.sglang.weights.sync import UpdateParticipants
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.errors import ConfigError, EngineError
-from tests.fakes.faults import files_at_most
+from tests.fakes.fault_runs import files_at_most
 
 HERE, FAR = "http://127.0.0.1:30000", "http://192.0.2.1:30000"
 

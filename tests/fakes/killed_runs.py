@@ -1,6 +1,6 @@
 """Runs that are killed: a process that has imported everything and forks one child for each run.
 
-`python -m tests.fakes.kill` reads one order (a line of JSON) for each run and says on its standard
+`python -m tests.fakes.killed_runs` reads one order (a line of JSON) for each run and says on its standard
 output what becomes of the child, line by line: `started PID`, `enter STATION STEP` and
 `leave STATION STEP` as the child itself writes them, and `ended STATUS`.
 """
@@ -107,7 +107,7 @@ class Nursery:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.kill"],
+            [sys.executable, "-m", "tests.fakes.killed_runs"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

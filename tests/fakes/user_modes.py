@@ -1,6 +1,6 @@
 """The users and machines on which sandlock works differently: each turns this process into one.
 
-Run: python -m tests.fakes.modes MODE CODE, which runs the Python code CODE in that mode.
+Run: python -m tests.fakes.user_modes MODE CODE, which runs the Python code CODE in that mode.
 """
 
 import ctypes
