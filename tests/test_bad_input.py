@@ -12,7 +12,7 @@ import torch
 from tests.fakes.runs import (
     CALL,
     SHARED,
-    Told,
+    CommandOutput,
     read_lines,
     run_agentrl,
     scripted,
@@ -21,7 +21,7 @@ from tests.fakes.runs import (
     write_yaml,
 )
 
-Train = Callable[..., Told]
+Train = Callable[..., CommandOutput]
 ROW = {"prompt": [{"role": "user", "content": "What is 6*7?"}], "data_source": "agentrl/arithmetic"}
 ROW = ROW | {"reward_model": {"ground_truth": "42"}}
 
@@ -38,20 +38,20 @@ def _one_thread() -> Iterator[None]:
 def train(tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     """`agentrl train` on a tiny run file, with changes."""
 
-    def run(**changes: Any) -> Told:
+    def run(**changes: Any) -> CommandOutput:
         content = tiny_run(tiny_home, tmp_path / "run", **changes)
         return run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", content))
 
     return run
 
 
-def assert_refused(told: Told, *parts: str) -> None:
+def assert_refused(output: CommandOutput, *parts: str) -> None:
     """Exit code 2 and one message on standard error that says each of `parts`."""
-    assert told.code == 2, told
-    assert told.err.startswith("error: "), told.err
-    assert "Traceback" not in told.err + told.out
+    assert output.code == 2, output
+    assert output.err.startswith("error: "), output.err
+    assert "Traceback" not in output.err + output.out
     for part in parts:
-        assert part in told.err, told.err
+        assert part in output.err, output.err
 
 
 def tools_yaml(folder: Path, *entries: object) -> dict[str, str]:
@@ -64,8 +64,8 @@ def tools_yaml(folder: Path, *entries: object) -> dict[str, str]:
 
 def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     for command in (["train"], ["rollout"], ["sft"], ["config", "check"]):
-        told = run_agentrl(capsys, *command, tmp_path / "absent.yaml")
-        assert_refused(told, f"no file {tmp_path}/absent.yaml", "expected: a YAML run file")
+        output = run_agentrl(capsys, *command, tmp_path / "absent.yaml")
+        assert_refused(output, f"no file {tmp_path}/absent.yaml", "expected: a YAML run file")
 
 
 def test_malformed_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -75,13 +75,13 @@ def test_malformed_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path):
 
 
 def test_unknown_key(train: Train):
-    told = train(rollout__multi_turn__max_asistant_turns=3)
-    assert_refused(told, "did you mean 'rollout.multi_turn.max_assistant_turns'?", "run.yaml")
+    output = train(rollout__multi_turn__max_asistant_turns=3)
+    assert_refused(output, "did you mean 'rollout.multi_turn.max_assistant_turns'?", "run.yaml")
 
 
 def test_every_problem_is_told_at_once(train: Train):
-    told = train(rollout__n="many", data__sed=1, actor__ppo_mini_batch_size=-1)
-    assert_refused(told, "3 problems", "rollout.n", "'data.seed'", "actor.ppo_mini_batch_size")
+    output = train(rollout__n="many", data__sed=1, actor__ppo_mini_batch_size=-1)
+    assert_refused(output, "3 problems", "rollout.n", "'data.seed'", "actor.ppo_mini_batch_size")
 
 
 def test_override_that_is_none(tiny_home: Path, tmp_path: Path, capsys: Any):
@@ -97,14 +97,14 @@ def test_what_the_command_line_is_to_blame_for_is_not_laid_on_the_file(
     tiny_home: Path, tmp_path: Path, capsys: Any, override: str
 ):
     file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
-    told = run_agentrl(capsys, "train", file, override)
-    assert_refused(told, "(given on the command line)")
-    assert "run.yaml" not in told.err
+    output = run_agentrl(capsys, "train", file, override)
+    assert_refused(output, "(given on the command line)")
+    assert "run.yaml" not in output.err
 
 
 def test_batch_arithmetic_that_does_not_divide(train: Train):
-    told = train(actor__ppo_mini_batch_size=3)
-    assert_refused(told, "3 prompts do not divide data.train_batch_size, 4", "divisor of 4")
+    output = train(actor__ppo_mini_batch_size=3)
+    assert_refused(output, "3 prompts do not divide data.train_batch_size, 4", "divisor of 4")
 
 
 @pytest.mark.parametrize(
@@ -117,65 +117,67 @@ def test_batch_arithmetic_that_does_not_divide(train: Train):
     ],
 )
 def test_unknown_name(train: Train, key: str, misspelt: str):
-    told = train(**{key.replace(".", "__"): misspelt})
-    assert_refused(told, repr(misspelt), "did you mean", f"key: {key}", "run.yaml")
+    output = train(**{key.replace(".", "__"): misspelt})
+    assert_refused(output, repr(misspelt), "did you mean", f"key: {key}", "run.yaml")
 
 
 def test_model_that_is_no_folder_and_no_hub_answers_for(train: Train):
-    told = train(model__path="runs/policy")
-    assert_refused(told, "no folder runs/policy here, and the hub cannot be reached", "model.path")
+    output = train(model__path="runs/policy")
+    assert_refused(
+        output, "no folder runs/policy here, and the hub cannot be reached", "model.path"
+    )
 
 
 def test_address_that_is_none(train: Train):
     servers = {"addresses": ["http://127.0.0.1:30000", "somewhere"]}
-    told = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
-    assert_refused(told, "addresses[1]: 'somewhere' is no address such as http://127.0.0.1:30000")
-    assert "Value error" not in told.err
+    output = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
+    assert_refused(output, "addresses[1]: 'somewhere' is no address such as http://127.0.0.1:30000")
+    assert "Value error" not in output.err
 
 
 def test_address_at_which_nobody_answers(train: Train):
     servers = {"addresses": ["http://127.0.0.1:9"]}
-    told = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
-    assert_refused(told, "no SGLang server answers", "agentrl serve", "sglang_server.addresses")
+    output = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
+    assert_refused(output, "no SGLang server answers", "agentrl serve", "sglang_server.addresses")
 
 
 # Plug-ins.
 
 
 def test_unknown_class_path(train: Train, tmp_path: Path):
-    told = train(**tools_yaml(tmp_path, {"class_name": "agentrl.tools.nowhere.Tool"}))
-    assert_refused(told, "agentrl.tools.nowhere", "tools.yaml", "tools[0].class_name")
-    told = train(**tools_yaml(tmp_path, {"class_name": "agentrl.tools.base.BaseTol"}))
-    assert_refused(told, "has no 'BaseTol'", "BaseTool")
+    output = train(**tools_yaml(tmp_path, {"class_name": "agentrl.tools.nowhere.Tool"}))
+    assert_refused(output, "agentrl.tools.nowhere", "tools.yaml", "tools[0].class_name")
+    output = train(**tools_yaml(tmp_path, {"class_name": "agentrl.tools.base.BaseTol"}))
+    assert_refused(output, "has no 'BaseTol'", "BaseTool")
 
 
 def test_class_that_is_no_tool(train: Train, tmp_path: Path):
-    told = train(**tools_yaml(tmp_path, {"class_name": "collections.OrderedDict"}))
-    assert_refused(told, "not a BaseTool", "a subclass of agentrl.tools.base.BaseTool")
+    output = train(**tools_yaml(tmp_path, {"class_name": "collections.OrderedDict"}))
+    assert_refused(output, "not a BaseTool", "a subclass of agentrl.tools.base.BaseTool")
 
 
 def test_duplicate_tool_names(train: Train, tmp_path: Path):
     entry = {"class_name": "agentrl.tools.calculator_tool.CalculatorTool"}
-    told = train(**tools_yaml(tmp_path, entry, entry))
-    assert_refused(told, "two tools have the name 'calculator'", "tools.yaml")
+    output = train(**tools_yaml(tmp_path, entry, entry))
+    assert_refused(output, "two tools have the name 'calculator'", "tools.yaml")
 
 
 def test_reward_function_that_is_not_there(train: Train, tmp_path: Path):
-    told = train(reward__custom_reward_function={"path": str(tmp_path / "none.py")})
-    assert_refused(told, "none.py", "run.yaml")
+    output = train(reward__custom_reward_function={"path": str(tmp_path / "none.py")})
+    assert_refused(output, "none.py", "run.yaml")
 
 
 def test_interaction_that_is_none(train: Train, tmp_path: Path):
     entry = {"name": "user", "class_name": "agentrl.tools.calculator_tool.CalculatorTool"}
     file = write_yaml(tmp_path / "users.yaml", {"interaction": [entry]})
-    told = train(rollout__multi_turn__interaction_config_path=str(file))
-    assert_refused(told, "not a BaseInteraction", "users.yaml")
+    output = train(rollout__multi_turn__interaction_config_path=str(file))
+    assert_refused(output, "not a BaseInteraction", "users.yaml")
 
 
 # Data.
 
 
-def train_on(train: Train, folder: Path, *rows: object, **changes: Any) -> Told:
+def train_on(train: Train, folder: Path, *rows: object, **changes: Any) -> CommandOutput:
     file = write_jsonl(folder / "rows.jsonl", list(rows))
     return train(
         data__train_files=[str(file)],
@@ -187,37 +189,37 @@ def train_on(train: Train, folder: Path, *rows: object, **changes: Any) -> Told:
 
 
 def test_missing_data_file(train: Train, tmp_path: Path):
-    told = train(data__train_files=[str(tmp_path / "gone.parquet")])
-    assert_refused(told, f"no file {tmp_path}/gone.parquet", "data.train_files[0]")
+    output = train(data__train_files=[str(tmp_path / "gone.parquet")])
+    assert_refused(output, f"no file {tmp_path}/gone.parquet", "data.train_files[0]")
 
 
 def test_row_without_prompt(train: Train, tmp_path: Path):
-    told = train_on(train, tmp_path, ROW, {"question": "6*7?"})
-    assert_refused(told, "a row without 'prompt'", "row: 1", "rows.jsonl", "data.prompt_key")
+    output = train_on(train, tmp_path, ROW, {"question": "6*7?"})
+    assert_refused(output, "a row without 'prompt'", "row: 1", "rows.jsonl", "data.prompt_key")
 
 
 def test_data_source_without_a_scorer(train: Train, tmp_path: Path):
     changes = {"reward": {"custom_reward_function": None}}
-    told = train_on(train, tmp_path, ROW, ROW | {"data_source": "my/source"}, **changes)
-    assert_refused(told, "no bundled scorer for the data source 'my/source'", "row: 1")
+    output = train_on(train, tmp_path, ROW, ROW | {"data_source": "my/source"}, **changes)
+    assert_refused(output, "no bundled scorer for the data source 'my/source'", "row: 1")
 
 
 def test_prompt_beyond_its_budget(train: Train, tmp_path: Path):
     long = ROW | {"prompt": "six times seven " * 200}
-    told = train_on(train, tmp_path, ROW, long, data__filter_overlong_prompts=False)
-    assert_refused(told, "224", "data.truncation")
+    output = train_on(train, tmp_path, ROW, long, data__filter_overlong_prompts=False)
+    assert_refused(output, "224", "data.truncation")
 
 
 def test_every_prompt_beyond_its_budget(train: Train, tmp_path: Path):
-    told = train_on(train, tmp_path, ROW | {"prompt": "six times seven " * 200})
-    assert_refused(told, "224")
+    output = train_on(train, tmp_path, ROW | {"prompt": "six times seven " * 200})
+    assert_refused(output, "224")
 
 
 def test_tool_named_in_data_and_absent_in_the_run(train: Train, tmp_path: Path):
     kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "wiki"}}}}
-    told = train_on(train, tmp_path, ROW, ROW | {"extra_info": kwargs})
+    output = train_on(train, tmp_path, ROW, ROW | {"extra_info": kwargs})
     assert_refused(
-        told, "row 1 names the tool 'search'", "rows.jsonl", "calculator", "tool_config_path"
+        output, "row 1 names the tool 'search'", "rows.jsonl", "calculator", "tool_config_path"
     )
 
 
@@ -228,44 +230,44 @@ def test_interaction_named_in_data_and_absent_in_the_run(train: Train, tmp_path:
     }
     file = write_yaml(tmp_path / "users.yaml", {"interaction": [entry]})
     kwargs = {"interaction_kwargs": {"name": "doctor"}}
-    told = train_on(
+    output = train_on(
         train,
         tmp_path,
         ROW | {"extra_info": kwargs},
         rollout__multi_turn__interaction_config_path=str(file),
     )
-    assert_refused(told, "'doctor'", "gsm8k", "row: 0", "rows.jsonl")
-    assert "Qwen2ForCausalLM" not in told.out, "told before the model loads"
+    assert_refused(output, "'doctor'", "gsm8k", "row: 0", "rows.jsonl")
+    assert "Qwen2ForCausalLM" not in output.out, "told before the model loads"
 
 
 # Models.
 
 
 def test_model_that_is_not_there(train: Train, tmp_path: Path):
-    told = train(model__path=str(tmp_path / "nowhere"))
-    assert_refused(told, f"no folder {tmp_path}/nowhere", "model.path")
+    output = train(model__path=str(tmp_path / "nowhere"))
+    assert_refused(output, f"no folder {tmp_path}/nowhere", "model.path")
 
 
 def test_hub_name_without_a_hub(train: Train):
-    told = train(model__path="nobody/has-this")
-    assert_refused(told, "nobody/has-this", "model.path")
-    assert len(told.err.splitlines()) < 10
+    output = train(model__path="nobody/has-this")
+    assert_refused(output, "nobody/has-this", "model.path")
+    assert len(output.err.splitlines()) < 10
 
 
 def test_template_that_cannot_carry_the_run(train: Train):
     template = SHARED / "chat_templates/phi3_5.jinja"
     if not template.is_file():
         pytest.skip(f"needs {template}")
-    told = train(model__custom_chat_template=str(template))
-    assert_refused(told, "phi3_5.jinja", "the tokenizer lacks the tokens", "<|assistant|>")
+    output = train(model__custom_chat_template=str(template))
+    assert_refused(output, "phi3_5.jinja", "the tokenizer lacks the tokens", "<|assistant|>")
 
 
 def test_template_without_generation_prompt(train: Train):
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     )
-    told = train(model__custom_chat_template=source, rollout__multi_turn__tool_config_path=None)
-    assert_refused(told, "generation prompt")
+    output = train(model__custom_chat_template=source, rollout__multi_turn__tool_config_path=None)
+    assert_refused(output, "generation prompt")
 
 
 def test_checkpoint_of_another_model(train: Train, tiny_home: Path, tmp_path: Path):
@@ -278,8 +280,8 @@ def test_checkpoint_of_another_model(train: Train, tiny_home: Path, tmp_path: Pa
     config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
     AutoModelForCausalLM.from_config(config).save_pretrained(other)
     before = (tmp_path / "run/metrics.jsonl").read_text()
-    told = train(model__path=str(other))
-    assert_refused(told, "of another model", "global_step_1", "trainer.resume_mode=disable")
+    output = train(model__path=str(other))
+    assert_refused(output, "of another model", "global_step_1", "trainer.resume_mode=disable")
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
 
 
@@ -290,11 +292,11 @@ def test_half_written_checkpoint_gives_way_to_the_one_before(
     broken = tmp_path / "run/checkpoints/global_step_2"
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    told = train()
-    assert told.code == 0, told.err
-    assert "global_step_1 at step 1" in told.out
+    output = train()
+    assert output.code == 0, output.err
+    assert "global_step_1 at step 1" in output.out
     assert "global_step_2 is damaged" in caplog.text
-    assert "Traceback" not in told.err
+    assert "Traceback" not in output.err
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
 
@@ -303,10 +305,10 @@ def test_half_written_checkpoint_that_was_asked_for_is_refused(train: Train, tmp
     assert train(trainer__save_freq=1).code == 0
     broken = tmp_path / "run/checkpoints/global_step_2"
     (broken / "manifest.json").unlink()
-    told = train(trainer__resume_mode="resume_path", trainer__resume_from_path=str(broken))
-    assert_refused(told, "global_step_2 is incomplete", str(broken))
-    told = train(trainer__resume_mode="resume_path", trainer__resume_from_path="no/such/folder")
-    assert_refused(told, "no/such/folder", "trainer.resume_from_path")
+    output = train(trainer__resume_mode="resume_path", trainer__resume_from_path=str(broken))
+    assert_refused(output, "global_step_2 is incomplete", str(broken))
+    output = train(trainer__resume_mode="resume_path", trainer__resume_from_path="no/such/folder")
+    assert_refused(output, "no/such/folder", "trainer.resume_from_path")
 
 
 # What happens while it runs.
@@ -314,8 +316,8 @@ def test_half_written_checkpoint_that_was_asked_for_is_refused(train: Train, tmp
 
 def test_reward_function_that_returns_nan(train: Train, tmp_path: Path):
     (tmp_path / "nan.py").write_text("def compute_score(*args, **kw):\n    return float('nan')\n")
-    told = train(reward__custom_reward_function={"path": str(tmp_path / "nan.py")})
-    assert_refused(told, "requests failed", "nan", "RewardError")
+    output = train(reward__custom_reward_function={"path": str(tmp_path / "nan.py")})
+    assert_refused(output, "requests failed", "nan", "RewardError")
 
 
 def test_reward_function_that_breaks_later_keeps_what_was_reached(train: Train, tmp_path: Path):
@@ -325,10 +327,10 @@ def test_reward_function_that_breaks_later_keeps_what_was_reached(train: Train, 
         f"    done = Path({str(tmp_path / 'run/checkpoints/global_step_1')!r}).exists()\n"
         "    return float('inf') if done else 1.0\n"
     )
-    told = train(
+    output = train(
         reward__custom_reward_function={"path": str(tmp_path / "late.py")}, trainer__save_freq=1
     )
-    assert_refused(told, "inf")
+    assert_refused(output, "inf")
     assert (tmp_path / "run/checkpoints/global_step_1/manifest.json").is_file()
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]
@@ -377,7 +379,7 @@ def test_bad_tool_costs_its_call_and_the_run_goes_on(
 ):
     (tmp_path / "bad_tools.py").write_text(BAD_TOOLS)
     call = CALL.replace("calculator", tool).replace('"expression": "6*7"', '"a": 1')
-    told = train(
+    output = train(
         rollout__multi_turn={
             "function_tool_path": str(tmp_path / "bad_tools.py"),
             "tool_timeout_s": 0.5,
@@ -391,8 +393,8 @@ def test_bad_tool_costs_its_call_and_the_run_goes_on(
         trainer__total_training_steps=1,
         trainer__rollout_data_dir=str(tmp_path / "rollouts"),
     )
-    assert told.code == 0, told.err
-    assert "Traceback" not in told.err
+    assert output.code == 0, output.err
+    assert "Traceback" not in output.err
     line = read_lines(tmp_path / "run/metrics.jsonl")[0]
     assert line[f"rollout/tool_calls/{outcome}"] == 1.0
     assert line["rollout/failed_frac"] == 0.0
@@ -404,12 +406,12 @@ def test_bad_tool_costs_its_call_and_the_run_goes_on(
 
 def test_folder_that_cannot_be_written(train: Train, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    told = train(trainer__default_local_dir=str(tmp_path / "file/run"))
+    output = train(trainer__default_local_dir=str(tmp_path / "file/run"))
     assert_refused(
-        told, f"cannot write to {tmp_path}/file/run: {tmp_path}/file is a file",
+        output, f"cannot write to {tmp_path}/file/run: {tmp_path}/file is a file",
         "trainer.default_local_dir", "expected: a folder that can be written",
     )  # fmt: skip
-    told = train(trainer__default_local_dir=str(tmp_path / "file"))
-    assert_refused(told, f"{tmp_path}/file is a file", "trainer.default_local_dir")
-    told = train(trainer__rollout_data_dir="/proc/rollouts")
-    assert_refused(told, "cannot write", "/proc/rollouts", "trainer.rollout_data_dir")
+    output = train(trainer__default_local_dir=str(tmp_path / "file"))
+    assert_refused(output, f"{tmp_path}/file is a file", "trainer.default_local_dir")
+    output = train(trainer__rollout_data_dir="/proc/rollouts")
+    assert_refused(output, "cannot write", "/proc/rollouts", "trainer.rollout_data_dir")

@@ -32,7 +32,7 @@ from agentrl.rewards.scoring import solution_text
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes.plugins import check_life
-from tests.fakes.scheduling import Scene, SlowTool, SlowUser, random_time, tokens
+from tests.fakes.scheduling import Scenario, SlowTool, SlowUser, random_time, tokens
 
 VICTIM = "train-0-0-1-2"
 TIMEOUT_S = 1.0
@@ -221,16 +221,16 @@ def check_same(was: AsyncRolloutRequest, now: AsyncRolloutRequest) -> None:
     assert outcomes == [[call.outcome for call in turn.calls] for turn in was.turns]
 
 
-def scene_of(num_prompts: int, tool: FaultyTool, user: FaultyUser) -> Scene:
+def make_scenario(num_prompts: int, tool: FaultyTool, user: FaultyUser) -> Scenario:
     times = {"tool_timeout_s": TIMEOUT_S, "interaction_timeout_s": TIMEOUT_S}
-    return Scene(num_prompts=num_prompts, tool=tool, user=user, multi_turn=times)
+    return Scenario(num_prompts=num_prompts, tool=tool, user=user, multi_turn=times)
 
 
 @cache
 def healthy(num_prompts: int) -> list[AsyncRolloutRequest]:
     """Run once without a fault."""
     nothing = FaultyTool("", fails), FaultyUser("", fails)
-    requests = scene_of(num_prompts, *nothing).run_fresh()
+    requests = make_scenario(num_prompts, *nothing).run_fresh()
     victim = _victim(requests)
     assert any(call.outcome == "ok" for turn in victim.turns for call in turn.calls)
     assert victim.num_user_turns
@@ -245,7 +245,7 @@ def tell(
 ) -> Story:
     tool, user = FaultyTool(site, act), FaultyUser(site, act)
     late_s.clear()
-    mixed = scene_of(num_prompts, tool, user).run_fresh(kind)
+    mixed = make_scenario(num_prompts, tool, user).run_fresh(kind)
     return Story(healthy(num_prompts), mixed, tool, user)
 
 

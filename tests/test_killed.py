@@ -18,7 +18,7 @@ from agentrl.data.files import read_rows
 from agentrl.tools import initialize_tools_from_config
 from agentrl.workers.distributed import start_world, stop_world
 from agentrl.workers.sft import run_sft
-from tests.fakes.killed_runs import SCORER, STATIONS, Life, Mark, Nursery
+from tests.fakes.killed_runs import KILL_POINTS, SCORER, ChildRun, Mark, RunForker
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import (
     CALCULATOR,
@@ -110,68 +110,68 @@ def warm_home(home: Home, tiny_home: Path) -> Home:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
+def forker() -> Iterator[RunForker]:
+    with RunForker() as forker:
+        yield forker
 
 
 @dataclass
-class Course:
-    """One run, however often it is killed."""
+class KilledRun:
+    """One run that may be killed several times."""
 
-    nursery: Nursery
+    forker: RunForker
     run: dict[str, Any]
     folder: Path
-    lives: list[Life] = field(default_factory=list[Life])
+    children: list[ChildRun] = field(default_factory=list[ChildRun])
 
-    def live(self) -> Life:
-        """Start it, anew or again."""
+    def run_child(self) -> ChildRun:
+        """Start or restart it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lives.append(self.nursery.start(self.run, self.folder.with_suffix(".log")))
-        return self.lives[-1]
+        self.children.append(self.forker.start(self.run, self.folder.with_suffix(".log")))
+        return self.children[-1]
 
-    def finish(self) -> Life:
+    def finish(self) -> ChildRun:
         """Let it run to its end."""
-        life = self.live()
-        assert life.wait() == 0, self.told()
-        return life
+        child = self.run_child()
+        assert child.wait() == 0, self.log_tail()
+        return child
 
-    def kill_inside(self, station: str, step: int, delay: float) -> bool:
-        """Kill it `delay` seconds after it entered a station; whether it was still in there."""
-        mark, life = Mark("enter", station, step), self.live()
-        assert life.wait_for(mark), self.told()
-        life.kill_after(delay)
-        assert life.wait() == -9, self.told()
-        return life.is_inside(mark)
+    def kill_inside(self, point: str, step: int, delay: float) -> bool:
+        """Kill it `delay` seconds after it entered a point; return whether it was still in it."""
+        mark, child = Mark("enter", point, step), self.run_child()
+        assert child.wait_for(mark), self.log_tail()
+        child.kill_after(delay)
+        assert child.wait() == -9, self.log_tail()
+        return child.is_inside(mark)
 
     def newest_checkpoint(self) -> int:
         names = [path.name for path in self.folder.glob("checkpoints/global_step_*")]
         return max([int(name.rpartition("_")[2]) for name in names], default=0)
 
-    def told(self) -> str:
+    def log_tail(self) -> str:
         return self.folder.with_suffix(".log").read_text()[-3000:]
 
 
-def usual_seconds(life: Life, station: str) -> float:
-    """How long a run was in a station, in the middle of its steps."""
-    times = dict(zip(life.marks, life.times, strict=True))
-    entered = [mark for mark in life.marks if mark[:2] == ("enter", station)]
+def usual_seconds(child: ChildRun, point: str) -> float:
+    """Return the median time that a run spent in a point."""
+    times = dict(zip(child.marks, child.times, strict=True))
+    entered = [mark for mark in child.marks if mark[:2] == ("enter", point)]
     return median(times[mark._replace(event="leave")] - times[mark] for mark in entered)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("station", STATIONS)
+@pytest.mark.parametrize("point", KILL_POINTS)
 def test_resume_is_exact_run_killed_ten_times_is_the_run_that_was_never_killed(
-    warm_home: Home, nursery: Nursery, tmp_path: Path, station: str
+    warm_home: Home, forker: RunForker, tmp_path: Path, point: str
 ):
-    def course(name: str) -> Course:
-        run = warm_home.run(tmp_path / name, trainer__save_freq=SAVE_FREQ[station])
-        return Course(nursery, run, tmp_path / name)
+    def make_run(name: str) -> KilledRun:
+        run = warm_home.run(tmp_path / name, trainer__save_freq=SAVE_FREQ[point])
+        return KilledRun(forker, run, tmp_path / name)
 
-    whole, killed = course("whole"), course("killed")
-    seconds = usual_seconds(whole.finish(), station)
-    draw = random.Random(f"instants of {station}")
+    whole, killed = make_run("whole"), make_run("killed")
+    seconds = usual_seconds(whole.finish(), point)
+    draw = random.Random(f"instants of {point}")
     steps = sorted(
         draw.choices(FIRST_EPOCH, k=3) + draw.choices(EPOCHS_END, k=4) + draw.choices(AFTER, k=3)
     )
@@ -182,13 +182,13 @@ def test_resume_is_exact_run_killed_ten_times_is_the_run_that_was_never_killed(
             reached = max(step, killed.newest_checkpoint() + 1)
             # An instant that came too late costs a step: the next comes earlier, the last in time.
             sooner = 8 if reached == NUM_STEPS else 2**attempt
-            if killed.kill_inside(station, reached, draw.uniform(0, seconds / sooner)):
+            if killed.kill_inside(point, reached, draw.uniform(0, seconds / sooner)):
                 hits.append(reached)
                 half_written += any(killed.folder.glob("checkpoints/.writing-*"))
                 break
     assert len(hits) == 10, "instants that came too late"
     assert all(set(hits) & set(steps) for steps in (FIRST_EPOCH, EPOCHS_END, AFTER))
-    assert half_written >= 3 or station != "save_checkpoint"
+    assert half_written >= 3 or point != "save_checkpoint"
     killed.finish()
     assert differences(whole.folder, killed.folder) == []
     lines = read_lines(whole.folder / "metrics.jsonl")
@@ -200,20 +200,20 @@ def test_resume_is_exact_run_killed_ten_times_is_the_run_that_was_never_killed(
 
 @pytest.mark.slow
 def test_resume_is_exact_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been(
-    warm_home: Home, nursery: Nursery, tmp_path: Path
+    warm_home: Home, forker: RunForker, tmp_path: Path
 ):
-    def course(name: str) -> Course:
+    def make_run(name: str) -> KilledRun:
         run = warm_home.run(tmp_path / name, trainer__save_freq=STEPS_PER_EPOCH)
-        return Course(nursery, run, tmp_path / name)
+        return KilledRun(forker, run, tmp_path / name)
 
-    whole, stopped = course("whole"), course("stopped")
+    whole, stopped = make_run("whole"), make_run("stopped")
     seconds = usual_seconds(whole.finish(), "roll_out")
     draw = random.Random("instants of SIGTERM")
-    for step, station in ((1, "roll_out"), (3, "update_actor"), (4, "validate"), (6, "roll_out")):
-        life = stopped.live()
-        assert life.wait_for(Mark("enter", station, step)), stopped.told()
-        life.kill_after(draw.uniform(0, seconds), signal.SIGTERM)
-        assert life.wait() == 1, stopped.told()
+    for step, point in ((1, "roll_out"), (3, "update_actor"), (4, "validate"), (6, "roll_out")):
+        child = stopped.run_child()
+        assert child.wait_for(Mark("enter", point, step)), stopped.log_tail()
+        child.kill_after(draw.uniform(0, seconds), signal.SIGTERM)
+        assert child.wait() == 1, stopped.log_tail()
         assert not any(stopped.folder.glob("checkpoints/.*"))
     stopped.finish()
     assert differences(whole.folder, stopped.folder) == []
@@ -268,8 +268,8 @@ def kill_command(run_file: Path, is_time: Callable[[], bool], delay: float) -> N
 def finish_command(run_file: Path) -> None:
     """Run the command to its end."""
     process = spawn_agentrl("train", run_file)
-    told = process.communicate(timeout=250)
-    assert process.returncode == 0, told
+    output = process.communicate(timeout=250)
+    assert process.returncode == 0, output
 
 
 @pytest.mark.slow

@@ -87,13 +87,13 @@ def test_the_file_of_a_module_that_has_no_such_name_is_shown():
         load_object("json.SqlTool")
 
 
-@pytest.mark.parametrize(("path", "told"), [(None, "is not set"), ("gone", "no folder gone")])
-def test_a_missing_checkpoint_is_told_with_an_example(path: str | None, told: str):
+@pytest.mark.parametrize(("path", "message"), [(None, "is not set"), ("gone", "no folder gone")])
+def test_a_missing_checkpoint_is_told_with_an_example(path: str | None, message: str):
     trainer: dict[str, Any] = {"resume_mode": "auto", "default_local_dir": "runs/x"}
     config = config_of(trainer=trainer)
     chosen = {"resume_mode": "resume_path", "resume_from_path": path and Path(path)}
     changed = config.trainer.model_copy(update=chosen)
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         find_checkpoint(config.model_copy(update={"trainer": changed}))
     assert "runs/x/checkpoints/global_step_10" in str(caught.value)
 
@@ -119,7 +119,7 @@ def test_a_function_tool_that_tells_the_model_nothing_is_noted():
         return word
 
     @function_tool
-    def told(word: str) -> str:
+    def described(word: str) -> str:
         """Look a word up."""
         return word
 
@@ -131,7 +131,7 @@ def test_a_function_tool_that_tells_the_model_nothing_is_noted():
         "the function tool 'bare' has no annotation for word",
         "the function tool 'bare' has no docstring: the model does not see what it does",
     ]
-    assert notes(told) == []
+    assert notes(described) == []
 
 
 def test_validation_on_the_training_file_is_noted():

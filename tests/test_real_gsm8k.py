@@ -29,7 +29,7 @@ from tests.fakes.gsm8k import (
     assert_trained_is_what_was_sampled,
     make_config,
     make_home,
-    walk_all_the_way,
+    run_all_stages,
     weights_of,
     with_engine,
 )
@@ -46,9 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_rows_sampled_by_the_embedded_engine_go_all_the_way(home: Path):
-    walk_all_the_way(
-        make_config(home, "sampled", max_tokens_per_turn=4, max_tool_response_length=64)
-    )
+    run_all_stages(make_config(home, "sampled", max_tokens_per_turn=4, max_tool_response_length=64))
 
 
 # The scripted policy: the first sample of a group is corrected and finds the answer, the second

@@ -51,9 +51,9 @@ def test_every_figure_is_measured_and_told(
     parts = overhead.Parts(bench).seconds(1)
     assert all(seconds > 0 for seconds in parts.values())
     overhead.report(bench, figures, 30.0, parts)
-    told = capsys.readouterr().out
-    assert all(name in told for name in parts)
-    assert "load:" in told
+    output = capsys.readouterr().out
+    assert all(name in output for name in parts)
+    assert "load:" in output
 
 
 def test_the_critical_path_is_the_longest_of_the_requests_waits(bench):

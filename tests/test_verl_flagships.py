@@ -223,7 +223,7 @@ def test_a_flagship_of_verl_trains_two_steps(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     run = flagship(tmp_path)
-    told = run_agentrl(capsys, "train", run.file, *run.line, *small(tiny_home, tmp_path))
-    assert told.code == 0, told.err
-    assert "2 steps in" in told.out
+    output = run_agentrl(capsys, "train", run.file, *run.line, *small(tiny_home, tmp_path))
+    assert output.code == 0, output.err
+    assert "2 steps in" in output.out
     assert (tmp_path / "out/checkpoints/global_step_2").is_dir()

@@ -176,8 +176,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (files | {"tool.yaml": TOOL_YAML, "user.yaml": INTERACTION_YAML}).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (command,) = re.findall(r"^sed .*my_plugins\.py$", PAGE.read_text(encoding="utf-8"), re.M)
-    told = command.replace("my_plugins.py", " ".join(files))
-    subprocess.run(told, shell=True, check=True, cwd=tmp_path)
+    filled = command.replace("my_plugins.py", " ".join(files))
+    subprocess.run(filled, shell=True, check=True, cwd=tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -351,16 +351,16 @@ class ForgetfulInteraction(BaseInteraction):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("OldInteraction", "defines create, which is never called, and no start_interaction"),
         ("ForgetfulInteraction", "does not call super().__init__"),
     ],
 )
 def test_an_interaction_that_can_never_work_is_an_error_at_load(
-    tmp_path: Path, name: str, told: str
+    tmp_path: Path, name: str, message: str
 ):
     path = tmp_path / "users.yaml"
     path.write_text(f"interaction: [{{class_name: {__name__}.{name}}}]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         initialize_interactions_from_config(path)

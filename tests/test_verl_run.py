@@ -148,12 +148,12 @@ def verl_run(tiny_home: Path, tmp_path: Path) -> list[Any]:
 
 
 def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_path: Path):
-    told = run_agentrl(capsys, "train", *verl_run, "rollout.engine.name=transformers")
-    assert (told.code, told.err) == (0, "")
-    assert "keys of verl's tree read" in told.out
-    assert "agentrl has no wandb" in told.out
-    assert "actor_rollout_ref.rollout.gpu_memory_utilization" not in told.out, "verl's default"
-    assert "actor_rollout_ref.model.use_remove_padding: rows are always packed" in told.out
+    output = run_agentrl(capsys, "train", *verl_run, "rollout.engine.name=transformers")
+    assert (output.code, output.err) == (0, "")
+    assert "keys of verl's tree read" in output.out
+    assert "agentrl has no wandb" in output.out
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization" not in output.out, "verl's default"
+    assert "actor_rollout_ref.model.use_remove_padding: rows are always packed" in output.out
     [step] = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if line["step"] == 1]
     assert step["actor/grad_norm"] > 0
     assert "actor/kl_loss" in step
@@ -161,21 +161,21 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
 
 
 def test_the_classes_that_stand_for_verls_are_named(capsys: Capture, verl_run: list[Any]):
-    told = run_agentrl(capsys, "config", "check", *verl_run)
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "config", "check", *verl_run)
+    assert (output.code, output.err) == (0, "")
     for path in (
         "verl.tools.gsm8k_tool.Gsm8kTool",
         "verl.interactions.gsm8k_interaction.Gsm8kInteraction",
     ):
-        assert f"{path} -> agentrl.compat.{path}\n" in told.out
+        assert f"{path} -> agentrl.compat.{path}\n" in output.out
 
 
 def test_tool_and_user_of_verls_take_their_part(
     capsys: Capture, verl_run: list[Any], tmp_path: Path
 ):
     out = tmp_path / "rollouts.jsonl"
-    told = run_agentrl(capsys, "rollout", *verl_run, *SCRIPT, "--num", 1, "--out", out)
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "rollout", *verl_run, *SCRIPT, "--num", 1, "--out", out)
+    assert (output.code, output.err) == (0, "")
     request = read_lines(out)[0]["request"]
     roles = [message["role"] for message in request["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
@@ -186,8 +186,8 @@ def test_tool_and_user_of_verls_take_their_part(
 def test_config_check_shows_the_report_and_a_file_of_ours(
     capsys: Capture, verl_run: list[Any], tmp_path: Path
 ):
-    told = run_agentrl(capsys, "config", "check", *verl_run)
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "config", "check", *verl_run)
+    assert (output.code, output.err) == (0, "")
     for part in (
         "# Read from the key tree of verl 0.6.1.",
         "no counterpart (",
@@ -196,16 +196,16 @@ def test_config_check_shows_the_report_and_a_file_of_ours(
         "interactions: gsm8k",
         "rows of train: 4",
     ):
-        assert part in told.out, part
+        assert part in output.out, part
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(told.out.partition("\n# One training step")[0])
+    resolved.write_text(output.out.partition("\n# One training step")[0])
     assert load_config(resolved) == load_config(verl_run[0], verl_run[1:])
 
 
 def test_from_verl_writes_the_run_in_our_keys(capsys: Capture, verl_run: list[Any], tmp_path: Path):
     ours = tmp_path / "ours.yaml"
-    told = run_agentrl(capsys, "config", "from-verl", *verl_run, "--out", ours)
-    assert (told.code, told.out) == (0, f"written: {ours}\n")
+    output = run_agentrl(capsys, "config", "from-verl", *verl_run, "--out", ours)
+    assert (output.code, output.out) == (0, f"written: {ours}\n")
     assert load_config(ours) == load_config(verl_run[0], verl_run[1:])
     printed = run_agentrl(capsys, "config", "from-verl", *verl_run)
     assert printed.out == ours.read_text()
@@ -213,27 +213,27 @@ def test_from_verl_writes_the_run_in_our_keys(capsys: Capture, verl_run: list[An
 
 def test_a_contradiction_is_told_in_verls_names_too(capsys: Capture, verl_run: list[Any]):
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    told = run_agentrl(capsys, "train", *verl_run, f"{mini}=3")
-    assert told.code == 2
-    assert f"actor.ppo_mini_batch_size is {mini}" in told.err
+    output = run_agentrl(capsys, "train", *verl_run, f"{mini}=3")
+    assert output.code == 2
+    assert f"actor.ppo_mini_batch_size is {mini}" in output.err
 
 
 @pytest.mark.parametrize(
     "name", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"]
 )
 def test_an_algorithm_that_is_not_here_is_refused(capsys: Capture, verl_run: list[Any], name: str):
-    told = run_agentrl(capsys, "train", *verl_run, f"{name}=not_here")
-    assert told.code == 2
-    assert "'not_here'" in told.err
+    output = run_agentrl(capsys, "train", *verl_run, f"{name}=not_here")
+    assert output.code == 2
+    assert "'not_here'" in output.err
 
 
 def test_rows_with_tools_in_a_run_without_tools_are_a_note_as_there(
     capsys: Capture, verl_run: list[Any]
 ):
     ablation = [line for line in verl_run if "tool_config_path" not in str(line)]
-    told = run_agentrl(capsys, "config", "check", *ablation)
-    assert (told.code, told.err) == (0, "")
-    assert "rows name the tools calc_gsm8k_reward, and the run has none" in told.out
+    output = run_agentrl(capsys, "config", "check", *ablation)
+    assert (output.code, output.err) == (0, "")
+    assert "rows name the tools calc_gsm8k_reward, and the run has none" in output.out
     strict = run_agentrl(capsys, "config", "check", *ablation, "data.strict_rows=true")
     assert strict.code == 2
     assert "names the tool 'calc_gsm8k_reward'" in strict.err
@@ -243,10 +243,10 @@ def test_rows_with_images_are_refused(capsys: Capture, verl_run: list[Any], tmp_
     prompt = [{"role": "user", "content": "<image>Find x"}]
     rows = [{"prompt": prompt, "data_source": "openai/gsm8k", "images": [{"path": "a.png"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    told = run_agentrl(capsys, "config", "check", *verl_run, "data.image_key=images")
-    assert told.code == 2
-    assert "the column 'images' has images" in told.err
-    assert "trains on text only" in told.err
+    output = run_agentrl(capsys, "config", "check", *verl_run, "data.image_key=images")
+    assert output.code == 2
+    assert "the column 'images' has images" in output.err
+    assert "trains on text only" in output.err
 
 
 def test_verls_way_to_name_a_file_is_answered_with_ours(capsys: Capture, tmp_path: Path):
@@ -255,6 +255,6 @@ def test_verls_way_to_name_a_file_is_answered_with_ours(capsys: Capture, tmp_pat
         ["--config-path=examples/config", "--config-name", "gsm8k_multiturn_grpo.yaml"],
         ["--config-dir", "examples/config", "--config-name", "gsm8k_multiturn_grpo"],
     ):
-        told = run_agentrl(capsys, "train", *line, "trainer.total_epochs=15")
-        assert told.code == 2
-        assert "agentrl train examples/config/gsm8k_multiturn_grpo.yaml KEY=VALUE" in told.err
+        output = run_agentrl(capsys, "train", *line, "trainer.total_epochs=15")
+        assert output.code == 2
+        assert "agentrl train examples/config/gsm8k_multiturn_grpo.yaml KEY=VALUE" in output.err

@@ -26,10 +26,10 @@ def test_the_files_of_the_page_warm_a_policy_up(
         assert f"`{name}`" in PAGE
         Path(name).write_text(content)
     runpy.run_path("my_demos.py")
-    told = run_agentrl(capsys, "sft", "run.yaml", "prepare.sft.steps=2")
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "sft", "run.yaml", "prepare.sft.steps=2")
+    assert (output.code, output.err) == (0, "")
     assert re.search(
-        r"made/warmed_up, 60 conversations, loss on held-out conversations \d", told.out
+        r"made/warmed_up, 60 conversations, loss on held-out conversations \d", output.out
     )
     again = run_agentrl(capsys, "sft", "run.yaml", "prepare.sft.steps=3")
     assert again.code == 2

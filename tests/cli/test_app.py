@@ -50,9 +50,9 @@ def run_file(tiny_home: Path, tmp_path: Path) -> Path:
 
 
 def test_help_names_every_command(capsys: Capture):
-    told = run_agentrl(capsys, "--help")
-    assert told.code == 0
-    assert all(name in told.out for name in ("train", "sft", "rollout", "prepare", "config"))
+    output = run_agentrl(capsys, "--help")
+    assert output.code == 0
+    assert all(name in output.out for name in ("train", "sft", "rollout", "prepare", "config"))
 
 
 def test_version(capsys: Capture):
@@ -60,9 +60,9 @@ def test_version(capsys: Capture):
 
 
 def test_unknown_command_names_the_nearest(capsys: Capture):
-    told = run_agentrl(capsys, "trian")
-    assert told.code == 2
-    assert "Did you mean 'train'?" in told.err
+    output = run_agentrl(capsys, "trian")
+    assert output.code == 2
+    assert "Did you mean 'train'?" in output.err
 
 
 def test_python_dash_m_is_the_command():
@@ -80,8 +80,8 @@ def test_python_dash_m_is_the_command():
     ],
 )
 def test_help_shows_lists_as_they_are_written(capsys: Capture, command: str, words: str):
-    told = run_agentrl(capsys, command, "--help")
-    assert "".join(words.split()) in "".join(told.out.split())
+    output = run_agentrl(capsys, command, "--help")
+    assert "".join(words.split()) in "".join(output.out.split())
 
 
 def test_a_command_that_is_interrupted_before_its_run_begins_says_so(
@@ -118,10 +118,10 @@ def until_imported(library: str, process: subprocess.Popen[str], timeout_s: floa
 
 def test_prepare_arithmetic_names_its_files_and_keeps_them(capsys: Capture, tmp_path: Path):
     sizes = ("--num-train", 6, "--num-val", 3, "--num-demos", 5)
-    told = run_agentrl(capsys, "prepare", "arithmetic", tmp_path / "a", *sizes)
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "prepare", "arithmetic", tmp_path / "a", *sizes)
+    assert (output.code, output.err) == (0, "")
     names = ["train.parquet", "val.parquet", "val_unseen.parquet", "demos.jsonl"]
-    assert told.out.splitlines() == [f"made: {tmp_path}/a/{name}" for name in names]
+    assert output.out.splitlines() == [f"made: {tmp_path}/a/{name}" for name in names]
     again = run_agentrl(capsys, "prepare", "arithmetic", tmp_path / "a", *sizes)
     assert again.out.splitlines()[0] == f"there already: {tmp_path}/a/train.parquet"
 
@@ -132,18 +132,18 @@ def test_prepare_gsm8k_from_local_files(capsys: Capture, tmp_path: Path):
     row = {"question": "What is 6*7?", "answer": "6*7=42\n#### 42"}
     for split in ("train", "test"):
         write_jsonl(source / f"{split}.jsonl", [row] * 3)
-    told = run_agentrl(
+    output = run_agentrl(
         capsys, "prepare", "gsm8k", tmp_path / "g", "--source-dir", source, "--max-samples", 2
     )
-    assert (told.code, told.err) == (0, "")
-    assert told.out.splitlines() == [f"made: {tmp_path}/g/{s}.parquet" for s in ("train", "test")]
+    assert (output.code, output.err) == (0, "")
+    assert output.out.splitlines() == [f"made: {tmp_path}/g/{s}.parquet" for s in ("train", "test")]
 
 
 def test_prepare_gsm8k_without_a_hub_says_what_to_do(capsys: Capture, tmp_path: Path):
-    told = run_agentrl(capsys, "prepare", "gsm8k", tmp_path / "g")
-    assert told.code == 2
-    assert "cannot be downloaded" in told.err
-    assert "source_dir" in told.err
+    output = run_agentrl(capsys, "prepare", "gsm8k", tmp_path / "g")
+    assert output.code == 2
+    assert "cannot be downloaded" in output.err
+    assert "source_dir" in output.err
 
 
 # config check
@@ -152,10 +152,10 @@ def test_prepare_gsm8k_without_a_hub_says_what_to_do(capsys: Capture, tmp_path: 
 def test_config_check_prints_a_run_file_that_reads_back(
     capsys: Capture, run_file: Path, tmp_path: Path
 ):
-    told = run_agentrl(capsys, "config", "check", run_file, "rollout.n=4")
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "config", "check", run_file, "rollout.n=4")
+    assert (output.code, output.err) == (0, "")
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(told.out.partition("\n# One training step")[0])
+    resolved.write_text(output.out.partition("\n# One training step")[0])
     assert load_config(resolved) == load_config(run_file, ["rollout.n=4"])
     for part in (
         "4 prompts x 4 samples = 16 rows",
@@ -165,44 +165,44 @@ def test_config_check_prints_a_run_file_that_reads_back(
         "rows of train: 14",
         "10 of 24 prompts were dropped",
     ):
-        assert part in told.out, part
+        assert part in output.out, part
 
 
 def test_config_check_of_the_example_before_anything_is_made(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(ROOT)
-    told = run_agentrl(
+    output = run_agentrl(
         capsys,
         "config",
         "check",
         "examples/gsm8k_multiturn/quickstart.yaml",
         f"trainer.default_local_dir={tmp_path}/run",
     )
-    assert (told.code, told.err) == (0, "")
-    assert f"`prepare` must first make {tmp_path}/run/warmed_up" in told.out
+    assert (output.code, output.err) == (0, "")
+    assert f"`prepare` must first make {tmp_path}/run/warmed_up" in output.out
     assert not (tmp_path / "run").exists(), "looking makes nothing"
 
 
 def test_config_check_tells_dead_keys(capsys: Capture, run_file: Path):
-    told = run_agentrl(capsys, "config", "check", run_file, "actor.kl_loss_coef=0.1")
-    assert "note: actor.kl_loss_coef has no effect: actor.use_kl_loss is false" in told.out
+    output = run_agentrl(capsys, "config", "check", run_file, "actor.kl_loss_coef=0.1")
+    assert "note: actor.kl_loss_coef has no effect: actor.use_kl_loss is false" in output.out
 
 
 # rollout
 
 
 def test_rollout_shows_a_real_policy_token_by_token(capsys: Capture, run_file: Path):
-    told = run_agentrl(capsys, "rollout", run_file, "--num", 2, "--samples", 2)
-    assert (told.code, told.err) == (0, "")
-    assert told.out.count("=== request train-") == 4
-    assert "--- turn 0 · assistant · " in told.out
-    assert re.search(r"^\+ \| ", told.out, re.MULTILINE), "trained tokens are marked"
-    assert "reward: 0" in told.out
+    output = run_agentrl(capsys, "rollout", run_file, "--num", 2, "--samples", 2)
+    assert (output.code, output.err) == (0, "")
+    assert output.out.count("=== request train-") == 4
+    assert "--- turn 0 · assistant · " in output.out
+    assert re.search(r"^\+ \| ", output.out, re.MULTILINE), "trained tokens are marked"
+    assert "reward: 0" in output.out
 
 
 def test_rollout_of_a_script_walks_the_tool(capsys: Capture, run_file: Path, tmp_path: Path):
-    told = run_agentrl(
+    output = run_agentrl(
         capsys,
         "rollout",
         run_file,
@@ -213,33 +213,33 @@ def test_rollout_of_a_script_walks_the_tool(capsys: Capture, run_file: Path, tmp
         *("--num", 1, "--split", "arithmetic", "--greedy", "--tokens"),
         *("--out", tmp_path / "out/rollouts.jsonl"),
     )
-    assert (told.code, told.err) == (0, "")
-    assert "=== request arithmetic-" in told.out
-    assert '> calculator({"expression": "6*7"}) -> ok' in told.out
-    assert "  | 42↵" in told.out
-    assert "+ | #### 42<|im_end|>" in told.out
-    assert "log-prob" in told.out
-    assert "saved 1 rollouts to" in told.out
+    assert (output.code, output.err) == (0, "")
+    assert "=== request arithmetic-" in output.out
+    assert '> calculator({"expression": "6*7"}) -> ok' in output.out
+    assert "  | 42↵" in output.out
+    assert "+ | #### 42<|im_end|>" in output.out
+    assert "log-prob" in output.out
+    assert "saved 1 rollouts to" in output.out
     saved = read_lines(tmp_path / "out/rollouts.jsonl")
     assert saved[0]["request"]["stop_reason"] == "answered"
 
 
 def test_rollout_shows_requests_that_fail(capsys: Capture, run_file: Path, tmp_path: Path):
     (tmp_path / "bad.py").write_text("def compute_score(*a, **k):\n    raise OSError('no judge')\n")
-    told = run_agentrl(
+    output = run_agentrl(
         capsys, "rollout", run_file, f"reward.custom_reward_function.path={tmp_path}/bad.py"
     )
-    assert told.code == 0, told.err
-    assert f"OSError: the reward function '{tmp_path}/bad.py:compute_score': no judge" in told.out
-    assert f"  at {tmp_path}/bad.py:2, in compute_score" in told.out
-    assert "Traceback" not in told.out
+    assert output.code == 0, output.err
+    assert f"OSError: the reward function '{tmp_path}/bad.py:compute_score': no judge" in output.out
+    assert f"  at {tmp_path}/bad.py:2, in compute_score" in output.out
+    assert "Traceback" not in output.out
 
 
 def test_rollout_of_an_unknown_split_names_those_there_are(capsys: Capture, run_file: Path):
-    told = run_agentrl(capsys, "rollout", run_file, "--split", "test")
-    assert told.code == 2
-    assert "'test'" in told.err
-    assert "arithmetic" in told.err
+    output = run_agentrl(capsys, "rollout", run_file, "--split", "test")
+    assert output.code == 2
+    assert "'test'" in output.err
+    assert "arithmetic" in output.err
 
 
 def prepared_run(folder: Path) -> dict[str, Any]:
@@ -271,9 +271,9 @@ def prepared_run(folder: Path) -> dict[str, Any]:
 
 def test_sft_makes_what_it_needs_and_the_next_command_finds_it(capsys: Capture, tmp_path: Path):
     file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
-    told = run_agentrl(capsys, "sft", file)
-    assert (told.code, told.err) == (0, "")
-    assert re.search(r"warm-up step 2: loss \d", told.out)
+    output = run_agentrl(capsys, "sft", file)
+    assert (output.code, output.err) == (0, "")
+    assert re.search(r"warm-up step 2: loss \d", output.out)
     assert (tmp_path / "warmed_up/model.safetensors").is_file()
     again = run_agentrl(capsys, "sft", file)
     assert again.out.splitlines() == [
@@ -285,24 +285,24 @@ def test_sft_makes_what_it_needs_and_the_next_command_finds_it(capsys: Capture, 
 
 def test_rollout_makes_first_what_the_run_file_prepares(capsys: Capture, tmp_path: Path):
     file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
-    told = run_agentrl(capsys, "rollout", file, "--num", 1)
-    assert (told.code, told.err) == (0, "")
-    assert "warmed-up policy" in told.out
-    assert told.out.count("=== request") == 1
+    output = run_agentrl(capsys, "rollout", file, "--num", 1)
+    assert (output.code, output.err) == (0, "")
+    assert "warmed-up policy" in output.out
+    assert output.out.count("=== request") == 1
 
 
 def test_sft_of_a_run_without_one_says_so(capsys: Capture, run_file: Path):
-    told = run_agentrl(capsys, "sft", run_file)
-    assert told.code == 2
-    assert "prepare.sft" in told.err
+    output = run_agentrl(capsys, "sft", run_file)
+    assert output.code == 2
+    assert "prepare.sft" in output.err
 
 
 def test_late_mistakes_are_told_before_anything_is_made(capsys: Capture, tmp_path: Path):
     run = prepared_run(tmp_path)
     put(run, "reward.custom_reward_function", {"path": "nowhere.py"})
-    told = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", run))
-    assert told.code == 2
-    assert "nowhere.py" in told.err
+    output = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", run))
+    assert output.code == 2
+    assert "nowhere.py" in output.err
     assert not (tmp_path / "data").exists()
 
 
@@ -326,11 +326,11 @@ def test_mistakes_about_the_engine_are_told_before_anything_is_made(
 ):
     file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
     mistake = "rollout.engine.sglang.pagesize=2"
-    told = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang", mistake)
-    assert told.code == 2
+    output = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang", mistake)
+    assert output.code == 2
     assert (
         "no server argument 'pagesize'; did you mean 'page_size'? (given on the command line)"
-        in told.err
+        in output.err
     )
     assert not (tmp_path / "data").exists()
     assert run_agentrl(capsys, "sft", file, "rollout.engine.name=sglang", mistake).code == 0
@@ -340,11 +340,11 @@ def test_mistakes_about_the_engine_are_told_before_anything_is_made(
 def test_serve_says_of_a_server_argument_that_the_command_line_gave_it(
     capsys: Capture, run_file: Path
 ):
-    told = run_agentrl(capsys, "serve", run_file, "rollout.engine.sglang.pagesize=2")
-    assert told.code == 2
+    output = run_agentrl(capsys, "serve", run_file, "rollout.engine.sglang.pagesize=2")
+    assert output.code == 2
     assert (
         "no server argument 'pagesize'; did you mean 'page_size'? (given on the command line)"
-        in told.err
+        in output.err
     )
 
 
@@ -353,11 +353,11 @@ def test_sglang_that_is_not_installed_names_the_key_that_asks_for_it(
 ):
     monkeypatch.setattr("agentrl.trainer.setup.engine_factory.find_spec", lambda _: None)
     file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))
-    told = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang")
-    assert told.code == 2
-    told_first = "rollout.engine.name: asks for SGLang, which is not installed"
-    assert f"{told_first} (given on the command line)" in told.err
-    assert "pip install 'sglang==" in told.err
+    output = run_agentrl(capsys, "train", file, "rollout.engine.name=sglang")
+    assert output.code == 2
+    message = "rollout.engine.name: asks for SGLang, which is not installed"
+    assert f"{message} (given on the command line)" in output.err
+    assert "pip install 'sglang==" in output.err
     assert not (tmp_path / "data").exists()
     looked_at = run_agentrl(capsys, "config", "check", file, "rollout.engine.name=sglang")
     assert looked_at.code == 0, "it may be meant for another machine"
@@ -367,9 +367,9 @@ def test_sglang_that_is_not_installed_names_the_key_that_asks_for_it(
 @pytest.mark.usefixtures("with_sglang")
 @pytest.mark.parametrize("command", ["train", "rollout"])
 def test_sglang_is_announced_before_it_starts(capsys: Capture, run_file: Path, command: str):
-    told = run_agentrl(capsys, command, run_file, "rollout.engine.name=sglang")
-    assert "it does not start" in told.err
-    assert told.out.splitlines()[-1] == "starting SGLang: this takes a minute"
+    output = run_agentrl(capsys, command, run_file, "rollout.engine.name=sglang")
+    assert "it does not start" in output.err
+    assert output.out.splitlines()[-1] == "starting SGLang: this takes a minute"
 
 
 def test_an_interrupted_warm_up_is_not_made_yet_and_is_made_again(
@@ -575,13 +575,13 @@ def test_rollout_that_is_stopped_promises_no_file(
     scorer += "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\n    return 0.0\n"
     (tmp_path / "stops.py").write_text(scorer)
     custom = f"reward.custom_reward_function.path={tmp_path}/stops.py"
-    told = run_agentrl(capfd, "rollout", run_file, "--num", 1, custom)
-    assert told.code == 130
-    assert "stopping: tools are released, nothing is shown or saved; Ctrl-C exits" in told.err
+    output = run_agentrl(capfd, "rollout", run_file, "--num", 1, custom)
+    assert output.code == 130
+    assert "stopping: tools are released, nothing is shown or saved; Ctrl-C exits" in output.err
 
 
 def test_rollout_shows_what_would_be_trained(capsys: Capture, run_file: Path):
-    told = run_agentrl(
+    output = run_agentrl(
         capsys,
         "rollout",
         run_file,
@@ -593,8 +593,8 @@ def test_rollout_shows_what_would_be_trained(capsys: Capture, run_file: Path):
         "reward.placement=turn_last_token",
         *("--num", 1, "--split", "arithmetic", "--tokens"),
     )
-    assert (told.code, told.err) == (0, "")
-    assert "reward: 0.25, on response token" in told.out
-    assert "  tool_call_bonus: 0.25\n  scorer: 0\n" in told.out
-    assert told.out.count(" · reward 0.25\n") == 1
-    assert "┃ reward" in told.out
+    assert (output.code, output.err) == (0, "")
+    assert "reward: 0.25, on response token" in output.out
+    assert "  tool_call_bonus: 0.25\n  scorer: 0\n" in output.out
+    assert output.out.count(" · reward 0.25\n") == 1
+    assert "┃ reward" in output.out

@@ -129,7 +129,7 @@ async def test_what_fails_for_a_moment_is_tried_again():
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "told"),
+    ("answer", "status", "message"),
     [
         (400, 400, "status 400"),
         (401, 401, "status 401"),
@@ -140,12 +140,12 @@ async def test_what_fails_for_a_moment_is_tried_again():
     ],
 )
 async def test_no_reply_is_one_error_with_address_and_status_and_no_secret(
-    answer: Any, status: int | None, told: str, caplog: pytest.LogCaptureFixture
+    answer: Any, status: int | None, message: str, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG)
     keys = {"api_key": KEY, "timeout_s": 0.2}
     async with serving(in_turn(answer)) as fake, client_of(fake, **keys) as client:
-        with pytest.raises(ChatError, match=told) as caught:
+        with pytest.raises(ChatError, match=message) as caught:
             await client.complete(HELLO)
     assert caught.value.details.get("status") == status
     assert fake.address in str(caught.value)

@@ -80,8 +80,8 @@ def test_a_scorer_that_compares_gets_the_groups_that_it_had_in_training(
     scorer = tmp_path / "mine.py"
     scorer.write_text("def compute_score(data_sources, solution_strs, ground_truths,"
                       " extra_infos):\n"
-                      "    told = '+'.join(info['uid'] for info in extra_infos)\n"
-                      "    return [{'score': 1.0, 'told': told}] * len(extra_infos)\n")  # fmt: skip
+                      "    uids = '+'.join(info['uid'] for info in extra_infos)\n"
+                      "    return [{'score': 1.0, 'uids': uids}] * len(extra_infos)\n")  # fmt: skip
     lines = b""
     for step, uids in ((7, "abba"), (8, "aa")):
         requests = [answered("#### 5", 0.0, uid=uid, extra_info={"uid": uid}) for uid in uids]
@@ -94,8 +94,8 @@ def test_a_scorer_that_compares_gets_the_groups_that_it_had_in_training(
         manager="batch", custom_reward_function=custom, launch_reward_fn_async=launches
     )
     rescore(both, config, out=out)
-    told = [one.request.reward_extra_info["told"] for one in read_trajectories(out)]
-    assert told == calls
+    uids = [one.request.reward_extra_info["uids"] for one in read_trajectories(out)]
+    assert uids == calls
 
 
 def test_nothing_is_written_over(saved: Path, tmp_path: Path):

@@ -41,7 +41,7 @@ def test_mistakes_are_told_before_torch_is_imported(tiny_home: Path, tmp_path: P
         "data.train_files=[nowhere.jsonl]": f"looked_in: {ROOT}",
         "rollout.multi_turn.function_tool_path=nowhere.py": "no file",
     }
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", TELL, str(file), *mistakes],
         capture_output=True,
         text=True,
@@ -49,9 +49,9 @@ def test_mistakes_are_told_before_torch_is_imported(tiny_home: Path, tmp_path: P
         timeout=60,
         check=False,
     )
-    assert told.returncode == 0, told
+    assert output.returncode == 0, output
     for said in mistakes.values():
-        assert said in told.stderr
+        assert said in output.stderr
 
 
 def own_methods(folder: Path, name: str) -> Path:
@@ -79,8 +79,8 @@ def test_a_run_trains_with_an_estimator_of_a_plugin(
 ):
     file, name = own_run(tiny_home, tmp_path)
     assert name not in adv_estimator_names()
-    told = run_agentrl(capsys, "train", file)
-    assert (told.code, told.err) == (0, "")
+    output = run_agentrl(capsys, "train", file)
+    assert (output.code, output.err) == (0, "")
     assert name in adv_estimator_names()
 
 
@@ -114,15 +114,15 @@ def test_a_plugin_that_cannot_be_imported_is_named(
     tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     content = tiny_run(tiny_home, tmp_path / "run", plugins=["json", str(tmp_path / "gone.py")])
-    told = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", content))
-    assert told.code == 2
-    assert f"no file {tmp_path}/gone.py" in told.err
-    assert "key: plugins[1]" in told.err
+    output = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", content))
+    assert output.code == 2
+    assert f"no file {tmp_path}/gone.py" in output.err
+    assert "key: plugins[1]" in output.err
 
 
 def test_a_weight_on_rewards_that_no_tool_gives_is_noted(
     tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     content = tiny_run(tiny_home, tmp_path / "run", reward__weights={"tool": 1.0})
-    told = run_agentrl(capsys, "config", "check", write_yaml(tmp_path / "run.yaml", content))
-    assert "no tool of the run has a calc_reward" in told.out
+    output = run_agentrl(capsys, "config", "check", write_yaml(tmp_path / "run.yaml", content))
+    assert "no tool of the run has a calc_reward" in output.out

@@ -90,5 +90,5 @@ except PluginError as error:
     print(error)
 """
     done = run(code, cwd=tmp_path, **({"AGENTRL_VERL": "1"} if installed else {}))
-    told = "1.0" if installed else "set AGENTRL_VERL=1 in the environment"
-    assert told in done.stdout, done.stderr
+    expected = "1.0" if installed else "set AGENTRL_VERL=1 in the environment"
+    assert expected in done.stdout, done.stderr

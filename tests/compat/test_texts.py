@@ -102,13 +102,13 @@ def replies(folder: Path, path: str, *messages: tuple[str, str], **kwargs: Any) 
     [interaction] = initialize_interactions_from_config(file).values()
 
     async def talk() -> list[Any]:
-        said, told = list[dict[str, Any]](), list[Any]()
+        said, results = list[dict[str, Any]](), list[Any]()
         instance_id: Any = await interaction.start_interaction("1", **kwargs)
         for role, content in messages:
             said.append({"role": role, "content": content})
             if role == "assistant":
-                told.append(tuple(await interaction.generate_response(instance_id, said))[:3])
-        return told
+                results.append(tuple(await interaction.generate_response(instance_id, said))[:3])
+        return results
 
     return asyncio.run(talk())
 

@@ -146,7 +146,7 @@ def test_batches_pass_exactly_where_mini_batches_divide_them(batch, mini):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "mini", "told"),
+    ("world_size", "mini", "expected"),
     [
         (2, None, []),
         (3, 1, ["actor.ppo_mini_batch_size: its 2 samples leave 1 of 3 ranks without work"]),
@@ -155,14 +155,14 @@ def test_batches_pass_exactly_where_mini_batches_divide_them(batch, mini):
                    "other"]),
     ],
 )  # fmt: skip
-def test_what_the_number_of_ranks_makes_idle_is_told(world_size, mini, told):
+def test_what_the_number_of_ranks_makes_idle_is_told(world_size, mini, expected):
     config = config_of(
         data={"train_batch_size": 4},
         rollout={"n": 2},
         actor={"ppo_mini_batch_size": mini},
         trainer={"collective_timeout_s": 60},
     )
-    assert list(map(str, find_idle_ranks(config, world_size))) == told
+    assert list(map(str, find_idle_ranks(config, world_size))) == expected
 
 
 def test_all_contradictions_come_in_one_error_that_names_the_file():
@@ -301,7 +301,7 @@ def test_a_reward_of_bonuses_alone_is_a_reward():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"placement": "last"}, r"reward.placement: 'last' is now named 'last_token'"),
         ({"placement": "spread"}, r"reward.placement: 'spread' is now named 'uniform'"),
@@ -310,8 +310,8 @@ def test_a_reward_of_bonuses_alone_is_a_reward():
         ({"tool_call_bonus": -1}, r"reward.tool_call_bonus: -1 is not allowed here"),
     ],
 )
-def test_an_old_name_of_the_rewards_is_told_with_the_new_one(given, told):
-    with pytest.raises(ConfigError, match=told):
+def test_an_old_name_of_the_rewards_is_told_with_the_new_one(given, message):
+    with pytest.raises(ConfigError, match=message):
         config_of(reward=given)
 
 
@@ -380,9 +380,9 @@ def test_tools_that_are_shown_and_never_called_are_told(budget):
 )
 def test_what_ends_determinism_is_told_where_it_was_asked_for(key, section):
     asked = {"rollout": {"deterministic": True} | section.get("rollout", {})}
-    told = check_config(config_of(**section | asked))
-    assert [note.key for note in told] == [key]
-    assert "rollout.deterministic" in str(told[0])
+    notes = check_config(config_of(**section | asked))
+    assert [note.key for note in notes] == [key]
+    assert "rollout.deterministic" in str(notes[0])
     assert check_config(config_of(**section)) == []
     assert check_config(config_of(rollout={"deterministic": True})) == []
 
@@ -458,7 +458,7 @@ def test_the_batch_arithmetic_is_told_in_words():
         actor={"ppo_mini_batch_size": 16, "ppo_epochs": 2, "ppo_max_token_len_per_gpu": 4096},
         trainer={"total_training_steps": 30},
     )
-    told = describe(config, world_size=2, num_rows=100)
+    text = describe(config, world_size=2, num_rows=100)
     for words in (
         "32 prompts x 8 samples = 256 rows, 128 rows on each of 2 ranks",
         "2 mini-batches of 16 prompts (128 rows)",
@@ -468,15 +468,15 @@ def test_the_batch_arithmetic_is_told_in_words():
         "30 training steps",
         "3 training steps; 4 rows do not fill a batch",
     ):
-        assert words in told
+        assert words in text
 
 
 def test_a_key_that_has_no_effect_biases_nothing():
     keys = {"reward": {"placement": "tool_call_tokens"}, "algorithm": {"adv_estimator": "remax"}}
     config = config_of(**keys)
     assert {bias.key for bias in find_biases(config)} == {"reward.placement"}
-    told = [str(note) for note in check_config(config) if note.key == "reward.placement"]
-    assert told == [
+    notes = [str(note) for note in check_config(config) if note.key == "reward.placement"]
+    assert notes == [
         "reward.placement has no effect: no tool is ever called, so tool_call_tokens "
         "means last_token"
     ]

@@ -29,7 +29,7 @@ SERVICE = {"provider": "sandbox_fusion", "url": "http://x"}
 
 @pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.ROLLOUT])
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("reward", "message"),
     [
         ({"functions": [{"name": "math"}], "custom_reward_function": CUSTOM}, "is set together"),
         ({"functions": [{"name": "math"}, {"name": "math"}]}, "2 functions named 'math'"),
@@ -50,9 +50,9 @@ SERVICE = {"provider": "sandbox_fusion", "url": "http://x"}
         ),
     ],
 )
-def test_what_cannot_be_meant_is_told(reward, told, purpose):
+def test_what_cannot_be_meant_is_told(reward, message, purpose):
     [found] = problems(purpose, **reward)
-    assert told in found
+    assert message in found
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,9 @@ def test_an_unknown_override_is_told_as_such(run_file):
 @pytest.mark.parametrize("override", ["trainer.seed=${nowhere}", "trainer.seed=many", "data.x=1"])
 def test_a_problem_of_the_command_line_is_not_laid_on_the_file(run_file, override):
     path = run_file("data: {train_files: [a]}\nmodel: {path: p}\n")
-    told = str(refusal(load_config, path, [override]))
-    assert told.count("(given on the command line)") == 1
-    assert str(path) not in told
+    message = str(refusal(load_config, path, [override]))
+    assert message.count("(given on the command line)") == 1
+    assert str(path) not in message
     path.write_text("data: {train_files: [a]}\nmodel: {path: p}\nrollout: {m: 2}\n")
     assert f"file: {path}" in str(refusal(load_config, path, ["data.x=1"]))
 
@@ -150,8 +150,8 @@ def test_all_problems_are_told_at_once_a_line_for_each():
         "actor": {"loss_agg_mode": "mean", "optim": {"betas": [0.9]}},
     }
     lines = str(refusal(parse_config, raw)).splitlines()
-    told = {line.split(":")[0].removeprefix("- ") for line in lines[1:]}
-    assert told == {
+    keys = {line.split(":")[0].removeprefix("- ") for line in lines[1:]}
+    assert keys == {
         "data.train_batch_size",
         "data.shuffel",
         "model.path",
@@ -233,9 +233,9 @@ def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key, d
     with pytest.raises(ConfigError) as caught:
         parse_config(nested(wrong, 1))
     shown = wrong.replace("functions.", "functions[0].")
-    told = [line for line in str(caught.value).splitlines() if f"{shown}: unknown key" in line]
-    assert len(told) == 1
-    assert "did you mean" in told[0]
+    matches = [line for line in str(caught.value).splitlines() if f"{shown}: unknown key" in line]
+    assert len(matches) == 1
+    assert "did you mean" in matches[0]
 
 
 VALUES = st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)

@@ -52,7 +52,7 @@ def test_reading_parquet_shows_no_progress_and_leaves_no_copy(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("rows.jsonl", "", "no rows"),
         ("rows.json", "[]", "no rows"),
@@ -64,12 +64,12 @@ def test_reading_parquet_shows_no_progress_and_leaves_no_copy(tmp_path, capfd):
         ("rows.jsonl", b"\xff\xfe{}", "cannot read the file"),
     ],
 )
-def test_a_bad_file_is_reported_with_its_name(tmp_path, name, content, told):
+def test_a_bad_file_is_reported_with_its_name(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     error = refusal(read_rows, path)
     assert error.file == path
-    assert told in str(error)
+    assert message in str(error)
 
 
 def test_a_missing_file_is_reported_with_its_name(tmp_path):

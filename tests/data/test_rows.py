@@ -79,7 +79,7 @@ def test_parts_and_unknown_fields_of_messages_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"prompt": "<image>What?", "images": ["a.png"]}, "the column 'images' has images"),
         ({"prompt": "What?", "videos": '["a.mp4"]'}, "the column 'videos' has images"),
@@ -91,9 +91,9 @@ def test_parts_and_unknown_fields_of_messages_are_kept():
         ),
     ],
 )
-def test_a_row_with_images_or_videos_is_refused(row, told):
+def test_a_row_with_images_or_videos_is_refused(row, message):
     error = refusal(row)
-    assert told in str(error)
+    assert message in str(error)
     assert "trains on text only" in str(error)
     assert (error.file, error.row) == ("rows.jsonl", 4)
 
@@ -110,7 +110,7 @@ def test_rows_that_need_tools_kwargs_may_be_let_through():
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"question": "2 + 3?"}, "a row without 'prompt': it has question"),
         ({"prompt": None}, "a row without 'prompt'"),
@@ -125,11 +125,11 @@ def test_rows_that_need_tools_kwargs_may_be_let_through():
         ({"prompt": "q", "extra_info": {"tools_kwargs": {"calc": 3}}}, "tools_kwargs.calc"),
     ],
 )
-def test_a_bad_row_is_reported_with_file_number_and_expectation(row, told):
+def test_a_bad_row_is_reported_with_file_number_and_expectation(row, message):
     error = refusal(row)
     assert (error.file, error.row) == ("rows.jsonl", 4)
     assert error.expected
-    assert told in str(error)
+    assert message in str(error)
 
 
 def test_what_arrow_filled_in_is_undone(tmp_path: Path):

@@ -142,10 +142,10 @@ def script(run: dict[str, Any]) -> dict[str, Any]:
 def test_the_command_shows_the_table_and_exits_with_0(
     capsys: Capture, script: dict[str, Any], tmp_path: Path
 ):
-    told = run_agentrl(capsys, "doctor", write_yaml(tmp_path / "run.yaml", script))
-    assert (told.code, told.err) == (0, "")
-    assert "weight sync" in told.out
-    assert "FAIL" not in told.out
+    output = run_agentrl(capsys, "doctor", write_yaml(tmp_path / "run.yaml", script))
+    assert (output.code, output.err) == (0, "")
+    assert "weight sync" in output.out
+    assert "FAIL" not in output.out
 
 
 def test_what_prepare_makes_stays(script: dict[str, Any], tmp_path: Path):
@@ -180,8 +180,8 @@ def test_a_script_is_rolled_out_and_has_no_log_probabilities(
 def test_an_unknown_key_is_the_run_files_and_the_machine_is_looked_at(
     capsys: Capture, run_file: Path
 ):
-    told = run_agentrl(capsys, "doctor", run_file, "rollout.tempratur=1")
-    assert told.code == 1
+    output = run_agentrl(capsys, "doctor", run_file, "rollout.tempratur=1")
+    assert output.code == 1
     looked = look(run_file, "rollout.tempratur=1")
     assert looked.faults() == ["run file"]
     assert "temperature" in looked.text("run file")
@@ -308,9 +308,9 @@ def test_a_tool_that_finds_no_sandbox_says_what_to_install(
     assert "pip install 'sandlock<" in looked.text("tools and interactions")
     assert "tools[0].config.sandbox" in looked.text("tools and interactions")
     assert looked.text("sandbox") == "because of 'tools and interactions'"
-    told = run_agentrl(capsys, "config", "check", coding)
-    assert told.code != 0
-    assert "no sandbox provider on this machine" in told.err
+    output = run_agentrl(capsys, "config", "check", coding)
+    assert output.code != 0
+    assert "no sandbox provider on this machine" in output.err
 
 
 @pytest.mark.usefixtures("no_sandbox_provider")
@@ -321,8 +321,8 @@ def test_a_scorer_that_finds_no_sandbox_is_reported_before_the_run(
     file = write_yaml(tmp_path / "run.yaml", script)
     looked = look(file)
     assert "reward.sandbox" in looked.text("tools and interactions")
-    told = run_agentrl(capsys, "config", "check", file)
-    assert "reward.sandbox" in told.err
+    output = run_agentrl(capsys, "config", "check", file)
+    assert "reward.sandbox" in output.err
 
 
 @pytest.fixture
@@ -435,15 +435,15 @@ def test_an_engine_that_misses_a_sync_is_a_fault(run_file: Path, monkeypatch: py
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an engine is told that has one accelerator with the trainer, and when is scored."""
-    told: list[str] = []
+    engine_calls: list[str] = []
 
     def noting(name: str, tell: Callable[..., str], owner: Any = TransformersEngine) -> None:
         done = getattr(owner, name)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            told.append(tell(*args[1:], **kwargs))
+            engine_calls.append(tell(*args[1:], **kwargs))
             return done(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, noted)
@@ -454,7 +454,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noting("generate_together", lambda calls: "generate")
     noting("score_rows", lambda *args, **kwargs: "score", log_probs)
     share_accelerator(monkeypatch, given=10**9)
-    return told
+    return engine_calls
 
 
 def share_accelerator(monkeypatch: pytest.MonkeyPatch, *, given: int) -> None:
@@ -467,7 +467,7 @@ def share_accelerator(monkeypatch: pytest.MonkeyPatch, *, given: int) -> None:
     monkeypatch.setattr("agentrl.doctor.engine_sync._free_bytes", lambda device: next(free))
 
 
-def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, told: list[str]):
+def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, engine_calls: list[str]):
     looked = look(run_file)
     assert looked.faults() == []
     assert looked.text("engine sleep and wake").startswith("freed 1.0 GB")
@@ -475,8 +475,8 @@ def test_the_engine_sleeps_while_its_answers_are_scored(run_file: Path, told: li
     def renewed(version: int) -> list[str]:
         return ["wake weights", f"weights {version}", "wake kv_cache", "generate", "sleep"]
 
-    first = told.index("sleep")
-    assert told[first:] == [
+    first = engine_calls.index("sleep")
+    assert engine_calls[first:] == [
         "sleep", *renewed(0), "score", *renewed(1), "score", "score", *renewed(2), "score",
     ]  # fmt: skip
 

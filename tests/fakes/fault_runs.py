@@ -1,4 +1,4 @@
-"""Runs on which faults are visited: stopped, on a full disk, out of memory, of changed data."""
+"""Runs with faults: stopped, on a full disk, out of memory, with changed data."""
 
 import json
 import resource
@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.fakes.runs import CALL, Told, read_lines, scripted, tiny_run, write_jsonl, write_yaml
+from tests.fakes.runs import (
+    CALL,
+    CommandOutput,
+    read_lines,
+    scripted,
+    tiny_run,
+    write_jsonl,
+    write_yaml,
+)
 
-Train = Callable[..., Told]
+Train = Callable[..., CommandOutput]
 
 TOOL = """
 import asyncio
@@ -55,7 +63,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def make_workshop(folder: Path) -> Path:
+def make_plugin_folder(folder: Path) -> Path:
     """Make a folder with the code of a tool and a scorer, and twelve rows."""
     folder.mkdir()
     (folder / "counting.py").write_text(TOOL)
@@ -76,23 +84,23 @@ def make_row(number: int) -> dict[str, Any]:
     }
 
 
-def make_run(home: Path, workshop: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Three steps with a tool, validated behind each, saved behind the last."""
+def make_run(home: Path, plugin_folder: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Make a run of three steps with a tool: validates after each, saves after the last."""
     settings: dict[str, Any] = {
-        "data__train_files": [str(workshop / "rows.jsonl")],
-        "data__val_files": {"rows": str(workshop / "rows.jsonl")},
+        "data__train_files": [str(plugin_folder / "rows.jsonl")],
+        "data__val_files": {"rows": str(plugin_folder / "rows.jsonl")},
         "data__max_prompt_length": 300,
         "data__max_response_length": 200,
         "data__val_max_samples": 2,
         "rollout__n": 1,
         "rollout__engine": scripted(CALL, "#### 42"),
         "rollout__multi_turn": {
-            "tool_config_path": str(workshop / "tools.yaml"),
+            "tool_config_path": str(plugin_folder / "tools.yaml"),
             "max_assistant_turns": 2,
             "tool_timeout_s": 200,
         },
         "algorithm__adv_estimator": "grpo_verl",
-        "reward__custom_reward_function": {"path": str(workshop / "score.py")},
+        "reward__custom_reward_function": {"path": str(plugin_folder / "score.py")},
         "trainer__total_training_steps": 3,
         "trainer__test_freq": 1,
         "actor__shuffle": True,
@@ -101,8 +109,8 @@ def make_run(home: Path, workshop: Path, folder: Path, **changes: Any) -> dict[s
 
 
 @contextmanager
-def files_at_most(size: int | None) -> Iterator[None]:
-    """Let the system refuse every byte of a file beyond `size`, as a full disk does."""
+def limit_file_size(size: int | None) -> Iterator[None]:
+    """Make the system refuse writes beyond `size` bytes per file, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
     try:
@@ -119,8 +127,8 @@ def without_clock(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(clocks)}
 
 
-def assert_same_course(run: Path, whole: Path) -> None:
-    """A run that was stopped and went on ends as the one that was never stopped, bit for bit."""
+def assert_same_run(run: Path, whole: Path) -> None:
+    """Check that a stopped and resumed run ends bit-identical to one that was never stopped."""
     lines = [read_lines(folder / "metrics.jsonl") for folder in (run, whole)]
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
     for ours, theirs in zip(*lines, strict=True):
@@ -141,11 +149,11 @@ def assert_same_tensors(checkpoint: Path, other: Path) -> None:
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
 
 
-def assert_refused(told: Told, *parts: str) -> None:
-    assert told.code == 2, told
-    assert "Traceback" not in told.out + told.err
+def assert_refused(output: CommandOutput, *parts: str) -> None:
+    assert output.code == 2, output
+    assert "Traceback" not in output.out + output.err
     for part in parts:
-        assert part in told.err, told.err
+        assert part in output.err, output.err
 
 
 def saved_steps(run: Path) -> list[str]:

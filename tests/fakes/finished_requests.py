@@ -1,4 +1,4 @@
-"""Requests that have run, made by hand, and generated ones: for what shows and saves them."""
+"""Finished requests, made by hand or generated, for tests that show or save them."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from agentrl.rollout.states import ENDS, RequestState, StopReason
 CALCULATOR = OpenAIFunctionToolSchema.model_validate({"function": {"name": "calculator"}})
 
 
-def byte_decode(ids: Sequence[int]) -> str:
+def decode_bytes(ids: Sequence[int]) -> str:
     """Decode tokens that are bytes, as a byte-level tokenizer does."""
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def started(prompt: str = "2 + 3?", **fields: object) -> AsyncRolloutRequest:
+def start_request(prompt: str = "2 + 3?", **fields: object) -> AsyncRolloutRequest:
     request = AsyncRolloutRequest.model_validate(
         {"messages": [Message(role="user", content=prompt)], "tool_schemas": [CALCULATOR], **fields}
     )
@@ -28,10 +28,10 @@ def started(prompt: str = "2 + 3?", **fields: object) -> AsyncRolloutRequest:
     return request
 
 
-def sample(
+def append_answer(
     request: AsyncRolloutRequest, text: str, *, calls: Sequence[CallRecord] = (), version: int = 0
 ) -> None:
-    """Let the policy say `text`, one token a byte, each with log-probability -0.5."""
+    """Append `text` as sampled tokens: one per byte, each with log-probability -0.5."""
     ids = list(text.encode())
     turn = request.append_sampled(
         ids,
@@ -43,17 +43,21 @@ def sample(
     turn.calls.extend(calls)
 
 
-def tool_story(reason: StopReason = StopReason.ANSWERED, **fields: object) -> AsyncRolloutRequest:
-    """A call of the calculator (4 tokens), its result (3), an answer (5)."""
-    request = started(**fields)
-    sample(request, "call", calls=[CallRecord(name="calculator", seconds=0.5, num_tokens=3)])
+def make_tool_request(
+    reason: StopReason = StopReason.ANSWERED, **fields: object
+) -> AsyncRolloutRequest:
+    """Make a request with a calculator call (4 tokens), its result (3) and an answer (5)."""
+    request = start_request(**fields)
+    append_answer(request, "call", calls=[CallRecord(name="calculator", seconds=0.5, num_tokens=3)])
     request.append_observed(list(b"=5\n"), role="tool", seconds=0.5)
-    sample(request, "is 5.")
-    finish(request, reason)
+    append_answer(request, "is 5.")
+    finish_request(request, reason)
     return request
 
 
-def finish(request: AsyncRolloutRequest, reason: StopReason, fault: Fault = Fault.TOOL) -> None:
+def finish_request(
+    request: AsyncRolloutRequest, reason: StopReason, fault: Fault = Fault.TOOL
+) -> None:
     broke = ENDS[reason].state is RequestState.FAILED
     error = Failure(
         fault=ENDS[reason].fault or fault, kind="OSError", message="gone", turn=len(request.turns)
@@ -77,15 +81,15 @@ CALLS = st.builds(
 
 @st.composite
 def finished_requests(draw: st.DrawFn) -> AsyncRolloutRequest:
-    """A conversation of up to five turns in any order, ended in any way, perhaps excluded."""
-    request = started(draw(TEXTS), reward=draw(st.none() | st.floats(-5, 5)))
+    """Draw a conversation of up to five turns with any roles, any end and excluded turns."""
+    request = start_request(draw(TEXTS), reward=draw(st.none() | st.floats(-5, 5)))
     for role in draw(st.lists(st.sampled_from(["assistant", "tool", "user"]), max_size=5)):
         if role == "assistant":
-            sample(request, draw(TEXTS), calls=draw(st.lists(CALLS, max_size=2)))
+            append_answer(request, draw(TEXTS), calls=draw(st.lists(CALLS, max_size=2)))
         else:
             request.append_observed(list(draw(TEXTS).encode()), role=role)
     for turn in request.turns:
         if turn.role == "assistant" and draw(st.integers(0, 3)) == 0:
             request.exclude_turn(turn.index, draw(TEXTS) or "malformed")
-    finish(request, draw(st.sampled_from(list(ENDS))), draw(st.sampled_from(list(Fault))))
+    finish_request(request, draw(st.sampled_from(list(ENDS))), draw(st.sampled_from(list(Fault))))
     return request

@@ -178,7 +178,7 @@ def assert_trained_is_what_was_sampled(
         assert batch.batch["input_ids"][row][whole].tolist() == request.input_ids
 
 
-def walk_all_the_way(config: RunConfig) -> None:
+def run_all_stages(config: RunConfig) -> None:
     """One step on what an engine samples, and a look at the engine behind it."""
     trainer = WatchedTrainer(config)
     try:

@@ -1,8 +1,8 @@
-"""A conversation with tools and a user on a production template, in which outsiders are hostile.
+"""A conversation with tools and a user on a production template, with hostile texts from outside.
 
-What the tokens should be is known without looking at the hostile strings: the same conversation is
-played once with harmless words, and each word is replaced by what the probe says that the template
-makes of a text in that place.
+The expected tokens do not depend on how the hostile strings are encoded: the same conversation is
+played once with harmless words, and each word is replaced by the text that the template writes at
+that position according to the probe.
 """
 
 import json
@@ -48,22 +48,22 @@ OBSERVATION_TOKENS = 160
 TOOLS = [schema()]
 WORD = re.compile(r"harmless(\d)word")
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
-ROOMY = Budgets(max_response_tokens=1 << 20, max_model_len=1 << 20)
+LARGE_BUDGETS = Budgets(max_response_tokens=1 << 20, max_model_len=1 << 20)
 
 
-def carrying_tools() -> list[str]:
-    """The production templates that carry tools: a run with tools would start on them."""
+def names_with_tools() -> list[str]:
+    """Return the production templates that render tools: a run with tools starts on them."""
     needed = (Capability.TOOLS, Capability.TOOL_RESULT, Capability.PROMPT_AFTER_TOOL)
     return [name for name in NAMES if all(map(load_report(name).carries, needed))]
 
 
 @dataclass(frozen=True)
-class Skeleton:
-    """Tokens without the texts from outside: control tokens, and what stands between them."""
+class HarmlessTokens:
+    """Tokens without the texts from outside: control tokens, and the text between them."""
 
     control: list[int]
     between: list[list[str | int]]
-    """One entry more than `control`: literals, and places of texts by number."""
+    """One entry more than `control`: literals, and the indices of texts."""
 
     def filled(self, texts: Sequence[str]) -> list[str]:
         return [
@@ -73,15 +73,15 @@ class Skeleton:
 
 
 @dataclass
-class Play:
-    """A request, what was said in it, and what its tokens should be."""
+class Conversation:
+    """A request, its texts and its expected tokens."""
 
     request: AsyncRolloutRequest
     texts: list[str] = field(default_factory=list[str])
-    """What was said from outside, in order, as the messages hold it."""
+    """Texts from outside, in order, as they are in the messages."""
     control: list[int] = field(default_factory=list[int])
     between: list[str] = field(default_factory=lambda: [""])
-    """What should stand between the control tokens, as text."""
+    """The expected text between the control tokens."""
 
     def expect(self, control: Sequence[int], between: Sequence[str]) -> None:
         self.control += control
@@ -89,12 +89,12 @@ class Play:
         self.between += between[1:]
 
 
-class Stage:
-    """One template on one tokenizer, and how conversations are played on it.
+class TemplateCase:
+    """One template on one tokenizer; plays conversations on it and checks their tokens.
 
     Args:
         template: The template.
-        report: What the probe says of it.
+        report: The probe's report on it.
         tokenizer: Its tokenizer.
         normalize: What the tokenizer does to every text, decoding included.
     """
@@ -115,9 +115,9 @@ class Stage:
         self.added = frozenset(self.control.values())
         fitter = TextFitter(self.template, max_tokens=OBSERVATION_TOKENS, side="middle")
         self._fit = fitter.fit
-        # Whichever parser reads the calls, results come in the template's own role.
+        # The parser does not matter: results have the template's own role.
         self._caller = ToolCaller(get_tool_parser("hermes"), fitter.fit)
-        self._skeletons: dict[tuple[str, ...], Skeleton] = {}
+        self._skeletons: dict[tuple[str, ...], HarmlessTokens] = {}
         self._turns: dict[tuple[str, int], list[int]] = {}
         parallel = self.report.carries(Capability.PARALLEL_RESULTS)
         self.num_results = (1, 2, 3) if parallel else (1,)
@@ -126,15 +126,15 @@ class Stage:
     # What a text becomes.
 
     def normalize(self, text: str) -> str:
-        """What the tokenizer itself does to a text: one form of each character."""
+        """Normalize a text as the tokenizer does: one form of each character."""
         return self._normalize(as_unicode(text))
 
     def without_lost(self, text: str) -> str:
-        """The text without the characters that the probe declares as lost."""
+        """Return the text without the characters that the probe reports as lost."""
         return text.translate(self._lost)
 
     def written(self, text: str, position: str) -> str:
-        """What the probe declares that the template makes of a text."""
+        """Return the text that the template writes for a text according to the probe."""
         transforms = set(self.report.text(position).transforms)
         known = {
             TextTransform.VERBATIM,
@@ -150,22 +150,24 @@ class Stage:
 
     # A conversation.
 
-    def play(self, said: Iterator[str], num_results: int) -> Play:
-        """Two rounds of tools, each followed by an answer and a reply of the user."""
+    def play(self, said: Iterator[str], num_results: int) -> Conversation:
+        """Play two rounds of tools, each followed by an answer and a reply of the user."""
         messages = [system(next(said)), _in_parts(next(said))]
-        request = AsyncRolloutRequest(messages=messages, tool_schemas=TOOLS, budgets=ROOMY)
-        play = Play(request)
+        request = AsyncRolloutRequest(messages=messages, tool_schemas=TOOLS, budgets=LARGE_BUDGETS)
+        conversation = Conversation(request)
         request.begin(self.template.encode_prompt(messages, TOOLS))
-        self._expect(play, "prompt", messages)
+        self._expect(conversation, "prompt", messages)
         for _ in range(2):
             results = [self._result(next(said), number) for number in range(num_results)]
-            self._sample(play, self._calls(min(num_results, self.max_calls_rendered)), results)
-            self._observe(play, results)
+            self._sample(
+                conversation, self._calls(min(num_results, self.max_calls_rendered)), results
+            )
+            self._observe(conversation, results)
             reply = [user(self._fit(next(said)).text)]
-            self._sample(play, assistant("It is four."), reply)
-            self._observe(play, reply)
-        self._sample(play, assistant("Bye."), [])
-        return play
+            self._sample(conversation, assistant("It is four."), reply)
+            self._observe(conversation, reply)
+        self._sample(conversation, assistant("Bye."), [])
+        return conversation
 
     def _renders(self, message: Message) -> bool:
         try:
@@ -184,41 +186,47 @@ class Stage:
         assert shown.num_cut or shown.message.text == as_unicode(text)
         return shown.message
 
-    def _sample(self, play: Play, message: Message, replies: Sequence[Message]) -> None:
-        # The policy always says the same, so it is encoded once.
+    def _sample(
+        self, conversation: Conversation, message: Message, replies: Sequence[Message]
+    ) -> None:
+        # The policy's texts are constant, so each is encoded once.
         key = (message.model_dump_json(), len(replies))
         if key not in self._turns:
             harmless = [reply.model_copy(update={"content": "4"}) for reply in replies]
             self._turns[key] = encode_turn(self.template, message, harmless, TOOLS)
         ids = self._turns[key]
-        play.request.append_sampled(ids, [-0.5] * len(ids))
-        play.request.messages.append(message)
-        play.expect(*self._split(ids))
+        conversation.request.append_sampled(ids, [-0.5] * len(ids))
+        conversation.request.messages.append(message)
+        conversation.expect(*self._split(ids))
 
-    def _observe(self, play: Play, messages: list[Message]) -> None:
-        request = play.request
+    def _observe(self, conversation: Conversation, messages: list[Message]) -> None:
+        request = conversation.request
         role = "user" if messages[0].role == "user" else "tool"
         last_ids = request.response_ids[request.turns[-1].start :]
         delta = self.template.encode_delta(messages, last_ids=last_ids, tools=TOOLS)
         request.append_observed(delta.ids, role=role)
         request.messages.extend(messages)
-        self._expect(play, "delta", messages, last_ids)
+        self._expect(conversation, "delta", messages, last_ids)
 
-    # What its tokens should be.
+    # The expected tokens.
 
     def _expect(
-        self, play: Play, kind: str, messages: Sequence[Message], last_ids: Sequence[int] = ()
+        self,
+        conversation: Conversation,
+        kind: str,
+        messages: Sequence[Message],
+        last_ids: Sequence[int] = (),
     ) -> None:
         said = [(m, "tool" if m.role == "tool" else m.role) for m in messages]
         texts = [self.normalize(self.written(m.text, position)) for m, position in said]
-        play.texts += [message.text for message in messages]
+        conversation.texts += [message.text for message in messages]
         skeleton = self._skeleton(kind, messages, last_ids)
-        play.expect(skeleton.control, skeleton.filled(texts))
+        conversation.expect(skeleton.control, skeleton.filled(texts))
 
     def _skeleton(
         self, kind: str, messages: Sequence[Message], last_ids: Sequence[int]
-    ) -> Skeleton:
-        """The tokens of these messages with a harmless word for each text, found once."""
+    ) -> HarmlessTokens:
+        """Return the tokens of these messages with a harmless word for each text (cached)."""
         words = [
             message.text if not message.text.strip() else f"harmless{place}word"
             for place, message in enumerate(messages)
@@ -233,11 +241,13 @@ class Stage:
             else:
                 ids = self.template.encode_delta(harmless, last_ids=last_ids, tools=TOOLS).ids
             control, between = self._split(ids)
-            self._skeletons[key] = Skeleton(control, [_cut_at_words(text) for text in between])
+            self._skeletons[key] = HarmlessTokens(
+                control, [_cut_at_words(text) for text in between]
+            )
         return self._skeletons[key]
 
     def _split(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
-        """Control tokens, and the text between them."""
+        """Return the control tokens and the text between them."""
         control = [id for id in ids if id in self.added]
         return control, [self.template.decode(run) for run in self._runs(ids)]
 
@@ -252,34 +262,36 @@ class Stage:
 
     # The invariants.
 
-    def check(self, play: Play) -> None:
-        """No forged control token, an exact round trip, a ledger that says the same."""
-        request = play.request
+    def check(self, conversation: Conversation) -> None:
+        """Check that no control token is forged, the round trip is exact and the ledger agrees."""
+        request = conversation.request
         control, between = self._split(request.input_ids)
-        assert control == play.control  # control tokens: as many, the same, in the same order
-        assert between == play.between  # control tokens: and in the same places
-        names = [self.template.decode([id]) for id in play.control]
-        pairs = zip(play.between, [*names, ""], strict=True)
+        assert (
+            control == conversation.control
+        )  # control tokens: as many, the same, in the same order
+        assert between == conversation.between  # control tokens: and in the same places
+        names = [self.template.decode([id]) for id in conversation.control]
+        pairs = zip(conversation.between, [*names, ""], strict=True)
         assert self.template.decode(request.input_ids) == "".join(map("".join, pairs))
         assert request.input_ids == request.prompt_ids + request.response_ids  # sampled tokens
         for turn in request.turns:
             mask = int(turn.role == "assistant")
             assert set(request.loss_mask[turn.start : turn.end]) <= {mask}
 
-    def check_rendering(self, play: Play) -> None:
-        """What surrounds the first call is what the template really writes for these texts."""
-        request, (call, results) = play.request, play.request.turns[:2]
+    def check_rendering(self, conversation: Conversation) -> None:
+        """Compare the tokens around the first call with the template's own rendering."""
+        request, (call, results) = conversation.request, conversation.request.turns[:2]
         num_results = sum(message.role == "tool" for message in request.messages) // 2
         really = self.normalize(self._render(request.messages[: 3 + num_results]))
         prompt = self.template.decode(request.prompt_ids)
         called = self.template.decode(request.response_ids[call.start : call.end])
         observed = self.template.decode(request.response_ids[results.start : results.end])
-        # Qwen3 writes an empty thought before a call that stands last, and none where it does not.
+        # Qwen3 writes an empty thought before a call only if the call is last.
         calls = (called, called.replace(EMPTY_THOUGHT, ""))
         assert really in [prompt + said + observed for said in calls]
 
     def _render(self, messages: Sequence[Message]) -> str:
-        """The texts in the messages themselves, through the library that everybody uses."""
+        """Render the messages with transformers."""
         return self._tokenizer.apply_chat_template(
             [m.model_copy(update={"content": m.text}).to_template() for m in messages],
             tools=[tool.to_template() for tool in TOOLS],
@@ -290,24 +302,24 @@ class Stage:
 
 
 @lru_cache(maxsize=16)
-def production_stage(name: str) -> Stage:
-    """A production template on the real tokenizer, which composes characters."""
+def production_case(name: str) -> TemplateCase:
+    """Return a production template on the real tokenizer, which composes characters."""
     tokenizer: Any = load_tokenizer()
     normalizer = tokenizer.backend_tokenizer.normalizer
-    return Stage(load_template(name), load_report(name), tokenizer, normalizer.normalize_str)
+    return TemplateCase(load_template(name), load_report(name), tokenizer, normalizer.normalize_str)
 
 
 @lru_cache(maxsize=1)
-def byte_fallback_stage() -> Stage:
-    """A production template on a tokenizer of the other great family."""
+def byte_fallback_case() -> TemplateCase:
+    """Return a production template on a byte-fallback tokenizer."""
     real: Any = load_tokenizer()
     tokenizer = byte_fallback_tokenizer(list(real.get_added_vocab()))
     template = ChatTemplate(tokenizer, custom_template=read_source("qwen2_5"))
-    return Stage(template, probe_template(template), tokenizer, lambda text: text)
+    return TemplateCase(template, probe_template(template), tokenizer, lambda text: text)
 
 
 def byte_fallback_tokenizer(control: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Letters, blanks as `▁`, bytes for all else, and a blank before everything."""
+    """Make a tokenizer with letters, `▁` for blanks, bytes for the rest and a leading blank."""
     special = ["<unk>", "<s>", "</s>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     merges = [("t", "h"), ("th", "e"), ("▁", "t"), ("▁", "▁"), ("<", "|"), ("|", ">"), ("<", "s")]
@@ -329,7 +341,7 @@ def byte_fallback_tokenizer(control: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _in_parts(text: str) -> Message:
-    """A user's message whose text comes in two parts, as datasets may have it."""
+    """Make a user message whose text has two parts, as in some datasets."""
     parts = [
         {"type": "text", "text": part} for part in (text[: len(text) // 2], text[len(text) // 2 :])
     ]

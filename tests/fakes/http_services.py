@@ -30,13 +30,13 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
 async def echo(request: web.Request) -> web.StreamResponse:
     """Tell the request back, headers too."""
     body = await request.text()
-    told = {
+    answer = {
         "method": request.method,
         "query": [list(pair) for pair in request.query.items()],
         "body": json.loads(body) if body else None,
         "headers": dict(request.headers),
     }
-    return web.json_response(told)
+    return web.json_response(answer)
 
 
 def always(status: int = 200, text: str = "", **headers: str) -> Answer:

@@ -1,8 +1,8 @@
 """Runs that are killed: a process that has imported everything and forks one child for each run.
 
-`python -m tests.fakes.killed_runs` reads one order (a line of JSON) for each run and says on its standard
-output what becomes of the child, line by line: `started PID`, `enter STATION STEP` and
-`leave STATION STEP` as the child itself writes them, and `ended STATUS`.
+`python -m tests.fakes.killed_runs` reads one order (a line of JSON) for each run and writes these
+lines to its standard output: `started PID`, then `enter POINT STEP` and `leave POINT STEP` from the
+child itself, then `ended STATUS`.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).resolve().parents[2]
-STATIONS = ("roll_out", "update_actor", "save_checkpoint")
-"""Where a run is killed."""
+KILL_POINTS = ("roll_out", "update_actor", "save_checkpoint")
+"""Methods during which a run is killed."""
 SCORER = """
 import random
 
@@ -33,8 +33,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
     noise = random.random() + numpy.random.random() + float(torch.rand(()))
     return sum(map(ord, solution_str)) % 7 / 7 + noise / 10
 """
-"""Rewards that differ within groups, and draw from every random stream of the process: as a
-coroutine that never waits, in the order of the requests."""
+"""Rewards that differ within groups and draw from every random stream of the process. The scorer is
+a coroutine that never waits, so it runs in the order of the requests."""
 _PRELOADED = (
     "datasets",
     "agentrl.trainer.trainer",
@@ -46,11 +46,11 @@ _PRELOADED = (
 
 
 class Mark(NamedTuple):
-    """What a run told of itself."""
+    """A line in which a run reports its position."""
 
     event: str
     """`enter` or `leave`."""
-    station: str
+    point: str
     step: int
 
 
@@ -58,8 +58,8 @@ class Mark(NamedTuple):
 
 
 @dataclass
-class Life:
-    """One run, as it is seen from outside."""
+class ChildRun:
+    """One run in a child process."""
 
     pid: int
     lines: Iterator[str]
@@ -67,10 +67,10 @@ class Life:
     times: list[float] = field(default_factory=list[float])
     """When each mark was read, in seconds."""
     status: int | None = None
-    """Exit status, or minus the signal's number; None: it runs."""
+    """Exit status, or minus the signal's number; None while it runs."""
 
     def wait_for(self, mark: Mark) -> bool:
-        """Read until the mark comes, or the end; whether it came."""
+        """Read until the mark or the end; return whether the mark came."""
         while self._read():
             if self.marks and self.marks[-1] == mark:
                 return True
@@ -84,12 +84,12 @@ class Life:
         return self.status
 
     def kill_after(self, delay_s: float, number: int = signal.SIGKILL) -> None:
-        """`kill -9`, some time from now; or another signal."""
+        """Send SIGKILL, or another signal, after a delay."""
         time.sleep(delay_s)
         os.kill(self.pid, number)
 
     def is_inside(self, mark: Mark) -> bool:
-        """Whether the last that it told was that it entered a station."""
+        """Return whether its last mark is this one."""
         return bool(self.marks) and self.marks[-1] == mark
 
     def _read(self) -> bool:
@@ -102,8 +102,8 @@ class Life:
         return True
 
 
-class Nursery:
-    """The process that forks runs, one after the other."""
+class RunForker:
+    """A process that forks runs, one at a time."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -122,15 +122,15 @@ class Nursery:
         self._process.stdout.close()
         self._process.wait(timeout=60)
 
-    def start(self, run: dict[str, Any], log: Path) -> Life:
-        """Start a run; what it prints goes to `log`."""
+    def start(self, run: dict[str, Any], log: Path) -> ChildRun:
+        """Start a run; its output goes to `log`."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps({"run": run, "log": str(log)}) + "\n")
         self._process.stdin.flush()
         event, pid = self._process.stdout.readline().split()
         assert event == "started"
-        return Life(int(pid), iter(self._process.stdout))
+        return ChildRun(int(pid), iter(self._process.stdout))
 
 
 # The side of the runs.
@@ -147,14 +147,14 @@ def main() -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            live(order["run"], Path(order["log"]))
+            run_child(order["run"], Path(order["log"]))
         _say("started", pid)
         _, status = os.waitpid(pid, 0)
         _say("ended", os.waitstatus_to_exitcode(status))
 
 
-def live(run: dict[str, Any], log: Path) -> None:
-    """Be the run; never returns."""
+def run_child(run: dict[str, Any], log: Path) -> None:
+    """Run in this process and exit; never return."""
     code = 1
     try:
         marks = os.dup(1)
@@ -173,18 +173,18 @@ def live(run: dict[str, Any], log: Path) -> None:
 
 
 def train(run: dict[str, Any], marks: int) -> None:
-    """Train, and write to the file descriptor `marks` where the run stands."""
+    """Train, and write a mark to the file descriptor `marks` at each point."""
     from agentrl.config import parse_config
     from agentrl.trainer.trainer import Trainer
 
-    class Marked(Trainer):
-        """Says when it enters and leaves the stations where it may be killed."""
+    class MarkedTrainer(Trainer):
+        """Reports when it enters and leaves the points at which it may be killed."""
 
         @contextlib.contextmanager
-        def _inside(self, station: str) -> Iterator[None]:
-            os.write(marks, f"enter {station} {self.step}\n".encode())
+        def _inside(self, point: str) -> Iterator[None]:
+            os.write(marks, f"enter {point} {self.step}\n".encode())
             yield
-            os.write(marks, f"leave {station} {self.step}\n".encode())
+            os.write(marks, f"leave {point} {self.step}\n".encode())
 
         def roll_out(self, prompts: Sequence[Any], plan: Any) -> Any:
             with self._inside("roll_out" if plan.name == "train" else "validate"):
@@ -198,7 +198,7 @@ def train(run: dict[str, Any], marks: int) -> None:
             with self._inside("save_checkpoint"):
                 super().save_checkpoint()
 
-    Marked(parse_config(run)).fit()
+    MarkedTrainer(parse_config(run)).fit()
 
 
 def _say(event: str, value: int) -> None:

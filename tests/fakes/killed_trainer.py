@@ -1,4 +1,4 @@
-"""A trainer whose process ends in the middle of a step, and nobody hears of it."""
+"""A trainer that is killed in the middle of a step."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from agentrl import Trainer
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Stands in for the kill of the process."""
 
 
-class Mortal(Trainer):
-    """Ends before or behind the update of a step."""
+class KilledTrainer(Trainer):
+    """Raises `Killed` before or after the update of a step."""
 
     ends_at: tuple[str, int] | None = None
 
@@ -18,6 +18,6 @@ class Mortal(Trainer):
         if self.ends_at == ("before", self.step):
             raise Killed
         result = super().update_actor(batch)
-        if self.ends_at == ("behind", self.step):
+        if self.ends_at == ("after", self.step):
             raise Killed
         return result

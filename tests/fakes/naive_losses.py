@@ -29,7 +29,7 @@ def config_of(name: str) -> ActorConfig:
     return ActorConfig.model_validate(CLIPS | CONFIGS.get(name, {}))
 
 
-def lawful_losses() -> list[str]:
+def invariant_losses() -> list[str]:
     """The bundled losses, without the reference's that break an invariant by name."""
     return [
         name

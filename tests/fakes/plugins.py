@@ -192,7 +192,7 @@ def check_life(lives: Mapping[str, list[str]], first: str, last: str) -> None:
         assert life.count("calc_reward") <= 1
 
 
-def assert_lawful(request: AsyncRolloutRequest, engine: ScriptedEngine) -> None:
+def assert_invariants(request: AsyncRolloutRequest, engine: ScriptedEngine) -> None:
     """Check what is true of every ended request."""
     length = request.num_response_tokens
     assert len(request.response_ids) == len(request.loss_mask) == length

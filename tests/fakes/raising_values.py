@@ -1,15 +1,15 @@
-"""Values and errors whose own code runs, and fails, when somebody reads them."""
+"""Values and errors that raise when they are read."""
 
 import sys
 from typing import NoReturn
 
 
-class ShownError(BaseException):
-    """What `ExitsWhenRead` raises when it is shown: pytest, which shows much, survives it."""
+class ReprError(BaseException):
+    """Raised by `ExitsWhenRead.__repr__`; pytest, which prints values, survives it."""
 
 
 class ExitsWhenRead:
-    """Ends the program when it is made a number, a truth value or a text."""
+    """Exits the program on conversion to a number, and raises on conversion to text."""
 
     def _exit(self) -> NoReturn:
         sys.exit(3)
@@ -21,22 +21,22 @@ class ExitsWhenRead:
         self._exit()
 
     def __repr__(self) -> str:
-        raise ShownError
+        raise ReprError
 
 
-class UntellableError(Exception):
-    """Raises when it is asked what it says."""
+class UnprintableError(Exception):
+    """Raises when it is converted to text."""
 
     def __str__(self) -> str:
         raise KeyError("it was built elsewhere")
 
 
-class HollowError(Exception):
-    """Looks every name up in what it does not have: also those that a traceback asks for."""
+class RaisingAttributesError(Exception):
+    """Raises `KeyError` for every attribute, also for those that a traceback reads."""
 
     def __getattr__(self, name: str) -> object:
         raise KeyError(name)
 
 
-UNTOLD = "(its message raises KeyError)"
-"""What is told of an `UntellableError`."""
+UNPRINTABLE_MESSAGE = "(its message raises KeyError)"
+"""The text that is reported for an `UnprintableError`."""

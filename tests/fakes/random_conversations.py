@@ -1,6 +1,6 @@
 """Whole conversations at random: a moody engine, moody tools, a moody user, a watched request.
 
-Everything is drawn from one seed, so a walk can be walked again by its seed.
+Everything is drawn from one seed, so its seed reproduces a conversation.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class WatchedRequest(AsyncRolloutRequest):
         assert_same(self, self.model)
 
 
-class MoodyEngine(ScriptedEngine):
+class RandomEngine(ScriptedEngine):
     """Answers, fails, aborts, stops early, returns nonsense; its weights change at any time."""
 
     def __init__(self, draws: random.Random, request: WatchedRequest) -> None:
@@ -209,7 +209,7 @@ def words(draws: random.Random) -> str:
     return "".join(draws.choice(WORDS) for _ in range(draws.randrange(5)))
 
 
-class MoodyUser(FakeUser):
+class RandomUser(FakeUser):
     """Asks on, ends the conversation, or breaks."""
 
     def __init__(self, draws: random.Random, **behaviours: str) -> None:
@@ -228,7 +228,7 @@ class MoodyUser(FakeUser):
         return InteractionResult(mood > 0.92, words(self._draws), self._draws.random())
 
 
-def moody_reply(draws: random.Random) -> Any:
+def random_reply(draws: random.Random) -> Any:
     """What a tool returns, or raises."""
     mood = draws.random()
     if mood < 0.05:
@@ -244,19 +244,19 @@ def moody_reply(draws: random.Random) -> Any:
 
 
 @dataclass(frozen=True)
-class Walk:
+class SeededConversation:
     """What came of a seed."""
 
     request: WatchedRequest
-    engine: MoodyEngine
+    engine: RandomEngine
     tools: Sequence[FakeTool]
-    user: MoodyUser
+    user: RandomUser
     was_cancelled: bool
     complaints: list[str]
     """What the event loop was told of and nobody took: an exception that was never retrieved."""
 
 
-def walk(seed: int) -> Walk:
+def run_conversation(seed: int) -> SeededConversation:
     """Play the conversation of a seed to its end."""
     draws = random.Random(seed)
     budgets = _draw_budgets(draws)
@@ -267,9 +267,9 @@ def walk(seed: int) -> Walk:
     assert isinstance(request, WatchedRequest)
     request.watch()
     behaviours = _draw_behaviours(draws)
-    engine, user = MoodyEngine(draws, request), MoodyUser(draws, **behaviours)
+    engine, user = RandomEngine(draws, request), RandomUser(draws, **behaviours)
     tools = [
-        FakeTool(name, reply=lambda _: moody_reply(draws), **behaviours)
+        FakeTool(name, reply=lambda _: random_reply(draws), **behaviours)
         for name in ("lookup", "other")
     ]
     context = make_context(
@@ -287,7 +287,7 @@ def walk(seed: int) -> Walk:
     )
     cancel_after = draws.randrange(60) if draws.random() < 0.1 else None
     complaints = asyncio.run(_play(request, context, cancel_after))
-    return Walk(request, engine, tools, user, cancel_after is not None, complaints)
+    return SeededConversation(request, engine, tools, user, cancel_after is not None, complaints)
 
 
 def _draw_budgets(draws: random.Random) -> Budgets:

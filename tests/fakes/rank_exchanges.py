@@ -1,4 +1,4 @@
-"""The ranks of `tests/workers/test_rank_status.py`: exchanges that succeed and that fail."""
+"""Ranks for `tests/workers/test_rank_status.py`: exchanges that succeed or fail."""
 
 import json
 import os
@@ -62,30 +62,32 @@ def one_is_killed(world: World) -> None:
     world.gather(None)
 
 
-SCENES: tuple[Callable[[World], Any], ...] = (
+SCENARIOS: tuple[Callable[[World], Any], ...] = (
     agrees, one_raises, main_raises, one_is_late, one_fails_elsewhere, one_is_killed,
 )  # fmt: skip
 
 
-def play(scene: Callable[[World], Any], limit_s: float) -> dict[str, Any]:
+def run_scenario(scenario: Callable[[World], Any], limit_s: float) -> dict[str, Any]:
     world = start_world("cpu", timeout_s=limit_s)
     began = time.monotonic()
     try:
         with world.status.explain_errors():
-            return {"result": scene(world)}
+            return {"result": scenario(world)}
     except Exception as error:  # noqa: BLE001 - what is written down for the test to read
-        told = {"error": type(error).__name__, "words": str(error)}
+        outcome = {"error": type(error).__name__, "words": str(error)}
         is_shared = error is world.status.shared_error
-        return told | {"is_shared": is_shared, "seconds": time.monotonic() - began}
+        return outcome | {"is_shared": is_shared, "seconds": time.monotonic() - began}
     finally:
         stop_world()
 
 
 def main(folder: Path, ports: list[str]) -> None:
     outcomes: dict[str, Any] = {}
-    for scene, port in zip(SCENES, ports, strict=True):
+    for scenario, port in zip(SCENARIOS, ports, strict=True):
         os.environ["MASTER_PORT"] = port
-        outcomes[scene.__name__] = play(scene, LIMIT_S if scene is one_is_late else 60.0)
+        outcomes[scenario.__name__] = run_scenario(
+            scenario, LIMIT_S if scenario is one_is_late else 60.0
+        )
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
     os._exit(0)  # see `agentrl.cli.leave_rank`
 

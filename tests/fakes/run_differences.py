@@ -1,4 +1,4 @@
-"""Whether two runs left the same behind: everything that is no clock, to the last bit."""
+"""Compare the outputs of two runs bit by bit, without clocks."""
 
 import json
 import re
@@ -10,17 +10,16 @@ CLOCKS_OF_METRICS = re.compile(
     r"timing_s/.*|weight_sync/seconds|perf/(throughput|time_per_step|max_.*)|reward/seconds/.*|"
     r"rollout/(turn_seconds|tool/.*/(queue_)?seconds)/.*"
 )
-"""Figures that are read off a clock or off the process's memory; every other one is compared."""
+"""Metrics of time or of the process's memory; all others are compared."""
 CLOCKS_OF_RECORDS = re.compile(r"(queue_)?seconds(_.*)?|started_as")
-"""Keys of rollouts, of `summary.json` and of `state.json` that hold seconds, or the number of the
-start that wrote them."""
+"""Keys of rollouts, `summary.json` and `state.json` with seconds or with the number of a start."""
 APART = re.compile(r"metrics\.\d+\.jsonl|started|starts/.*|(.*/)?manifest\.json")
-"""Figures of an attempt that had no checkpoint yet; the date; the record of each start; checksums,
-one of them of a file with seconds in it (what they are of is compared itself)."""
+"""Files that are not compared: metrics of an attempt without a checkpoint, the date, the record of
+each start, and checksums (one is of a file with seconds; the files themselves are compared)."""
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    """Name what two runs' folders do not have in common; nothing where the runs are the same."""
+    """Return the differences of two run folders; none if the runs are the same."""
     left, right = _names(ours), _names(theirs)
     found = [f"only one run has {name}" for name in sorted(left ^ right)]
     for name in sorted(left & right):
@@ -44,7 +43,7 @@ def _compare(ours: Path, theirs: Path, *folders: Path) -> Iterator[str]:
         yield f"{len(left)} and {len(right)} lines"
     for line, (one, other) in enumerate(zip(left, right, strict=False), start=1):
         clocks = CLOCKS_OF_METRICS if ours.name == "metrics.jsonl" else CLOCKS_OF_RECORDS
-        for what in _unlike(_timeless(one, clocks), _timeless(other, clocks), ""):
+        for what in _compare_values(_timeless(one, clocks), _timeless(other, clocks), ""):
             yield f"line {line}{what}"
 
 
@@ -66,12 +65,12 @@ def _timeless(value: Any, clocks: re.Pattern[str]) -> Any:
     return value
 
 
-def _unlike(one: Any, other: Any, where: str) -> Iterator[str]:
+def _compare_values(one: Any, other: Any, where: str) -> Iterator[str]:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for name in one:
-            yield from _unlike(one[name], other[name], f"{where}.{name}")
+            yield from _compare_values(one[name], other[name], f"{where}.{name}")
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            yield from _unlike(*pair, f"{where}[{place}]")
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from _compare_values(*pair, f"{where}[{index}]")
     elif one != other:
         yield f"{where}: {str(one)[:80]} and {str(other)[:80]}"

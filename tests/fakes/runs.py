@@ -110,7 +110,7 @@ def scripted(*answers: str) -> dict[str, Any]:
     return {"name": "scripted", "scripted": {"answers": list(answers)}}
 
 
-class Told(NamedTuple):
+class CommandOutput(NamedTuple):
     """What a command left behind."""
 
     code: int
@@ -118,7 +118,7 @@ class Told(NamedTuple):
     err: str
 
 
-def run_agentrl(capsys: Any, *arguments: object) -> Told:
+def run_agentrl(capsys: Any, *arguments: object) -> CommandOutput:
     """Run the command line in this process."""
     capsys.readouterr()
     code: Any = None
@@ -127,7 +127,7 @@ def run_agentrl(capsys: Any, *arguments: object) -> Told:
     except SystemExit as end:
         code = end.code
     out, err = capsys.readouterr()
-    return Told(code or 0, out, err)
+    return CommandOutput(code or 0, out, err)
 
 
 def spawn_agentrl(

@@ -22,7 +22,7 @@ GREEDY = -1
 """Offset under which a prompt's greedy rollout is asked for."""
 
 
-class Came(NamedTuple):
+class SampleResult(NamedTuple):
     """What came of one sample."""
 
     reward: float = 0.0
@@ -31,7 +31,7 @@ class Came(NamedTuple):
     stop_reason: StopReason = StopReason.ANSWERED
 
 
-Outcome = Callable[[int, int], Came]
+Outcome = Callable[[int, int], SampleResult]
 """From a row of the data and a sample's offset to what came of it."""
 
 

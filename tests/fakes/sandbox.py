@@ -7,7 +7,7 @@ from agentrl.plugins.environment import num_cores
 from agentrl.sandbox import Execution, ExecutionEnd, Session
 
 
-class CrowdedSandbox:
+class BusySandbox:
     """Says what every program is expected to say; late where there are more of them than cores."""
 
     def __init__(self, says: str, *, seconds: float = 0.01) -> None:

@@ -60,7 +60,7 @@ class ByLength(ToolParser):
 
 
 @lru_cache(maxsize=1)
-def talking_model() -> Qwen2ForCausalLM:
+def random_model() -> Qwen2ForCausalLM:
     """Random weights over the tiny tokenizer's vocabulary."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -115,16 +115,16 @@ class SlowUser(FakeUser):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class Scenario:
     """A rollout to be run again and again."""
 
     latency: Latency = no_time
     num_prompts: int = 4
     num_samples: int = 4
     rollout: dict[str, Any] = field(default_factory=dict)
-    """Keys of the section `rollout`, beside those of every scene."""
+    """Keys of the section `rollout`, beside those of every scenario."""
     multi_turn: dict[str, Any] = field(default_factory=dict)
-    """Keys of the section `rollout.multi_turn`, beside those of every scene."""
+    """Keys of the section `rollout.multi_turn`, beside those of every scenario."""
     settings: TransformersEngineSettings = DEFAULT_SETTINGS
     tool: BaseTool | None = None
     user: BaseInteraction | None = None
@@ -132,7 +132,7 @@ class Scene:
     def make_engine(
         self, kind: type[TransformersEngine] = TransformersEngine
     ) -> TransformersEngine:
-        return kind.from_model(talking_model(), settings=self.settings)
+        return kind.from_model(random_model(), settings=self.settings)
 
     def make_manager(self, engine: Any) -> RolloutManager:
         context = make_context(

@@ -143,7 +143,7 @@ class ThreadWorld(World):
         return torch.cat(self.gather(rows))
 
 
-def credit_of_two(world: World, keys: dict[str, Any]) -> list[Credited]:
+def credit_on_two_threads(world: World, keys: dict[str, Any]) -> list[Credited]:
     """Let two threads of one process be the ranks."""
     table = Table(2)
     ranks = [ThreadWorld(n, 2, world.device, world.mesh, world.status, table) for n in range(2)]

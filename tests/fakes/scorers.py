@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.config.schema.reward import CustomRewardConfig, RewardConfig
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rollout.request import AsyncRolloutRequest
-from tests.fakes.raising_values import ExitsWhenRead, HollowError, UntellableError
+from tests.fakes.raising_values import ExitsWhenRead, RaisingAttributesError, UnprintableError
 from tests.fakes.requests import build_request, said
 
 
@@ -27,7 +27,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-DEEDS = {
+MISBEHAVIORS = {
     "raises": lambda: _raise(KeyError("x")),
     "raises what no process can tell": lambda: _raise(TwoWordsError("no", "way")),
     "exits": lambda: sys.exit(3),
@@ -36,13 +36,13 @@ DEEDS = {
     "nan": lambda: math.nan,
     "exits when read": lambda: ExitsWhenRead(),
     "exits when its score is read": lambda: {"score": ExitsWhenRead()},
-    "raises what cannot be told": lambda: _raise(UntellableError()),
-    "raises what has no notes": lambda: _raise(HollowError()),
+    "raises what cannot be told": lambda: _raise(UnprintableError()),
+    "raises what has no notes": lambda: _raise(RaisingAttributesError()),
     "returns what no process can tell": lambda: {"score": 1.0, "why": lambda: 1},
     "hangs": lambda: time.sleep(30),
 }
 """What a scorer does wrong that any manager survives."""
-DEATHS = {
+PROCESS_ENDS = {
     "dies": lambda: os._exit(3),
     "breaks": lambda: ctypes.string_at(0),
 }
@@ -53,7 +53,7 @@ def misbehave(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> Any:
     """Do what the ground truth says."""
-    deed = {**DEEDS, **DEATHS}.get(ground_truth)
+    deed = {**MISBEHAVIORS, **PROCESS_ENDS}.get(ground_truth)
     return 1.0 if deed is None else deed()
 
 
@@ -67,10 +67,10 @@ def misbehave_in_lists(
     return [misbehave("", "", truth) for truth in ground_truths]
 
 
-async def misbehave_later(**told: Any) -> Any:
+async def misbehave_later(**arguments: Any) -> Any:
     """Do so on the event loop."""
     await asyncio.sleep(0)
-    return misbehave(**told)
+    return misbehave(**arguments)
 
 
 def write_pid_and_hang(*, ground_truth: str, **_: Any) -> float:
@@ -80,7 +80,7 @@ def write_pid_and_hang(*, ground_truth: str, **_: Any) -> float:
     return 1.0
 
 
-def tell_process(**_: Any) -> dict[str, Any]:
+def report_process(**_: Any) -> dict[str, Any]:
     """Say where it runs."""
     return {"score": 1.0, "pid": os.getpid(), "has_torch": "torch" in sys.modules}
 

@@ -30,7 +30,7 @@ def save_policy(model: Qwen2ForCausalLM, folder: Path) -> Path:
     return folder
 
 
-class LentHost:
+class SharedHost:
     """A running SGLang that a test may close: it is closed to that test alone."""
 
     def __init__(self, host: SGLangHost) -> None:

@@ -42,7 +42,7 @@ class FakeSGLang:
     """Routes and fields, in order."""
     on_generate: Callable[[dict[str, Any]], None] | None = None
     is_holding: bool = False
-    """Whether calls sample two tokens and then wait, for `let_go` or an abort."""
+    """Whether calls sample two tokens and then wait, for `release_all` or an abort."""
     version: str = "0"
     num_births: int = 0
     is_paused: bool = False
@@ -76,7 +76,7 @@ class FakeSGLang:
                 connection.transport.abort()
         await self._runner.cleanup()
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Let the calls that wait go on."""
         self.is_holding = False
         for waiting in self._waiting.values():
@@ -124,8 +124,8 @@ class FakeSGLang:
             case "update_weight_version":
                 self.version = fields["new_version"]
             case "begin_weight_update" if self.has_open_update:
-                told = {"success": False, "message": "a session is already open"}
-                return web.json_response(told, status=400)
+                error = {"success": False, "message": "a session is already open"}
+                return web.json_response(error, status=400)
             case "begin_weight_update" | "end_weight_update":
                 self.has_open_update = route == "begin_weight_update"
             case "pause_generation" | "continue_generation":

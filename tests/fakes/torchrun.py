@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Told:
+class RankOutput:
     """What a rank left behind."""
 
     code: int
@@ -27,10 +27,10 @@ class Rank:
 
     process: subprocess.Popen[str]
 
-    def wait(self, timeout_s: float = 150) -> Told:
+    def wait(self, timeout_s: float = 150) -> RankOutput:
         """Wait for its end."""
         out, err = self.process.communicate(timeout=timeout_s)
-        return Told(self.process.returncode, out, err)
+        return RankOutput(self.process.returncode, out, err)
 
 
 def free_port() -> int:

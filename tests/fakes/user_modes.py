@@ -1,4 +1,4 @@
-"""The users and machines on which sandlock works differently: each turns this process into one.
+"""Users and machines on which sandlock behaves differently; each function makes this process one.
 
 Run: python -m tests.fakes.user_modes MODE CODE, which runs the Python code CODE in that mode.
 """

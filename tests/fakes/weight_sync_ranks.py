@@ -17,7 +17,7 @@ from agentrl.workers.weight_sync import iter_full_weights, sync_weights
 from tests.fakes.training import make_policy
 
 
-class Taker:
+class FailingEngine:
     """An engine that only takes weights, and fails in the middle of its first updates."""
 
     def __init__(self, *, num_failures: int = 0, is_shared: bool = False) -> None:
@@ -68,13 +68,15 @@ def outcome(world: World, engine: Any, **settings: Any) -> dict[str, Any]:
 def main(folder: Path) -> None:
     world = start_world("cpu", timeout_s=60)
     fails = 0 if world.is_main else 1
-    told = {
-        "mended": outcome(world, Taker(num_failures=fails), max_attempts=2),
-        "given up": outcome(world, Taker(num_failures=2 * fails), max_attempts=2),
-        "shared": outcome(world, Taker(is_shared=True)),
-        "shared, mended": outcome(world, Taker(is_shared=True, num_failures=1), max_attempts=3),
+    outcomes = {
+        "mended": outcome(world, FailingEngine(num_failures=fails), max_attempts=2),
+        "given up": outcome(world, FailingEngine(num_failures=2 * fails), max_attempts=2),
+        "shared": outcome(world, FailingEngine(is_shared=True)),
+        "shared, mended": outcome(
+            world, FailingEngine(is_shared=True, num_failures=1), max_attempts=3
+        ),
     }
-    (folder / f"told_{world.rank}.json").write_text(json.dumps(told))
+    (folder / f"outcomes_{world.rank}.json").write_text(json.dumps(outcomes))
     leave_rank(SystemExit(0))
 
 

@@ -17,7 +17,7 @@ from agentrl.messages import Message
 from agentrl.plugins.environment import num_cores
 from agentrl.sandbox.factory import SharedSandbox
 from agentrl.sandbox.grading import grading_semaphore
-from tests.fakes.sandbox import CrowdedSandbox
+from tests.fakes.sandbox import BusySandbox
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/interaction_config/code_review.yaml"
 TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
@@ -51,7 +51,7 @@ async def answered(
 
 
 async def test_failures_are_data_right_code_is_right_however_many_reviews_there_are():
-    crowd = CrowdedSandbox("3")
+    crowd = BusySandbox("3")
     reviewer = CodeReviewInteraction({"name": "code_review"})
     vars(reviewer)["_shared"] = SharedSandbox(SandboxConfig(), lambda _: crowd)
     tests = {"inputs": ["1 2"], "outputs": ["3"]}
@@ -69,7 +69,7 @@ async def test_failures_are_data_right_code_is_right_however_many_reviews_there_
 
 async def test_a_review_waits_while_scorers_grade():
     reviewer = CodeReviewInteraction({"name": "code_review"})
-    vars(reviewer)["_shared"] = SharedSandbox(SandboxConfig(), lambda _: CrowdedSandbox("3"))
+    vars(reviewer)["_shared"] = SharedSandbox(SandboxConfig(), lambda _: BusySandbox("3"))
     kwargs = {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}
     session = InteractionSession(reviewer, instance_id="r", kwargs=kwargs)
     await session.start()

@@ -29,7 +29,7 @@ async def talk(
     return replies
 
 
-def told(replies: list[InteractionResult]) -> list[str]:
+def hints_of(replies: list[InteractionResult]) -> list[str]:
     """What is told beside the verdict."""
     return [reply.content.partition("on the last line.")[2].strip() for reply in replies]
 
@@ -37,13 +37,16 @@ def told(replies: list[InteractionResult]) -> list[str]:
 async def test_hints_are_told_one_by_one_and_the_last_stays():
     config = {"max_hints": 3, "hints": ["a", "b"]}
     replies = await talk(config, "#### 1", "#### 2", "#### 3", "#### 4")
-    assert told(replies) == ["Hint: a", "Hint: b", "Hint: b", ""]
+    assert hints_of(replies) == ["Hint: a", "Hint: b", "Hint: b", ""]
     assert [reply.should_terminate for reply in replies] == [False, False, False, True]
 
 
 async def test_hints_of_the_row_replace_those_of_the_config():
-    assert told(await talk({"hints": ["a"]}, "1", "2", hints=["x", "y"])) == ["Hint: x", "Hint: y"]
-    assert told(await talk({"hints": ["a"]}, "1", hints="x")) == ["Hint: x"]
+    assert hints_of(await talk({"hints": ["a"]}, "1", "2", hints=["x", "y"])) == [
+        "Hint: x",
+        "Hint: y",
+    ]
+    assert hints_of(await talk({"hints": ["a"]}, "1", hints="x")) == ["Hint: x"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ async def test_each_reply_before_the_right_answer_costs_and_never_below_the_form
 async def test_encouragement_says_what_is_better():
     answers = ["Hm.", "#### 10", "#### 40", "#### 40.0", "#### 99"]
     replies = await talk({"max_hints": None, "encourage": True, "hints": ["h"]}, *answers)
-    assert told(replies) == [
+    assert hints_of(replies) == [
         "Hint: h",
         "The form of your answer is right now. Hint: h",
         "That is closer than before. Hint: h",
@@ -81,7 +84,7 @@ async def test_encouragement_says_what_is_better():
 async def test_without_encouragement_the_reply_is_ever_the_same():
     replies = await talk({}, "#### 10", "#### 40")
     assert replies[0].content == replies[1].content
-    assert told(replies) == ["", ""]
+    assert hints_of(replies) == ["", ""]
 
 
 async def test_an_answer_beside_a_truth_that_is_no_number_is_wrong():

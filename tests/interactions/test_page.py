@@ -171,5 +171,5 @@ def test_the_run_files_keys_are_listed_with_their_defaults():
 
 
 def test_every_key_of_a_client_is_named():
-    told = PAGE.partition("Keys of `chat`:")[2].partition("###")[0]
-    assert set(ChatConfig.model_fields) == set(re.findall(r"`(\w+)`", told))
+    section = PAGE.partition("Keys of `chat`:")[2].partition("###")[0]
+    assert set(ChatConfig.model_fields) == set(re.findall(r"`(\w+)`", section))

@@ -19,7 +19,7 @@ from agentrl.interactions import (
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import ContentPart, Message
-from tests.fakes.raising_values import UNTOLD, ExitsWhenRead, UntellableError
+from tests.fakes.raising_values import UNPRINTABLE_MESSAGE, ExitsWhenRead, UnprintableError
 from tests.fakes.tools import BEHAVIOURS, FlakyInteraction
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/interaction_config"
@@ -153,23 +153,23 @@ async def test_what_is_no_reply_fails_the_request_and_names_the_interaction(valu
 async def test_failures_are_data_a_reply_that_exits_when_it_is_read_fails_the_request_alone(
     value: Any,
 ):
-    told = "interaction 'recorder', generate_response: RuntimeError: raised "
-    with pytest.raises(InteractionError, match=told):
+    message = "interaction 'recorder', generate_response: RuntimeError: raised "
+    with pytest.raises(InteractionError, match=message):
         await session_of(Recorder(value)).respond(ANSWER)
 
 
 async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that():
     class Untold(BaseInteraction):
         async def start_interaction(self, instance_id: str | None = None, **_: Any) -> str:
-            raise UntellableError
+            raise UnprintableError
 
         async def finalize_interaction(self, instance_id: str, **_: Any) -> None:
-            raise UntellableError
+            raise UnprintableError
 
     session = session_of(Untold({}))
-    with pytest.raises(InteractionError, match="start_interaction: UntellableError: "):
+    with pytest.raises(InteractionError, match="start_interaction: UnprintableError: "):
         await session.start()
-    assert UNTOLD in str(await session.finalize())
+    assert UNPRINTABLE_MESSAGE in str(await session.finalize())
 
 
 @pytest.mark.parametrize("behaviour", ["raise", "exit", "cancel_self", "hang", "ignore_cancel"])

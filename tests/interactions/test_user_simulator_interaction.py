@@ -67,10 +67,10 @@ async def test_the_roles_are_flipped_and_the_part_is_told_once():
 async def test_the_row_says_who_the_user_is():
     async with serving(in_turn("###STOP###")) as fake, user_of(fake, goal="Soup.") as user:
         await talk(user, "Hi.", persona="A sailor.", goal="Fish.")
-    told = fake.asked[0]["messages"][0]["content"]
-    assert "A sailor." in told
-    assert "Fish." in told
-    assert "A cook." not in told
+    instructions = fake.asked[0]["messages"][0]["content"]
+    assert "A sailor." in instructions
+    assert "Fish." in instructions
+    assert "A cook." not in instructions
 
 
 async def test_a_row_without_a_part_fails():
@@ -101,14 +101,14 @@ async def test_the_phrase_may_be_another_one():
 
 
 @pytest.mark.parametrize(
-    ("limits", "told"),
+    ("limits", "message"),
     [
         ({"max_turns": 2}, "2 of 2 calls"),
         ({"max_tokens": 20}, "30 of 20 tokens"),
     ],
 )
 async def test_a_budget_that_is_spent_ends_the_conversation_and_says_so(
-    limits: dict[str, Any], told: str
+    limits: dict[str, Any], message: str
 ):
     async with serving(in_turn("Go on.")) as fake, user_of(fake, **limits) as user:
         request = await talk(user, "Hi.")
@@ -116,7 +116,7 @@ async def test_a_budget_that_is_spent_ends_the_conversation_and_says_so(
     assert request.num_user_turns == 2
     metadata = request.turns[-1].metadata
     assert metadata["ended_by"] == "budget"
-    assert told in metadata["budget"]
+    assert message in metadata["budget"]
 
 
 @pytest.mark.parametrize("limit", [{"max_calls": 1}, {"max_total_tokens": 15}])
@@ -164,14 +164,14 @@ async def test_a_wait_for_a_place_is_no_fault_unless_the_config_says_so():
 
 
 async def test_tools_are_hidden_or_shown_as_the_config_says():
-    for show_tools, told in [
+    for show_tools, expected in [
         (False, ["Rain."]),
         (True, ['(calls lookup with {"q": "Bern"})', "(is told by lookup: found Bern)", "Rain."]),
     ]:
         serve = serving(in_turn("###STOP###"))
         async with serve as fake, user_of(fake, show_tools=show_tools) as user:
             await talk(user, calling("lookup", q="Bern"), "Rain.", tools=[FakeTool()])
-        assert fake.asked[0]["messages"][-1]["content"] == "\n\n".join(told)
+        assert fake.asked[0]["messages"][-1]["content"] == "\n\n".join(expected)
 
 
 async def test_the_goal_check_scores_the_end_in_a_call_of_its_own():

@@ -46,7 +46,7 @@ def refused(values: Any, **place: Any) -> ConfigError:
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "told", "expected"),
+    ("values", "key", "message", "expected"),
     [
         (
             {},
@@ -117,10 +117,10 @@ def refused(values: Any, **place: Any) -> ConfigError:
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_was_expected(
-    values: Any, key: str, told: str, expected: str
+    values: Any, key: str, message: str, expected: str
 ):
     error = refused(values, file="tools.yaml")
-    assert error.args[0] == told
+    assert error.args[0] == message
     assert error.details == {"file": "tools.yaml", "key": key, "expected": expected}
 
 

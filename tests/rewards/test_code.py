@@ -112,8 +112,8 @@ async def test_a_run_hands_its_sandbox_over_to_as_many_gradings_as_it_has_cores(
     caller = ScoreCaller(
         scorer, RewardConfig(sandbox=SandboxConfig(num_warm=0)), ExecutionMode.THREAD
     )
-    told = {"data_source": "apps", "solution_str": SMALL, "ground_truth": TESTS}
-    found = await asyncio.gather(*(caller.call(scorer, told) for _ in range(3)))
+    arguments = {"data_source": "apps", "solution_str": SMALL, "ground_truth": TESTS}
+    found = await asyncio.gather(*(caller.call(scorer, arguments) for _ in range(3)))
     await caller.close()
     assert [score["passed_frac"] for score in found] == [pytest.approx(2 / 3)] * 3
     assert len(made) == 1

@@ -34,10 +34,10 @@ def judge(reply, solution="Good day.", *, truth=None, messages=None, **config):
     async def main():
         async with serving(reply) as server:
             scorer = Judge(**server.config(**config))
-            told = messages or [{"role": "user", "content": "Greet me."}]
-            told = [*told, {"role": "assistant", "content": solution}]
+            conversation = messages or [{"role": "user", "content": "Greet me."}]
+            conversation = [*conversation, {"role": "assistant", "content": solution}]
             try:
-                found = await scorer("mine", solution, truth, {"messages": told})
+                found = await scorer("mine", solution, truth, {"messages": conversation})
             except RewardError as error:
                 found = error
             await scorer.close()
@@ -218,15 +218,15 @@ def test_an_empty_answer_is_not_judged():
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [({"rubric": None}, "rubric"), ({"criteria": [{"name": "a", "description": "b"}]}, "criteria"),
      ({"rubrik": "x"}, "rubrik"), ({"max_points": 0}, "max_points"),
      ({"base_url": "x"}, "base_url"),
      ({"rubric": None, "criteria": [{"name": "a", "description": ""}] * 2}, "one name")],
 )  # fmt: skip
-def test_keys_that_cannot_be_meant_are_refused(config, told):
+def test_keys_that_cannot_be_meant_are_refused(config, message):
     keys = {"base_url": "http://localhost:1/v1", "model": "m", "rubric": RUBRIC} | config
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Judge(**keys)
 
 

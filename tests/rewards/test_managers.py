@@ -28,8 +28,8 @@ from agentrl.rollout.records import Failure
 from agentrl.rollout.states import RequestState
 from agentrl.sandbox.factory import SharedSandbox
 from tests.fakes import scorers as fakes_scorers
-from tests.fakes.sandbox import CrowdedSandbox
-from tests.fakes.scorers import DEATHS, DEEDS, Counter, answers, by_path, score
+from tests.fakes.sandbox import BusySandbox
+from tests.fakes.scorers import MISBEHAVIORS, PROCESS_ENDS, Counter, answers, by_path, score
 
 SCORERS = {
     "naive": "misbehave",
@@ -49,7 +49,9 @@ def make(scorer, name="naive", **config):
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo"])
-@pytest.mark.parametrize("deed", [d for d in DEEDS if d != "returns what no process can tell"])
+@pytest.mark.parametrize(
+    "deed", [d for d in MISBEHAVIORS if d != "returns what no process can tell"]
+)
 def test_failures_are_data_a_scorer_on_a_thread_that_fails_costs_its_request_alone(name, deed):
     requests = answers("good", deed, "good")
     score(by_path("misbehave", name, timeout_s=0.2), requests)
@@ -58,7 +60,7 @@ def test_failures_are_data_a_scorer_on_a_thread_that_fails_costs_its_request_alo
 
 
 def test_failures_are_data_a_scorer_in_a_process_that_fails_costs_its_request_alone():
-    deeds = [*DEEDS, *DEATHS]
+    deeds = [*MISBEHAVIORS, *PROCESS_ENDS]
     requests = answers("good", *deeds, "good")
     score(by_path("misbehave", "prime", timeout_s=1.0, num_workers=2), requests)
     assert [request.reward for request in requests] == [1.0, *[None] * len(deeds), 1.0]
@@ -80,7 +82,9 @@ def test_failures_are_data_a_bad_item_of_a_batch_costs_its_request_alone(deed):
     assert requests[1].error.fault is Fault.REWARD
 
 
-@pytest.mark.parametrize("deed", [d for d in DEEDS if d not in OF_ITEMS and "process" not in d])
+@pytest.mark.parametrize(
+    "deed", [d for d in MISBEHAVIORS if d not in OF_ITEMS and "process" not in d]
+)
 def test_failures_are_data_a_batch_that_fails_costs_its_own_requests_and_no_others(deed):
     async def main():
         manager = by_path("misbehave_in_lists", "batch", timeout_s=0.2)
@@ -106,18 +110,18 @@ def test_what_is_no_list_of_one_score_each_fails_its_batch(returned):
 
 
 def test_a_batch_is_told_in_lists_and_may_return_dicts():
-    told = {}
+    arguments = {}
 
     def lists(data_sources, solution_strs, ground_truths, extra_infos, bonus):
-        told.update(sources=data_sources, solutions=solution_strs, infos=len(extra_infos))
+        arguments.update(sources=data_sources, solutions=solution_strs, infos=len(extra_infos))
         return [{"score": len(truth) + bonus, "truth": truth} for truth in ground_truths]
 
     requests = answers("a", "bb")
-    score(make(lambda **told: lists(**told, bonus=1), "batch"), requests)
+    score(make(lambda **arguments: lists(**arguments, bonus=1), "batch"), requests)
     assert [request.reward for request in requests] == [2.0, 3.0]
     assert requests[1].reward_extra_info == {"truth": "bb"}
     solutions = ["#### 5"] * 2
-    assert told == {"sources": ["agentrl/arithmetic"] * 2, "solutions": solutions, "infos": 2}
+    assert arguments == {"sources": ["agentrl/arithmetic"] * 2, "solutions": solutions, "infos": 2}
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -138,7 +142,7 @@ def _failure():
 
 def test_processes_are_other_ones_than_this_and_hold_no_torch():
     requests = answers(*"abcdefgh")
-    score(by_path("tell_process", "prime", num_workers=2), requests)
+    score(by_path("report_process", "prime", num_workers=2), requests)
     info = [request.reward_extra_info for request in requests]
     assert os.getpid() not in {one["pid"] for one in info}
     assert len({one["pid"] for one in info}) <= 2
@@ -182,11 +186,11 @@ def test_async_scorers_stay_on_the_loop_of_prime():
 def test_a_closed_pool_starts_again():
     async def main():
         pool = ScorePool(num_workers=1, timeout_s=20.0, max_waiting=4)
-        told = {"data_source": "", "solution_str": "", "ground_truth": ""}
-        first = await pool.run(fakes_scorers.misbehave, told)
+        arguments = {"data_source": "", "solution_str": "", "ground_truth": ""}
+        first = await pool.run(fakes_scorers.misbehave, arguments)
         await pool.close()
         await pool.close()
-        second = await pool.run(fakes_scorers.misbehave, told)
+        second = await pool.run(fakes_scorers.misbehave, arguments)
         await pool.close()
         return first, second
 
@@ -304,17 +308,17 @@ class Driver:
 
 def run_overlapped(driver, manager, requests):
     begun = time.monotonic()
-    told = []
+    finished = []
 
     async def main():
         try:
-            return await drive_and_score(driver, manager, requests, on_finished=told.append)
+            return await drive_and_score(driver, manager, requests, on_finished=finished.append)
         finally:
             assert asyncio.all_tasks() == {asyncio.current_task()}
             await manager.close()
 
     assert asyncio.run(main()) == requests
-    assert told == requests
+    assert finished == requests
     return time.monotonic() - begun
 
 
@@ -533,7 +537,7 @@ def test_a_manager_scores_code_in_one_event_loop_after_another():
     made = []
 
     def make_crowded(_):
-        made.append(CrowdedSandbox("3"))
+        made.append(BusySandbox("3"))
         return made[-1]
 
     manager = functions({"name": "code"})
@@ -557,7 +561,7 @@ def test_a_manager_scores_code_in_one_event_loop_after_another():
 
 
 @pytest.mark.parametrize(
-    ("one", "told"),
+    ("one", "message"),
     [
         ({"name": "gsm8k", "reward_kwargs": {"methd": "strict"}}, "did you mean 'method'"),
         ({"name": "code", "reward_kwargs": {"continous": True}}, "did you mean 'continuous'"),
@@ -568,8 +572,8 @@ def test_a_manager_scores_code_in_one_event_loop_after_another():
         ({"name": "judge", "reward_kwargs": {"model": "m", "rubric": "r"}}, "base_url is missing"),
     ],
 )  # fmt: skip
-def test_arguments_that_no_scorer_takes_are_refused_at_once(one, told):
-    with pytest.raises(ConfigError, match=told) as error:
+def test_arguments_that_no_scorer_takes_are_refused_at_once(one, message):
+    with pytest.raises(ConfigError, match=message) as error:
         functions({"name": "math", "weight": 0.0}, one)
     assert error.value.details["key"].startswith("reward.functions[1].reward_kwargs")
 
@@ -584,7 +588,7 @@ def test_arguments_of_a_single_scorer_are_checked_too():
 
 def test_arguments_are_taken_that_a_scorer_names_or_takes_whatever_they_are():
     functions(
-        {"name": "any", "path": fakes_scorers.__file__, "function": "tell_process",
+        {"name": "any", "path": fakes_scorers.__file__, "function": "report_process",
          "reward_kwargs": {"whatever": 1}},
         {"name": "data_source", "reward_kwargs": {"metric": "f1"}},
     )  # fmt: skip

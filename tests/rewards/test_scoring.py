@@ -143,9 +143,9 @@ def test_plain_scorers_run_off_the_loop_and_async_ones_on_it():
         threads[name] = threading.current_thread()
         return 1.0
 
-    async def awaited(*, name, **told):
+    async def awaited(*, name, **arguments):
         await asyncio.sleep(0)
-        return plain(**told, name=name)
+        return plain(**arguments, name=name)
 
     for function in (plain, awaited):
         score([answer()], functools.partial(function, name=function.__name__))
@@ -352,12 +352,14 @@ def test_gsm8k_answers_are_compared_as_numbers(text, method, earned):
 
 
 def test_gsm8k_may_require_a_tool():
-    told = {"num_tool_calls": {}}
-    without = default_compute_score("openai/gsm8k", "#### 5", 5, told, require_tool=True)
+    extra = {"num_tool_calls": {}}
+    without = default_compute_score("openai/gsm8k", "#### 5", 5, extra, require_tool=True)
     said = {"score": 0.0, "success": 0.0, "acc": 1.0, "answered": 1.0, "used_tool": 0.0}
     assert without == said
-    told = {"num_tool_calls": {"calculator": 1}}
-    assert default_compute_score("openai/gsm8k", "#### 5", 5, told, require_tool=True)["score"] == 1
+    extra = {"num_tool_calls": {"calculator": 1}}
+    assert (
+        default_compute_score("openai/gsm8k", "#### 5", 5, extra, require_tool=True)["score"] == 1
+    )
 
 
 def test_a_malformed_call_is_no_use_of_a_tool():

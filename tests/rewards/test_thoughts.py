@@ -8,7 +8,7 @@ import pytest
 from agentrl.answers import without_thought
 from agentrl.interactions.gsm8k_interaction import Gsm8kInteraction
 from agentrl.rewards import code, gsm8k, math_answer, multiple_choice, qa
-from tests.fakes.sandbox import CrowdedSandbox
+from tests.fakes.sandbox import BusySandbox
 
 TESTS = {"inputs": ["1"], "outputs": ["4"]}
 SCORERS = {
@@ -36,7 +36,7 @@ def test_code_in_a_thought_is_not_run():
     block = "```python\nprint(4)\n```"
 
     def score(solution: str) -> dict[str, Any]:
-        sandbox = CrowdedSandbox("4")
+        sandbox = BusySandbox("4")
         return asyncio.run(code.compute_score("apps", solution, TESTS, sandbox=sandbox))
 
     assert score(f"<think>Hm.</think>\n{block}")["answered"] == 1.0

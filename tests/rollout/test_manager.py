@@ -21,7 +21,7 @@ from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
-    assert_lawful,
+    assert_invariants,
     calling,
     check_life,
     decode,
@@ -47,7 +47,7 @@ def failing(*request_ids: str, error: BaseException | None = None) -> ScriptedEn
     return make_scripted(script)
 
 
-def house_of(
+def make_tool_context(
     engine: ScriptedEngine, tool: FakeTool | None = None, **settings: Any
 ) -> RolloutContext:
     return make_context(engine, tools=[tool or FakeTool()], **settings)
@@ -61,7 +61,7 @@ async def roll_out(
 
 
 def test_prompts_are_expanded_to_groups_that_stand_together():
-    manager = make_manager(house_of(make_engine("x")), n=3, seed=7)
+    manager = make_manager(make_tool_context(make_engine("x")), n=3, seed=7)
     requests = manager.make_requests(make_prompts(2), manager.train_plan(), step=5)
     assert [r.request_id for r in requests] == [
         f"train-5-{place}-{place}-{offset}" for place in (0, 1) for offset in range(3)
@@ -79,7 +79,7 @@ def test_prompts_are_expanded_to_groups_that_stand_together():
 
 def test_samples_of_a_group_share_nothing_that_one_could_change():
     prompts = make_prompts(1, extra_info={"a": 1}, tools_kwargs={"lookup": {"create_kwargs": {}}})
-    manager = make_manager(house_of(make_engine("x")), n=2)
+    manager = make_manager(make_tool_context(make_engine("x")), n=2)
     first, second = manager.make_requests(prompts, manager.train_plan())
     first.messages.append(first.messages[0])
     first.messages[0].content = "changed"
@@ -105,7 +105,7 @@ async def test_an_interaction_that_changes_its_kwargs_changes_those_of_no_other_
 
 
 def test_training_and_validation_sample_in_their_own_way():
-    context = house_of(make_engine("x"))
+    context = make_tool_context(make_engine("x"))
     val = ValKwargsConfig(n=2, temperature=0.0)
     manager = make_manager(
         context, n=4, temperature=0.7, top_p=0.9, top_k=5, stop=["###"], val_kwargs=val
@@ -120,14 +120,16 @@ def test_training_and_validation_sample_in_their_own_way():
 
 
 def test_a_greedy_rollout_takes_the_most_probable_token_once():
-    manager = make_manager(house_of(make_engine("x")), n=4, temperature=0.7, top_p=0.9, stop=["#"])
+    manager = make_manager(
+        make_tool_context(make_engine("x")), n=4, temperature=0.7, top_p=0.9, stop=["#"]
+    )
     name, n, sampling, index_offset = manager.greedy_plan()
     assert (name, n, index_offset) == ("greedy", 1, 0)
     assert (sampling.temperature, sampling.top_p, sampling.stop) == (0.0, 1.0, ("#",))
 
 
 def test_a_prompt_that_is_repeated_in_a_step_has_other_seeds():
-    manager = make_manager(house_of(make_engine("x")), n=2)
+    manager = make_manager(make_tool_context(make_engine("x")), n=2)
     first, again = (
         manager.make_requests(
             make_prompts(2), manager.train_plan()._replace(index_offset=place), step=5
@@ -141,7 +143,7 @@ def test_a_prompt_that_is_repeated_in_a_step_has_other_seeds():
 
 def test_budgets_come_from_the_configuration_and_the_engine():
     engine = make_engine("x", max_model_len=500)
-    context = house_of(engine, max_tokens_per_turn=7, max_user_turns=2, max_tool_calls=3)
+    context = make_tool_context(engine, max_tokens_per_turn=7, max_user_turns=2, max_tool_calls=3)
     budgets = make_manager(context, response=300, request_timeout_s=9.0).budgets
     assert (budgets.max_response_tokens, budgets.max_model_len) == (300, 500)
     assert (budgets.max_turn_tokens, budgets.max_user_turns, budgets.max_tool_calls) == (7, 2, 3)
@@ -180,7 +182,7 @@ async def test_no_more_requests_run_at_once_than_there_is_room_for():
             alive[instance_id] -= 1
 
     manager = make_manager(
-        house_of(make_engine(CALL, "Bern."), Counting()), n=12, max_concurrent_requests=3
+        make_tool_context(make_engine(CALL, "Bern."), Counting()), n=12, max_concurrent_requests=3
     )
     done = await roll_out(manager, 1)
     assert most == 3
@@ -188,7 +190,7 @@ async def test_no_more_requests_run_at_once_than_there_is_room_for():
 
 
 async def test_a_prompt_is_encoded_once_for_its_group():
-    context = house_of(make_engine(CALL, "Bern."))
+    context = make_tool_context(make_engine(CALL, "Bern."))
     encoded = Counter[str]()
     encode_prompt = context.template.encode_prompt
 
@@ -212,7 +214,7 @@ async def test_a_prompt_is_encoded_once_for_its_group():
 
 async def test_a_failed_request_is_kept_beside_its_group():
     engine = failing("train-0-0-0-1")
-    done = await roll_out(make_manager(house_of(engine), n=3), 2)
+    done = await roll_out(make_manager(make_tool_context(engine), n=3), 2)
     assert [r.state for r in done].count(RequestState.FAILED) == 1
     assert [r.in_baseline for r in done] == [True, False, True, True, True, True]
     assert [r.dropped for r in done] == [None] * 6
@@ -220,7 +222,7 @@ async def test_a_failed_request_is_kept_beside_its_group():
 
 async def test_a_failure_drops_its_group_where_the_policy_says_so():
     manager = make_manager(
-        house_of(failing("train-0-0-0-1")), n=3, failure=FailureConfig(policy="drop_group")
+        make_tool_context(failing("train-0-0-0-1")), n=3, failure=FailureConfig(policy="drop_group")
     )
     done = await roll_out(manager, 2)
     assert [r.dropped is None for r in done] == [False] * 3 + [True] * 3
@@ -230,7 +232,7 @@ async def test_a_failure_drops_its_group_where_the_policy_says_so():
 
 async def test_a_failure_ends_the_run_where_the_policy_says_so():
     manager = make_manager(
-        house_of(failing("train-0-0-0-1")), n=3, failure=FailureConfig(policy="raise")
+        make_tool_context(failing("train-0-0-0-1")), n=3, failure=FailureConfig(policy="raise")
     )
     with pytest.raises(RolloutError, match="1 of 6 requests failed") as caught:
         await roll_out(manager, 2)
@@ -265,7 +267,7 @@ async def test_a_tool_that_fails_leaves_the_baseline_to_the_rest_of_its_group(
                 raise ValueError("gone")
             return "found"
 
-    context = house_of(failing(), Flaky(), on_tool_failure="fail")
+    context = make_tool_context(failing(), Flaky(), on_tool_failure="fail")
     done = await roll_out(make_manager(context, n=3, failure=FailureConfig(policy=policy)), 1)
     assert [r.attempt for r in done] == attempts
     assert [r.in_baseline for r in done] == [r.is_trained for r in done] == in_baseline
@@ -276,9 +278,9 @@ async def test_too_many_failures_end_the_run_under_every_policy(policy: str):
     engine = failing(*(f"train-0-0-0-{i}{again}" for i in range(4) for again in ("", "~1")))
     failure = FailureConfig(policy=policy, max_failed_frac=0.5)  # type: ignore[arg-type]
     with pytest.raises(RolloutError, match="4 of 6"):
-        await roll_out(make_manager(house_of(engine), n=6, failure=failure), 1)
+        await roll_out(make_manager(make_tool_context(engine), n=6, failure=failure), 1)
     engine = failing(*(f"train-0-0-0-{i}{again}" for i in range(3) for again in ("", "~1")))
-    await roll_out(make_manager(house_of(engine), n=6, failure=failure), 1)
+    await roll_out(make_manager(make_tool_context(engine), n=6, failure=failure), 1)
 
 
 async def test_a_retry_is_a_new_request_of_the_same_group():
@@ -286,7 +288,7 @@ async def test_a_retry_is_a_new_request_of_the_same_group():
     engine = failing("train-0-0-0-1", "train-0-0-0-1~1", "train-0-0-0-2")
     failure = FailureConfig(policy="retry", max_retries=2)
     finished: list[str] = []
-    manager = make_manager(house_of(engine, tool), n=3, failure=failure)
+    manager = make_manager(make_tool_context(engine, tool), n=3, failure=failure)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
     done = await manager.rollout(requests, on_finished=lambda r: finished.append(r.request_id))
     assert [r.request_id for r in done] == ["train-0-0-0-0", "train-0-0-0-1~2", "train-0-0-0-2~1"]
@@ -297,7 +299,7 @@ async def test_a_retry_is_a_new_request_of_the_same_group():
     assert [r.rollout_offset for r in done] == [0, 1, 2]
     assert [len(r.messages) for r in done] == [5, 5, 5]
     for request in done:
-        assert_lawful(request, engine)
+        assert_invariants(request, engine)
     assert len(tool.lives) == 6
     check_life(tool.lives, "create", "release")
 
@@ -334,24 +336,24 @@ async def test_cancelling_ends_and_releases_everything_even_what_had_not_begun()
     check_life(user.lives, "start", "finalize")
 
 
-@pytest.mark.parametrize(("num_broken", "told"), [(1, ZeroDivisionError), (3, ExceptionGroup)])
-async def test_a_progress_bar_that_breaks_releases_everything_too(num_broken: int, told: Any):
+@pytest.mark.parametrize(("num_broken", "error"), [(1, ZeroDivisionError), (3, ExceptionGroup)])
+async def test_a_progress_bar_that_breaks_releases_everything_too(num_broken: int, error: Any):
     tool = FakeTool()
-    manager = make_manager(house_of(make_engine(CALL, "Bern."), tool), n=3)
+    manager = make_manager(make_tool_context(make_engine(CALL, "Bern."), tool), n=3)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
 
     def broken(request: AsyncRolloutRequest) -> None:
         if request.rollout_offset < num_broken:
             raise ZeroDivisionError
 
-    with pytest.raises(told):
+    with pytest.raises(error):
         await manager.rollout(requests, on_finished=broken)
     assert all(r.is_finished for r in requests)
     check_life(tool.lives, "create", "release")
 
 
 async def test_a_request_that_is_not_pending_is_refused_in_plain_words():
-    manager = make_manager(house_of(make_engine("Bern.")), n=2)
+    manager = make_manager(make_tool_context(make_engine("Bern.")), n=2)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
     requests[1].take_edge(RequestState.RUNNING)
     with pytest.raises(TransitionError, match=f"{requests[1].request_id} is running, not pending"):
@@ -359,7 +361,7 @@ async def test_a_request_that_is_not_pending_is_refused_in_plain_words():
 
 
 def test_nothing_to_roll_out_is_no_failure():
-    assert asyncio.run(make_manager(house_of(make_engine("x"))).rollout([])) == []
+    assert asyncio.run(make_manager(make_tool_context(make_engine("x"))).rollout([])) == []
 
 
 FAILURES = [

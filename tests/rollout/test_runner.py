@@ -20,7 +20,7 @@ from agentrl.tools import ToolResult
 from tests.fakes.plugins import (
     FakeTool,
     FakeUser,
-    assert_lawful,
+    assert_invariants,
     calling,
     check_life,
     decode,
@@ -39,7 +39,7 @@ async def roll_out(
     engine: ScriptedEngine, context: RolloutContext | None = None, **fields: Any
 ) -> AsyncRolloutRequest:
     request = await run_request(make_request(**fields), context or make_context(engine))
-    assert_lawful(request, engine)
+    assert_invariants(request, engine)
     return request
 
 
@@ -462,7 +462,7 @@ async def test_an_aborted_call_keeps_what_was_sampled():
     assert len(engine.calls) == 2
     await engine.abort(request.request_id)
     assert await task is request
-    assert_lawful(request, engine)
+    assert_invariants(request, engine)
     assert request.stop_reason is StopReason.ABORTED
     assert request.error is not None
     assert request.error.fault is Fault.LIMIT
@@ -487,7 +487,7 @@ async def test_cancelling_releases_everything_and_goes_on(place: str):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert request.stop_reason is StopReason.ABORTED
-    assert_lawful(request, engine)
+    assert_invariants(request, engine)
     check_life(tool.lives, "create", "release")
     check_life(user.lives, "start", "finalize")
 

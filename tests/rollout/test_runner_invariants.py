@@ -11,7 +11,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import ENDS, TRANSITIONS, RequestState, StopReason
 from tests.fakes.conversations import Plan, Played, plans, play
 from tests.fakes.plugins import (
-    assert_lawful,
+    assert_invariants,
     check_life,
     control_ids,
     decode,
@@ -47,7 +47,7 @@ def test_ledger_consistency_the_ledger_agrees_at_every_moment(plan: Plan):
 def test_sampled_tokens_are_in_the_ledger_verbatim(plan: Plan):
     played = play(plan)
     request = played.request
-    assert_lawful(request, played.engine)
+    assert_invariants(request, played.engine)
     completions = iter(played.engine.records)
     for turn in request.turns:
         if turn.role == "assistant":
@@ -149,7 +149,7 @@ def cuts(played: Played) -> Counter[str]:
 def test_budgets_no_budget_is_exceeded_and_each_cut_is_recorded(plan: Plan):
     played = play(plan)
     request, budgets = played.request, plan.budgets
-    assert_lawful(request, played.engine)
+    assert_invariants(request, played.engine)
     event(f"{request.stop_reason}, {dict(cuts(played))}")
     for turn, record in zip(
         (turn for turn in request.turns if turn.role == "assistant"),

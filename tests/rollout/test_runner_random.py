@@ -9,8 +9,8 @@ from agentrl.config.schema.reward import Placement
 from agentrl.engines.protocol import FinishReason
 from agentrl.errors import Fault
 from agentrl.rollout.states import RequestState, StopReason
-from tests.fakes.plugins import assert_lawful, check_life
-from tests.fakes.random_conversations import Walk, WatchedRequest, walk
+from tests.fakes.plugins import assert_invariants, check_life
+from tests.fakes.random_conversations import SeededConversation, WatchedRequest, run_conversation
 from tests.fakes.request_model import FAILURES, assert_rewards_land
 from tests.fakes.requests import weighted
 
@@ -20,13 +20,13 @@ FAULTS = {
     Fault.INTERACTION: {"InteractionError"},
     Fault.LIMIT: {"CancelledError", "EngineAbortError", "TimeoutError", "DataError"},
 }
-"""What may fail a walk, by whose fault it is: what the moody ones raise, and nothing else."""
+"""What may fail a conversation, by fault: only what the random fakes raise."""
 
 
-def assert_ended_lawfully(played: Walk) -> None:
-    """A failed request is data, 6, 7 and 13, at the end of a walk."""
+def assert_ended_as_planned(played: SeededConversation) -> None:
+    """Check four invariants at the end, among them "a failed request is data"."""
     request = played.request
-    assert_lawful(request, played.engine)
+    assert_invariants(request, played.engine)
     assert played.complaints == []
     _assert_explained(played)
     _assert_cuts_are_recorded(request)
@@ -39,7 +39,7 @@ def assert_ended_lawfully(played: Walk) -> None:
         assert_rewards_land(request, request.model, config)
 
 
-def _assert_explained(played: Walk) -> None:
+def _assert_explained(played: SeededConversation) -> None:
     """A failed request is data: one reason, and it is that of what happened."""
     request, reason = played.request, played.request.stop_reason
     assert reason is not None
@@ -86,14 +86,14 @@ def _assert_cuts_are_recorded(request: WatchedRequest) -> None:
 
 
 def walk_many(seeds: range) -> Counter[str]:
-    """Walk by these seeds; returns how often what happened, `steps` among it."""
+    """Run the conversations of these seeds; return how often each event happened, with `steps`."""
     found: Counter[str] = Counter()
     for seed in seeds:
         try:
-            played = walk(seed)
-            assert_ended_lawfully(played)
+            played = run_conversation(seed)
+            assert_ended_as_planned(played)
         except Exception as error:
-            raise AssertionError(f"the walk of seed {seed}") from error
+            raise AssertionError(f"the conversation of seed {seed}") from error
         found[str(played.request.stop_reason)] += 1
         found["steps"] += played.request.num_steps
         found["engine calls"] += len(played.engine.records)

@@ -21,7 +21,7 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import StopReason
 from tests.fakes.plugins import (
     FakeTool,
-    assert_lawful,
+    assert_invariants,
     calling,
     check_life,
     make_context,
@@ -31,7 +31,7 @@ from tests.fakes.plugins import (
 )
 from tests.fakes.scheduling import (
     Latency,
-    Scene,
+    Scenario,
     SlowTool,
     SlowUser,
     collated,
@@ -129,7 +129,7 @@ def test_resume_is_exact_who_shares_a_round_depends_on_the_requests_alone(
     assert engine.rounds == expected_rounds(num_turns, room)
     assert [r.num_assistant_turns for r in done] == num_turns
     for request in done:
-        assert_lawful(request, engine)
+        assert_invariants(request, engine)
 
 
 async def test_a_round_returns_all_results_together_and_starts_when_all_wait():
@@ -314,25 +314,25 @@ def breaking_user(latency: Latency) -> SlowUser:
     return User(latency, "Sure?", "Really?")
 
 
-def plain(latency: Latency) -> Scene:
-    return Scene(latency=latency)
+def plain(latency: Latency) -> Scenario:
+    return Scenario(latency=latency)
 
 
-def little_room(latency: Latency) -> Scene:
-    return Scene(latency=latency, rollout={"max_concurrent_requests": 5})
+def few_requests(latency: Latency) -> Scenario:
+    return Scenario(latency=latency, rollout={"max_concurrent_requests": 5})
 
 
-def retries(latency: Latency) -> Scene:
+def retries(latency: Latency) -> Scenario:
     failure = FailureConfig(policy="retry", max_retries=2, max_failed_frac=1.0)
-    return Scene(
+    return Scenario(
         tool=failing_tool(latency),
         user=breaking_user(latency),
         rollout={"failure": failure, "max_concurrent_requests": 7},
     )
 
 
-def little_cache(latency: Latency) -> Scene:
-    return Scene(latency=latency, settings=SMALL_CACHE)
+def little_cache(latency: Latency) -> Scenario:
+    return Scenario(latency=latency, settings=SMALL_CACHE)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -376,22 +376,22 @@ async def test_an_engine_whose_cache_cannot_be_dropped_is_free_again():
             await manager.rollout(requests_of(manager))
 
 
-SCENES = [plain, little_room, retries, little_cache]
+SCENARIOS = [plain, few_requests, retries, little_cache]
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resume_is_exact_shuffled_latencies_give_the_same_batch_bit_for_bit(
-    scene: Any, monkeypatch: pytest.MonkeyPatch
+    scenario: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    compare_runs(scene, 2, monkeypatch, num_prompts=2)
+    compare_runs(scenario, 2, monkeypatch, num_prompts=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resume_is_exact_twenty_runs_with_shuffled_latencies_give_the_same_batch_bit_for_bit(
-    scene: Any, monkeypatch: pytest.MonkeyPatch
+    scenario: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    compare_runs(scene, 20, monkeypatch, num_prompts=5)
+    compare_runs(scenario, 20, monkeypatch, num_prompts=5)
 
 
 def compare_runs(
@@ -399,7 +399,7 @@ def compare_runs(
 ) -> None:
     preempted = count_preemptions(monkeypatch)
     scenes = [replace(make(random_time(seed)), num_prompts=num_prompts) for seed in range(number)]
-    runs = [scene.run_fresh() for scene in scenes]
+    runs = [scenario.run_fresh() for scenario in scenes]
     batches = [collated(run) for run in runs]
     assert [differences(batches[0], batch) for batch in batches[1:]] == [[]] * (number - 1)
     assert any(turn.calls for request in runs[0] for turn in request.turns)
@@ -424,13 +424,13 @@ def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_ran_before_on_the_engine_changes_no_bit():
     """A validation leaves prefixes behind that a resumed run would not have."""
-    fresh = collated(Scene(latency=random_time(1), num_prompts=2).run_fresh())
-    engine = Scene().make_engine()
+    fresh = collated(Scenario(latency=random_time(1), num_prompts=2).run_fresh())
+    engine = Scenario().make_engine()
 
     async def second() -> list[AsyncRolloutRequest]:
         try:
-            await Scene(latency=random_time(2), num_prompts=3).run(engine, step=7)
-            return await Scene(latency=random_time(3), num_prompts=2).run(engine)
+            await Scenario(latency=random_time(2), num_prompts=3).run(engine, step=7)
+            return await Scenario(latency=random_time(3), num_prompts=2).run(engine)
         finally:
             await engine.close()
 
@@ -439,7 +439,7 @@ def test_what_ran_before_on_the_engine_changes_no_bit():
 
 def test_which_requests_share_a_batch_changes_last_bits_and_no_token():
     """Why there are rounds: the comparisons above can fail."""
-    together = Scene(num_prompts=2).run_fresh()
-    apart = Scene(num_prompts=2, rollout={"max_concurrent_requests": 3}).run_fresh()
+    together = Scenario(num_prompts=2).run_fresh()
+    apart = Scenario(num_prompts=2, rollout={"max_concurrent_requests": 3}).run_fresh()
     assert differences(collated(together), collated(apart)) == ["rollout_log_probs"]
     assert list(map(tokens, together)) == list(map(tokens, apart))

@@ -43,9 +43,9 @@ def test_missing_providers_are_an_error_that_says_what_to_install(monkeypatch: p
     nothing_installed(monkeypatch)
     with pytest.raises(SandboxError) as raised:
         make_sandbox(SandboxConfig())
-    told = str(raised.value)
-    assert "pip install 'sandlock<" in told
-    assert "bubblewrap: it is not installed" in told
+    message = str(raised.value)
+    assert "pip install 'sandlock<" in message
+    assert "bubblewrap: it is not installed" in message
 
 
 @pytest.mark.usefixtures("fresh")
@@ -101,8 +101,8 @@ def test_a_package_that_cannot_even_be_looked_for_is_passed_over(
 @pytest.mark.usefixtures("fresh")
 def test_provider_that_is_there_and_does_not_run_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/false")
-    told = unavailable_reason("bubblewrap")
-    assert told is not None
+    reason = unavailable_reason("bubblewrap")
+    assert reason is not None
     with pytest.raises(SandboxError, match="no sandbox provider on this machine"):
         make_sandbox(SandboxConfig(provider="bubblewrap"))
 

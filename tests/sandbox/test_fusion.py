@@ -89,7 +89,7 @@ async def test_output_without_end_is_read_no_further_and_ends_the_state():
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"),
+    ("mode", "message"),
     [
         ("500", "it answered 500"),
         ("nonsense", "<html>"),
@@ -98,10 +98,10 @@ async def test_output_without_end_is_read_no_further_and_ends_the_state():
         ("no_result", "without a result"),
     ],
 )
-async def test_a_service_that_fails_is_a_failure_of_the_sandbox(mode: str, told: str):
+async def test_a_service_that_fails_is_a_failure_of_the_sandbox(mode: str, message: str):
     async with fusion_service(mode) as service:
         client = FusionClient(service.url)
-        with pytest.raises(SandboxError, match=told) as error:
+        with pytest.raises(SandboxError, match=message) as error:
             await client.run("print(1)", timeout_s=1)
         assert service.url in str(error.value)
         await client.close()

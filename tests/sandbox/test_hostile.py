@@ -74,10 +74,10 @@ async def processes_of_an_open_session(sandbox: Sandbox) -> set[int]:
 async def test_sandboxes_of_one_spawner_reach_nothing_of_each_other(sandbox: Sandbox):
     before = await processes_of_an_open_session(sandbox)
     one, other = await sandbox.open_python(), await sandbox.open_python()
-    told = await one.run(OPEN)
-    assert told.is_ok, told
+    execution = await one.run(OPEN)
+    assert execution.is_ok, execution
     # As the machine numbers them, and as the sandbox does.
-    pids = [*(set(descendants()) - before), *map(int, told.stdout.split())]
+    pids = [*(set(descendants()) - before), *map(int, execution.stdout.split())]
     done = await other.run(f"PIDS = {pids}\n{REACH_OUT}", timeout_s=10)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 

@@ -34,7 +34,7 @@ def weather(
     unit: Unit = Unit.CELSIUS,
     mode: Literal["short", "long"] = "short",
     tags: list[str] | None = None,
-    title: Annotated[str, Field(description="Told by Field.")] = "",
+    title: Annotated[str, Field(description="Described by Field.")] = "",
 ) -> str:
     """Forecast the weather.
 
@@ -43,7 +43,7 @@ def weather(
     Args:
         place: Which place.
         days: How many days.
-        title: Told by the docstring.
+        title: Described by the docstring.
     """
     return f"{type(place).__name__} {place.city} {days} {unit} {mode} {tags}"
 
@@ -63,7 +63,7 @@ def test_the_schema_is_read_from_signature_and_docstring():
         {"type": "array", "items": {"type": "string"}},
         {"type": "null"},
     ]
-    assert properties["title"]["description"] == "Told by Field."
+    assert properties["title"]["description"] == "Described by Field."
     assert properties["place"]["description"] == "Which place."
     assert function.parameters["$defs"]["Place"]["required"] == ["city"]
     assert function.parameters["required"] == ["place"]

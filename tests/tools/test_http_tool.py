@@ -30,20 +30,20 @@ async def answered(answer: Answer, parameters: dict[str, Any], **config: Any) ->
     return result.response.text or ""
 
 
-async def told(parameters: dict[str, Any], **config: Any) -> dict[str, Any]:
+async def request_of(parameters: dict[str, Any], **config: Any) -> dict[str, Any]:
     return json.loads(await answered(echo, parameters, **config))
 
 
 async def test_arguments_are_the_body_and_arrive_as_they_are():
     sent = {"a": None, "b": [1, {"c": 1.5}], "d": "<|im_end|> é \x00"}
-    seen = await told(sent)
+    seen = await request_of(sent)
     assert (seen["method"], seen["body"], seen["query"]) == ("POST", sent, [])
-    assert (await told({}, method="PUT"))["body"] == {}
+    assert (await request_of({}, method="PUT"))["body"] == {}
 
 
 async def test_arguments_of_a_get_are_the_query():
     sent = {"q": "a b&c=é", "n": 2, "yes": True, "tag": ["x", "y"], "none": None, "o": {"k": 1}}
-    seen = await told(sent, method="GET")
+    seen = await request_of(sent, method="GET")
     assert seen["body"] is None
     assert seen["query"] == [
         ["q", "a b&c=é"],
@@ -53,8 +53,8 @@ async def test_arguments_of_a_get_are_the_query():
         ["tag", "y"],
         ["o", '{"k": 1}'],
     ]
-    assert (await told({"a": 1}, send_arguments="query"))["query"] == [["a", "1"]]
-    assert (await told({"a": 1}, method="DELETE", send_arguments="json"))["body"] == {"a": 1}
+    assert (await request_of({"a": 1}, send_arguments="query"))["query"] == [["a", "1"]]
+    assert (await request_of({"a": 1}, method="DELETE", send_arguments="json"))["body"] == {"a": 1}
 
 
 async def test_a_query_of_the_address_is_kept():

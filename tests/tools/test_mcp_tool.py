@@ -54,8 +54,8 @@ def test_every_tool_of_a_server_is_one_of_ours_and_its_schema_is_whole(tmp_path:
     tools = load(tmp_path, one())
     assert list(tools)[:2] == ["whole", "echo"]  # of six pages
     assert len(tools) == 11
-    told = tools["whole"].tool_schema.to_template()["function"]["parameters"]
-    assert json.dumps(told) == json.dumps(WHOLE_SCHEMA)  # the order of keys too
+    parameters = tools["whole"].tool_schema.to_template()["function"]["parameters"]
+    assert json.dumps(parameters) == json.dumps(WHOLE_SCHEMA)  # the order of keys too
     assert servers_alive() == 0
 
 
@@ -156,21 +156,21 @@ def test_secrets_of_a_server_stand_in_no_error(tmp_path: Path):
 def test_entries_that_mix_the_kinds_are_refused(tmp_path: Path):
     path = yaml_of(tmp_path, one())
 
-    def told(**changes: Any) -> str:
+    def refusal_of(**changes: Any) -> str:
         entry = json.loads(yaml_of(tmp_path, one()).read_text())["tools"][0] | changes
         path.write_text(json.dumps({"tools": [entry]}))
         with pytest.raises(ConfigError) as error:
             load_again(path)
         return str(error.value)
 
-    assert "names no servers" in told(config={"type": "mcp"}, mcp=None)
-    assert "has no server" in told(mcp=None)
+    assert "names no servers" in refusal_of(config={"type": "mcp"}, mcp=None)
+    assert "has no server" in refusal_of(mcp=None)
     schema = {"type": "function", "function": {"name": "f"}}
-    assert "provide the schemas" in told(tool_schema=schema)
+    assert "provide the schemas" in refusal_of(tool_schema=schema)
     calculator = "agentrl.tools.calculator_tool.CalculatorTool"
-    assert "no tool of MCP servers" in told(class_name=calculator)
-    assert "only waits for others" in told(config={"isolation": "process"})
-    assert "unknown key 'retriever'" in told(config={"retriever": 1})
+    assert "no tool of MCP servers" in refusal_of(class_name=calculator)
+    assert "only waits for others" in refusal_of(config={"isolation": "process"})
+    assert "unknown key 'retriever'" in refusal_of(config={"retriever": 1})
 
 
 def load_again(path: Path) -> None:
@@ -194,8 +194,8 @@ def test_verls_names_and_keys_are_read(tmp_path: Path):
     [tool] = initialize_tools_from_config(path)
     assert isinstance(tool, MCPTool)
     assert tool.config == {"type": "mcp", "timeout_s": 7}
-    told = refused(tmp_path, one(), timeout=7, timeout_s=8)
-    assert "timeout and timeout_s are two names of one key" in str(told)
+    message = refused(tmp_path, one(), timeout=7, timeout_s=8)
+    assert "timeout and timeout_s are two names of one key" in str(message)
 
 
 VERLS = "verl.tools.mcp_search_tool.MCPSearchTool"
@@ -225,16 +225,16 @@ def test_a_server_that_cannot_be_reached_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("status", "told"), [(503, "HTTP 503 Service Unavailable"), (404, "HTTP 404 Not Found")]
+    ("status", "message"), [(503, "HTTP 503 Service Unavailable"), (404, "HTTP 404 Not Found")]
 )
 async def test_an_address_that_is_no_servers_is_told_with_what_it_answers(
-    tmp_path: Path, status: int, told: str
+    tmp_path: Path, status: int, message: str
 ):
     async with serving(always(status)) as url:
         entry = {"servers": {"far": {"url": url}}}
         error = await asyncio.to_thread(refused, tmp_path, entry)
     assert f"MCP server 'far' at {url}: " in str(error)
-    assert told in str(error.details["last_words"])
+    assert message in str(error.details["last_words"])
 
 
 def test_a_server_that_starts_at_the_second_time_is_asked_again(

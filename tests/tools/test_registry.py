@@ -163,7 +163,7 @@ class Own(FlakyTool):
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "warned_keys"),
     [
         (
             "{timeout: 5, retries: 3, rate_limits: 2}",
@@ -174,15 +174,18 @@ class Own(FlakyTool):
     ],
 )
 def test_a_near_miss_of_agentrls_keys_is_told_of_a_users_tool(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, told: list[tuple[str, str]]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    config: str,
+    warned_keys: list[tuple[str, str]],
 ):
     name = "tests.tools.test_registry.Own"
     path = written(tmp_path, f"tools: [{{class_name: {name}, config: {config}}}]\n")
     [tool] = initialize_tools_from_config(path)
-    assert set(tool.config) >= {key for key, _ in told}
+    assert set(tool.config) >= {key for key, _ in warned_keys}
     assert caplog.messages == [
         f"{path}: tools[0].config.{key} is not read by agentrl; did you mean {near}?"
-        for key, near in told
+        for key, near in warned_keys
     ]
 
 

@@ -108,9 +108,9 @@ def test_keywords_of_a_function_tool_are_its_parameters():
 
 
 def test_a_required_parameter_that_is_no_property_is_refused(tmp_path: Any):
-    told = schema("sql", query={"type": "string"}).model_dump()
-    told["function"]["parameters"]["required"] = ["sql"]
-    entry = {"class_name": "agentrl.tools.BaseTool", "tool_schema": told}
+    tool_schema = schema("sql", query={"type": "string"}).model_dump()
+    tool_schema["function"]["parameters"]["required"] = ["sql"]
+    entry = {"class_name": "agentrl.tools.BaseTool", "tool_schema": tool_schema}
     file = write_yaml(tmp_path / "tools.yaml", {"tools": [entry]})
     with pytest.raises(ConfigError, match="requires 'sql', which is not one") as caught:
         initialize_tools_from_config(file)
@@ -118,6 +118,9 @@ def test_a_required_parameter_that_is_no_property_is_refused(tmp_path: Any):
 
 
 def test_required_parameters_that_are_declared_elsewhere_are_taken():
-    told = schema("sql").model_dump()
-    told["function"]["parameters"] |= {"required": ["x"], "allOf": [{"properties": {"x": {}}}]}
-    assert OpenAIFunctionToolSchema.model_validate(told).undeclared_required() == []
+    tool_schema = schema("sql").model_dump()
+    tool_schema["function"]["parameters"] |= {
+        "required": ["x"],
+        "allOf": [{"properties": {"x": {}}}],
+    }
+    assert OpenAIFunctionToolSchema.model_validate(tool_schema).undeclared_required() == []

@@ -94,8 +94,8 @@ async def test_long_documents_are_cut_and_hostile_ones_are_text():
 
 async def test_verls_form_wraps_the_text_in_json():
     text = await served(retriever(found), {"result_format": "json"}, query="compiler.")
-    told = "Doc 1 (Title: Grace Hopper)\nShe wrote the first compiler.\n"
-    assert json.loads(text) == {"result": told}
+    passage = "Doc 1 (Title: Grace Hopper)\nShe wrote the first compiler.\n"
+    assert json.loads(text) == {"result": passage}
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_constructor_may_take_config_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         (ConfigAlone, "takes no tool_schema, and the YAML has one"),
         (Misnamed, "names itself 'other', and its schema says 'probe'"),
@@ -154,11 +154,11 @@ def test_a_constructor_may_take_config_alone(tmp_path: Path):
     ],
 )
 def test_a_constructor_that_cannot_be_meant_is_an_error_at_load(
-    tmp_path: Path, kind: type, told: str
+    tmp_path: Path, kind: type, message: str
 ):
     with pytest.raises(AgentRLError) as caught:
         load(tmp_path, kind)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert caught.value.details["key"].startswith("tools[0]")
 
 

@@ -10,8 +10,8 @@ import torch
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.workers.distributed import stop_world
-from tests.fakes.fault_runs import Train, files_at_most, make_run, make_workshop
-from tests.fakes.runs import Told, run_agentrl, write_yaml
+from tests.fakes.fault_runs import Train, limit_file_size, make_plugin_folder, make_run
+from tests.fakes.runs import CommandOutput, run_agentrl, write_yaml
 
 
 @pytest.fixture
@@ -26,21 +26,21 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path) -> Path:
+def plugin_folder(tmp_path: Path) -> Path:
     """A folder with the code of a tool and a scorer, and twelve rows."""
-    return make_workshop(tmp_path / "workshop")
+    return make_plugin_folder(tmp_path / "plugin_folder")
 
 
 @pytest.fixture
 def train(
-    tiny_home: Path, workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_home: Path, plugin_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Train:
     """`agentrl train` on `make_run` with changes; no file may be longer than `limit` bytes."""
 
-    def run(*, limit: int | None = None, **changes: Any) -> Told:
-        content = make_run(tiny_home, workshop, tmp_path / "run", **changes)
+    def run(*, limit: int | None = None, **changes: Any) -> CommandOutput:
+        content = make_run(tiny_home, plugin_folder, tmp_path / "run", **changes)
         file = write_yaml(tmp_path / "run.yaml", content)
-        with files_at_most(limit):
+        with limit_file_size(limit):
             return run_agentrl(capsys, "train", file)
 
     return run
@@ -50,7 +50,7 @@ def train(
 def whole(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was never stopped, each step saved."""
     folder = tmp_path_factory.mktemp("whole")
-    shop = make_workshop(folder / "workshop")
+    shop = make_plugin_folder(folder / "plugin_folder")
     content = make_run(tiny_home, shop, folder / "run", trainer__save_freq=1)
     Trainer(parse_config(content)).fit()
     stop_world()

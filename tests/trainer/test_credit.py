@@ -20,7 +20,7 @@ from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit, gather_batch
 from agentrl.workers.distributed import World, start_world, stop_world
-from tests.fakes.scored_batch import credit_of_two, credit_rows, run
+from tests.fakes.scored_batch import credit_on_two_threads, credit_rows, run
 from tests.fakes.torchrun import ranks_of
 
 BUNDLED = [
@@ -103,13 +103,13 @@ def test_layout_is_invisible_each_estimator_gives_two_ranks_the_credit_of_one(
     keys = {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, "use_kl_in_reward": name != "maxrl",
             "gdpo_reward_keys": ["style", "length"]}  # fmt: skip
     expected, metrics = credit_rows(world, keys)
-    (first, told), (second, same) = credit_of_two(world, keys)
+    (first, figures), (second, same) = credit_on_two_threads(world, keys)
     assert not first.keys() & second.keys()
     assert (first | second).keys() == expected.keys()
     for key, values in (first | second).items():
         torch.testing.assert_close(values, expected[key], rtol=1e-5, atol=1e-6, msg=key)
     assert any(values.any() for key, values in expected.items() if key.startswith("advantages"))
-    assert told == same == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert figures == same == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_layout_is_invisible_two_ranks_give_the_credit_of_one(world: World, tmp_
         folder.mkdir()
     with ranks_of("tests.fakes.scored_batch", str(together)) as ranks:
         run(world, alone)
-        told = [rank.wait() for rank in ranks]
-    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
     expected = load_file(alone / "tensors_0.safetensors")
     found = [load_file(together / f"tensors_{rank}.safetensors") for rank in (0, 1)]
     assert not found[0].keys() & found[1].keys()

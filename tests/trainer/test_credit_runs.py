@@ -13,7 +13,7 @@ from agentrl.config import parse_config
 from agentrl.trainer.components import choose_actor_config
 from agentrl.workers.checkpoint import verify_checkpoint
 from tests.fakes.killed_runs import SCORER
-from tests.fakes.killed_trainer import Killed, Mortal
+from tests.fakes.killed_trainer import Killed, KilledTrainer
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
 
@@ -44,7 +44,7 @@ def train(tiny_home: Path, tmp_path: Path, alone: None) -> Train:
             "data__val_files": None,
             "trainer__save_freq": 1,
         }
-        trainer = Mortal(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
+        trainer = KilledTrainer(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
         trainer.ends_at = ends_at
         trainer.fit()
         return trainer
@@ -58,7 +58,7 @@ def test_resume_is_exact_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopp
 ):
     changes = {"algorithm": ADAPTIVE, "trainer__total_training_steps": 4}
     train(tmp_path / "whole", **changes)
-    for end in (("before", 2), ("behind", 3)):
+    for end in (("before", 2), ("after", 3)):
         with pytest.raises(Killed):
             train(tmp_path / "killed", end, **changes)
     train(tmp_path / "killed", **changes)

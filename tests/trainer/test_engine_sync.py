@@ -27,12 +27,12 @@ class RecordingEngine(ScriptedEngine):
 
     def __init__(self, *answers: Any, num_failures: int = 0, **settings: Any) -> None:
         super().__init__(*answers, **settings)
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self._num_failures = num_failures
 
     def tell(self, what: str) -> None:
-        if what != "generate" or self.told[-1:] != ["generate"]:
-            self.told.append(what)
+        if what != "generate" or self.calls[-1:] != ["generate"]:
+            self.calls.append(what)
 
     async def generate(self, *arguments: Any, **named: Any) -> Any:
         self.tell("generate")
@@ -77,9 +77,9 @@ def note_update(trainer: Trainer, engine: RecordingEngine) -> None:
     trainer.components.actor.update_policy = noted
 
 
-def told(trainer: Trainer) -> list[str]:
+def engine_calls(trainer: Trainer) -> list[str]:
     engine: Any = trainer.components.engine
-    return engine.told
+    return engine.calls
 
 
 def test_engine_that_shares_the_accelerator_sleeps_through_the_update_and_wakes_in_two_steps(
@@ -90,14 +90,14 @@ def test_engine_that_shares_the_accelerator_sleeps_through_the_update_and_wakes_
     trainer.fit()
     before = ["wake weights", "weights 0", "wake kv_cache", "generate"]
     step = ["generate", SLEEP, "update", "wake weights", "weights {}", "wake kv_cache"]
-    steps = [told.format(number) for number in (1, 2) for told in step]
-    assert told(trainer) == [*before, *steps[1:], "generate"]
+    steps = [call.format(number) for number in (1, 2) for call in step]
+    assert engine_calls(trainer) == [*before, *steps[1:], "generate"]
 
 
 def test_on_a_cpu_nothing_sleeps(tiny_home: Path, tmp_path: Path):
     trainer = make_trainer(tiny_home, tmp_path / "run")
     trainer.fit()
-    assert told(trainer) == [
+    assert engine_calls(trainer) == [
         "weights 0", "generate", "update", "weights 1", "generate", "update", "weights 2",
         "generate",
     ]  # fmt: skip
@@ -131,11 +131,11 @@ def test_every_step_says_what_its_sync_cost(tiny_home: Path, tmp_path: Path):
 def test_sync_that_fails_once_is_repeated_and_counted(tiny_home: Path, tmp_path: Path):
     trainer = make_trainer(tiny_home, tmp_path / "run", num_failures=1)
     trainer.fit()
-    assert told(trainer)[:2] == ["weights 0", "weights 0"]
+    assert engine_calls(trainer)[:2] == ["weights 0", "weights 0"]
 
 
 def test_sync_that_fails_for_good_ends_the_run(tiny_home: Path, tmp_path: Path):
     trainer = make_trainer(tiny_home, tmp_path / "run", num_failures=9, weight_sync__max_attempts=3)
     with pytest.raises(EngineError, match="no room"):
         trainer.fit()
-    assert told(trainer) == ["weights 0"] * 3
+    assert engine_calls(trainer) == ["weights 0"] * 3

@@ -25,7 +25,7 @@ from tests.fakes.engines import tiny_model
 from tests.fakes.fault_runs import (
     Train,
     assert_refused,
-    assert_same_course,
+    assert_same_run,
     assert_same_tensors,
     make_row,
     saved_steps,
@@ -76,23 +76,23 @@ def test_memory_that_runs_out_in_an_update_names_its_keys_and_keeps_the_last_ste
     train: Train, tmp_path: Path, whole: Path, faults: list[str]
 ):
     faults += ["", "", "memory"]
-    told = train(actor__policy_loss="faulty")
+    output = train(actor__policy_loss="faulty")
     assert_refused(
-        told, "memory ran out in the update", "can't allocate memory: you tried to allocate",
+        output, "memory ran out in the update", "can't allocate memory: you tried to allocate",
         "micro_batch: ", "actor.ppo_max_token_len_per_gpu", "enable_gradient_checkpointing",
     )  # fmt: skip
     assert saved_steps(tmp_path / "run") == ["global_step_1"]
     assert train(actor__policy_loss="faulty").code == 0
-    assert_same_course(tmp_path / "run", whole)
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_update_that_breaks_off_between_its_steps_is_not_saved(
     train: Train, tmp_path: Path, faults: list[str]
 ):
     faults += ["", "", "", "memory"]
-    told = train(actor__policy_loss="faulty")
-    assert_refused(told, "memory ran out in the update")
-    assert "step 2 ended after it had changed the weights" in told.out
+    output = train(actor__policy_loss="faulty")
+    assert_refused(output, "memory ran out in the update")
+    assert "step 2 ended after it had changed the weights" in output.out
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -107,8 +107,8 @@ def test_memory_that_runs_out_in_the_engine_fails_its_calls_and_names_its_keys(
         return real(self)
 
     monkeypatch.setattr(Batcher, "step", step)
-    told = train(rollout__engine=None, data__val_files=None, trainer__save_freq=1)
-    assert_refused(told, "4 of 4 requests failed", "the engine's memory ran out", "num_pages")
+    output = train(rollout__engine=None, data__val_files=None, trainer__save_freq=1)
+    assert_refused(output, "4 of 4 requests failed", "the engine's memory ran out", "num_pages")
     assert saved_steps(tmp_path / "run") == ["global_step_1"]
 
 
@@ -135,10 +135,10 @@ def test_step_that_is_not_finite_changes_nothing_and_leaves_its_rows_in_a_file(
 ):
     faults += ["", "", "gradient", "", "loss", "loss"]
     rollouts = tmp_path / "rollouts"
-    told = train(
+    output = train(
         actor__policy_loss="faulty", trainer__save_freq=1, trainer__rollout_data_dir=str(rollouts)
     )
-    assert told.code == 0, told
+    assert output.code == 0, output
     one, two, three = (tmp_path / f"run/checkpoints/global_step_{step}" for step in (1, 2, 3))
     assert_same_tensors(one, two)
     states = [json.loads((path / "state.json").read_text()) for path in (one, two)]
@@ -148,7 +148,7 @@ def test_step_that_is_not_finite_changes_nothing_and_leaves_its_rows_in_a_file(
     lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [line.get("actor/skipped_steps") for line in lines] == [None, 0, 2, 0]
     file = tmp_path / "run/skipped/step_000002.jsonl"
-    assert f"not finite in 2 rows: gradient; the rows to blame: {file}" in told.out
+    assert f"not finite in 2 rows: gradient; the rows to blame: {file}" in output.out
     saved = list(read_trajectories(file))
     notes = [(one.skipped.mini_batch, dict(one.skipped.not_finite)) for one in saved if one.skipped]
     assert notes == [(0, {"gradient": []})] * 2 + [(1, {"loss": []})] * 2
@@ -184,8 +184,10 @@ def test_gradient_alone_that_is_not_finite_is_laid_to_its_micro_batch(faults: li
 
 def test_run_that_takes_no_step_any_more_ends(train: Train, tmp_path: Path, faults: list[str]):
     faults += ["", "", *["loss"] * 8]
-    told = train(actor__policy_loss="faulty", actor__max_skipped_updates=2)
-    assert_refused(told, "the last 2 updates took no step", "actor.max_skipped_updates", "skipped/")
+    output = train(actor__policy_loss="faulty", actor__max_skipped_updates=2)
+    assert_refused(
+        output, "the last 2 updates took no step", "actor.max_skipped_updates", "skipped/"
+    )
     assert saved_steps(tmp_path / "run") == ["global_step_3"], "what was reached is kept"
 
 
@@ -193,10 +195,10 @@ def test_run_that_takes_no_step_any_more_ends(train: Train, tmp_path: Path, faul
 
 
 def test_changed_rows_are_told_in_words_before_the_model_loads(
-    train: Train, workshop: Path, tmp_path: Path
+    train: Train, plugin_folder: Path, tmp_path: Path
 ):
     assert train(trainer__total_training_steps=1).code == 0
-    rows, file = [make_row(number) for number in range(12)], workshop / "rows.jsonl"
+    rows, file = [make_row(number) for number in range(12)], plugin_folder / "rows.jsonl"
     edited = [*rows[:7], rows[7] | {"reward_model": {"ground_truth": "7"}}, *rows[8:]]
     other = write_jsonl(tmp_path / "other.jsonl", [*rows, make_row(99)])
     for changed, changes, parts in (
@@ -212,33 +214,35 @@ def test_changed_rows_are_told_in_words_before_the_model_loads(
         (rows, {"data__seed": 5}, ["data.seed is 5, was 0"]),
     ):
         write_jsonl(file, changed)
-        told = train(**changes)
-        assert_refused(told, "not those that the run began with", "global_step_1", *parts)
-        assert "trainer.resume_mode=disable" in told.err
-        assert "Qwen2ForCausalLM" not in told.out
+        output = train(**changes)
+        assert_refused(output, "not those that the run began with", "global_step_1", *parts)
+        assert "trainer.resume_mode=disable" in output.err
+        assert "Qwen2ForCausalLM" not in output.out
 
 
 def test_changed_validation_set_is_told_and_the_run_goes_on(
-    train: Train, workshop: Path, tmp_path: Path
+    train: Train, plugin_folder: Path, tmp_path: Path
 ):
     assert train(trainer__total_training_steps=1).code == 0
     other = write_jsonl(tmp_path / "val.jsonl", [make_row(50)])
-    told = train(data__val_files={"rows": str(other)}, trainer__total_training_steps=2)
-    assert told.code == 0, told
-    assert "the validation set 'rows' is not the one that the run began with" in told.out
+    output = train(data__val_files={"rows": str(other)}, trainer__total_training_steps=2)
+    assert output.code == 0, output
+    assert "the validation set 'rows' is not the one that the run began with" in output.out
 
 
 @pytest.mark.slow
-def test_rows_under_another_name_are_the_same_rows(train: Train, workshop: Path, tmp_path: Path):
+def test_rows_under_another_name_are_the_same_rows(
+    train: Train, plugin_folder: Path, tmp_path: Path
+):
     assert train(trainer__total_training_steps=1).code == 0
-    moved = (workshop / "rows.jsonl").rename(tmp_path / "moved.jsonl")
-    told = train(
+    moved = (plugin_folder / "rows.jsonl").rename(tmp_path / "moved.jsonl")
+    output = train(
         data__train_files=[str(moved)],
         data__val_files={"rows": str(moved)},
         trainer__total_training_steps=2,
     )
-    assert told.code == 0, told
-    assert "began with" not in told.out
+    assert output.code == 0, output
+    assert "began with" not in output.out
 
 
 # A tokenizer and a model that disagree.
@@ -250,9 +254,9 @@ def test_tokenizer_with_more_tokens_than_the_model_is_told_before_the_model_load
     tokenizer = AutoTokenizer.from_pretrained(tiny_home / "policy")
     tokenizer.add_tokens([f"<extra_{number}>" for number in range(9)])
     tokenizer.save_pretrained(tmp_path / "larger")
-    told = train(model__tokenizer_path=str(tmp_path / "larger"))
-    assert_refused(told, "the tokenizer has ids up to 408, the model has 400 embeddings")
-    assert "Qwen2ForCausalLM" not in told.out
+    output = train(model__tokenizer_path=str(tmp_path / "larger"))
+    assert_refused(output, "the tokenizer has ids up to 408, the model has 400 embeddings")
+    assert "Qwen2ForCausalLM" not in output.out
 
 
 def test_tokenizer_of_another_family_beside_the_models_own_is_refused(
@@ -269,8 +273,8 @@ def test_tokenizer_of_another_family_beside_the_models_own_is_refused(
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    told = train(model__tokenizer_path=str(other))
-    assert_refused(told, "is 'b' to the tokenizer of", "and 'a' to the one in the model's folder")
+    output = train(model__tokenizer_path=str(other))
+    assert_refused(output, "is 'b' to the tokenizer of", "and 'a' to the one in the model's folder")
 
 
 def test_special_tokens_of_another_tokenizer_are_told(
@@ -284,10 +288,10 @@ def test_special_tokens_of_another_tokenizer_are_told(
         content = json.loads((policy / name).read_text())
         content["eos_token_id"] = 70
         (policy / name).write_text(json.dumps(content))
-    told = train(model__path=str(policy), trainer__total_training_steps=1)
-    assert told.code == 0, told
-    assert "note: the model's eos_token_id is 70, which is the plain token" in told.out
-    assert "note: the tokenizer's end of sequence is '<|im_end|>'" in told.out
+    output = train(model__path=str(policy), trainer__total_training_steps=1)
+    assert output.code == 0, output
+    assert "note: the model's eos_token_id is 70, which is the plain token" in output.out
+    assert "note: the tokenizer's end of sequence is '<|im_end|>'" in output.out
 
 
 def test_template_whose_end_of_turn_is_no_token_is_told(train: Train):
@@ -302,9 +306,9 @@ def test_template_whose_end_of_turn_is_no_token_is_told(train: Train):
         "data__val_files": None,
         "trainer__total_training_steps": 0,
     }
-    told = train(**changes)
-    assert told.code == 0, told
-    assert "note: the chat template ends a turn with no token of the tokenizer" in told.out
+    output = train(**changes)
+    assert output.code == 0, output
+    assert "note: the chat template ends a turn with no token of the tokenizer" in output.out
     assert "ends a turn with" not in train(**changes, rollout__stop=["[END]"]).out
 
 
@@ -337,9 +341,9 @@ def test_prompt_that_a_trained_policy_cannot_read_is_told():
     prompt = make_walk(60, torch.Generator().manual_seed(2), jumps=1.0)
     assert find_implausible(policy, prompt, budget=64) is None
     other = torch.randperm(600, generator=torch.Generator().manual_seed(3))
-    told = find_implausible(policy, other[torch.tensor(prompt)].tolist(), budget=64)
-    assert told is not None
-    assert "about as unlikely as random tokens" in told
+    message = find_implausible(policy, other[torch.tensor(prompt)].tolist(), budget=64)
+    assert message is not None
+    assert "about as unlikely as random tokens" in message
     assert find_implausible(policy, prompt[:1], budget=64) is None
 
 

@@ -19,8 +19,8 @@ from agentrl.trainer.setup.preflight import check_disk_space
 from tests.fakes.fault_runs import (
     Train,
     assert_refused,
-    assert_same_course,
-    files_at_most,
+    assert_same_run,
+    limit_file_size,
     make_run,
     saved_steps,
 )
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 def test_full_disk_at_a_checkpoint_keeps_the_one_before(train: Train, tmp_path: Path, whole: Path):
     assert train(trainer__total_training_steps=1).code == 0
-    told = train(limit=100_000, trainer__save_freq=1)
-    assert_refused(told, "cannot write a checkpoint", f"{tmp_path}/run/checkpoints/global_step_2")
+    output = train(limit=100_000, trainer__save_freq=1)
+    assert_refused(output, "cannot write a checkpoint", f"{tmp_path}/run/checkpoints/global_step_2")
     assert saved_steps(tmp_path / "run") == ["global_step_1"], "nothing half"
     assert train().code == 0
-    assert_same_course(tmp_path / "run", whole)
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_full_disk_at_a_line_of_figures_saves_the_step_and_logs_it_later(
@@ -49,21 +49,21 @@ def test_full_disk_at_a_line_of_figures_saves_the_step_and_logs_it_later(
     assert train(trainer__total_training_steps=1).code == 0
     long_line = json.dumps({"step": 0} | {f"padding/{number}": 0.0 for number in range(30_000)})
     metrics.write_text(long_line + "\n" + metrics.read_text())
-    told = train(limit=metrics.stat().st_size + 100)
-    assert_refused(told, "cannot write: File too large", str(metrics))
+    output = train(limit=metrics.stat().st_size + 100)
+    assert_refused(output, "cannot write: File too large", str(metrics))
     assert not metrics.read_text().endswith("\n"), "the line is half there"
     assert saved_steps(tmp_path / "run") == ["global_step_1", "global_step_2"]
     assert train().code == 0
     metrics.write_text(metrics.read_text().removeprefix(long_line + "\n"))
-    assert_same_course(tmp_path / "run", whole)
+    assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.slow
 def test_full_disk_at_the_export_keeps_the_checkpoint(train: Train, tmp_path: Path):
     assert train(trainer__total_training_steps=1).code == 0
     exported = load_file(tmp_path / "run/trained/model.safetensors")
-    told = train(limit=50_000, trainer__total_training_steps=1)
-    assert_refused(told, "cannot write the model", f"{tmp_path}/run/trained")
+    output = train(limit=50_000, trainer__total_training_steps=1)
+    assert_refused(output, "cannot write the model", f"{tmp_path}/run/trained")
     again = load_file(tmp_path / "run/trained/model.safetensors")
     assert all(torch.equal(again[name], exported[name]) for name in exported)
     assert train().code == 0
@@ -71,19 +71,19 @@ def test_full_disk_at_the_export_keeps_the_checkpoint(train: Train, tmp_path: Pa
 
 def test_what_is_only_for_looking_at_ends_no_run(train: Train, tmp_path: Path):
     folder = tmp_path / "run"
-    told = train(
+    output = train(
         limit=7_000,  # the record of the run itself must fit
         trainer__val_only=True,
         trainer__plot=True,
         trainer__logger=["console", "jsonl", "tensorboard"],
         trainer__validation_data_dir=str(folder / "val"),
     )
-    assert told.code == 0, told
+    assert output.code == 0, output
     assert f"rollouts not written: [Errno 27] cannot write: File too large: '{folder}/val" in (
-        told.out
+        output.out
     )
-    assert "the learning curve not written" in told.out
-    assert "Traceback" not in told.err
+    assert "the learning curve not written" in output.out
+    assert "Traceback" not in output.err
     assert (folder / "summary.json").is_file()
     assert not list((folder / "val").iterdir())
 
@@ -92,7 +92,7 @@ def test_full_disk_while_preparing_names_the_folder_and_leaves_nothing_for_made(
     tiny_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     problems = ("prepare", "arithmetic", tmp_path / "data", "--num-train", 300, "--num-demos", 5)
-    with files_at_most(2_000):
+    with limit_file_size(2_000):
         assert_refused(run_agentrl(capsys, *problems), f"{tmp_path}/data/train.parquet")
     assert "made" in run_agentrl(capsys, *problems).out
     run = tiny_run(tiny_home, tmp_path / "run")
@@ -108,7 +108,7 @@ def test_full_disk_while_preparing_names_the_folder_and_leaves_nothing_for_made(
         },
     }
     file = write_yaml(tmp_path / "run.yaml", run)
-    with files_at_most(4_000):
+    with limit_file_size(4_000):
         assert_refused(run_agentrl(capsys, "rollout", file), f"{tmp_path}/policy")
     assert not json.loads((tmp_path / "policy/manifest.json").read_text())["complete"]
 
@@ -116,7 +116,7 @@ def test_full_disk_while_preparing_names_the_folder_and_leaves_nothing_for_made(
 def test_library_that_tells_a_full_disk_in_its_own_way_is_heard(tiny_home: Path, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_home / "policy")
     with (
-        files_at_most(8_000),
+        limit_file_size(8_000),
         pytest.raises(OSError, match="cannot write: File too large") as raised,
         naming_path(tmp_path / "policy"),
     ):
@@ -129,12 +129,12 @@ def test_a_disk_without_room_ends_the_run_and_room_lets_it_go_on(
     train: Train, tmp_path: Path, whole: Path
 ):
     with mounted(tmp_path / "run", kilobytes=600):
-        told = train(trainer__save_freq=1)
-        assert_refused(told, "cannot write a checkpoint", "global_step_2", "No space left")
+        output = train(trainer__save_freq=1)
+        assert_refused(output, "cannot write a checkpoint", "global_step_2", "No space left")
         assert saved_steps(tmp_path / "run") == ["global_step_1"]
         remount(tmp_path / "run", kilobytes=8_000)
         assert train().code == 0
-        assert_same_course(tmp_path / "run", whole)
+        assert_same_run(tmp_path / "run", whole)
 
 
 @contextmanager
@@ -175,16 +175,16 @@ def test_folder_that_cannot_be_written_is_told_before_the_model_loads(
     train: Train, tmp_path: Path, key: str
 ):
     (tmp_path / "file").write_text("")
-    told = train(**{key.replace(".", "__"): str(tmp_path / "file/below")})
-    assert_refused(told, "cannot write", f"{tmp_path}/file/below", f"key: {key}")
-    assert "Qwen2ForCausalLM" not in told.out
+    output = train(**{key.replace(".", "__"): str(tmp_path / "file/below")})
+    assert_refused(output, "cannot write", f"{tmp_path}/file/below", f"key: {key}")
+    assert "Qwen2ForCausalLM" not in output.out
 
 
 def test_rollouts_that_cannot_be_saved_are_told_before_the_model_loads(
-    tiny_home: Path, workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_home: Path, plugin_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, workshop, tmp_path / "run"))
-    told = run_agentrl(capsys, "rollout", file, "--out", tmp_path)
-    assert_refused(told, f"{tmp_path} is a folder", "--out")
-    told = run_agentrl(capsys, "rollout", file, "--out", "/proc/rollouts/one.jsonl")
-    assert_refused(told, "cannot write to /proc/rollouts", "--out")
+    file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, plugin_folder, tmp_path / "run"))
+    output = run_agentrl(capsys, "rollout", file, "--out", tmp_path)
+    assert_refused(output, f"{tmp_path} is a folder", "--out")
+    output = run_agentrl(capsys, "rollout", file, "--out", "/proc/rollouts/one.jsonl")
+    assert_refused(output, "cannot write to /proc/rollouts", "--out")

@@ -15,7 +15,7 @@ import agentrl.workers.checkpoint
 from agentrl.trainer.checkpointer import Checkpointer
 from agentrl.trainer.state.summary import Summary
 from agentrl.workers.optim import PolicyOptimizer
-from tests.fakes.fault_runs import SCORER, Train, assert_same_course, make_run, saved_steps
+from tests.fakes.fault_runs import SCORER, Train, assert_same_run, make_run, saved_steps
 from tests.fakes.runs import (
     read_lines,
     run_agentrl,
@@ -27,10 +27,10 @@ from tests.fakes.runs import (
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def arm(place: str, workshop: Path, patch: pytest.MonkeyPatch) -> None:
+def arm(place: str, plugin_folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Have the process signalled once, at one place of a run's second step."""
     if place in ("rollout", "validation"):
-        (workshop / "armed").write_text("train-2" if place == "rollout" else "val-rows-2")
+        (plugin_folder / "armed").write_text("train-2" if place == "rollout" else "val-rows-2")
         return
     owner: Any = PolicyOptimizer if place == "update" else agentrl.workers.checkpoint
     name = "step" if place == "update" else "save_file"
@@ -54,25 +54,25 @@ def arm(place: str, workshop: Path, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_stopped_run_saves_its_last_step_and_goes_on_as_if_never_stopped(
-    train: Train, tmp_path: Path, workshop: Path, whole: Path, place: str, saved: list[str]
+    train: Train, tmp_path: Path, plugin_folder: Path, whole: Path, place: str, saved: list[str]
 ):
     with pytest.MonkeyPatch.context() as patch:
-        arm(place, workshop, patch)
-        told = train(trainer__save_freq=1 if place == "checkpoint" else -1)
-    assert told.code == 130, told
+        arm(place, plugin_folder, patch)
+        output = train(trainer__save_freq=1 if place == "checkpoint" else -1)
+    assert output.code == 130, output
     last = f"{tmp_path}/run/checkpoints/{saved[-1]}"
-    assert told.out.endswith(
+    assert output.out.endswith(
         f"interrupted: step {saved[-1][-1]} was completed last; the run resumes from {last}\n"
     )
-    assert "Traceback" not in told.out + told.err
-    assert not list(workshop.glob("created-*")), "every tool was released"
+    assert "Traceback" not in output.out + output.err
+    assert not list(plugin_folder.glob("created-*")), "every tool was released"
     assert saved_steps(tmp_path / "run") == saved
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    (workshop / "fired").unlink(missing_ok=True)
-    told = train()
-    assert told.code == 0, told
-    assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in told.out
-    assert_same_course(tmp_path / "run", whole)
+    (plugin_folder / "fired").unlink(missing_ok=True)
+    output = train()
+    assert output.code == 0, output
+    assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in output.out
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_signal_while_the_end_is_written_ends_a_whole_run_as_a_stopped_one(
@@ -85,34 +85,34 @@ def test_signal_while_the_end_is_written_ends_a_whole_run_as_a_stopped_one(
         return real(self, step, summary)
 
     monkeypatch.setattr(Checkpointer, "export", signalled)
-    told = train(trainer__total_training_steps=1, data__val_files=None)
-    assert told.code == 130, told
-    assert "interrupted: step 1 was completed last" in told.out.splitlines()[-1]
+    output = train(trainer__total_training_steps=1, data__val_files=None)
+    assert output.code == 130, output
+    assert "interrupted: step 1 was completed last" in output.out.splitlines()[-1]
     assert saved_steps(tmp_path / "run") == ["global_step_1"]
     assert (tmp_path / "run/trained/config.json").is_file()
     assert json.loads((tmp_path / "run/summary.json").read_text())["exported"]
 
 
 def test_run_stopped_before_its_first_step_is_over_leaves_no_checkpoint(
-    train: Train, tmp_path: Path, workshop: Path
+    train: Train, tmp_path: Path, plugin_folder: Path
 ):
-    (workshop / "armed").write_text("train-1")
-    told = train()
-    assert told.code == 130
-    assert told.out.endswith("interrupted: no step was completed\n")
+    (plugin_folder / "armed").write_text("train-1")
+    output = train()
+    assert output.code == 130
+    assert output.out.endswith("interrupted: no step was completed\n")
     assert not (tmp_path / "run/checkpoints").exists()
-    assert not list(workshop.glob("created-*"))
+    assert not list(plugin_folder.glob("created-*"))
 
 
 def test_rollout_command_is_stopped_with_its_tools_released(
-    tiny_home: Path, workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_home: Path, plugin_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (workshop / "armed").write_text("train-0")
-    file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, workshop, tmp_path / "run"))
-    told = run_agentrl(capsys, "rollout", file, "--num", 3)
-    assert told.code == 130, told
-    assert "Traceback" not in told.err
-    assert not list(workshop.glob("created-*"))
+    (plugin_folder / "armed").write_text("train-0")
+    file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, plugin_folder, tmp_path / "run"))
+    output = run_agentrl(capsys, "rollout", file, "--num", 3)
+    assert output.code == 130, output
+    assert "Traceback" not in output.err
+    assert not list(plugin_folder.glob("created-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -131,26 +131,26 @@ def test_preparation_that_is_stopped_is_made_anew(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.quickstart.arithmetic.write_jsonl", stopped)
-        told = run_agentrl(capsys, "train", file)
-    assert told.code == 130, told
-    assert told.out.endswith("interrupted\n")
-    assert "Traceback" not in told.err
-    told = run_agentrl(capsys, "train", file)
-    assert told.code == 0, told
-    assert f"problems: {tmp_path}/data, made again: it was not finished\n" in told.out
+        output = run_agentrl(capsys, "train", file)
+    assert output.code == 130, output
+    assert output.out.endswith("interrupted\n")
+    assert "Traceback" not in output.err
+    output = run_agentrl(capsys, "train", file)
+    assert output.code == 0, output
+    assert f"problems: {tmp_path}/data, made again: it was not finished\n" in output.out
 
 
 @pytest.mark.slow
-def test_second_ctrl_c_leaves_at_once(tiny_home: Path, workshop: Path, tmp_path: Path):
-    (workshop / "clinging").touch()
-    (workshop / "armed").write_text("train-1")
+def test_second_ctrl_c_leaves_at_once(tiny_home: Path, plugin_folder: Path, tmp_path: Path):
+    (plugin_folder / "clinging").touch()
+    (plugin_folder / "armed").write_text("train-1")
     content = make_run(
-        tiny_home, workshop, tmp_path / "run", data__val_files=None, trainer__test_freq=None
+        tiny_home, plugin_folder, tmp_path / "run", data__val_files=None, trainer__test_freq=None
     )
     file = write_yaml(tmp_path / "run.yaml", content)
     process = spawn_agentrl("train", file)
     try:
-        wait_for(workshop / "fired", process)
+        wait_for(plugin_folder / "fired", process)
         time.sleep(2)
         assert process.poll() is None, "the tools cling"
         asked = time.monotonic()
@@ -165,11 +165,15 @@ def test_second_ctrl_c_leaves_at_once(tiny_home: Path, workshop: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told_ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("interrupted_ranks", [(0, 1), (1,)])
 def test_two_ranks_stop_together_and_save(
-    tiny_home: Path, workshop: Path, tmp_path: Path, whole: Path, told_ranks: tuple[int, ...]
+    tiny_home: Path,
+    plugin_folder: Path,
+    tmp_path: Path,
+    whole: Path,
+    interrupted_ranks: tuple[int, ...],
 ):
-    scorer = workshop / "score.py"
+    scorer = plugin_folder / "score.py"
     # Only while a step's rewards are awaited is it sure to be between two steps on every rank.
     scorer.write_text(
         SCORER.replace("    return", f"    wait({str(tmp_path)!r})\n    return")
@@ -180,24 +184,24 @@ def test_two_ranks_stop_together_and_save(
         "        (folder / 'second').touch()\n        time.sleep(0.5)\n"
     )
     content = make_run(
-        tiny_home, workshop, tmp_path / "run", data__val_files=None, trainer__test_freq=None
+        tiny_home, plugin_folder, tmp_path / "run", data__val_files=None, trainer__test_freq=None
     )
     file = write_yaml(tmp_path / "run.yaml", content)
     ranks = spawn_ranks(file)
     try:
         wait_for(tmp_path / "second", ranks[0])
-        for rank in told_ranks:
+        for rank in interrupted_ranks:
             ranks[rank].send_signal(signal.SIGTERM)
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [130, 130], told
-    assert saved_steps(tmp_path / "run") == ["global_step_1"], told
+    assert [rank.returncode for rank in ranks] == [130, 130], outputs
+    assert saved_steps(tmp_path / "run") == ["global_step_1"], outputs
     scorer.write_text(SCORER)
     ranks = spawn_ranks(file)
-    told = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     steps = [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
     assert steps == [1, 2, 3]
 

@@ -152,6 +152,6 @@ def test_the_scripts_of_the_page_run(
         assert script.count("\n") < 60
         assert not re.findall(r"(?:import|from) agentrl\.(?:trainer|training)", script)
         exec(script, names)
-    told = capsys.readouterr().out
-    assert "2 steps\n" in told
-    assert "step 2: [" in told
+    output = capsys.readouterr().out
+    assert "2 steps\n" in output
+    assert "step 2: [" in output

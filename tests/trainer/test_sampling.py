@@ -23,9 +23,9 @@ from agentrl.trainer.sampling import (
 )
 from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes.requests import build_request, said
-from tests.fakes.sampling import GREEDY, Came, FakeLoop
+from tests.fakes.sampling import GREEDY, FakeLoop, SampleResult
 
-FAILED = Came(stop_reason=StopReason.FAILED)
+FAILED = SampleResult(stop_reason=StopReason.FAILED)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def filtering(**keys: Any) -> dict[str, Any]:
 
 def differs_in(*rows: int) -> Any:
     """The samples of these rows earn 0, 1, ...; those of others 1 each."""
-    return lambda row, offset: Came(float(offset) if row in rows else 1.0)
+    return lambda row, offset: SampleResult(float(offset) if row in rows else 1.0)
 
 
 def rows_of(requests: Any) -> list[str]:
@@ -147,12 +147,14 @@ def test_a_prompt_that_comes_twice_in_one_step_is_another_group(world: World):
 
 
 def test_a_group_is_judged_by_those_whose_failure_was_not_the_infrastructure_s(world: World):
-    def outcome(row: int, offset: int) -> Came:
+    def outcome(row: int, offset: int) -> SampleResult:
         ends = {
-            0: [Came(1.0), Came(0.0), FAILED], 1: [Came(1.0), FAILED, FAILED],
-            2: [FAILED] * 3, 3: [Came(1.0), Came(1.0), FAILED],
+            0: [SampleResult(1.0), SampleResult(0.0), FAILED],
+            1: [SampleResult(1.0), FAILED, FAILED],
+            2: [FAILED] * 3,
+            3: [SampleResult(1.0), SampleResult(1.0), FAILED],
         }  # fmt: skip
-        return ends.get(row, [Came(0.0), Came(1.0), Came(0.0)])[offset]
+        return ends.get(row, [SampleResult(0.0), SampleResult(1.0), SampleResult(0.0)])[offset]
 
     loop = FakeLoop(world, outcome, rollout={"n": 3}, **filtering())
     samples = loop.take()
@@ -162,36 +164,36 @@ def test_a_group_is_judged_by_those_whose_failure_was_not_the_infrastructure_s(w
 
 @pytest.mark.parametrize("metric", ["score", "reward", "seq_reward", "seq_final_reward"])
 def test_names_of_the_reward_mean_the_combined_one(world: World, metric: str):
-    def outcome(row: int, offset: int) -> Came:
-        return Came(float(offset) if row > 1 else 1.0, extra={"acc": float(offset)})
+    def outcome(row: int, offset: int) -> SampleResult:
+        return SampleResult(float(offset) if row > 1 else 1.0, extra={"acc": float(offset)})
 
     samples = FakeLoop(world, outcome, **filtering(metric=metric)).take()
     assert rows_of(samples.batch) == ["train-2-2", "train-3-3"]
 
 
 def test_a_key_of_the_scorer_s_dict_is_compared_and_not_the_reward(world: World):
-    def outcome(row: int, offset: int) -> Came:
-        return Came(float(offset), extra={"acc": bool(offset) and row > 1})
+    def outcome(row: int, offset: int) -> SampleResult:
+        return SampleResult(float(offset), extra={"acc": bool(offset) and row > 1})
 
     samples = FakeLoop(world, outcome, **filtering(metric="acc")).take()
     assert rows_of(samples.batch) == ["train-2-2", "train-3-3"]
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"), [({"form": 1.0}, "form"), ({}, "it has none"), ({"acc": "good"}, "'acc'")]
+    ("extra", "message"), [({"form": 1.0}, "form"), ({}, "it has none"), ({"acc": "good"}, "'acc'")]
 )
 def test_a_metric_that_the_scorer_does_not_give_is_named(
-    world: World, extra: dict[str, Any], told: str
+    world: World, extra: dict[str, Any], message: str
 ):
-    loop = FakeLoop(world, lambda *_: Came(extra=extra), **filtering(metric="acc"))
+    loop = FakeLoop(world, lambda *_: SampleResult(extra=extra), **filtering(metric="acc"))
     with pytest.raises(ConfigError if "acc" not in extra else ValueError, match=r"'acc'") as caught:
         loop.take()
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_equal_rewards_rewards_are_compared_as_a_batch_holds_them(world: World):
-    def outcome(row: int, offset: int) -> Came:
-        return Came((0.3, 0.1 + 0.2)[offset] if row == 0 else float(offset))
+    def outcome(row: int, offset: int) -> SampleResult:
+        return SampleResult((0.3, 0.1 + 0.2)[offset] if row == 0 else float(offset))
 
     samples = FakeLoop(world, outcome, **filtering()).take()
     assert rows_of(samples.batch) == ["train-1-1", "train-2-2"]
@@ -225,7 +227,7 @@ BUFFER = {"reward": {"overlong_buffer": {"enable": True, "len": 4, "penalty_fact
 
 def test_long_answers_lose_reward_and_it_is_written_down(world: World):
     lengths = {(0, 0): 6, (0, 1): 7, (1, 0): 10, (1, 1): 2}
-    loop = FakeLoop(world, lambda row, at: Came(1.0, num_tokens=lengths[row, at]), **BUFFER)
+    loop = FakeLoop(world, lambda row, at: SampleResult(1.0, num_tokens=lengths[row, at]), **BUFFER)
     samples = loop.take()
     assert [request.reward for request in samples.batch] == [1.0] * 4  # what the scorer said
     scores = loop.collate(samples.batch).batch["token_level_scores"].sum(-1)
@@ -241,8 +243,8 @@ def test_long_answers_lose_reward_and_it_is_written_down(world: World):
 
 
 def test_a_group_of_equal_scores_has_a_signal_where_its_lengths_differ(world: World):
-    def outcome(row: int, offset: int) -> Came:
-        return Came(1.0, num_tokens=10 if (row, offset) in ((1, 1), (3, 0)) else 3)
+    def outcome(row: int, offset: int) -> SampleResult:
+        return SampleResult(1.0, num_tokens=10 if (row, offset) in ((1, 1), (3, 0)) else 3)
 
     samples = FakeLoop(world, outcome, **BUFFER, **filtering()).take()
     assert rows_of(samples.batch) == ["train-1-1", "train-3-3"]
@@ -260,7 +262,7 @@ def test_what_failed_has_no_reward_to_lose(world: World):
 def test_each_source_beside_the_scorer_is_told_apart(world: World):
     lengths = {(0, 0): 6, (0, 1): 7, (1, 0): 10, (1, 1): 2}
     reward = {"reward": {"length_penalty": 0.5, "weights": {"tool": 2.0}}}
-    loop = FakeLoop(world, lambda row, at: Came(1.0, num_tokens=lengths[row, at]), **reward)
+    loop = FakeLoop(world, lambda row, at: SampleResult(1.0, num_tokens=lengths[row, at]), **reward)
     samples = loop.take()
     penalties = [request.reward_extra_info["length_penalty"] for request in samples.batch]
     assert penalties == pytest.approx([-0.3, -0.35, -0.5, -0.1])
@@ -282,7 +284,7 @@ def remax(outcome: Any, world: World, **sections: Any) -> Any:
 
 
 def test_an_estimator_that_names_baselines_gets_those_of_greedy_rollouts(world: World):
-    samples = remax(lambda row, at: Came(10.0 * row if at == GREEDY else 1.0), world)
+    samples = remax(lambda row, at: SampleResult(10.0 * row if at == GREEDY else 1.0), world)
     assert samples.baselines == {0: 0.0, 1: 10.0}
     assert len(samples.batch) == 4
     batch = collate(samples.batch[::-1], pad_token_id=0)
@@ -303,7 +305,9 @@ def test_no_estimator_else_pays_for_greedy_rollouts(world: World):
 
 
 def test_samples_of_a_prompt_without_its_baseline_are_not_trained(world: World):
-    samples = remax(lambda row, at: FAILED if (row, at) == (1, GREEDY) else Came(2.0), world)
+    samples = remax(
+        lambda row, at: FAILED if (row, at) == (1, GREEDY) else SampleResult(2.0), world
+    )
     assert samples.baselines == {0: 2.0}
     assert [request.dropped for request in samples.batch] == [None, None, NO_BASELINE, NO_BASELINE]
     batch = collate(samples.batch, pad_token_id=0)
@@ -314,16 +318,16 @@ def test_samples_of_a_prompt_without_its_baseline_are_not_trained(world: World):
 
 
 def test_the_baseline_is_the_combined_reward_and_loses_by_its_length_too(world: World):
-    def outcome(row: int, offset: int) -> Came:
-        return Came(1.0, num_tokens=10 if offset == GREEDY else 2)
+    def outcome(row: int, offset: int) -> SampleResult:
+        return SampleResult(1.0, num_tokens=10 if offset == GREEDY else 2)
 
     sections = BUFFER | {"reward": BUFFER["reward"] | {"weights": {"trajectory": 0.5}}}
     assert remax(outcome, world, **sections).baselines == {0: -0.5, 1: -0.5}
 
 
 def test_a_group_without_its_baseline_gives_way_under_dynamic_sampling(world: World):
-    def outcome(row: int, offset: int) -> Came:
-        return FAILED if (row, offset) == (0, GREEDY) else Came(float(offset))
+    def outcome(row: int, offset: int) -> SampleResult:
+        return FAILED if (row, offset) == (0, GREEDY) else SampleResult(float(offset))
 
     algorithm = {"adv_estimator": "asks_for_baselines", "filter_groups": {"enable": True}}
     samples = remax(outcome, world, algorithm=algorithm)

@@ -12,7 +12,7 @@ from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.rollouts.files import read_trajectories
 from agentrl.workers.checkpoint import verify_checkpoint
-from tests.fakes.killed_trainer import Killed, Mortal
+from tests.fakes.killed_trainer import Killed, KilledTrainer
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
 
@@ -42,7 +42,7 @@ def train(tiny_home: Path, tmp_path: Path, alone: None) -> Train:
             "trainer__save_freq": 1,
             "trainer__rollout_data_dir": f"{folder}/rollouts",
         }
-        trainer = Mortal(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
+        trainer = KilledTrainer(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
         trainer.ends_at = ends_at
         trainer.fit()
         return trainer
@@ -66,7 +66,7 @@ def test_resume_is_exact_a_step_of_several_batches_goes_on_as_if_never_stopped(
 ):
     changes = FILTER | {"trainer__total_training_steps": 4, "trainer__max_ckpt_to_keep": 4}
     train(tmp_path / "whole", **changes)
-    for end in (("before", 2), ("behind", 3)):
+    for end in (("before", 2), ("after", 3)):
         with pytest.raises(Killed):
             train(tmp_path / "killed", end, **changes)
     train(tmp_path / "killed", **changes)

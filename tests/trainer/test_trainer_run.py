@@ -317,8 +317,8 @@ def test_resume_from_a_path_goes_on_from_there(fit: Fit, capsys: pytest.CaptureF
     first = fit("first", trainer__save_freq=1)
     path = first.folder / "checkpoints/global_step_1"
     fit("second", trainer__resume_mode="resume_path", trainer__resume_from_path=str(path))
-    told = capsys.readouterr().out
-    assert f"resumed from {path} at step 1" in told
+    output = capsys.readouterr().out
+    assert f"resumed from {path} at step 1" in output
     lines = read_lines(first.folder.with_name("second") / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2]
 

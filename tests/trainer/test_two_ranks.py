@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from agentrl import Trainer, load_config
 from agentrl.workers.distributed import stop_world
 from tests.fakes.runs import read_lines, spawn_agentrl, tiny_run, write_yaml
-from tests.fakes.torchrun import ROOT, Told, free_port, ranks_of
+from tests.fakes.torchrun import ROOT, RankOutput, free_port, ranks_of
 
 SCORES = """
 import os, pathlib, time
@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 
     alone: Path
     together: Path
-    told: list[Told]
+    outputs: list[RankOutput]
     file: Path
 
 
@@ -79,7 +79,7 @@ def changes_for(folder: Path) -> list[str]:
     ]
 
 
-def train_on_two_ranks(file: Path, *changes: str) -> list[Told]:
+def train_on_two_ranks(file: Path, *changes: str) -> list[RankOutput]:
     with ranks_of("agentrl", "train", str(file), *changes) as ranks:
         return [rank.wait() for rank in ranks]
 
@@ -99,9 +99,9 @@ def runs(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     alone, together = folder / "alone", folder / "together"
     with ranks_of("agentrl", "train", str(file), *changes_for(together)) as ranks:
         train_alone(file, *changes_for(alone))
-        told = [rank.wait() for rank in ranks]
-    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
-    return Runs(alone, together, told, file)
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
+    return Runs(alone, together, outputs, file)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_one_of_two_ranks_speaks_and_writes(runs: Runs):
         return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
     assert files(runs.together) == files(runs.alone)
-    main, other = runs.told
+    main, other = runs.outputs
     assert main.out.count("2 steps in") == main.out.count("on cpu x 2") == 1
     assert other.out == ""
     assert not [line for line in other.err.splitlines() if "it/s" not in line]
@@ -158,8 +158,8 @@ def test_one_of_two_ranks_speaks_and_writes(runs: Runs):
 def test_what_two_ranks_saved_goes_on_with_one(runs: Runs, capsys: pytest.CaptureFixture[str]):
     changes = [*changes_for(runs.together), "trainer.total_training_steps=3"]
     train_alone(runs.file, *changes)
-    told = capsys.readouterr().out
-    assert "resumed from" in told
+    output = capsys.readouterr().out
+    assert "resumed from" in output
     assert [line["step"] for line in read_lines(runs.together / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
@@ -178,8 +178,8 @@ def test_layout_is_invisible_two_ranks_choose_the_groups_and_baselines_of_one(
     alone, together = tmp_path / "alone", tmp_path / "together"
     with ranks_of("agentrl", "train", str(file), *changes_for(together)) as ranks:
         train_alone(file, *changes_for(alone))
-        told = [rank.wait() for rank in ranks]
-    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
     for step in (1, 2):
         one, two = (
             [
@@ -228,15 +228,15 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on(tiny_home: Pat
 def test_failures_are_judged_over_all_ranks(tiny_home: Path, tmp_path: Path):
     file = run_file(tiny_home, tmp_path, deed="raise ValueError('broke')")
     (tmp_path / "armed").touch()
-    for told in train_on_two_ranks(file, "rollout.failure.max_failed_frac=0.4"):
-        assert told.code == 2
-        assert "7 of 15 requests failed" in told.err
-        assert "7 x reward: ValueError: the reward function" in told.err
+    for output in train_on_two_ranks(file, "rollout.failure.max_failed_frac=0.4"):
+        assert output.code == 2
+        assert "7 of 15 requests failed" in output.err
+        assert "7 x reward: ValueError: the reward function" in output.err
     saved = [
         f"trainer.rollout_data_dir={tmp_path}/run/rollouts",
         "rollout.failure.policy=drop_group",
     ]
-    assert [told.code for told in train_on_two_ranks(file, ONE_STEP, *saved)] == [0, 0]
+    assert [output.code for output in train_on_two_ranks(file, ONE_STEP, *saved)] == [0, 0]
     requests = [r["request"] for r in read_lines(tmp_path / "run/rollouts/step_000001.jsonl")]
     failed = {r["uid"] for r in requests if r["state"] == "failed"}
     assert len(failed) == 3, "two groups of the second rank, and one that it shares"
@@ -271,9 +271,9 @@ def test_ranks_with_unlike_work_wait_for_each_other(tiny_home: Path, tmp_path: P
 def test_one_prompt_and_more_ranks_than_samples(tiny_home: Path, tmp_path: Path):
     file = run_file(tiny_home, tmp_path, data__train_batch_size=1, rollout__n=2)
     with ranks_of("agentrl", "train", str(file), size=3) as ranks:
-        told = [rank.wait() for rank in ranks]
-    assert [rank.code for rank in told] == [0, 0, 0], told
-    assert "its 2 samples leave 1 of 3 ranks without work" in told[0].out
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0, 0], outputs
+    assert "its 2 samples leave 1 of 3 ranks without work" in outputs[0].out
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agentrl.workers.distributed import World
-from tests.fakes.naive_losses import config_of, lawful_losses
+from tests.fakes.naive_losses import config_of, invariant_losses
 from tests.fakes.training import (
     GradientTrap,
     Layout,
@@ -42,7 +42,7 @@ def assert_same(one, other):
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", lawful_losses())
+@pytest.mark.parametrize("name", invariant_losses())
 def test_layout_is_invisible_micro_batches_change_nothing_in_any_loss(world: World, name: str):
     rows = random_rows(12)
     whole = update(world, name, rows, Layout(budget=1000))

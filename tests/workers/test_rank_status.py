@@ -9,7 +9,7 @@ import torch
 from agentrl.errors import RankError
 from agentrl.workers.distributed import World, start_world
 from agentrl.workers.rank_status import RankStatus
-from tests.fakes.rank_exchanges import LIMIT_S, SCENES
+from tests.fakes.rank_exchanges import LIMIT_S, SCENARIOS
 from tests.fakes.torchrun import free_port, ranks_of
 
 Outcomes = list[dict[str, Any]]
@@ -17,9 +17,9 @@ Outcomes = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What each rank saw of each scene."""
+    """What each rank saw of each scenario."""
     folder = tmp_path_factory.mktemp("exchange")
-    ports = [str(free_port()) for _ in SCENES]
+    ports = [str(free_port()) for _ in SCENARIOS]
     with ranks_of("tests.fakes.rank_exchanges", str(folder), *ports) as ranks:
         ended = [rank.wait() for rank in ranks]
     assert [rank.code for rank in ended] == [0, 9], [rank.err for rank in ended]

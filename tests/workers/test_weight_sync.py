@@ -15,7 +15,7 @@ from agentrl.workers.weight_sync import sync_weights
 from tests.fakes.engines import tiny_model
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.training import make_policy
-from tests.fakes.weight_sync_ranks import Taker
+from tests.fakes.weight_sync_ranks import FailingEngine
 
 NUM_BYTES = sum(p.nbytes for p in tiny_model().parameters())
 Outcomes = list[dict[str, Any]]
@@ -28,29 +28,29 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     with ranks_of("tests.fakes.weight_sync_ranks", str(folder)) as ranks:
         ends = [rank.wait() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], "\n".join(end.err for end in ends)
-    return [json.loads((folder / f"told_{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"outcomes_{rank}.json").read_text()) for rank in range(2)]
 
 
-def engine(taker: Taker) -> Any:
+def engine(taker: FailingEngine) -> Any:
     return taker
 
 
 async def test_sync_that_fails_is_repeated_whole_and_says_how_often(world: World):
-    taker = Taker(num_failures=2)
+    taker = FailingEngine(num_failures=2)
     result = await sync_weights(make_policy(world), engine(taker), version=3, max_attempts=3)
     assert (result.num_attempts, result.num_bytes, taker.version) == (3, NUM_BYTES, 3)
     assert result.seconds > 0
 
 
 async def test_sync_that_fails_to_the_last_attempt_raises_what_the_engine_said(world: World):
-    taker = Taker(num_failures=9)
+    taker = FailingEngine(num_failures=9)
     with pytest.raises(EngineError, match="full at update 2"):
         await sync_weights(make_policy(world), engine(taker), version=3, max_attempts=2)
     assert (taker.num_updates, taker.version) == (2, -1)
 
 
 async def test_cancelled_sync_is_not_repeated(world: World):
-    class Hanging(Taker):
+    class Hanging(FailingEngine):
         async def update_weights(self, named_tensors: Any, *, version: int) -> Any:
             self.num_updates += 1
             await asyncio.Event().wait()
@@ -67,7 +67,7 @@ async def test_cancelled_sync_is_not_repeated(world: World):
 
 async def test_weights_come_in_what_the_layers_compute_in(world: World):
     policy = PolicyModel(tiny_model(), world, torch.bfloat16, FsdpConfig())
-    taker = Taker()
+    taker = FailingEngine()
     await sync_weights(policy, engine(taker), version=1)
     assert {tensor.dtype for tensor in taker.taken.values()} == {torch.bfloat16}
     assert all(weight.dtype == torch.float32 for _, weight in policy.named_weights())

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from agentrl.algorithms import LossScale, TrainedTokens, get_policy_loss_fn, with_summary
 from agentrl.algorithms.aggregation import compute_row_weights
 from agentrl.config.schema.training import ActorConfig, LossAggMode
-from tests.fakes.naive_losses import BUDGET, Batch, config_of, lawful_losses, make_batch
+from tests.fakes.naive_losses import BUDGET, Batch, config_of, invariant_losses, make_batch
 from tests.fakes.tensors import masks
 
 MODES = list(get_args(LossAggMode))
 BY_SEQUENCE = {"gspo", "luspo", "geo_mean", "vespo", "bypass_mode"}
 """Losses that take a ratio of the whole row."""
-all_losses = pytest.mark.parametrize("name", lawful_losses())
+all_losses = pytest.mark.parametrize("name", invariant_losses())
 
 
 def named(name: str) -> ActorConfig:
@@ -113,7 +113,7 @@ def test_layout_is_invisible_without_a_scale_the_rows_are_the_whole_mini_batch(n
     torch.testing.assert_close(without, given)
 
 
-@pytest.mark.parametrize("name", [name for name in lawful_losses() if name not in BY_SEQUENCE])
+@pytest.mark.parametrize("name", [name for name in invariant_losses() if name not in BY_SEQUENCE])
 @settings(deadline=None, max_examples=30)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
 def test_layout_is_invisible_how_many_rows_a_trajectory_is_split_into_changes_nothing(

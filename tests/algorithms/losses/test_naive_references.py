@@ -21,14 +21,14 @@ from tests.fakes.naive_losses import (
     RAGGED,
     choose,
     config_of,
-    lawful_losses,
+    invariant_losses,
     make_batch,
     naive_loss,
 )
 from tests.fakes.tensors import masks
 
 MODES = list(get_args(LossAggMode))
-all_losses = pytest.mark.parametrize("name", lawful_losses())
+all_losses = pytest.mark.parametrize("name", invariant_losses())
 all_modes = pytest.mark.parametrize("mode", MODES)
 
 
@@ -36,7 +36,7 @@ all_modes = pytest.mark.parametrize("mode", MODES)
 
 
 def test_every_bundled_loss_has_a_naive_loop():
-    assert set(NAIVE) == set(lawful_losses())
+    assert set(NAIVE) == set(invariant_losses())
 
 
 @all_losses
@@ -102,7 +102,7 @@ def test_importance_weights_multiply_each_token_s_loss(name):
     assert function(*args, batch.weights)[0].item() == pytest.approx(total, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted({*lawful_losses()} - {"clip_cov"}))
+@pytest.mark.parametrize("name", sorted({*invariant_losses()} - {"clip_cov"}))
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     """All losses follow -A grad log pi there, but for the tokens that `clip_cov` holds back."""
     batch = make_batch(RAGGED, seed=3)

@@ -176,8 +176,8 @@ def test_what_is_left_out_has_verls_default_not_ours():
         "trainer.project_name": "verl_examples",
     }
     assert {key: ours(config, key) for key in expected} == expected
-    told = {item.key for item in report_of({f"{R}.n": None}).mapped if item.is_default}
-    assert {"data.train_batch_size", f"{R}.n", "trainer.total_epochs"} <= told
+    keys = {item.key for item in report_of({f"{R}.n": None}).mapped if item.is_default}
+    assert {"data.train_batch_size", f"{R}.n", "trainer.total_epochs"} <= keys
 
 
 def test_a_default_of_verls_that_is_given_is_not_applied_over_it():
@@ -269,10 +269,10 @@ def test_any_value_of_any_key_is_refused_in_words_or_stands_in_one_list(changes)
         report = read_verl_tree(root).report
     except ConfigError:
         return
-    told = [item.key for item in (*report.mapped, *report.dropped)]
-    assert len(told) == len(set(told))
+    keys = [item.key for item in (*report.mapped, *report.dropped)]
+    assert len(keys) == len(set(keys))
     given_keys = [key for key in changes if find_key(key) and changes[key] not in (None, {})]
-    assert all(any(t == key or t.startswith(f"{key}.") for t in told) for key in given_keys)
+    assert all(any(t == key or t.startswith(f"{key}.") for t in keys) for key in given_keys)
 
 
 def with_value(kind: type) -> dict[str, Any]:
@@ -340,21 +340,21 @@ def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key: s
         return
     with pytest.raises(ConfigError) as caught:
         read_verl_tree(tree({wrong: 1}))
-    told = [line for line in str(caught.value).splitlines() if f"{wrong}: unknown key" in line]
-    assert len(told) == 1
+    matches = [line for line in str(caught.value).splitlines() if f"{wrong}: unknown key" in line]
+    assert len(matches) == 1
     if len(leaf) > 2:
-        assert "did you mean" in told[0]
+        assert "did you mean" in matches[0]
 
 
 def test_problems_are_told_together_and_in_verls_names(tmp_path: Path):
     line = [f"{R}.nn=4", "algorithm.use_pf_ppo=True", f"{R}.skip_rollout=True"]
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, FILE), [*LINE, *line])
-    told = str(caught.value)
-    assert "3 problems" in told
-    assert all(key.partition("=")[0] in told for key in line)
-    assert told.count("(given on the command line)") == 3
-    assert "verl.yaml" not in told
+    message = str(caught.value)
+    assert "3 problems" in message
+    assert all(key.partition("=")[0] in message for key in line)
+    assert message.count("(given on the command line)") == 3
+    assert "verl.yaml" not in message
 
 
 def test_a_problem_of_the_command_line_is_not_laid_on_the_file(tmp_path: Path):
@@ -710,12 +710,12 @@ def test_the_report_in_short_groups_by_reason_and_leaves_defaults_out():
         "critic.strategy": "fsdp",
         "trainer.logger": ["wandb"],
     }
-    told = report_of(changes).summarize()
-    lines = told.splitlines()
-    assert f"    {M}.use_liger, {M}.use_fused_kernels: it changes only speed and memory" in told
-    assert f"    {A}.profiler.*: " in told
-    assert "    critic.optim.*, critic.strategy: " in told
-    assert "enable_activation_offload" not in told
+    summary = report_of(changes).summarize()
+    lines = summary.splitlines()
+    assert f"    {M}.use_liger, {M}.use_fused_kernels: it changes only speed and memory" in summary
+    assert f"    {A}.profiler.*: " in summary
+    assert "    critic.optim.*, critic.strategy: " in summary
+    assert "enable_activation_offload" not in summary
     assert any("no wandb" in line for line in lines)
     assert any("data.train_batch_size=1024" in line for line in lines)
 
@@ -725,10 +725,10 @@ def test_a_single_key_is_one_key():
 
 
 def test_the_whole_report_has_three_lists():
-    told = report_of({f"{M}.use_liger": True, "critic.strategy": "fsdp"}).describe()
-    assert f"{R}.n=8 -> rollout.n=8" in told
-    assert "no counterpart (1):" in told
-    assert "no effect in verl too (1):" in told
+    description = report_of({f"{M}.use_liger": True, "critic.strategy": "fsdp"}).describe()
+    assert f"{R}.n=8 -> rollout.n=8" in description
+    assert "no counterpart (1):" in description
+    assert "no effect in verl too (1):" in description
 
 
 def test_load_config_logs_what_became_of_the_keys(tmp_path: Path, caplog):

@@ -217,7 +217,7 @@ def test_columns_of_images_keep_their_names():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"defaults": ["ppo_megatron_trainer", "_self_"]}, "Megatron trainer"),
         ({"defaults": [{"actor@actor_rollout_ref.actor": "megatron_actor"}]}, "Megatron trainer"),
@@ -229,9 +229,9 @@ def test_columns_of_images_keep_their_names():
         ({"algorithm.sppo_eta": 1.0}, "SPPO trainer"),
     ],
 )
-def test_a_trainer_that_is_not_here_is_named_in_one_sentence(changes: dict[str, Any], told: str):
+def test_a_trainer_that_is_not_here_is_named_in_one_sentence(changes: dict[str, Any], message: str):
     error = refusal(changes)
-    assert told in error
+    assert message in error
     assert "expected" in error
     assert "unknown key" not in error
     assert "problems" not in error
@@ -242,7 +242,7 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"trainer.device": "npu"}, "has no NPU backend"),
         ({f"{M}.lora_rank": 32}, "no LoRA"),
@@ -251,9 +251,9 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
         ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no custom agent loops"),
     ],
 )
-def test_what_is_not_here_is_refused_in_one_sentence(changes: dict[str, Any], told: str):
+def test_what_is_not_here_is_refused_in_one_sentence(changes: dict[str, Any], message: str):
     error = refusal(changes)
-    assert told in error
+    assert message in error
     assert "problems" not in error
 
 

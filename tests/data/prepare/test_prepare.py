@@ -89,7 +89,7 @@ def test_other_seeds_make_other_problems_from_the_same_share(made, tmp_path):
 
 def test_unseen_problems_share_no_phrase_with_the_others():
     def phrases(wording):
-        steps = [phrase for told in wording.steps.values() for phrase in told]
+        steps = [phrase for phrases in wording.steps.values() for phrase in phrases]
         return {*wording.openings, *wording.questions, *steps}
 
     assert not phrases(SEEN) & phrases(UNSEEN)
@@ -108,8 +108,8 @@ def test_an_answer_adds_up_and_uses_the_question_s_numbers_in_order(seed, num_st
         assert eval(f"{left}{operator}{right}") == int(result) > 0
         value = result
     assert extract_gsm8k_answer(problem.answer) == value == str(problem.result)
-    told = tuple(int(number) for number in re.findall(r"\d+", problem.question))
-    assert told == problem.numbers
+    numbers = tuple(int(number) for number in re.findall(r"\d+", problem.question))
+    assert numbers == problem.numbers
 
 
 def test_the_demonstrator_is_as_rough_as_it_says(made):

@@ -7,7 +7,7 @@ import pytest
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from tests.engines.conformance import ModelCase, ModelConformance
 from tests.fakes.engines import tiny_model
-from tests.fakes.sglang_policy import LentHost
+from tests.fakes.sglang_policy import SharedHost
 
 pytestmark = pytest.mark.sglang
 
@@ -18,7 +18,7 @@ class TestSGLangEngine(ModelConformance):
         model = tiny_model().eval()
         await running.update_weights(model.named_parameters(), version=0)
         engine = SGLangEngine(
-            LentHost(running._host),
+            SharedHost(running._host),
             running._decode,
             max_model_len=running.max_model_len,
             bucket_bytes=20_000,

@@ -5,12 +5,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fakes.runs import Told, spawn_agentrl, tiny_run, write_yaml
+from tests.fakes.runs import CommandOutput, spawn_agentrl, tiny_run, write_yaml
 
 pytestmark = pytest.mark.sglang
 
 
-def examine(home: Path, folder: Path, *overrides: str) -> Told:
+def examine(home: Path, folder: Path, *overrides: str) -> CommandOutput:
     """Run the doctor on a small run; no process may outlive it."""
     file = write_yaml(folder / "run.yaml", tiny_run(home, folder / "run"))
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "2000"}
@@ -23,7 +23,7 @@ def examine(home: Path, folder: Path, *overrides: str) -> Told:
         process.kill()
     assert group == []
     assert list(folder.iterdir()) == [file]
-    return Told(process.returncode, out, err)
+    return CommandOutput(process.returncode, out, err)
 
 
 def _command(process: psutil.Process) -> str:
@@ -34,20 +34,20 @@ def _command(process: psutil.Process) -> str:
 
 
 def test_a_healthy_run_on_sglang_passes_and_leaves_nothing(tiny_home: Path, tmp_path: Path):
-    told = examine(tiny_home, tmp_path)
-    assert told.code == 0, told.out + told.err
-    assert "FAIL" not in told.out
-    assert "skipped" not in told.out
-    assert "sglang" in told.out
-    assert told.out.count("nats") == 3
+    output = examine(tiny_home, tmp_path)
+    assert output.code == 0, output.out + output.err
+    assert "FAIL" not in output.out
+    assert "skipped" not in output.out
+    assert "sglang" in output.out
+    assert output.out.count("nats") == 3
 
 
 def test_an_sglang_that_computes_otherwise_is_a_fault_with_its_causes(
     tiny_home: Path, tmp_path: Path
 ):
     other = "rollout.engine.sglang.json_model_override_args='{\"rms_norm_eps\": 10.0}'"
-    told = examine(tiny_home, tmp_path, other, "rollout.engine.sglang.dtype=bfloat16")
-    assert told.code == 1, told.out + told.err
-    assert told.out.count("FAIL") == 3
-    assert "the engine in: bfloat16" in told.out
-    assert "stale weights" in told.out
+    output = examine(tiny_home, tmp_path, other, "rollout.engine.sglang.dtype=bfloat16")
+    assert output.code == 1, output.out + output.err
+    assert output.out.count("FAIL") == 3
+    assert "the engine in: bfloat16" in output.out
+    assert "stale weights" in output.out

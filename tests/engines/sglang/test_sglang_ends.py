@@ -96,16 +96,16 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "told"), [("close", "the engine was closed"), ("kill", "has ended unexpectedly")]
+    ("way", "message"), [("close", "the engine was closed"), ("kill", "has ended unexpectedly")]
 )
-def test_engine_that_ends_fails_its_calls_and_leaves_no_process(start, way: str, told: str):
+def test_engine_that_ends_fails_its_calls_and_leaves_no_process(start, way: str, message: str):
     process = start(way)
     pids = pids_of(process)
     out, _ = process.communicate(timeout=200)
     errors = [line for line in out.splitlines() if line.startswith("error")]
     assert process.returncode == 0
     assert len(errors) == 2
-    assert all(told in error for error in errors)
+    assert all(message in error for error in errors)
     wait_until_gone(pids)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.workers.distributed import stop_world
-from tests.fakes.gsm8k import make_config, make_home, walk_all_the_way
+from tests.fakes.gsm8k import make_config, make_home, run_all_stages
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -18,7 +18,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_rows_sampled_by_sglang_go_all_the_way(home: Path):
-    walk_all_the_way(
+    run_all_stages(
         make_config(
             home, "sampled", engine="sglang", max_tokens_per_turn=4, max_tool_response_length=64
         )

@@ -143,8 +143,8 @@ def test_a_call_that_is_cut_off_in_the_middle_is_told(name: str):
 
 def test_a_text_without_calls_stays_as_it_is():
     text = " The answer is 42, `x` < 3 and it's {so}.\n"
-    told = {name: parse(f"sglang:{name}", text) for name in usable()}
-    assert {name: turn for name, turn in told.items() if turn != ParsedTurn(text)} == {}
+    turns = {name: parse(f"sglang:{name}", text) for name in usable()}
+    assert {name: turn for name, turn in turns.items() if turn != ParsedTurn(text)} == {}
 
 
 def fragments() -> list[str]:

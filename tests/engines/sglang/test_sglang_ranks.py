@@ -38,8 +38,8 @@ def train(home: Path, folder: Path, engine: dict[str, Any]) -> None:
         trainer__collective_timeout_s=240,
     )
     with ranks_of("agentrl", "train", str(write_yaml(folder / "run.yaml", run))) as ranks:
-        told = [rank.wait(timeout_s=400) for rank in ranks]
-    assert [rank.code for rank in told] == [0, 0], "\n".join(rank.err for rank in told)
+        outputs = [rank.wait(timeout_s=400) for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
 
 
 def check(folder: Path) -> None:

@@ -28,7 +28,7 @@ from tests.fakes.engines import plain_logits, tiny_model
 from tests.fakes.fault_runs import saved_steps
 from tests.fakes.plugins import (
     FakeUser,
-    assert_lawful,
+    assert_invariants,
     check_life,
     decode,
     make_context,
@@ -117,7 +117,7 @@ def check_ledgers(
 ) -> None:
     """Hold what was sampled against the invariants, and against plain forward passes."""
     for request in requests:
-        assert_lawful(request, engine)  # type: ignore[arg-type]
+        assert_invariants(request, engine)  # type: ignore[arg-type]
         assert request.state is RequestState.COMPLETED, request.error
         logits = plain_logits(model, request.prompt_ids, request.response_ids)
         chosen = torch.tensor(request.response_ids)[:, None]
@@ -223,7 +223,7 @@ def check_failures(requests: Sequence[AsyncRolloutRequest], engine: Watched, add
     failed = [request for request in requests if request.state is RequestState.FAILED]
     assert failed
     for request in failed:
-        assert_lawful(request, engine)  # type: ignore[arg-type]
+        assert_invariants(request, engine)  # type: ignore[arg-type]
         assert request.error is not None
         assert request.error.fault is Fault.ENGINE
         assert f"{address} has ended" in request.error.message

@@ -17,7 +17,7 @@ from agentrl.engines.sglang.weights.buckets import ModelWeights
 from agentrl.errors import EngineError
 from tests.engines.conformance import PROMPT, TOLERANCE, greedy
 from tests.fakes.engines import plain_log_probs, tiny_model
-from tests.fakes.sglang_policy import LentHost
+from tests.fakes.sglang_policy import SharedHost
 
 pytestmark = pytest.mark.sglang
 
@@ -25,7 +25,7 @@ ENDLESS = SamplingParams(max_new_tokens=900)
 BUCKET = "update_weights_from_tensor"
 
 
-class FailingHost(LentHost):
+class FailingHost(SharedHost):
     """A running SGLang that refuses one request: before it sees it, or behind its back."""
 
     def __init__(self, host: Any, request: str = "", *, after: int = 0) -> None:
@@ -46,7 +46,7 @@ class FailingHost(LentHost):
         await super().control(request, fields)
 
 
-def engine_on(running: SGLangEngine, host: LentHost) -> SGLangEngine:
+def engine_on(running: SGLangEngine, host: SharedHost) -> SGLangEngine:
     lent: Any = host
     return SGLangEngine(
         lent, running._decode, max_model_len=running.max_model_len, bucket_bytes=20_000,
@@ -105,14 +105,14 @@ async def test_weights_that_fail_on_the_way_leave_the_engine_out_until_they_come
         yield from weights[:-2]
         raise RuntimeError("a rank is gone")
 
-    for spoilt, told in (
+    for spoilt, message in (
         (broken(), "a rank is gone"),
         ([(weights[0][0], weights[0][1][:-1]), *weights[1:]], "of shape"),
         ([*weights[:5], (weights[5][0], torch.zeros(3)), *weights[6:]], "of shape"),
         (weights[:-1], "missing"),
     ):
-        engine = engine_on(running, LentHost(running._host))
-        with pytest.raises(Exception, match=told):
+        engine = engine_on(running, SharedHost(running._host))
+        with pytest.raises(Exception, match=message):
             await engine.update_weights(spoilt, version=4)
         with pytest.raises(EngineError, match="may hold a mixture"):
             await engine.generate(PROMPT, greedy(), request_id="b")
@@ -146,7 +146,7 @@ async def test_running_calls_go_on_through_an_update_and_say_which_weights_sampl
     running: SGLangEngine,
 ):
     await running.update_weights(tiny_model().named_parameters(), version=8)
-    engine = engine_on(running, LentHost(running._host))
+    engine = engine_on(running, SharedHost(running._host))
     call = await start_endless(engine)
     figures = await engine.update_weights(tiny_model(seed=4).named_parameters(), version=9)
     await engine.generate(PROMPT, greedy(4), request_id="clock")
@@ -169,7 +169,7 @@ async def test_trainers_own_tensors_stay_where_they_are(running: SGLangEngine):
 async def test_sleep_and_wake_do_nothing_here_and_say_so(
     running: SGLangEngine, caplog: pytest.LogCaptureFixture
 ):
-    engine = engine_on(running, LentHost(running._host))
+    engine = engine_on(running, SharedHost(running._host))
     await engine.sleep()
     await engine.wake((MemoryTag.WEIGHTS,))
     await engine.wake((MemoryTag.KV_CACHE,))

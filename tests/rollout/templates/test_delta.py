@@ -183,8 +183,8 @@ def test_a_part_that_is_no_text_is_refused_before_a_template_writes_its_token(
     ):
         with pytest.raises(TemplateError, match="only text is supported for now") as refused:
             encode()
-        told = refused.value.details
-        assert (told["template"], told["role"], told["part"]) == (
+        details = refused.value.details
+        assert (details["template"], details["role"], details["part"]) == (
             f"{name}.jinja", "user", part["type"],
         )  # fmt: skip
 

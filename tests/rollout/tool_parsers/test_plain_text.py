@@ -57,7 +57,7 @@ def test_a_call_fits_the_bundled_tool(
 
 
 @pytest.mark.parametrize(
-    ("name", "tools", "told"),
+    ("name", "tools", "message"),
     [
         ("search_r1", [OTHER], "cannot call the tool 'other'"),
         ("search_r1", [PYTHON, FUSION], "cannot call tools python, code_interpreter"),
@@ -65,9 +65,9 @@ def test_a_call_fits_the_bundled_tool(
     ],
 )
 def test_tools_that_a_format_cannot_call_are_an_error(
-    name: str, tools: list[OpenAIFunctionToolSchema], told: str
+    name: str, tools: list[OpenAIFunctionToolSchema], message: str
 ):
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         get_tool_parser(name).check_tools(tools)
     assert caught.value.details["key"] == "rollout.multi_turn.format"
 

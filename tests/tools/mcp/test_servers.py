@@ -140,9 +140,9 @@ def test_schemas_are_those_that_the_server_sent(everything: str, tmp_path: Path)
     assert list(tools) == list(raw)
     assert len(raw) > 10
     for name, tool in tools.items():
-        told = tool.tool_schema.to_template()["function"]
-        assert json.dumps(told["parameters"]) == json.dumps(raw[name]["inputSchema"])
-        assert told["description"] == raw[name]["description"]
+        function = tool.tool_schema.to_template()["function"]
+        assert json.dumps(function["parameters"]) == json.dumps(raw[name]["inputSchema"])
+        assert function["description"] == raw[name]["description"]
 
 
 async def test_a_call_over_stdio_shows_texts_images_and_errors(everything: str, tmp_path: Path):

@@ -80,10 +80,12 @@ async def test_a_crash_is_told_with_its_request_and_the_users_line(
     [outcome] = await session.execute([call("broken")])
     await session.release()
     assert outcome.outcome is CallOutcome.CRASHED
-    [told] = [r.getMessage() for r in caplog.records if r.name == "agentrl.tools.runtime.instance"]
-    assert told.startswith("request r, tool 'broken', call call_0: ")
-    assert "JSONDecodeError" in told
-    assert "my_tools.py:10" in told
+    [message] = [
+        r.getMessage() for r in caplog.records if r.name == "agentrl.tools.runtime.instance"
+    ]
+    assert message.startswith("request r, tool 'broken', call call_0: ")
+    assert "JSONDecodeError" in message
+    assert "my_tools.py:10" in message
     assert 'my_tools.py", line 10, in load' in outcome.traceback
     assert outcome.traceback.count("JSONDecodeError") >= 1
     assert "my_tools" not in (outcome.response.text or "")

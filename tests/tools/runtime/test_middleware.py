@@ -18,7 +18,7 @@ from agentrl.tools.runtime.instance import ToolOutcome
 from agentrl.tools.runtime.middleware import _handlers
 from agentrl.tools.runtime.session import ToolSession
 from agentrl.tools.runtime.settings import ToolSettings
-from tests.fakes.raising_values import UntellableError
+from tests.fakes.raising_values import UnprintableError
 from tests.fakes.tools import BlockingTool, call, schema
 
 QUICK_RETRY = {"max_attempts": 3, "wait_initial_s": 0.001, "wait_jitter_s": 0.0}
@@ -121,7 +121,7 @@ async def test_garbage_is_repeated_as_a_crash_is():
 
 
 async def test_failures_are_data_a_failure_that_cannot_be_told_is_repeated_as_any_other():
-    outcome = await ask(PlayedTool(UntellableError(), None, retry=QUICK_RETRY))
+    outcome = await ask(PlayedTool(UnprintableError(), None, retry=QUICK_RETRY))
     assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.OK, 2)
 
 
@@ -130,11 +130,11 @@ async def test_a_failure_that_is_repeated_is_told_once_and_not_as_a_warning(
 ):
     caplog.set_level(logging.DEBUG)
     await ask(PlayedTool(ValueError("a"), None, retry=QUICK_RETRY))
-    told = [r for r in caplog.records if r.name != "asyncio"]
-    assert [r.getMessage() for r in told] == [
+    records = [r for r in caplog.records if r.name != "asyncio"]
+    assert [r.getMessage() for r in records] == [
         "tool 'played', call call_0, attempt 1: ValueError: a"
     ]
-    assert told[0].levelno == logging.INFO
+    assert records[0].levelno == logging.INFO
 
 
 async def test_failures_are_data_an_answer_that_exits_when_it_is_copied_is_not_kept():
@@ -422,7 +422,7 @@ def test_failures_are_data_no_ending_of_one_call_costs_the_tool_a_place(
 
 
 @pytest.mark.parametrize(
-    ("config", "key", "told"),
+    ("config", "key", "message"),
     [
         ({"retry": {"max_attempt": 3}}, "retry.max_attempt", "did you mean 'max_attempts'"),
         ({"retry": {"max_attempts": 0}}, "retry.max_attempts", "at least 1"),
@@ -437,12 +437,12 @@ def test_failures_are_data_no_ending_of_one_call_costs_the_tool_a_place(
     ],
 )
 def test_a_wrong_key_of_a_guard_says_which_and_what_was_expected(
-    config: dict[str, Any], key: str, told: str
+    config: dict[str, Any], key: str, message: str
 ):
     with pytest.raises(ConfigError) as error:
         ToolSettings.check(config, file="tools.yaml", key="tools[0].config")
     assert error.value.details["key"] == f"tools[0].config.{key}"
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_what_agentrl_does_not_know_is_the_tools_own():

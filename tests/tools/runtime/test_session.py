@@ -14,7 +14,7 @@ from agentrl.errors import DataError, ToolError, ToolLifeError
 from agentrl.messages import CallOutcome, ToolResponse
 from agentrl.tools import BaseTool, ToolResult
 from agentrl.tools.runtime.session import ToolSession
-from tests.fakes.raising_values import UNTOLD, ExitsWhenRead, UntellableError
+from tests.fakes.raising_values import UNPRINTABLE_MESSAGE, ExitsWhenRead, UnprintableError
 from tests.fakes.tools import BEHAVIOURS, FlakyTool, call, schema
 
 
@@ -136,19 +136,19 @@ async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that(me
     class Untold(FlakyTool):
         async def _enter(self, entered: str, kwargs: dict[str, Any]) -> None:
             if entered == method:
-                raise UntellableError
+                raise UnprintableError
 
     session = session_of(Untold())
-    told: list[str] = []
+    messages: list[str] = []
     try:
         await session.create()
         [outcome] = await session.execute([call("flaky")])
-        told.append(outcome.message)
+        messages.append(outcome.message)
         await session.calc_rewards()
     except ToolLifeError as error:
-        told.append(str(error))
-    told += map(str, await session.release())
-    assert [text for text in told if f"UntellableError: {UNTOLD}" in text]
+        messages.append(str(error))
+    messages += map(str, await session.release())
+    assert [text for text in messages if f"UnprintableError: {UNPRINTABLE_MESSAGE}" in text]
 
 
 async def test_failures_are_data_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():

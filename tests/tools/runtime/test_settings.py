@@ -44,7 +44,7 @@ def test_unused_keys_a_sandbox_is_refused_whose_address_is_another_providers(too
 
 
 @pytest.mark.parametrize(
-    ("sandbox", "told"),
+    ("sandbox", "message"),
     [
         (
             {"provider": "sandbox_fusion", "url": "http://x", "num_warm": 1},
@@ -54,11 +54,11 @@ def test_unused_keys_a_sandbox_is_refused_whose_address_is_another_providers(too
     ],
 )
 def test_unused_keys_what_the_sandbox_does_not_read_is_told(
-    caplog: pytest.LogCaptureFixture, sandbox: dict[str, Any], told: str
+    caplog: pytest.LogCaptureFixture, sandbox: dict[str, Any], message: str
 ):
     PythonTool({"sandbox": sandbox})
-    assert told in caplog.text
-    assert bool(told) == bool(caplog.text)
+    assert message in caplog.text
+    assert bool(message) == bool(caplog.text)
 
 
 def test_values_of_the_gsm8k_tool_are_checked():

@@ -184,9 +184,9 @@ def test_console_says_once_in_a_row_of_steps_that_there_is_nothing_to_learn():
     frac = "algorithm/zero_signal_groups_frac"
     shares = (1.0, 1.0, 0.5, 1.0)
     lines = log_console([(i, STEP | {frac: share}) for i, share in enumerate(shares, start=1)])
-    told = "no group had a learning signal: every advantage is 0"
+    message = "no group had a learning signal: every advantage is 0"
     assert [line.split()[0] for line in lines] == ["step", "1", "no", "2", "3", "a", "4", "no"]
-    assert lines[2].strip() == lines[7].strip() == told
+    assert lines[2].strip() == lines[7].strip() == message
     assert lines[5].strip() == "a learning signal after 2 steps without one"
     assert all(len(line) <= 80 for line in lines)
 

@@ -25,7 +25,13 @@ from agentrl.trainer.metrics.aggregators import (
     merge_metrics,
 )
 from agentrl.trainer.metrics.step import Timer, compute_throughput, perf_metrics, time_metrics
-from tests.fakes.finished_requests import finish, finished_requests, sample, started, tool_story
+from tests.fakes.finished_requests import (
+    append_answer,
+    finish_request,
+    finished_requests,
+    make_tool_request,
+    start_request,
+)
 
 
 def rollout_metrics(requests: list[AsyncRolloutRequest]) -> Metrics:
@@ -37,7 +43,7 @@ def batch_metrics(data: DataProto) -> Metrics:
 
 
 def test_lengths_and_turns_of_a_tool_story():
-    metrics = rollout_metrics([tool_story()])
+    metrics = rollout_metrics([make_tool_request()])
     assert metrics["prompt_length/mean"] == 6
     assert metrics["response_length/mean"] == metrics["response_length/max"] == 12
     assert metrics["num_turns/mean"] == 4, "call, result, answer, and the prompt as verl counts it"
@@ -48,32 +54,32 @@ def test_lengths_and_turns_of_a_tool_story():
 
 
 def test_mask_ratio_is_of_tokens_not_a_mean_of_requests():
-    short = started()
-    sample(short, "x")
-    finish(short, StopReason.ANSWERED)
-    assert rollout_metrics([short, tool_story()])["rollout/mask_ones_ratio"] == 10 / 13
+    short = start_request()
+    append_answer(short, "x")
+    finish_request(short, StopReason.ANSWERED)
+    assert rollout_metrics([short, make_tool_request()])["rollout/mask_ones_ratio"] == 10 / 13
 
 
 def test_clip_ratio_counts_what_a_length_ended():
     requests = [
-        tool_story(),
-        tool_story(StopReason.RESPONSE_BUDGET),
-        tool_story(StopReason.MODEL_LENGTH),
-        tool_story(StopReason.MAX_ASSISTANT_TURNS),
+        make_tool_request(),
+        make_tool_request(StopReason.RESPONSE_BUDGET),
+        make_tool_request(StopReason.MODEL_LENGTH),
+        make_tool_request(StopReason.MAX_ASSISTANT_TURNS),
     ]
     assert rollout_metrics(requests)["response_length/clip_ratio"] == 0.5
 
 
 def test_calls_are_counted_per_request_and_by_outcome():
-    request = started()
+    request = start_request()
     calls = [
         CallRecord(name="calculator", seconds=1.0),
         CallRecord(name="calculator", seconds=3.0, outcome="timeout"),
         CallRecord(name="rm -rf", seconds=0.0, outcome="malformed"),
     ]
-    sample(request, "a", calls=calls)
-    finish(request, StopReason.ANSWERED)
-    metrics = rollout_metrics([request, tool_story()])
+    append_answer(request, "a", calls=calls)
+    finish_request(request, StopReason.ANSWERED)
+    metrics = rollout_metrics([request, make_tool_request()])
     assert metrics["rollout/tool_calls/mean"] == 2
     assert metrics["rollout/tool_calls/ok"] == 1
     assert metrics["rollout/tool_calls/timeout"] == metrics["rollout/tool_calls/malformed"] == 0.5
@@ -84,16 +90,16 @@ def test_calls_are_counted_per_request_and_by_outcome():
 
 
 def test_a_tools_queue_retries_and_cache_are_told_apart_from_its_work():
-    request = started()
+    request = start_request()
     calls = [
         CallRecord(name="calculator", seconds=2.0, queue_seconds=1.0, num_attempts=3),
         CallRecord(name="calculator", queue_seconds=0.5, num_attempts=0, is_cached=True),
         CallRecord(name="calculator", num_attempts=0, outcome="unavailable"),
         CallRecord(name="calculator", seconds=4.0, outcome="crashed"),
     ]
-    sample(request, "a", calls=calls)
-    request.tool_schemas = tool_story().tool_schemas
-    finish(request, StopReason.ANSWERED)
+    append_answer(request, "a", calls=calls)
+    request.tool_schemas = make_tool_request().tool_schemas
+    finish_request(request, StopReason.ANSWERED)
     metrics = rollout_metrics([request])
     of_tool = {k.removeprefix("rollout/tool/calculator/"): v for k, v in metrics.items()}
     assert of_tool["num_calls"] == 4
@@ -105,18 +111,18 @@ def test_a_tools_queue_retries_and_cache_are_told_apart_from_its_work():
 
 
 def test_names_that_a_model_invents_make_no_columns():
-    request = started()
-    sample(request, "a", calls=[CallRecord(name=f"made_up_{n}") for n in range(9)])
-    finish(request, StopReason.ANSWERED)
+    request = start_request()
+    append_answer(request, "a", calls=[CallRecord(name=f"made_up_{n}") for n in range(9)])
+    finish_request(request, StopReason.ANSWERED)
     metrics = rollout_metrics([request])
     assert metrics["rollout/tool/unknown/num_calls"] == 9
     assert not any("made_up" in name for name in metrics)
 
 
 def test_stop_reasons_and_faults_are_shares():
-    failed = tool_story(StopReason.FAILED)
-    late = tool_story(StopReason.WALL_CLOCK)
-    metrics = rollout_metrics([failed, late, tool_story(), tool_story()])
+    failed = make_tool_request(StopReason.FAILED)
+    late = make_tool_request(StopReason.WALL_CLOCK)
+    metrics = rollout_metrics([failed, late, make_tool_request(), make_tool_request()])
     assert metrics["rollout/stop_reason/answered"] == 0.5
     assert metrics["rollout/failures/tool"] == metrics["rollout/failures/limit"] == 0.25
     assert metrics["rollout/failures/model"] == 0
@@ -124,39 +130,39 @@ def test_stop_reasons_and_faults_are_shares():
 
 
 def test_rewards_of_failed_requests_are_left_out():
-    scored = tool_story(reward=1.0)
-    broken = tool_story(StopReason.FAILED, reward=0.0)
+    scored = make_tool_request(reward=1.0)
+    broken = make_tool_request(StopReason.FAILED, reward=0.0)
     assert rollout_metrics([scored, broken])["rollout/reward/mean"] == 1.0
 
 
 def test_cut_observations_and_excluded_turns():
-    request = tool_story()
+    request = make_tool_request()
     request.turns[0].calls[0].num_cut_tokens = 7
     request.exclude_turn(0, "malformed")
-    metrics = rollout_metrics([request, tool_story()])
+    metrics = rollout_metrics([request, make_tool_request()])
     assert metrics["rollout/cut_observations/mean"] == 0.5
     assert metrics["rollout/cut_observation_tokens/mean"] == 3.5
     assert metrics["rollout/excluded_turns/mean"] == 0.5
 
 
 def test_what_the_token_check_was_not_drawn_for_counts_as_nothing():
-    checked = tool_story()
+    checked = make_tool_request()
     checked.is_checked = True
     checked.differences.append(TokenDifference(turn=0, kind="missing", expected="a", actual=""))
-    metrics = rollout_metrics([checked, tool_story()])
+    metrics = rollout_metrics([checked, make_tool_request()])
     assert metrics["rollout/tokenization_differences_frac"] == 1
-    assert "rollout/tokenization_differences_frac" not in rollout_metrics([tool_story()])
+    assert "rollout/tokenization_differences_frac" not in rollout_metrics([make_tool_request()])
 
 
 def test_versions_differences_and_cache():
-    request = started()
-    sample(request, "abcd", version=3)
-    sample(request, "ef", version=5)
+    request = start_request()
+    append_answer(request, "abcd", version=3)
+    append_answer(request, "ef", version=5)
     request.turns[1].cached_tokens = 8
     request.turns[1].weight_versions = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
     request.differences.append(TokenDifference(turn=0, kind="whitespace", expected="a", actual="b"))
     request.is_checked = True
-    finish(request, StopReason.ANSWERED)
+    finish_request(request, StopReason.ANSWERED)
     metrics = rollout_metrics([request])
     assert metrics["rollout/policy_version/min"] == 3
     assert metrics["rollout/policy_version/max"] == 5
@@ -173,7 +179,7 @@ def test_nothing_gives_nothing():
 
 def test_a_request_that_never_began_gives_finite_figures():
     request = AsyncRolloutRequest(messages=[Message(role="user", content="x")])
-    finish(request, StopReason.FAILED, Fault.ENGINE)
+    finish_request(request, StopReason.FAILED, Fault.ENGINE)
     metrics = rollout_metrics([request])
     assert all(map(math.isfinite, metrics.values()))
     assert metrics["rollout/failures/engine"] == 1
@@ -328,9 +334,9 @@ def test_layout_is_invisible_figures_of_split_tensors_are_those_of_the_whole(dat
 
 
 def test_a_mean_weighs_by_what_it_averages_over():
-    one_failed = [tool_story(reward=1.0), tool_story(StopReason.FAILED)]
+    one_failed = [make_tool_request(reward=1.0), make_tool_request(StopReason.FAILED)]
     metrics = merge_metrics(
-        map(rollout_module.rollout_metrics, (one_failed, [tool_story(reward=4.0)]))
+        map(rollout_module.rollout_metrics, (one_failed, [make_tool_request(reward=4.0)]))
     )
     assert compute_values(metrics)["rollout/reward/mean"] == 2.5, "two are scored, of three"
 

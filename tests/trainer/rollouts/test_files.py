@@ -24,7 +24,7 @@ from agentrl.trainer.rollouts.files import (
     save_rollouts,
 )
 from agentrl.workers.actor import BrokenRow, SkippedStep
-from tests.fakes.finished_requests import finished_requests, tool_story
+from tests.fakes.finished_requests import finished_requests, make_tool_request
 
 
 class TwoRanks:
@@ -48,7 +48,7 @@ def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
     )
     run_logger = RunLogger(config.trainer)
     files = RolloutFiles(config, TwoRanks(), run_logger)  # pyright: ignore[reportArgumentType]
-    first, second = tool_story(), tool_story()
+    first, second = make_tool_request(), make_tool_request()
     first.batch_data_id, second.batch_data_id = 1, 0
     first.reward_extra_info["lock"] = threading.Lock()
     files.save_step(3, [first, second])
@@ -69,7 +69,7 @@ def test_files_are_named_by_step(tmp_path):
 
 
 def test_a_line_holds_the_reward_that_training_uses(tmp_path: Path):
-    request = tool_story(reward=0.0)
+    request = make_tool_request(reward=0.0)
     request.tool_rewards = {"calculator": 0.5}
     reward = RewardConfig(weights=RewardWeightsConfig(tool=1.0))
     path = tmp_path / "step_000001.jsonl"
@@ -79,7 +79,7 @@ def test_a_line_holds_the_reward_that_training_uses(tmp_path: Path):
 
 def test_a_line_is_complete_and_says_what_follows_from_it(tmp_path):
     path = rollout_path(tmp_path / "rollouts", 7)
-    assert save_rollouts(path, [tool_story(reward=1.0), tool_story()], step=7) == 2
+    assert save_rollouts(path, [make_tool_request(reward=1.0), make_tool_request()], step=7) == 2
     line = json.loads(path.read_text().splitlines()[0])
     assert (line["version"], line["step"]) == (1, 7)
     assert line["summary"] == {
@@ -116,14 +116,14 @@ def test_what_is_read_is_what_was_saved(tmp_path_factory, requests):
 
 
 def test_the_reward_sits_on_the_last_trained_token():
-    request = tool_story()
+    request = make_tool_request()
     request.exclude_turn(2, "malformed")
     assert TrajectorySummary.of(request).reward_index == 3
-    assert TrajectorySummary.of(tool_story(StopReason.FAILED)).reward_index is None
+    assert TrajectorySummary.of(make_tool_request(StopReason.FAILED)).reward_index is None
 
 
 def test_what_json_cannot_hold_is_written_as_the_nearest(tmp_path):
-    request = tool_story(columns={"image": b"\xff", "lone": "\ud800", "array": np.arange(2)})
+    request = make_tool_request(columns={"image": b"\xff", "lone": "\ud800", "array": np.arange(2)})
     request.turns[0].calls[0].metrics = {"score": np.float32(0.5), "huge": math.inf}
     path = tmp_path / "a.jsonl"
     save_rollouts(path, [request], step=1)
@@ -134,17 +134,17 @@ def test_what_json_cannot_hold_is_written_as_the_nearest(tmp_path):
 
 def test_other_scripts_are_readable_in_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
-    save_rollouts(path, [tool_story(prompt="你好")], step=1)
+    save_rollouts(path, [make_tool_request(prompt="你好")], step=1)
     assert "你好" in path.read_text(encoding="utf-8")
 
 
 def test_writing_streams_and_appears_whole(tmp_path):
     path = tmp_path / "step.jsonl"
-    save_rollouts(path, [tool_story()], step=1)
+    save_rollouts(path, [make_tool_request()], step=1)
     before = path.read_bytes()
 
     def requests():
-        yield tool_story()
+        yield make_tool_request()
         assert path.read_bytes() == before, "the earlier file stands until the new one is whole"
         raise RuntimeError("killed")
 
@@ -156,7 +156,7 @@ def test_writing_streams_and_appears_whole(tmp_path):
 
 def test_reading_streams(tmp_path):
     path = tmp_path / "step.jsonl"
-    save_rollouts(path, [tool_story()], step=1)
+    save_rollouts(path, [make_tool_request()], step=1)
     path.write_bytes(path.read_bytes() + b"{torn")
     rollouts = read_rollouts(path)
     assert next(rollouts).num_response_tokens == 12
@@ -189,7 +189,7 @@ def damage(line, place, value):
 )
 def test_a_line_of_another_version_or_damaged_is_named(tmp_path, place, value, said):
     path = tmp_path / "step.jsonl"
-    save_rollouts(path, [tool_story()], step=1)
+    save_rollouts(path, [make_tool_request()], step=1)
     path.write_text(json.dumps(damage(json.loads(path.read_text()), place, value)) + "\n")
     with pytest.raises(DataError, match=said) as caught:
         list(read_trajectories(path))
@@ -199,7 +199,7 @@ def test_a_line_of_another_version_or_damaged_is_named(tmp_path, place, value, s
 @pytest.mark.parametrize("missing", ["request", "summary", "version", "request.turns"])
 def test_a_line_with_something_missing_is_named(tmp_path, missing):
     path = tmp_path / "step.jsonl"
-    save_rollouts(path, [tool_story()], step=1)
+    save_rollouts(path, [make_tool_request()], step=1)
     line = json.loads(path.read_text())
     *way, last = missing.split(".")
     del (line[way[0]] if way else line)[last]

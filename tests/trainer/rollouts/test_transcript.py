@@ -31,19 +31,19 @@ from agentrl.trainer.rollouts.transcript import (
     token_table,
 )
 from tests.fakes.finished_requests import (
-    byte_decode,
-    finish,
+    append_answer,
+    decode_bytes,
+    finish_request,
     finished_requests,
-    sample,
-    started,
-    tool_story,
+    make_tool_request,
+    start_request,
 )
 
 TOKENIZERS = Path(__file__).resolve().parents[3].parent / "shared/data/tokenizers"
 
 
 def plain(request):
-    return plain_transcript(read_transcript(request, byte_decode))
+    return plain_transcript(read_transcript(request, decode_bytes))
 
 
 def shown(renderable, *, colour=None, width=100):
@@ -57,30 +57,30 @@ def shown(renderable, *, colour=None, width=100):
 
 
 def test_the_token_that_completes_a_character_gets_it():
-    assert decode_pieces(list("a€b".encode()), byte_decode) == ["a", "", "", "€", "b"]
+    assert decode_pieces(list("a€b".encode()), decode_bytes) == ["a", "", "", "€", "b"]
 
 
 def test_half_a_character_at_the_end_of_a_turn_stays_in_it():
     ids = [*b"x", 0xE2, 0x82, *b"yz"]
-    assert decode_pieces(ids, byte_decode, breaks=[3]) == ["x", "", "\ufffd", "y", "z"]
-    assert decode_pieces(ids[:3], byte_decode)[-1] == "\ufffd"
+    assert decode_pieces(ids, decode_bytes, breaks=[3]) == ["x", "", "\ufffd", "y", "z"]
+    assert decode_pieces(ids[:3], decode_bytes)[-1] == "\ufffd"
 
 
 @given(st.text(max_size=20))
 def test_pieces_of_valid_text_join_to_the_text(text):
-    pieces = decode_pieces(list(text.encode()), byte_decode)
+    pieces = decode_pieces(list(text.encode()), decode_bytes)
     assert "".join(pieces) == text
 
 
 @given(st.binary(max_size=8), st.binary(max_size=8))
 def test_turns_are_decoded_as_if_apart(first, second):
-    apart = [*decode_pieces(first, byte_decode), *decode_pieces(second, byte_decode)]
-    assert decode_pieces(first + second, byte_decode, breaks=[len(first)]) == apart
+    apart = [*decode_pieces(first, decode_bytes), *decode_pieces(second, decode_bytes)]
+    assert decode_pieces(first + second, decode_bytes, breaks=[len(first)]) == apart
 
 
 @given(st.binary(max_size=16))
 def test_no_bytes_hold_the_decoding_up(data):
-    pieces = decode_pieces(list(data), byte_decode)
+    pieces = decode_pieces(list(data), decode_bytes)
     waiting = 0
     for piece in pieces:
         waiting = 0 if piece else waiting + 1
@@ -107,7 +107,7 @@ def test_decoding_looks_at_a_few_tokens_only():
     def decode(ids):
         nonlocal longest
         longest = max(longest, len(ids))
-        return byte_decode(ids)
+        return decode_bytes(ids)
 
     decode_pieces(list(("word €" * 50).encode()), decode)
     assert longest <= 8
@@ -117,7 +117,7 @@ def test_decoding_looks_at_a_few_tokens_only():
 
 
 def test_plain_transcript_marks_what_is_trained():
-    lines = plain(tool_story(reward=1.0)).splitlines()
+    lines = plain(make_tool_request(reward=1.0)).splitlines()
     assert lines[0].endswith("6 prompt tokens · 12 response tokens · 9 trained (75%)")
     assert "  | 2 + 3?" in lines
     assert "+ | call" in lines
@@ -128,32 +128,32 @@ def test_plain_transcript_marks_what_is_trained():
 
 
 def test_turn_headers_and_calls_say_what_is_known():
-    text = plain(tool_story())
+    text = plain(make_tool_request())
     assert "--- turn 0 · assistant · 4 tokens · 0.25 s · finish: stop · weights v0" in text
     assert "--- turn 1 · tool · 3 tokens · 0.50 s" in text
     assert "  > calculator({}) -> ok · 0.500 s · 3 tokens" in text
 
 
 def test_excluded_turns_and_failed_requests_are_marked():
-    request = tool_story()
+    request = make_tool_request()
     request.exclude_turn(0, "malformed call")
     assert "- | call" in plain(request).splitlines()
     assert "left out of the loss: malformed call" in plain(request)
-    failed = plain(tool_story(StopReason.FAILED))
+    failed = plain(make_tool_request(StopReason.FAILED))
     assert "- | is 5." in failed.splitlines(), "nothing of a failed request is trained"
     assert "fault of the tool in turn 3: OSError" in failed
     assert "0 trained (0%)" in failed
 
 
 def test_an_unfinished_request_can_be_shown():
-    request = started()
-    sample(request, "hm")
+    request = start_request()
+    append_answer(request, "hm")
     assert "running: not finished" in plain(request)
     assert "+ | hm" in plain(request).splitlines()
 
 
 def test_rewards_and_differences_are_told():
-    request = tool_story(reward=0.5, tool_rewards={"calculator": 0.25})
+    request = make_tool_request(reward=0.5, tool_rewards={"calculator": 0.25})
     request.reward_extra_info = {"acc": True}
     request.differences = [TokenDifference(turn=1, kind="whitespace", expected="\n", actual="")]
     text = plain(request)
@@ -166,7 +166,7 @@ def test_rewards_and_differences_are_told():
 
 def with_scores() -> AsyncRolloutRequest:
     """The scorer gave nothing, the call (tokens 0 to 3) 0.5, and the answer was scored 0.25."""
-    request = tool_story(reward=0.0)
+    request = make_tool_request(reward=0.0)
     request.turns[0].calls[0].reward, request.turns[2].reward = 0.5, 0.25
     return request
 
@@ -179,7 +179,7 @@ COMBINED = RewardConfig(
 
 
 def test_the_end_tells_what_is_trained_and_what_it_is_made_of():
-    text = plain_transcript(read_transcript(with_scores(), byte_decode, COMBINED))
+    text = plain_transcript(read_transcript(with_scores(), decode_bytes, COMBINED))
     end = text.partition("--- end\n")[2].splitlines()
     assert end == [
         "completed: answered",
@@ -192,7 +192,7 @@ def test_the_end_tells_what_is_trained_and_what_it_is_made_of():
 
 
 def test_turns_and_tokens_tell_what_lands_on_them():
-    transcript = read_transcript(with_scores(), byte_decode, COMBINED)
+    transcript = read_transcript(with_scores(), decode_bytes, COMBINED)
     text = plain_transcript(transcript)
     assert "weights v0 · reward 0.75" in text
     assert "weights v0 · scored 0.25 · reward 0.25" in text
@@ -210,7 +210,7 @@ def test_a_saved_request_is_shown_as_it_was(tmp_path: Path):
     save_rollouts(path, [request], step=1)
     (saved,) = read_rollouts(path)
     texts = [
-        plain_transcript(read_transcript(one, byte_decode, COMBINED)) for one in (request, saved)
+        plain_transcript(read_transcript(one, decode_bytes, COMBINED)) for one in (request, saved)
     ]
     assert texts[0] == texts[1]
     assert texts[0].count("tool_call_bonus") == 1
@@ -223,7 +223,7 @@ def test_rewards_on_trained_tokens_the_rewards_that_are_shown_sum_to_the_one_tha
     placement, request
 ):
     config = COMBINED.model_copy(update={"placement": placement})
-    transcript = read_transcript(request, byte_decode, config)
+    transcript = read_transcript(request, decode_bytes, config)
     tokens = [token for section in transcript.sections for token in section.tokens]
     placed = math.fsum(token.reward for token in tokens if token.reward is not None)
     total = combine_rewards(request, config).total
@@ -237,10 +237,10 @@ def test_rewards_on_trained_tokens_the_rewards_that_are_shown_sum_to_the_one_tha
 
 
 def test_a_failure_is_told_in_words_with_the_users_own_line():
-    request = started()
-    sample(request, "go")
-    told = describe_failure(_raised_at_home(), Fault.TOOL, turn=1)
-    request.finish(StopReason.FAILED, told)
+    request = start_request()
+    append_answer(request, "go")
+    failure = describe_failure(_raised_at_home(), Fault.TOOL, turn=1)
+    request.finish(StopReason.FAILED, failure)
     lines = plain(request).partition("--- end\n")[2].splitlines()
     assert lines == [
         "failed: failed",
@@ -272,14 +272,16 @@ def _raised_at_home() -> Exception:
 
 
 def test_colours_tell_trained_from_observed():
-    text = shown(render_transcript(read_transcript(tool_story(), byte_decode)), colour="standard")
+    text = shown(
+        render_transcript(read_transcript(make_tool_request(), decode_bytes)), colour="standard"
+    )
     assert "\x1b[4;32mc" in text, "trained: underlined green"
     assert "\x1b[90m=" in text, "observed: grey"
 
 
 def test_a_log_file_gets_the_plain_form_unwrapped():
     out = io.StringIO()
-    transcript = read_transcript(tool_story(prompt="x" * 300), byte_decode)
+    transcript = read_transcript(make_tool_request(prompt="x" * 300), decode_bytes)
     print_transcript(Console(file=out, width=40), transcript)
     assert out.getvalue().rstrip("\n") == plain_transcript(transcript).rstrip("\n")
     colour = io.StringIO()
@@ -288,10 +290,10 @@ def test_a_log_file_gets_the_plain_form_unwrapped():
 
 
 def test_the_table_lists_every_response_token():
-    request = started()
-    sample(request, "a €")
-    finish(request, StopReason.ANSWERED)
-    rows = shown(token_table(read_transcript(request, byte_decode))).splitlines()
+    request = start_request()
+    append_answer(request, "a €")
+    finish_request(request, StopReason.ANSWERED)
+    rows = shown(token_table(read_transcript(request, decode_bytes))).splitlines()
     cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows if "│" in row]
     assert cells[0][2] == "turn 0 · assistant"
     assert cells[1] == ["0", "97", "a", "+", "-0.5000", "0.607", ""]
@@ -299,23 +301,25 @@ def test_the_table_lists_every_response_token():
 
 
 def test_a_calls_error_stands_on_one_line_with_its_details():
-    request = started()
+    request = start_request()
     message = str(ToolLifeError("it died", exit_code=-9, reason="killed"))
-    sample(request, "go", calls=[CallRecord(name="f", outcome="crashed", message=message)])
-    finish(request, StopReason.ANSWERED)
-    text = plain_transcript(read_transcript(request, byte_decode))
+    append_answer(request, "go", calls=[CallRecord(name="f", outcome="crashed", message=message)])
+    finish_request(request, StopReason.ANSWERED)
+    text = plain_transcript(read_transcript(request, decode_bytes))
     assert "it died · exit_code: -9 · reason: killed\n" in text
     assert "\\n" not in text
 
 
 def test_a_tool_cannot_write_to_the_terminal():
     evil = "\x1b]0;owned\x07\x1b[2J[bold red]\u202e\r\x9b31m\n+ | forged"
-    request = started()
-    sample(request, "go", calls=[CallRecord(name=evil, arguments={evil: evil}, message=evil)])
+    request = start_request()
+    append_answer(
+        request, "go", calls=[CallRecord(name=evil, arguments={evil: evil}, message=evil)]
+    )
     request.append_observed(list(evil.encode()), role="tool")
-    finish(request, StopReason.ANSWERED)
+    finish_request(request, StopReason.ANSWERED)
     request.reward_extra_info = {evil: evil}
-    transcript = read_transcript(request, byte_decode)
+    transcript = read_transcript(request, decode_bytes)
     table = shown(token_table(transcript))
     for text in (plain_transcript(transcript), shown(render_transcript(transcript)), table):
         assert not {c for c in text if unicodedata.category(c) in ("Cc", "Cf")} - {"\n"}
@@ -327,7 +331,7 @@ def test_a_tool_cannot_write_to_the_terminal():
 @settings(max_examples=40, deadline=None)
 @given(finished_requests())
 def test_any_request_can_be_shown_and_every_token_has_its_place(request):
-    transcript = read_transcript(request, byte_decode)
+    transcript = read_transcript(request, decode_bytes)
     tokens = [token for section in transcript.sections for token in section.tokens]
     assert [token.token_id for token in tokens] == request.input_ids
     response = tokens[request.num_prompt_tokens :]

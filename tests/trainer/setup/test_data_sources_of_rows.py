@@ -51,9 +51,9 @@ def test_rows_that_are_scored_otherwise_need_no_bundled_scorer(keys: dict[str, A
 def test_rows_that_are_scored_by_their_source_need_one(keys: dict[str, Any]):
     with pytest.raises(DataError, match=r"for the data source 'mine'") as caught:
         check_sources(rows("mine"), config(**keys), file="f")
-    told = str(caught.value)
+    message = str(caught.value)
     for word in ("aime*", "searchR1_*", "reward.functions", "row: 0", "file: f"):
-        assert word in told
+        assert word in message
 
 
 def test_a_source_that_nobody_scores_is_said_where_the_score_weighs_nothing():

@@ -60,7 +60,7 @@ def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_sglang")
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"pagesize": 2}, "did you mean 'page_size'"),
         ({"dp_size": 2}, "takes no new weights"),
@@ -68,12 +68,12 @@ def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_argument_that_sglang_cannot_be_given_is_refused_before_it_starts(
-    given: dict[str, Any], told: str
+    given: dict[str, Any], message: str
 ):
     def config(name: str) -> RunConfig:
         return config_of(rollout={"engine": {"name": name, "sglang": given}})
 
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         check_engine(config("sglang"))
     assert error.value.details["key"] == f"rollout.engine.sglang.{next(iter(given))}"
     check_engine(config("transformers"))

@@ -51,10 +51,10 @@ def config_in(folder: Path, **sizes: int) -> RunConfig:
 
 def prepare(config: RunConfig, world: World, *tools: BaseTool) -> list[str]:
     """What it tells, one line for each of problems, policy and warm-up (its steps left out)."""
-    told = StringIO()
-    run_logger = RunLogger(config.trainer, console=Console(file=told))
+    output = StringIO()
+    run_logger = RunLogger(config.trainer, console=Console(file=output))
     prepare_run(config, world, run_logger, [CalculatorTool({}), *tools], now=datetime(2031, 1, 1))
-    return [line for line in told.getvalue().splitlines() if "warm-up step" not in line]
+    return [line for line in output.getvalue().splitlines() if "warm-up step" not in line]
 
 
 def test_folder_that_was_moved_holds_what_it_held_before(world: World, tmp_path: Path):

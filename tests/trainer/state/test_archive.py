@@ -78,8 +78,8 @@ def test_run_that_begins_anew_tells_in_one_line_what_lies_where(tmp_path: Path):
         tmp_path, resume_mode="disable", rollout_data_dir=rollouts, validation_data_dir=rollouts
     )
     put_checkpoints(config, 20, 40)
-    [told] = archive_earlier_outputs(config, None, 0).describe()
-    assert told == (
+    [message] = archive_earlier_outputs(config, None, 0).describe()
+    assert message == (
         "moved files of an earlier run: "
         f"2 checkpoints -> {tmp_path}/checkpoints/superseded, "
         f"4 rollout files -> {rollouts}/superseded, "
@@ -105,8 +105,8 @@ def test_run_that_goes_on_by_itself_sets_only_what_is_damaged_aside(tmp_path: Pa
     rollouts = put_files(tmp_path / "rollouts", "step_000021.jsonl")
     config = make_config(tmp_path, rollout_data_dir=rollouts)
     root = put_checkpoints(config, 20, 40)
-    [told] = archive_earlier_outputs(config, root / "global_step_20", 20).describe()
+    [message] = archive_earlier_outputs(config, root / "global_step_20", 20).describe()
     aside = root / "superseded/global_step_40"
-    assert told == f"skipped a damaged checkpoint, which is now {aside}"
+    assert message == f"skipped a damaged checkpoint, which is now {aside}"
     assert aside.is_dir()
     assert names(rollouts) == ["step_000021.jsonl"]

@@ -81,8 +81,8 @@ def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(
     moved = tmp_path / ".replaced-warm"
     moved.mkdir()
     (moved / "notes.txt").write_text("a user's")
-    told: list[str] = []
-    monkeypatch.setattr(preparation, "_train", lambda *_, **__: told.append("trained"))
+    calls: list[str] = []
+    monkeypatch.setattr(preparation, "_train", lambda *_, **__: calls.append("trained"))
     sft = SftConfig(
         model_path="policy", train_file=tmp_path / "demos.jsonl", out_dir=tmp_path / "warm"
     )
@@ -91,5 +91,5 @@ def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(
     world = start_world("cpu", timeout_s=60)
     preparation.warm_up(config, sft, world, run_logger, [], now=datetime.now())
     stop_world()
-    assert told == ["trained"]
+    assert calls == ["trained"]
     assert (tmp_path / "warm/notes.txt").read_text() == "a user's"

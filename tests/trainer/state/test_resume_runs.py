@@ -98,7 +98,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-class Mortal(Trainer):
+class KilledTrainer(Trainer):
     """A trainer whose process ends behind one of its stations, before anybody hears of it."""
 
     ends_at: tuple[str, int] | None = None
@@ -109,8 +109,8 @@ class Mortal(Trainer):
     def update_actor(self, batch: Any) -> Any:
         return self._maybe_end("update_actor", super().update_actor(batch))
 
-    def _maybe_end(self, station: str, result: Any) -> Any:
-        if self.ends_at == (station, self.step):
+    def _maybe_end(self, point: str, result: Any) -> Any:
+        if self.ends_at == (point, self.step):
             raise Killed
         return result
 
@@ -134,7 +134,7 @@ def train(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             "trainer__save_freq": 1,
             "trainer__rollout_data_dir": str(folder / "rollouts"),
         }
-        trainer = Mortal(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
+        trainer = KilledTrainer(parse_config(tiny_run(tiny_home, folder, **(common | changes))))
         trainer.ends_at = ends_at
         trainer.fit()
 
@@ -205,10 +205,10 @@ def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
         refuse_pickles(patch)
         train(run)
     assert "global_step_2 is damaged: model.safetensors is missing or was changed" in caplog.text
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in output
     aside = run / "checkpoints/superseded/global_step_2"
-    assert f"skipped a damaged checkpoint, which is now {aside}" in told
+    assert f"skipped a damaged checkpoint, which is now {aside}" in output
     shutil.rmtree(aside.parent)
     assert differences(finished, run) == []
     assert {path.suffix for path in run.rglob("global_step_*/*")} == {".json", ".safetensors"}

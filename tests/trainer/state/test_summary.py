@@ -5,15 +5,15 @@ from pathlib import Path
 from agentrl.trainer.state.summary import Summary
 
 
-def told(summary: Summary) -> list[str]:
+def lines_of(summary: Summary) -> list[str]:
     return summary.describe(Path("runs/x")).splitlines()
 
 
 def test_preparation_is_not_counted_among_the_seconds_of_the_steps():
     summary = Summary(seed=0, steps=12, seconds_total=29.0)
-    assert told(summary) == ["12 steps in 29 s; all of it in runs/x"]
+    assert lines_of(summary) == ["12 steps in 29 s; all of it in runs/x"]
     summary.count_preparation(20.0)
-    assert told(summary) == ["12 steps in 29 s, after 20 s of preparation; all of it in runs/x"]
+    assert lines_of(summary) == ["12 steps in 29 s, after 20 s of preparation; all of it in runs/x"]
 
 
 def test_steps_without_a_learning_signal_are_counted_at_the_end():
@@ -21,7 +21,7 @@ def test_steps_without_a_learning_signal_are_counted_at_the_end():
     for share in (1.0, 0.75, 1.0):
         summary.note_signal({"algorithm/zero_signal_groups_frac": share})
     summary.note_signal({})
-    assert told(summary)[1] == "2 of 4 steps had no learning signal: every advantage was 0"
+    assert lines_of(summary)[1] == "2 of 4 steps had no learning signal: every advantage was 0"
 
 
 def test_run_that_is_stopped_goes_on_from_what_was_saved_last():
@@ -42,7 +42,7 @@ def test_best_of_the_validated_steps_that_are_saved_is_known():
     summary.note_checkpoint(5)  # was not validated
     assert (summary.best_saved_step, summary.best_saved_success) == (3, 0.75)
     summary.steps = 5
-    assert told(summary)[-1] == (
+    assert lines_of(summary)[-1] == (
         "the best validation was 0.900 at step 1; best saved step: global_step_3; "
         "trained/ is the last step, 5"
     )
@@ -51,6 +51,6 @@ def test_best_of_the_validated_steps_that_are_saved_is_known():
 def test_success_that_was_not_measured_before_is_told_alone():
     summary = Summary(seed=0)
     summary.note_validation(4, {"arithmetic": 0.5, "unseen": 0.25}, 8)
-    assert told(summary)[1:] == [
+    assert lines_of(summary)[1:] == [
         "success on 8 held-out problems: 0.500", "success on unseen: 0.250",
     ]  # fmt: skip

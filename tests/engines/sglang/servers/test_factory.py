@@ -25,7 +25,7 @@ from agentrl.engines.sglang.weights.distributed import DistributedTransport
 from agentrl.engines.sglang.weights.sync import UpdateParticipants
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.errors import ConfigError, EngineError
-from tests.fakes.fault_runs import files_at_most
+from tests.fakes.fault_runs import limit_file_size
 
 HERE, FAR = "http://127.0.0.1:30000", "http://192.0.2.1:30000"
 
@@ -90,7 +90,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def listening(devices: str | None, name: str = "sglang") -> Iterator[str]:
     """A process that sees these devices; gives its address."""
-    variables = {key: told for key, told in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    variables = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     variables |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     with subprocess.Popen(
         [sys.executable, "-S", "-c", LISTENER, name],
@@ -144,8 +144,8 @@ def test_memory_to_a_server_that_does_not_see_the_device_is_refused(
 def test_memory_goes_where_nothing_is_known_if_that_is_asked_for(tmp_path: Path):
     with listening("7", name="forwarder") as address:
         assert isinstance(choose(tmp_path, address, device="cuda:1"), DistributedTransport)
-        told = choose(tmp_path, address, device="cuda:1", transport="tensor")
-        assert isinstance(told, TensorTransport)
+        transport = choose(tmp_path, address, device="cuda:1", transport="tensor")
+        assert isinstance(transport, TensorTransport)
 
 
 async def test_full_disk_names_the_folder_that_is_configured(tmp_path: Path):
@@ -153,7 +153,7 @@ async def test_full_disk_names_the_folder_that_is_configured(tmp_path: Path):
         raise AssertionError("nobody is asked")
 
     transport = DiskTransport(tmp_path / "weights")
-    with files_at_most(1_000), pytest.raises(EngineError, match="cannot be written to") as raised:
+    with limit_file_size(1_000), pytest.raises(EngineError, match="cannot be written to") as raised:
         await transport.send(UpdateParticipants([], nobody), [("w", torch.zeros(4_000))])
     assert raised.value.key == "weight_sync.folder"
     assert not list((tmp_path / "weights").glob("*"))

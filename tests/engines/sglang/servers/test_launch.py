@@ -162,8 +162,8 @@ async def test_a_server_that_does_not_answer_at_first_is_asked_again(
     monkeypatch.setattr(launch, "_HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
     deaf_at_first = SERVER.replace(
         "    def do_GET(self):\n",
-        "    told = []\n    def do_GET(self):\n        self.told.append(1)\n"
-        "        if len(self.told) == 1:\n            import time; time.sleep(0.5); return\n",
+        "    requests = []\n    def do_GET(self):\n        self.requests.append(1)\n"
+        "        if len(self.requests) == 1:\n            import time; time.sleep(0.5); return\n",
     )
     server = launch.LocalServer(make_plan(deaf_at_first))
     try:

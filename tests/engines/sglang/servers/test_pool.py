@@ -126,7 +126,7 @@ async def test_a_new_conversation_goes_where_fewest_calls_run(
     for name in "cdef":
         await ask(engine, name)
     assert len(one.calls()) == 1
-    one.let_go()
+    one.release_all()
     await held
 
 
@@ -153,7 +153,7 @@ async def test_calls_of_a_killed_server_are_asked_of_another_with_the_same_ids(
     await until(lambda: (one.num_waiting, two.num_waiting) == (4, 4))
     await one.kill()
     await until(lambda: two.num_waiting == 8)
-    two.let_go()
+    two.release_all()
     assert all(is_exact(completion) for completion in await asyncio.gather(*tasks))
     assert list(out(engine)) == [one.address]
     moved = {conversation_of(call) for call in one.calls()}
@@ -189,11 +189,13 @@ async def test_without_a_server_the_error_names_each_and_what_is_wrong_with_it(c
         await dead.kill()
         with pytest.raises(EngineError, match="no SGLang server is available") as raised:
             await ask(engine)
-        told = str(raised.value)
-        assert f"{dead.address} does not answer: no connection" in told
-        assert f"{late.address} has not answered /health for 0.1 s" in told
-        assert told.count(dead.address) == told.count(late.address) == 1
-        assert f"{short.address}: it takes inputs of at most 100 tokens, the run needs 499" in told
+        message = str(raised.value)
+        assert f"{dead.address} does not answer: no connection" in message
+        assert f"{late.address} has not answered /health for 0.1 s" in message
+        assert message.count(dead.address) == message.count(late.address) == 1
+        assert (
+            f"{short.address}: it takes inputs of at most 100 tokens, the run needs 499" in message
+        )
         await dead.start()
 
 
@@ -206,9 +208,9 @@ async def test_addresses_at_which_nothing_ever_answered_are_the_run_file_s_mista
         await never.kill()
         with pytest.raises(EngineError, match="no SGLang server answers") as raised:
             await engine.update_weights([], version=1)
-        told = str(raised.value)
-        assert told.count(never.address) == 1
-        assert "agentrl serve" in told
+        message = str(raised.value)
+        assert message.count(never.address) == 1
+        assert "agentrl serve" in message
         assert raised.value.details["key"] == "rollout.engine.sglang_server.addresses"
         await never.start()
 
@@ -306,7 +308,7 @@ async def test_one_late_call_moves_alone_where_its_server_answers_others(
     late, _ = tasks = start(engine, "late", "b")
     await until(lambda: one.num_waiting == two.num_waiting == 1)
     one.is_holding = False
-    two.let_go()
+    two.release_all()
     while not late.done():
         await ask(engine, "c")
         await ask(engine, "d")
@@ -366,7 +368,7 @@ async def test_abort_returns_what_was_sampled(connect: Opened):
         await engine.abort("goes")
         completion = await goes
         assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.ABORT, 2)
-        only.let_go()
+        only.release_all()
         assert is_exact(await stays)
 
 

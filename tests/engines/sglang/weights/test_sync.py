@@ -191,8 +191,8 @@ async def test_update_asks_in_order_and_tells_the_version():
     report = await update(owner, one)
     assert one.requests == [*BEFORE, BUCKET, BUCKET, *AFTER]
     assert one.fields[one.requests.index("pause_generation")] == {"mode": "retract"}
-    told = [f for r, f in zip(one.requests, one.fields, strict=True) if r == AFTER[1]]
-    assert told == [
+    fields = [f for r, f in zip(one.requests, one.fields, strict=True) if r == AFTER[1]]
+    assert fields == [
         {"new_version": version, "abort_all_requests": False} for version in (UNFIT_VERSION, "5")
     ]
     assert (report.figures.num_bytes, report.figures.num_buckets) == (96, 2)
@@ -361,7 +361,7 @@ def test_plain_weights_keep_their_names_and_tied_ones_come_once(dense: ModelWeig
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda ws: [(ws[0][0], ws[0][1][:-1]), *ws[1:]], "of shape"),
         (lambda ws: [("model.nonsense", ws[0][1]), *ws[1:]], "nonsense"),
@@ -369,9 +369,9 @@ def test_plain_weights_keep_their_names_and_tied_ones_come_once(dense: ModelWeig
         (lambda ws: [*ws, ws[0]], "once"),
     ],
 )
-def test_weights_of_another_model_are_refused(dense: ModelWeights, spoil: Any, told: str):
+def test_weights_of_another_model_are_refused(dense: ModelWeights, spoil: Any, message: str):
     weights = spoil(list(tiny_model().named_parameters()))
-    with pytest.raises(EngineError, match=told):
+    with pytest.raises(EngineError, match=message):
         list(dense.for_files(weights))
 
 
@@ -476,5 +476,5 @@ async def test_broken_group_is_left_by_every_member_and_nobody_waits_for_ever(
     assert left == [group]
     for backend in (one, other):
         joined = backend.fields[backend.requests.index("init_weights_update_group")]
-        told = backend.fields[backend.requests.index("destroy_weights_update_group")]
-        assert told == {"group_name": joined["group_name"]}
+        fields = backend.fields[backend.requests.index("destroy_weights_update_group")]
+        assert fields == {"group_name": joined["group_name"]}

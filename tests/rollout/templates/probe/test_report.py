@@ -274,10 +274,10 @@ def strict_error(report: TemplateReport, **needs: bool) -> dict[str, object]:
 
 
 def test_strict_checking_needs_splicing_that_is_exact_where_the_run_has_texts() -> None:
-    told = strict_error(load_report("qwen3"))
-    assert told["template"] == "qwen3.jinja"
-    assert told["role"] == "user"
-    assert "<tool_response>" in str(told["does"])
+    details = strict_error(load_report("qwen3"))
+    assert details["template"] == "qwen3.jinja"
+    assert details["role"] == "user"
+    assert "<tool_response>" in str(details["does"])
     assert strict_error(load_report("gptoss"))["role"] == "assistant"
 
 
