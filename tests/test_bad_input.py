@@ -79,7 +79,7 @@ def test_unknown_key(train: Train):
     assert_refused(output, "did you mean 'rollout.multi_turn.max_assistant_turns'?", "run.yaml")
 
 
-def test_every_problem_is_told_at_once(train: Train):
+def test_every_problem_is_reported_at_once(train: Train):
     output = train(rollout__n="many", data__sed=1, actor__ppo_mini_batch_size=-1)
     assert_refused(output, "3 problems", "rollout.n", "'data.seed'", "actor.ppo_mini_batch_size")
 
@@ -135,7 +135,7 @@ def test_address_that_is_none(train: Train):
     assert "Value error" not in output.err
 
 
-def test_address_at_which_nobody_answers(train: Train):
+def test_address_without_a_server(train: Train):
     servers = {"addresses": ["http://127.0.0.1:9"]}
     output = train(rollout__engine={"name": "sglang_server", "sglang_server": servers})
     assert_refused(output, "no SGLang server answers", "agentrl serve", "sglang_server.addresses")

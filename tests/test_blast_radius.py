@@ -284,7 +284,7 @@ def check_failed(request: AsyncRolloutRequest, fault: Fault) -> None:
     often=[fails, exits, returns_none],
     rarely=[interrupts, cancels_itself],
 )
-def test_an_execution_that_breaks_is_told_to_its_own_model_alone(act: Act, num_prompts: int):
+def test_a_failing_execution_is_reported_to_its_own_model_alone(act: Act, num_prompts: int):
     story = tell(num_prompts, "execute", act)
     story.check_others()
     calls = [call for turn in story.victim.turns for call in turn.calls]
@@ -321,13 +321,13 @@ def test_an_execution_that_returns_ten_megabytes_is_cut(act: Act, num_prompts: i
 
 @pytest.mark.parametrize("site", ["execute", "respond"])
 @everyday_and_slow(often=[], rarely=[blocks])
-def test_who_blocks_the_loop_is_named_and_costs_nobody_an_answer(
+def test_a_plugin_that_blocks_the_loop_is_named_and_costs_no_answer(
     act: Act, num_prompts: int, site: str, caplog: pytest.LogCaptureFixture
 ):
     check_blocking(site, num_prompts, caplog)
 
 
-def test_a_tool_that_blocks_the_loop_is_named_and_costs_nobody_an_answer(
+def test_a_tool_that_blocks_the_loop_is_named_and_costs_no_answer(
     caplog: pytest.LogCaptureFixture,
 ):
     check_blocking("execute", 2, caplog)
@@ -389,7 +389,7 @@ def test_an_opening_or_a_reply_of_ten_megabytes_is_cut(act: Act, num_prompts: in
 
 @pytest.mark.parametrize("site", ["release", "finalize"])
 @everyday_and_slow(often=[fails], rarely=[exits, *HANGS])
-def test_a_release_that_breaks_costs_nobody_anything(act: Act, num_prompts: int, site: str):
+def test_a_failing_release_costs_nothing(act: Act, num_prompts: int, site: str):
     story = tell(num_prompts, site, act)
     story.check_others()
     check_same(story.unhurt, story.victim)

@@ -90,7 +90,7 @@ def test_rewards_are_combined_and_placed_as_configured():
 
 @settings(deadline=None, max_examples=60)
 @given(batches, st.sampled_from(get_args(Placement)))
-def test_rewards_on_trained_tokens_scores_stand_on_trained_tokens_only(requests, placement):
+def test_rewards_on_trained_tokens_scores_are_on_trained_tokens_only(requests, placement):
     config = weighted(1.0, tool=1.0, placement=placement)
     batch = collate(requests, pad_token_id=PAD, reward=config).batch
     assert not batch["token_level_scores"][batch["response_mask"] == 0].any()

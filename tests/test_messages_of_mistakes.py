@@ -76,7 +76,7 @@ def test_lora_is_refused_with_the_reason():
         config_of(model={"path": "m", "lora_rank": 8})
 
 
-def test_a_path_with_the_function_in_it_is_told_apart():
+def test_a_path_that_contains_the_function_is_distinguished():
     wrong = {"custom_reward_function": {"path": "score.py:compute_score"}}
     with pytest.raises(ConfigError, match=r"write 'compute_score' under .* path: score\.py"):
         config_of(reward=wrong)
@@ -88,7 +88,7 @@ def test_the_file_of_a_module_that_has_no_such_name_is_shown():
 
 
 @pytest.mark.parametrize(("path", "message"), [(None, "is not set"), ("gone", "no folder gone")])
-def test_a_missing_checkpoint_is_told_with_an_example(path: str | None, message: str):
+def test_a_missing_checkpoint_is_reported_with_an_example(path: str | None, message: str):
     trainer: dict[str, Any] = {"resume_mode": "auto", "default_local_dir": "runs/x"}
     config = config_of(trainer=trainer)
     chosen = {"resume_mode": "resume_path", "resume_from_path": path and Path(path)}
@@ -104,7 +104,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path):
         assert read_rows(tmp_path / name) == [{"a": 1}]
 
 
-def test_a_tool_yaml_is_told_with_the_folder_in_which_it_was_looked_for(
+def test_a_missing_tool_yaml_is_reported_with_the_searched_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

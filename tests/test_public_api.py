@@ -92,7 +92,7 @@ def find(path: str) -> object:
 # What importing costs.
 
 
-def test_light_doors_load_nothing_heavy():
+def test_light_modules_load_nothing_heavy():
     imports = "; ".join(f"import {door}" for door in LIGHT_DOORS)
     slow = {*HEAVY, *OPTIONAL}
     done = run_python(f"import sys; {imports}; print(*{slow} & set(sys.modules))")
@@ -128,7 +128,7 @@ def test_help_loads_nothing_heavy(arguments: list[str]):
 
 
 @pytest.mark.parametrize(("door", "name"), PROMISED)
-def test_promised_name_stands_at_its_door(door: str, name: str):
+def test_public_name_is_exported_by_its_module(door: str, name: str):
     module = importlib.import_module(door)
     assert getattr(module, name) is not None
     assert name in getattr(module, "__all__", [name])
@@ -160,7 +160,7 @@ def test_exports_are_unique_documented_and_there(door: str):
 
 
 @pytest.mark.parametrize("door", ["agentrl", "agentrl.rollout", "agentrl.engines"])
-def test_lazy_door_refuses_unknown_names_as_any_module_does(door: str):
+def test_lazy_module_refuses_unknown_names_as_any_module_does(door: str):
     module = importlib.import_module(door)
     with pytest.raises(AttributeError, match=f"'{door}' has no attribute 'nothing'"):
         _ = module.nothing
@@ -180,7 +180,9 @@ def test_errors_survive_pickling_with_their_details(kind: type[errors.AgentRLErr
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_errors_refine_a_standard_one_and_tell_what_and_where(kind: type[errors.AgentRLError]):
+def test_errors_inherit_a_standard_one_and_have_message_and_details(
+    kind: type[errors.AgentRLError],
+):
     error = kind("it broke", file="run.yaml", expected="something else")
     assert str(error).splitlines() == ["it broke", "  file: run.yaml", "  expected: something else"]
     assert inspect.getdoc(kind)

@@ -43,7 +43,7 @@ def test_a_rollout_that_went_otherwise_is_refused(overhead: ModuleType, bench):
         overhead.check_outcome(finished, bench.sizes)
 
 
-def test_every_figure_is_measured_and_told(
+def test_every_figure_is_measured_and_printed(
     overhead: ModuleType, bench, capsys: pytest.CaptureFixture[str]
 ):
     figures = overhead.measure_cpu(bench, 1)

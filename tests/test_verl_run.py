@@ -160,7 +160,7 @@ def test_a_run_of_verls_trains_a_step(capsys: Capture, verl_run: list[Any], tmp_
     assert len(read_lines(tmp_path / "run/rollouts/step_000001.jsonl")) == 8
 
 
-def test_the_classes_that_stand_for_verls_are_named(capsys: Capture, verl_run: list[Any]):
+def test_the_classes_that_replace_verls_are_named(capsys: Capture, verl_run: list[Any]):
     output = run_agentrl(capsys, "config", "check", *verl_run)
     assert (output.code, output.err) == (0, "")
     for path in (
@@ -211,7 +211,7 @@ def test_from_verl_writes_the_run_in_our_keys(capsys: Capture, verl_run: list[An
     assert printed.out == ours.read_text()
 
 
-def test_a_contradiction_is_told_in_verls_names_too(capsys: Capture, verl_run: list[Any]):
+def test_a_contradiction_is_reported_with_verls_names_too(capsys: Capture, verl_run: list[Any]):
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
     output = run_agentrl(capsys, "train", *verl_run, f"{mini}=3")
     assert output.code == 2

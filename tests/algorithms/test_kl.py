@@ -109,7 +109,9 @@ def test_rewards_lose_the_kl_token_by_token(mask: torch.Tensor, estimate: str):
 
 @settings(max_examples=40, deadline=None)
 @given(masks(), st.sampled_from(ESTIMATES))
-def test_law_8_what_stands_on_masked_tokens_is_not_in_the_kl(mask: torch.Tensor, estimate: str):
+def test_observations_are_invisible_masked_tokens_are_not_in_the_kl(
+    mask: torch.Tensor, estimate: str
+):
     old, ref = log_probs(mask, 0), log_probs(mask, 1)
     spoiled = old.masked_fill(mask == 0, torch.nan), ref.masked_fill(mask == 0, -torch.inf)
     kl = compute_reward_kl(old, ref, mask, estimate)

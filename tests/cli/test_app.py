@@ -297,7 +297,7 @@ def test_sft_of_a_run_without_one_says_so(capsys: Capture, run_file: Path):
     assert "prepare.sft" in output.err
 
 
-def test_late_mistakes_are_told_before_anything_is_made(capsys: Capture, tmp_path: Path):
+def test_late_mistakes_are_reported_before_anything_is_made(capsys: Capture, tmp_path: Path):
     run = prepared_run(tmp_path)
     put(run, "reward.custom_reward_function", {"path": "nowhere.py"})
     output = run_agentrl(capsys, "train", write_yaml(tmp_path / "run.yaml", run))
@@ -321,7 +321,7 @@ def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_sglang")
-def test_mistakes_about_the_engine_are_told_before_anything_is_made(
+def test_mistakes_about_the_engine_are_reported_before_anything_is_made(
     capsys: Capture, tmp_path: Path
 ):
     file = write_yaml(tmp_path / "run.yaml", prepared_run(tmp_path))

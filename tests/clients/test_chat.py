@@ -155,7 +155,7 @@ async def test_no_reply_is_one_error_with_address_and_status_and_no_secret(
     assert not [text for text in [*shown, *ours] if KEY in text]
 
 
-async def test_nobody_at_the_address_is_an_error_of_the_same_kind():
+async def test_address_without_a_server_raises_the_same_error_type():
     config = ChatConfig(base_url="http://127.0.0.1:9/v1", model="m", max_retries=0)
     client = ChatClient(config)
     with pytest.raises(ChatError, match=r"the model 'm' did not reply"):
@@ -181,7 +181,7 @@ async def test_the_clients_budget_of_calls_is_kept():
     assert len(fake.asked) == 2
 
 
-async def test_a_conversations_budget_of_tokens_is_kept_beside_the_clients():
+async def test_token_budget_of_a_conversation_is_separate_from_the_clients():
     async with serving(in_turn("Hi.")) as fake, client_of(fake) as client:
         small, other = ChatBudget(max_tokens=20), ChatBudget(max_tokens=20)
         await client.complete(HELLO, budget=small)
@@ -239,7 +239,7 @@ async def test_without_a_key_none_of_the_environments_is_sent(monkeypatch: pytes
     assert KEY not in str(fake.headers)
 
 
-async def test_a_key_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+async def test_a_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", KEY)
     async with serving(in_turn("Hi.")) as fake, client_of(fake, api_key_env="MY_KEY") as client:
         await client.complete(HELLO)

@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_saved_rollouts_are_scored_anew_and_the_input_stays(saved: Path, tmp_path: Path):
+def test_saved_rollouts_are_scored_again_and_the_input_stays(saved: Path, tmp_path: Path):
     before = saved.read_bytes()
     out = tmp_path / "new.jsonl"
     changes = rescore(saved, RewardConfig(), out=out)

@@ -31,7 +31,7 @@ assert not {'torch', 'transformers', 'tensordict', 'datasets'} & set(sys.modules
 """
 
 
-def test_mistakes_are_told_before_torch_is_imported(tiny_home: Path, tmp_path: Path):
+def test_mistakes_are_reported_before_torch_is_imported(tiny_home: Path, tmp_path: Path):
     file = write_yaml(tmp_path / "run.yaml", tiny_run(tiny_home, tmp_path / "run"))
     mistakes = {
         "data.train_fils=[x]": "data.train_fils: unknown key",

@@ -76,7 +76,9 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=Tr
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_reward_function_that_imports_verl_is_told_of_the_switch(tmp_path: Path, installed: bool):
+def test_error_of_a_reward_function_that_imports_verl_names_the_switch(
+    tmp_path: Path, installed: bool
+):
     scorer = (
         "from verl.utils.reward_score import gsm8k\n\ndef compute_score(*args):\n    return 1.0"
     )

@@ -90,7 +90,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("key", "sections"), CONTRADICTIONS)
-def test_a_contradiction_is_told_with_its_key(key, sections):
+def test_a_contradiction_is_reported_with_its_key(key, sections):
     if key.startswith("prepare"):
         sections = sections | {"rollout": {"max_model_len": 5120}}
     assert contradicted(**sections) == {key}
@@ -133,7 +133,7 @@ def test_a_default_that_is_larger_than_the_response_is_no_contradiction():
     assert not contradicted(data={"max_response_length": 16})
 
 
-def test_heads_that_do_not_divide_are_told_before_the_model_is_made():
+def test_heads_that_do_not_divide_are_reported_before_the_model_is_made():
     heads = {"num_heads": 3, "num_kv_heads": 2, "max_position_embeddings": 9999}
     keys = contradicted(prepare={"tiny_policy": TINY | heads})
     assert keys == {"prepare.tiny_policy.num_heads", "prepare.tiny_policy.num_kv_heads"}
@@ -155,7 +155,7 @@ def test_batches_pass_exactly_where_mini_batches_divide_them(batch, mini):
                    "other"]),
     ],
 )  # fmt: skip
-def test_what_the_number_of_ranks_makes_idle_is_told(world_size, mini, expected):
+def test_idle_ranks_are_reported(world_size, mini, expected):
     config = config_of(
         data={"train_batch_size": 4},
         rollout={"n": 2},
@@ -182,7 +182,7 @@ def test_the_model_s_own_length_is_held_against_the_budgets():
     assert caught.value.file == "run.yaml"
 
 
-def test_a_tool_that_only_the_data_knows_is_told_with_its_row():
+def test_a_tool_that_only_the_data_names_is_reported_with_its_row():
     check_tools({"calculator": 0}, ["calculator", "search"])
     with pytest.raises(ConfigError, match=r"row 3 names the tool 'serch'") as caught:
         check_tools({"calculator": 0, "serch": 3}, ["calculator", "search"])
@@ -310,7 +310,7 @@ def test_a_reward_of_bonuses_alone_is_a_reward():
         ({"tool_call_bonus": -1}, r"reward.tool_call_bonus: -1 is not allowed here"),
     ],
 )
-def test_an_old_name_of_the_rewards_is_told_with_the_new_one(given, message):
+def test_an_old_reward_name_is_reported_with_the_new_one(given, message):
     with pytest.raises(ConfigError, match=message):
         config_of(reward=given)
 
@@ -321,7 +321,7 @@ def biased(placement: str, estimator: str, **reward) -> set[str]:
     return {note.key for note in find_biases(config)}
 
 
-def test_a_reward_that_lies_before_tokens_that_earned_it_is_told_as_a_bias():
+def test_a_reward_before_the_tokens_that_earned_it_is_reported_as_a_bias():
     for estimator in ("turn_rloo", "gigpo", "reinforce_plus_plus"):
         assert biased("uniform", estimator) == {"reward.placement"}
         assert not biased("last_token", estimator)
@@ -362,7 +362,7 @@ def test_a_key_that_may_have_an_effect_is_not_called_dead():
 
 
 @pytest.mark.parametrize("budget", [{"max_tool_calls": 0}, {"max_assistant_turns": 1}])
-def test_tools_that_are_shown_and_never_called_are_told(budget):
+def test_tools_that_are_shown_and_never_called_are_reported(budget):
     config = config_of(rollout={"multi_turn": {"function_tool_path": "t.py"} | budget})
     assert [note.key for note in find_idle_tools(config)] == [
         "rollout.multi_turn.function_tool_path"
@@ -378,7 +378,7 @@ def test_tools_that_are_shown_and_never_called_are_told(budget):
         ("trainer.device", {"trainer": {"device": "cuda"}}),
     ],
 )
-def test_what_ends_determinism_is_told_where_it_was_asked_for(key, section):
+def test_settings_that_break_determinism_are_reported_if_it_is_requested(key, section):
     asked = {"rollout": {"deterministic": True} | section.get("rollout", {})}
     notes = check_config(config_of(**section | asked))
     assert [note.key for note in notes] == [key]
@@ -426,7 +426,7 @@ def test_no_sampling_biases_a_run_that_trains_nothing():
 
 
 @pytest.mark.parametrize("name", ["k1", "kl"])
-def test_a_kl_loss_whose_gradient_is_no_kl_is_a_bias(name):
+def test_a_kl_loss_with_a_gradient_that_is_no_kl_is_a_bias(name):
     used = {"use_kl_loss": True, "kl_loss_type": name}
     assert [bias.key for bias in find_biases(config_of(actor=used))] == ["actor.kl_loss_type"]
     assert not find_biases(config_of(actor=used | {"kl_loss_type": f"{name}+"}))
@@ -451,7 +451,7 @@ def test_every_number_is_finite(number):
     assert caught.value.key == "actor.optim.lr"
 
 
-def test_the_batch_arithmetic_is_told_in_words():
+def test_the_batch_arithmetic_is_described():
     config = config_of(
         data={"train_batch_size": 32, "max_prompt_length": 200, "max_response_length": 300},
         rollout={"n": 8},

@@ -50,7 +50,7 @@ SERVICE = {"provider": "sandbox_fusion", "url": "http://x"}
         ),
     ],
 )
-def test_what_cannot_be_meant_is_told(reward, message, purpose):
+def test_impossible_settings_are_reported(reward, message, purpose):
     [found] = problems(purpose, **reward)
     assert message in found
 
@@ -95,7 +95,7 @@ def test_what_can_be_meant_is_not(reward):
          ["reward.sandbox.trusted", "reward.sandbox.site_packages", "reward.sandbox.num_warm"]),
     ],
 )  # fmt: skip
-def test_unused_keys_keys_of_the_scoring_that_change_nothing_are_told(reward, dead):
+def test_unused_keys_scoring_keys_without_effect_are_reported(reward, dead):
     assert [key.key for key in find_dead_keys(run(**reward))] == dead
 
 
@@ -130,7 +130,7 @@ def verl(**changes: Any):
     return read_verl_tree(tree, file=None)[0].reward
 
 
-def test_verls_launch_is_taken_where_somebody_chose_it():
+def test_verls_launch_key_is_used_if_it_is_set():
     assert verl().launch_reward_fn_async
     assert verl(reward_model__launch_reward_fn_async=True).launch_reward_fn_async
     batch = verl(reward_model__reward_manager="batch", custom_reward_function__path="mine.py")

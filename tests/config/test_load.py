@@ -90,7 +90,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("data: [1, 2\nmodel: 3\n", "line 2, column 6"),
     ],
 )
-def test_malformed_yaml_is_told_with_line_and_column(run_file, text, place):
+def test_malformed_yaml_is_reported_with_line_and_column(run_file, text, place):
     error = refusal(load_config, run_file(text))
     assert place in str(error)
 
@@ -110,7 +110,7 @@ def test_an_override_that_cannot_be_read_is_refused(run_file, override):
     assert override in str(refusal(load_config, path, [override]))
 
 
-def test_an_unknown_override_is_told_as_such(run_file):
+def test_an_unknown_override_is_reported_as_such(run_file):
     path = run_file("data: {train_files: [a]}\nmodel: {path: p}\n")
     error = refusal(load_config, path, ["trainer.total_trainings_steps=3"])
     assert error.key == "trainer.total_trainings_steps"
@@ -135,14 +135,14 @@ def test_an_interpolation_that_leads_nowhere_names_its_key(run_file):
     assert refusal(load_config, run_file(text)).key == "data.seed"
 
 
-def test_an_environment_variable_that_is_not_set_is_told_with_its_name_and_key(run_file):
+def test_an_unset_environment_variable_is_reported_with_its_name_and_key(run_file):
     text = 'data: {train_files: [a]}\nmodel: {path: "${oc.env:NO_SUCH_VARIABLE}/p"}\n'
     error = refusal(load_config, run_file(text))
     assert str(error).startswith("the environment variable NO_SUCH_VARIABLE is not set")
     assert (error.key, "full_key" in str(error)) == ("model.path", False)
 
 
-def test_all_problems_are_told_at_once_a_line_for_each():
+def test_all_problems_are_reported_at_once_one_per_line():
     raw = {
         "data": {"train_files": ["a"], "train_batch_size": "many", "shuffel": True},
         "model": {},
@@ -175,7 +175,7 @@ def test_all_problems_are_told_at_once_a_line_for_each():
         ("trainer", {"project_name": 3}, "a text"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_was_expected(section, values, expected):
+def test_a_wrong_value_is_reported_with_the_expected_type(section, values, expected):
     raw = {**SMALL, section: SMALL.get(section, {}) | values}
     error = refusal(parse_config, raw)
     assert error.key == f"{section}.{next(iter(values))}"

@@ -51,7 +51,7 @@ def test_files_of_hydras_are_not_chosen(override: str):
         ("'{x:1}'", "{x:1}"),
     ],
 )
-def test_a_mapping_needs_no_blanks_behind_its_colons(value: str, read: object):
+def test_a_mapping_needs_no_blanks_after_its_colons(value: str, read: object):
     assert overridden(f"a.b={value}")["a"]["b"] == read
 
 
@@ -67,5 +67,5 @@ def test_what_is_no_override_is_refused(override: str):
         overridden(override)
 
 
-def test_the_key_is_what_stands_before_the_first_sign():
+def test_the_key_is_the_text_before_the_first_equals_sign():
     assert [key_of(o) for o in ("+a.b=c=d", "~a", "++x=1")] == ["a.b", "a", "x"]

@@ -256,7 +256,7 @@ class Odd(list):
 
 
 @pytest.mark.parametrize("name", ["tools_kwargs", "interaction_kwargs", "tool_selection"])
-def test_what_belongs_in_extra_info_is_found_beside_it(name: str):
+def test_misplaced_extra_info_keys_are_refused(name: str):
     value: Any = ["sql"] if name == "tool_selection" else {"sql": {"create_kwargs": {"x": 1}}}
     row = {"prompt": "Hi", name: value}
     with pytest.raises(DataError, match=f"'{name}' is a column of its own") as caught:

@@ -160,7 +160,7 @@ class ProtocolConformance:
         assert len(completion.token_ids) == 3
         assert completion.finish_reason == FinishReason.LENGTH
 
-    async def test_input_without_room_for_a_token_is_an_error(self, engine_case: EngineCase):
+    async def test_input_that_fills_the_context_is_an_error(self, engine_case: EngineCase):
         engine = engine_case.engine
         with pytest.raises(EngineError, match=str(engine.max_model_len)):
             await engine.generate(
@@ -407,7 +407,9 @@ class ModelConformance(ProtocolConformance):
         for completion in (stays, goes):
             self.check_log_probs(engine_case, PROMPT, completion, 1.0)
 
-    async def test_cancelled_call_stops_sampling_and_disturbs_nobody(self, engine_case: ModelCase):
+    async def test_cancelled_call_stops_sampling_and_affects_no_other_call(
+        self, engine_case: ModelCase
+    ):
         engine = engine_case.engine
         goes = await start_endless(engine, "goes")
         stay = engine.generate(PROMPT, SamplingParams(max_new_tokens=50), request_id="stays")

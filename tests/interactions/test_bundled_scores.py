@@ -59,7 +59,7 @@ async def roll_out(
 
 
 @BUNDLED
-async def test_scores_stand_on_the_answers_that_they_judge(
+async def test_scores_are_on_the_answers_that_they_judge(
     opened: Callable[[], Any], answers: tuple[str, str]
 ):
     async with opened() as interaction:

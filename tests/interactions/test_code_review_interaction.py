@@ -83,7 +83,9 @@ async def test_a_review_waits_while_scorers_grade():
     assert (await waiting).score == 1.0
 
 
-async def test_findings_and_the_first_failing_test_are_told(reviewer: CodeReviewInteraction):
+async def test_findings_and_the_first_failing_test_are_in_the_reply(
+    reviewer: CodeReviewInteraction,
+):
     wrong, right = await answered(reviewer, WRONG, RIGHT)
     assert (wrong.should_terminate, wrong.score) == (False, 0.5)
     assert wrong.content.splitlines() == [
@@ -133,7 +135,7 @@ async def test_the_ground_truth_will_do_for_tests(reviewer: CodeReviewInteractio
         await answered(reviewer, code, name="code_review")
 
 
-async def test_what_is_told_is_bounded():
+async def test_the_reply_is_bounded():
     reviewer = CodeReviewInteraction({"max_findings": 2, "rules": ["F"]})
     names = "\n".join(f"import m{i}" for i in range(50))
     (reply,) = await answered(reviewer, f"{names}\nprint('x' * 100000)")

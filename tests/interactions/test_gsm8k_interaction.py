@@ -34,7 +34,7 @@ def hints_of(replies: list[InteractionResult]) -> list[str]:
     return [reply.content.partition("on the last line.")[2].strip() for reply in replies]
 
 
-async def test_hints_are_told_one_by_one_and_the_last_stays():
+async def test_hints_are_given_one_by_one_and_the_last_repeats():
     config = {"max_hints": 3, "hints": ["a", "b"]}
     replies = await talk(config, "#### 1", "#### 2", "#### 3", "#### 4")
     assert hints_of(replies) == ["Hint: a", "Hint: b", "Hint: b", ""]
@@ -87,7 +87,7 @@ async def test_without_encouragement_the_reply_is_ever_the_same():
     assert hints_of(replies) == ["", ""]
 
 
-async def test_an_answer_beside_a_truth_that_is_no_number_is_wrong():
+async def test_an_answer_is_wrong_if_the_truth_is_no_number():
     replies = await talk({"encourage": True}, "#### 1", "#### 2", truth="one half")
     assert [reply.score for reply in replies] == [0.0, 0.0]
 

@@ -127,7 +127,7 @@ async def test_rows_may_make_it_otherwise():
     assert scores(request) == [1.0]
 
 
-async def test_an_answer_without_an_action_is_told_so_and_nothing_is_done():
+async def test_an_answer_without_an_action_gets_a_message_and_no_step():
     names = {"action_names": ["left", "right"], "invalid_action_score": -0.5}
     request = await play(gym(**names), "I walk away.", "RIGHT", "right")
     assert said(request)[1] == (
@@ -181,7 +181,7 @@ async def test_environments_that_block_hold_up_neither_the_loop_nor_each_other()
     assert OPEN["slow"] == 0
 
 
-async def test_a_step_that_hangs_costs_its_request_and_is_closed_when_it_comes_back():
+async def test_a_hanging_step_fails_its_request_and_is_closed_when_it_returns():
     interaction = gym(env_kwargs={"block_s": 0.3, "mark": "hung"}, timeout_s=0.1)
     request = await play(interaction, "right")
     assert request.error is not None

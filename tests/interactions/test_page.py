@@ -103,7 +103,7 @@ def test_the_one_to_write_plays(here: Path):
     assert total == pytest.approx(1 / 3)
 
 
-def test_hints_of_the_gsm8k_row_are_told(here: Path):
+def test_hints_of_the_gsm8k_row_are_given(here: Path):
     request = roll_out(*load(here, *EXAMPLES[1]), "#### 41", "#### 42")
     assert said(request)[0].endswith("Hint: It is more than 40.")
     assert scores(request) == [0.1, 0.8]

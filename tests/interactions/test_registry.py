@@ -64,7 +64,7 @@ def test_what_a_row_cannot_have_is_named(kwargs: dict[str, Any]):
         select_interaction(TWO, kwargs, data_source="v")
 
 
-def test_sources_stand_in_the_yaml(tmp_path: Path):
+def test_sources_are_in_the_yaml(tmp_path: Path):
     file = tmp_path / "users.yaml"
     file.write_text(f"interaction: [{{class_name: {GSM8K}, data_sources: [openai/gsm8k]}}]\n")
     (user,) = initialize_interactions_from_config(file).values()
@@ -137,7 +137,7 @@ class Curious(BaseInteraction):
         ({"name": "curious"}, None, "unknown"),
     ],
 )
-async def test_the_rows_truth_is_handed_to_who_has_a_parameter_for_it_and_to_nobody_else(
+async def test_the_rows_truth_is_passed_only_if_there_is_a_parameter_for_it(
     kwargs: dict[str, Any], truth: str | None, started: str
 ):
     user = Curious()

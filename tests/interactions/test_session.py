@@ -61,25 +61,25 @@ class Waiting(Recorder):
 
     def __init__(self) -> None:
         super().__init__((False, "yes", None, {}))
-        self.room = asyncio.Semaphore(1)
+        self.semaphore = asyncio.Semaphore(1)
 
     def waiting_room(self) -> asyncio.Semaphore:
-        return self.room
+        return self.semaphore
 
 
-async def test_what_a_reply_waits_for_its_room_is_no_time_of_its_own():
+async def test_waiting_for_the_semaphore_is_not_in_the_time_of_a_reply():
     interaction = Waiting()
     session = session_of(interaction)
-    async with interaction.room:
+    async with interaction.semaphore:
         reply = asyncio.create_task(session.respond(ANSWER))
         await asyncio.sleep(0.1)
         assert not interaction.seen
     assert (await reply).content == "yes"
 
 
-async def test_failures_are_data_a_room_that_raises_is_the_interactions_failure():
+async def test_failures_are_data_a_semaphore_that_raises_is_the_interactions_failure():
     interaction = Waiting()
-    del interaction.room
+    del interaction.semaphore
     with pytest.raises(InteractionError, match="waiting_room"):
         await session_of(interaction).respond(ANSWER)
 
@@ -158,7 +158,7 @@ async def test_failures_are_data_a_reply_that_exits_when_it_is_read_fails_the_re
         await session_of(Recorder(value)).respond(ANSWER)
 
 
-async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that():
+async def test_failures_are_data_an_unprintable_error_is_reported_as_such():
     class Untold(BaseInteraction):
         async def start_interaction(self, instance_id: str | None = None, **_: Any) -> str:
             raise UnprintableError

@@ -41,7 +41,7 @@ async def talk(
     return await run_request(request, context)
 
 
-async def test_the_roles_are_flipped_and_the_part_is_told_once():
+async def test_the_roles_are_swapped_and_the_persona_is_given_once():
     serve = serving(in_turn("Which herbs?", "Thanks! ###STOP###"))
     async with serve as fake, user_of(fake, goal="Soup.") as user:
         request = await talk(user, "Take leeks.", "<think>hm</think>Thyme.")

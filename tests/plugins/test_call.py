@@ -16,7 +16,7 @@ from agentrl.plugins.call import (
 )
 
 
-async def test_a_timeout_of_the_plugins_own_is_told_apart():
+async def test_a_timeout_inside_the_plugin_is_distinguished():
     async def raises() -> None:
         raise TimeoutError("its own")
 
@@ -48,7 +48,7 @@ async def test_time_for_which_another_call_blocks_the_loop_is_not_counted():
     assert time.monotonic() - started < 2
 
 
-async def test_a_hang_beside_a_loop_that_stays_late_ends_all_the_same():
+async def test_a_hang_ends_also_if_the_loop_is_late():
     """The loop is never on time; the time-out is put off once, and not for ever."""
     timeout_s, slice_s = 0.4, 0.1
 
@@ -138,7 +138,7 @@ async def test_stop_iteration_on_a_thread_is_an_error_and_no_hang():
         await call_bounded(lambda: call_method(stops), timeout_s=1, name="x")
 
 
-def test_a_thread_left_behind_does_not_disturb_a_closed_loop():
+def test_an_abandoned_thread_does_not_disturb_a_closed_loop():
     release = threading.Event()
 
     async def main() -> None:

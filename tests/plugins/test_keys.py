@@ -116,7 +116,7 @@ def refused(values: Any, **place: Any) -> ConfigError:
         ),
     ],
 )
-def test_a_mistake_is_told_with_its_place_and_what_was_expected(
+def test_a_mistake_is_reported_with_its_key_and_the_expected_value(
     values: Any, key: str, message: str, expected: str
 ):
     error = refused(values, file="tools.yaml")

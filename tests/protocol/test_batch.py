@@ -183,7 +183,7 @@ def test_select_keeps_named_columns_only():
     assert chosen.meta_info == {"step": 3}
 
 
-def test_missing_column_is_named_beside_those_there_are():
+def test_missing_column_is_named_with_the_existing_ones():
     with pytest.raises(DataError, match=r"no 'z' in the batch\n.*one of x, y"):
         small().pop(["z"])
 

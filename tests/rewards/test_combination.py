@@ -75,7 +75,7 @@ def test_a_bonus_is_for_calls_that_were_answered_up_to_a_number():
     assert Source.TOOL_CALL_BONUS not in parts_of(request, tool_call_bonus=0.1)
 
 
-def test_a_bonus_stands_on_the_first_call_that_was_answered():
+def test_a_bonus_is_on_the_first_answered_call():
     request = story()
     request.turns[0].calls[0].outcome = "malformed"
     [_, bonus] = combine_rewards(request, RewardConfig(tool_call_bonus=0.1)).parts
@@ -127,7 +127,7 @@ def test_no_weight_multiplies_a_bonus_and_the_trajectory_s_multiplies_the_overlo
     }  # fmt: skip
 
 
-def test_what_nobody_scored_loses_nothing_by_the_overlong_punishment():
+def test_unscored_requests_get_no_overlong_penalty():
     buffer = {"enable": True, "len": 20}
     assert parts_of(story(reward=None), overlong_buffer=buffer) == {}
 

@@ -83,7 +83,7 @@ def test_criteria_are_weighted_and_kept_apart():
     "wrap",
     ["{}", "```json\n{}\n```", "I think {{so}}: {} Done.", "<think>{{}}</think>\n{}", "\n\n{}\n"],
 )
-def test_a_verdict_is_found_in_what_stands_around_it(wrap):
+def test_a_verdict_is_found_in_surrounding_text(wrap):
     found, _ = judge(lambda body: wrap.format(quality(5)(body)))
     assert found["score"] == 0.5
 
@@ -230,7 +230,7 @@ def test_keys_that_cannot_be_meant_are_refused(config, message):
         Judge(**keys)
 
 
-def test_a_secret_stands_in_no_error():
+def test_no_error_contains_a_secret():
     with pytest.raises(ConfigError) as raised:
         Judge(base_url="http://localhost:1/v1", model="m", api_key="sk-secret", max_points=-1)
     assert "sk-secret" not in str(raised.value)

@@ -109,7 +109,7 @@ def test_what_is_no_list_of_one_score_each_fails_its_batch(returned):
     assert "2" in requests[0].error.message
 
 
-def test_a_batch_is_told_in_lists_and_may_return_dicts():
+def test_a_batch_scorer_gets_lists_and_may_return_dicts():
     arguments = {}
 
     def lists(data_sources, solution_strs, ground_truths, extra_infos, bonus):

@@ -91,7 +91,7 @@ def test_the_last_box_that_is_closed_is_the_answer(solution, answer):
     assert last_boxed(solution) == answer
 
 
-def test_strict_wants_a_box_and_flexible_takes_what_stands_there():
+def test_strict_needs_a_box_and_flexible_does_not():
     for solution in ("The answer is 42.", "so $x = 42$", "**42**", "It is\n42"):
         assert compute_score("math", solution, "42")["score"] == 0.0
         assert compute_score("math", solution, "42", method="flexible")["score"] == 1.0

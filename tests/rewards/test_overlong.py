@@ -59,7 +59,7 @@ def test_tokens_of_an_excluded_turn_count():
     assert combine_rewards(request, BUFFER).total == pytest.approx(0.6)
 
 
-def test_what_the_scorer_said_besides_stays():
+def test_extra_values_of_the_scorer_are_kept():
     request = build_request(said(2), reward=1.0, reward_extra_info={"acc": 1.0}, budgets=BUDGETS)
     record_shaping(request, BUFFER)
     assert request.reward_extra_info == {"acc": 1.0, "overlong_reward": 0.0}

@@ -53,9 +53,7 @@ def placed_on(request: AsyncRolloutRequest, placement: Placement, **keys: Any) -
 
 @many
 @given(finished_requests(), configs)
-def test_rewards_on_trained_tokens_rewards_land_on_trained_tokens_and_sum_to_the_combined(
-    request_, config
-):
+def test_rewards_are_on_trained_tokens_and_sum_to_the_combined_reward(request_, config):
     placed = place_rewards(request_, config)
     trained = trained_tokens(request_)
     assert {reward.position for reward in placed.rewards} <= trained
@@ -177,7 +175,7 @@ def test_the_ends_of_a_decay_are_two_other_placements():
     )
 
 
-def test_a_call_whose_tokens_are_not_known_is_its_whole_turn():
+def test_a_call_without_known_tokens_is_its_whole_turn():
     request = build_request(said(2, call_rewards=(1.0,)), observed(1), said(1), reward=1.0)
     assert placed_on(request, "tool_call_tokens") == [1.0, 1.0, 0.0, 0.0]
 

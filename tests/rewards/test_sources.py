@@ -61,7 +61,7 @@ def test_a_scorer_of_code_is_awaited():
         asyncio.run(main())
 
 
-def test_the_door_loads_no_heavy_package():
+def test_the_public_module_loads_no_heavy_package():
     heavy = ("torch", "math_verify", "sympy", "openai", "ray", "sglang")
     code = (
         "import sys, agentrl.rewards\n"

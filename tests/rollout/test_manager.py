@@ -60,7 +60,7 @@ async def roll_out(
     return await manager.rollout(requests)
 
 
-def test_prompts_are_expanded_to_groups_that_stand_together():
+def test_prompts_are_expanded_to_adjacent_groups():
     manager = make_manager(make_tool_context(make_engine("x")), n=3, seed=7)
     requests = manager.make_requests(make_prompts(2), manager.train_plan(), step=5)
     assert [r.request_id for r in requests] == [
@@ -166,7 +166,7 @@ async def test_results_have_the_order_of_the_requests_however_long_each_took():
     assert sorted(finished) == sorted(r.request_id for r in requests)
 
 
-async def test_no_more_requests_run_at_once_than_there_is_room_for():
+async def test_concurrent_requests_stay_below_the_limit():
     alive: Counter[str] = Counter()
     most = 0
 
@@ -212,7 +212,7 @@ async def test_a_prompt_is_encoded_once_for_its_group():
 # Failures
 
 
-async def test_a_failed_request_is_kept_beside_its_group():
+async def test_a_failed_request_is_kept_with_its_group():
     engine = failing("train-0-0-0-1")
     done = await roll_out(make_manager(make_tool_context(engine), n=3), 2)
     assert [r.state for r in done].count(RequestState.FAILED) == 1
@@ -352,7 +352,7 @@ async def test_a_progress_bar_that_breaks_releases_everything_too(num_broken: in
     check_life(tool.lives, "create", "release")
 
 
-async def test_a_request_that_is_not_pending_is_refused_in_plain_words():
+async def test_a_request_that_is_not_pending_is_refused():
     manager = make_manager(make_tool_context(make_engine("Bern.")), n=2)
     requests = manager.make_requests(make_prompts(1), manager.train_plan())
     requests[1].take_edge(RequestState.RUNNING)

@@ -388,7 +388,7 @@ async def test_the_response_budget_cuts_a_turn():
     assert outcomes(request) == ["skipped"]
 
 
-async def test_an_observation_that_leaves_no_room_for_an_answer_is_left_out():
+async def test_an_observation_that_leaves_no_tokens_for_an_answer_is_left_out():
     first = len(encode(CALL + END))
     delta = len(encode(shown("tool", "found Bern")))
     for budget, reason in [
@@ -415,7 +415,7 @@ async def test_the_models_length_cuts_a_turn():
     assert request.turns[0].cut == "model"
 
 
-async def test_a_prompt_that_leaves_no_room_is_no_fault_of_the_model():
+async def test_a_prompt_that_leaves_no_tokens_is_no_fault_of_the_model():
     engine = make_engine("Bern.")
     request = await roll_out(engine, budgets=Budgets(max_model_len=12))
     assert request.stop_reason is StopReason.FAILED

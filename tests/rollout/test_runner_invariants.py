@@ -32,7 +32,7 @@ def assert_ledger_agrees(request: AsyncRolloutRequest) -> None:
 
 @quick
 @given(plans())
-def test_ledger_consistency_the_ledger_agrees_at_every_moment(plan: Plan):
+def test_ledger_consistency_lists_have_equal_lengths_at_every_step(plan: Plan):
     played = play(plan, watch=assert_ledger_agrees)
     event(str(played.request.stop_reason))
     assert_ledger_agrees(played.request)
@@ -63,7 +63,7 @@ def test_sampled_tokens_are_in_the_ledger_verbatim(plan: Plan):
 
 @quick
 @given(plans())
-def test_control_tokens_nothing_from_outside_becomes_a_control_token(plan: Plan):
+def test_outside_text_never_becomes_a_control_token(plan: Plan):
     request = play(plan).request
     prompt = ["<|im_start|>", "<|im_end|>"]
     if request.prompt_ids:
@@ -106,7 +106,7 @@ def test_state_machine_only_legal_edges_are_taken(plan: Plan):
 
 @quick
 @given(plans())
-def test_failures_are_data_every_request_ends_once_with_a_reason_and_whose_fault_it_was(plan: Plan):
+def test_failures_are_data_every_request_ends_once_with_a_reason_and_a_fault(plan: Plan):
     request = play(plan).request
     assert request.is_finished
     if request.state is RequestState.FAILED:
@@ -122,7 +122,7 @@ def test_failures_are_data_every_request_ends_once_with_a_reason_and_whose_fault
 
 @quick
 @given(plans())
-def test_life_cycle_what_was_created_is_released(plan: Plan):
+def test_life_cycle_every_created_plugin_is_released(plan: Plan):
     played = play(plan)
     for tool in played.tools:
         check_life(tool.lives, "create", "release")

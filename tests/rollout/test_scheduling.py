@@ -365,7 +365,7 @@ async def test_a_second_deterministic_rollout_on_an_engine_is_refused():
     assert request.stop_reason is StopReason.ANSWERED
 
 
-async def test_an_engine_whose_cache_cannot_be_dropped_is_free_again():
+async def test_an_engine_is_free_again_if_its_cache_cannot_be_dropped():
     class Broken(NotingEngine):
         async def flush_cache(self) -> None:
             raise EngineError("no cache")

@@ -147,7 +147,7 @@ async def test_every_call_is_answered_in_the_order_of_the_calls():
     assert all(o.message.role == "tool" for o in observations)
 
 
-async def test_the_record_holds_what_was_asked_and_what_came_of_it():
+async def test_the_record_has_the_call_and_its_outcome():
     [observation] = await answers(echo(7))
     record = observation.record
     assert (record.name, record.arguments, record.reward) == ("echo", {"number": 7}, 0.5)

@@ -163,7 +163,7 @@ async def test_many_processes_of_the_code_can_share_work(sandbox: Sandbox):
     assert (done.stdout, done.stderr) == ("[0, 1, 4, 9, 16]\n", "")
 
 
-async def test_text_that_is_no_text_comes_back_as_text(sandbox: Sandbox):
+async def test_invalid_text_is_returned_as_text(sandbox: Sandbox):
     session = await sandbox.open_python()
     done = await session.run("import os; os.write(1, b'\\xff'); raise ValueError('\\ud800')")
     assert done.stdout == "\ufffd"

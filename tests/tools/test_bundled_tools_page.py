@@ -35,7 +35,7 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
         ("The keys of the sandbox", SandboxConfig),
     ],
 )
-def test_every_key_stands_in_the_table_and_no_other(section: str, model: type[Section]):
+def test_every_key_is_in_the_table_and_no_other(section: str, model: type[Section]):
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", SECTIONS[section], re.M)
     assert [key for key, _ in rows] == list(model.model_fields)
     for key, shown in rows:
@@ -56,7 +56,7 @@ def test_every_key_stands_in_the_table_and_no_other(section: str, model: type[Se
         ("Programs on a SandboxFusion service", "sandbox_fusion_tool"),
     ],
 )
-def test_what_is_shown_stands_in_the_file_that_we_ship(section: str, file: str):
+def test_shown_yaml_is_in_the_shipped_file(section: str, file: str):
     [block] = re.findall(r"^```yaml\n(.*?)^```", SECTIONS[section], re.M | re.S)
     [shown] = yaml.safe_load(block)["tools"]
     shipped = yaml.safe_load((CONFIGS / f"{file}.yaml").read_text(encoding="utf-8"))

@@ -224,7 +224,7 @@ def test_a_file_without_function_tools_is_refused(tmp_path: Path):
         load_function_tools(source)
 
 
-async def test_a_function_may_say_what_stands_round_it():
+async def test_a_function_may_configure_its_middleware():
     calls: list[int] = []
 
     @function_tool(config={"cache": {}})
@@ -239,7 +239,7 @@ async def test_a_function_may_say_what_stands_round_it():
     assert calls == [3]
 
 
-def test_a_config_of_a_function_that_cannot_be_meant_is_refused_where_it_stands():
+def test_an_impossible_config_of_a_function_is_refused_with_its_location():
     with pytest.raises(ConfigError, match=r"cache\.max_entries is 0"):
 
         @function_tool(config={"cache": {"max_entries": 0}})

@@ -63,7 +63,7 @@ async def test_tools_are_discovered_inside_a_running_event_loop(tmp_path: Path):
     assert "echo" in load(tmp_path, one(tool_selected_list=["echo"]))
 
 
-def test_a_list_selects_tools_and_a_name_that_no_server_has_is_told(tmp_path: Path):
+def test_a_list_selects_tools_and_an_unknown_name_is_reported(tmp_path: Path):
     assert list(load(tmp_path, one(tool_selected_list=["count", "echo"]))) == ["echo", "count"]
     error = refused(tmp_path, one(tool_selected_list=["ecko"]))
     assert "no server has a tool 'ecko'; did you mean 'echo'?" in str(error)
@@ -146,7 +146,7 @@ def test_a_mistake_in_the_section_is_named(tmp_path: Path, section: Any, key: st
     assert str(error.details["file"]).endswith("tools.yaml")
 
 
-def test_secrets_of_a_server_stand_in_no_error(tmp_path: Path):
+def test_no_error_contains_a_servers_secrets(tmp_path: Path):
     servers = {"a": {"url": "http://x", "headers": {"Authorization": ["hunter2"]}}}
     error = refused(tmp_path, {"servers": servers})
     assert "hunter2" not in str(error)
@@ -201,7 +201,7 @@ def test_verls_names_and_keys_are_read(tmp_path: Path):
 VERLS = "verl.tools.mcp_search_tool.MCPSearchTool"
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path):
+def test_a_server_that_does_not_start_is_reported_with_its_last_output(tmp_path: Path):
     error = refused(tmp_path, one("dead"))
     assert "MCP server 'fake': MCPError: Connection closed" in str(error)
     assert str(error.details["last_words"]).endswith("no licence")
@@ -227,7 +227,7 @@ def test_a_server_that_cannot_be_reached_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("status", "message"), [(503, "HTTP 503 Service Unavailable"), (404, "HTTP 404 Not Found")]
 )
-async def test_an_address_that_is_no_servers_is_told_with_what_it_answers(
+async def test_an_address_without_an_mcp_server_is_reported_with_its_answer(
     tmp_path: Path, status: int, message: str
 ):
     async with serving(always(status)) as url:
@@ -259,7 +259,7 @@ async def test_arguments_arrive_as_they_are(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", ["\ud800", float("nan")])
-async def test_failures_are_data_arguments_that_nobody_can_be_sent_break_no_session(
+async def test_failures_are_data_arguments_that_cannot_be_sent_break_no_session(
     tmp_path: Path, value: Any
 ):
     tools = load(tmp_path, one())
@@ -398,7 +398,7 @@ async def test_a_call_that_is_late_is_a_timeout_and_its_session_goes_on(tmp_path
     await shut_down(tools)
 
 
-async def test_a_dead_server_is_a_crash_whose_cause_the_model_does_not_see(tmp_path: Path):
+async def test_a_dead_server_is_a_crash_and_the_model_does_not_see_the_cause(tmp_path: Path):
     tools = load(tmp_path, one())
     [outcome] = await session(tools).execute([call("break")])
     assert outcome.outcome is CallOutcome.CRASHED

@@ -75,7 +75,7 @@ def test_an_mcp_tool_of_verls_is_ours_and_asks_for_its_servers(tmp_path: Path):
     assert error.details["key"] == "tools[0].mcp.mcp_servers_config_path"
 
 
-def test_every_class_that_stands_for_one_of_verls_names_what_became_of_it(tmp_path: Path):
+def test_replaced_classes_of_verl_are_listed(tmp_path: Path):
     names = ["verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.search_tool.SearchTool"]
     text = "tools:\n" + "".join(f"  - class_name: {name}\n" for name in names)
     assert classes_of_verl(written(tmp_path, text)) == [
@@ -173,7 +173,7 @@ class Own(FlakyTool):
         ("{cache_dir: x, url: 'http://x', model: m, top_k: 3, headers: {}, seed: 1}", []),
     ],
 )
-def test_a_near_miss_of_agentrls_keys_is_told_of_a_users_tool(
+def test_a_misspelled_agentrl_key_of_a_users_tool_is_reported(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     config: str,
@@ -199,7 +199,7 @@ def test_keys_that_are_translated_are_no_near_misses(
     assert caplog.messages == []
 
 
-def test_a_subclass_of_verls_base_is_told_what_to_import(
+def test_error_of_a_subclass_of_verls_base_names_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "their_tools.py").write_text(

@@ -49,7 +49,7 @@ async def said(service: FakeFusion, config: dict[str, Any] | None = None, **argu
     return outcome
 
 
-async def test_a_program_is_run_and_its_end_is_told():
+async def test_a_program_is_run_and_its_end_is_reported():
     async with fusion_service() as service:
         fine = await said(service, code="```python\nprint(6 * 7)\n```")
         wrong = await said(service, code="1 / 0")

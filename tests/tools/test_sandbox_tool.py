@@ -86,7 +86,9 @@ async def test_a_traceback_says_what_the_error_says_and_shortens_the_files_alone
 
 
 @pytest.mark.parametrize("behind", ["", "\n", "\r\nx = '\x0c'\r\n"])
-async def test_carets_stand_below_what_failed_on_the_last_line_too(tool: PythonTool, behind: str):
+async def test_carets_are_below_the_failing_code_on_the_last_line_too(
+    tool: PythonTool, behind: str
+):
     async with instance(tool) as r:
         text = await python(tool, r, f"a = 1\nb=bytearray(-1){behind}")
         two = await python(tool, r, "a = '\x0c'\n(a + 1) + (2 + 3)")

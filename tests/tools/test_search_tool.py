@@ -140,7 +140,7 @@ async def test_a_service_that_answers_otherwise_is_named(answer: Answer, what: s
         ({"query": "\ud800"}, "not valid JSON"),
     ],
 )
-async def test_a_call_that_asks_for_nothing_is_told_so(parameters: dict[str, Any], what: str):
+async def test_a_call_without_a_query_gets_a_message(parameters: dict[str, Any], what: str):
     with pytest.raises(ToolError, match=what):
         await ask(SearchTool({"url": "http://127.0.0.1:9"}), **parameters)
 

@@ -103,7 +103,7 @@ def test_the_tool_of_the_page_is_short():
     assert all(len(block.splitlines()) < 30 for block in blocks("python"))
 
 
-def test_every_key_stands_in_the_table_with_its_default():
+def test_every_key_is_in_the_table_with_its_default():
     def keys(model: type[BaseModel], parent: str = "") -> dict[str, str]:
         found: dict[str, str] = {}
         for name, field in model.model_fields.items():
@@ -122,7 +122,7 @@ def test_every_key_stands_in_the_table_with_its_default():
     assert table == keys(ToolSettings)
 
 
-def test_every_outcome_stands_in_the_table():
+def test_every_outcome_is_in_the_table():
     assert sorted(row[0] for row in cells("What the model sees")) == sorted(CallOutcome)
 
 

@@ -96,7 +96,7 @@ def test_with_the_reference_s_estimator_what_is_kept_is_compared_with_all(world:
     assert torch.equal(kept["advantages"], expected)
 
 
-def test_a_kl_in_the_reward_is_that_of_all_samples_and_law_9_that_of_the_kept(world: World):
+def test_kl_in_the_reward_is_of_all_samples_and_equal_rewards_are_of_the_kept(world: World):
     """Without the row that scored 0 nothing of group a differs, nor of any other."""
     keys = {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.5}}
     _, plain = credited(world, **keys)

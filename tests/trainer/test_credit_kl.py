@@ -73,7 +73,7 @@ NAN = float("nan")
         ([[0.0, 1.0], [1.0, 0.0]], 1.0, False),  # equal scores, other turns
     ],
 )
-def test_a_group_whose_turns_say_nothing_is_spared_the_kl_and_no_other(
+def test_only_a_group_with_equal_turn_rewards_gets_no_kl(
     world: World, name: str, earned: list[list[float]], gamma: float, is_silent: bool
 ):
     keys = {"adv_estimator": name, "gamma": gamma, "use_kl_in_reward": True,

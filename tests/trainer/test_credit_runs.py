@@ -85,9 +85,7 @@ def test_a_run_is_corrected_and_says_by_how_much(train: Train, tmp_path: Path):
     assert line["rollout_corr/rollout_rs_masked_fraction"] == 0
 
 
-def test_a_run_whose_samples_are_all_rejected_leaves_the_weights_alone(
-    train: Train, tmp_path: Path
-):
+def test_a_run_with_only_rejected_samples_leaves_the_weights_alone(train: Train, tmp_path: Path):
     none = {"rollout_rs": "token_k1", "rollout_rs_threshold": "100_101"}
     algorithm = ADAPTIVE | {"rollout_correction": none}
     trainer = train(tmp_path / "run", algorithm=algorithm, trainer__total_training_steps=1)

@@ -112,7 +112,7 @@ def test_memory_that_runs_out_in_the_engine_fails_its_calls_and_names_its_keys(
     assert saved_steps(tmp_path / "run") == ["global_step_1"]
 
 
-def test_memory_that_the_system_refuses_is_told_with_the_micro_batch():
+def test_memory_that_the_system_refuses_is_reported_with_the_micro_batch():
     policy = make_policy(start_world("cpu", timeout_s=60), vocab_size=50_000)
     actor = make_actor(policy, Layout(budget=4096, block_bytes=1 << 40))
     batch = make_batch([Row([1], [2] * 3000, [1] * 3000)])
@@ -194,7 +194,7 @@ def test_run_that_takes_no_step_any_more_ends(train: Train, tmp_path: Path, faul
 # A dataset that changed under a resumed run.
 
 
-def test_changed_rows_are_told_in_words_before_the_model_loads(
+def test_changed_rows_are_reported_before_the_model_loads(
     train: Train, plugin_folder: Path, tmp_path: Path
 ):
     assert train(trainer__total_training_steps=1).code == 0
@@ -220,7 +220,7 @@ def test_changed_rows_are_told_in_words_before_the_model_loads(
         assert "Qwen2ForCausalLM" not in output.out
 
 
-def test_changed_validation_set_is_told_and_the_run_goes_on(
+def test_changed_validation_set_is_reported_and_the_run_continues(
     train: Train, plugin_folder: Path, tmp_path: Path
 ):
     assert train(trainer__total_training_steps=1).code == 0
@@ -248,7 +248,7 @@ def test_rows_under_another_name_are_the_same_rows(
 # A tokenizer and a model that disagree.
 
 
-def test_tokenizer_with_more_tokens_than_the_model_is_told_before_the_model_loads(
+def test_tokenizer_with_more_tokens_than_the_model_is_reported_before_the_model_loads(
     train: Train, tiny_home: Path, tmp_path: Path
 ):
     tokenizer = AutoTokenizer.from_pretrained(tiny_home / "policy")
@@ -259,7 +259,7 @@ def test_tokenizer_with_more_tokens_than_the_model_is_told_before_the_model_load
     assert "Qwen2ForCausalLM" not in output.out
 
 
-def test_tokenizer_of_another_family_beside_the_models_own_is_refused(
+def test_tokenizer_that_disagrees_with_the_models_own_is_refused(
     train: Train, tiny_home: Path, tmp_path: Path
 ):
     other = tmp_path / "other"
@@ -277,7 +277,7 @@ def test_tokenizer_of_another_family_beside_the_models_own_is_refused(
     assert_refused(output, "is 'b' to the tokenizer of", "and 'a' to the one in the model's folder")
 
 
-def test_special_tokens_of_another_tokenizer_are_told(
+def test_special_tokens_of_another_tokenizer_are_reported(
     train: Train, tiny_home: Path, tmp_path: Path
 ):
     policy = tmp_path / "policy"
@@ -294,7 +294,7 @@ def test_special_tokens_of_another_tokenizer_are_told(
     assert "note: the tokenizer's end of sequence is '<|im_end|>'" in output.out
 
 
-def test_template_whose_end_of_turn_is_no_token_is_told(train: Train):
+def test_template_without_an_end_of_turn_token_is_reported(train: Train):
     template = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}[END]\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -335,7 +335,7 @@ def make_walker() -> PolicyModel:
     return PolicyModel(lm, start_world("cpu", timeout_s=60), torch.float32, FsdpConfig())
 
 
-def test_prompt_that_a_trained_policy_cannot_read_is_told():
+def test_prompt_that_a_trained_policy_cannot_read_is_reported():
     policy = make_walker()
     # Nothing that it was trained on: less likely than chance (6.4 nats), and in its own ids.
     prompt = make_walk(60, torch.Generator().manual_seed(2), jumps=1.0)

@@ -125,7 +125,7 @@ def test_library_that_tells_a_full_disk_in_its_own_way_is_heard(tiny_home: Path,
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_ends_the_run_and_room_lets_it_go_on(
+def test_a_full_disk_ends_the_run_and_free_space_lets_it_continue(
     train: Train, tmp_path: Path, whole: Path
 ):
     with mounted(tmp_path / "run", kilobytes=600):
@@ -156,7 +156,7 @@ def remount(folder: Path, *, kilobytes: int) -> None:
     subprocess.run(["mount", "-o", options, str(folder)], check=True)
 
 
-def test_run_whose_checkpoint_the_disk_cannot_hold_is_refused(tmp_path: Path):
+def test_run_with_a_checkpoint_larger_than_the_disk_is_refused(tmp_path: Path):
     config = parse_config({"data": {}, "model": {"path": "policy"}})
     check_disk_space(tmp_path, 1000, config)
     with pytest.raises(ConfigError, match=r"a checkpoint takes 12000000000\.00 GB") as raised:
@@ -171,7 +171,7 @@ def test_run_whose_checkpoint_the_disk_cannot_hold_is_refused(tmp_path: Path):
     "key", ["trainer.default_local_dir", "trainer.rollout_data_dir",
             "trainer.validation_data_dir", "data.cache_dir", "prepare.arithmetic.out_dir"]
 )  # fmt: skip
-def test_folder_that_cannot_be_written_is_told_before_the_model_loads(
+def test_folder_that_cannot_be_written_is_reported_before_the_model_loads(
     train: Train, tmp_path: Path, key: str
 ):
     (tmp_path / "file").write_text("")
@@ -180,7 +180,7 @@ def test_folder_that_cannot_be_written_is_told_before_the_model_loads(
     assert "Qwen2ForCausalLM" not in output.out
 
 
-def test_rollouts_that_cannot_be_saved_are_told_before_the_model_loads(
+def test_rollouts_that_cannot_be_saved_are_reported_before_the_model_loads(
     tiny_home: Path, plugin_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = write_yaml(tmp_path / "run.yaml", make_run(tiny_home, plugin_folder, tmp_path / "run"))

@@ -116,7 +116,7 @@ def test_rollout_command_is_stopped_with_its_tools_released(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_preparation_that_is_stopped_is_made_anew(
+def test_stopped_preparation_is_repeated(
     tiny_home: Path,
     tmp_path: Path,
     number: int,

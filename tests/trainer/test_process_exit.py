@@ -36,7 +36,7 @@ def test_a_thread_that_never_ends_holds_up_no_finished_command(code: int):
     assert "threads that do not end: of a tool" in done.stderr
 
 
-def test_a_command_whose_threads_end_says_nothing_of_them():
+def test_a_command_with_ended_threads_prints_nothing_about_them():
     done = spawn("threading.Thread(target=time.sleep, args=(0.01,)).start()")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("agentrl ")

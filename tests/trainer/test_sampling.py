@@ -146,7 +146,7 @@ def test_a_prompt_that_comes_twice_in_one_step_is_another_group(world: World):
     assert len({request.request_id for request in samples.sampled}) == 12
 
 
-def test_a_group_is_judged_by_those_whose_failure_was_not_the_infrastructure_s(world: World):
+def test_infrastructure_failures_do_not_count_in_a_groups_signal(world: World):
     def outcome(row: int, offset: int) -> SampleResult:
         ends = {
             0: [SampleResult(1.0), SampleResult(0.0), FAILED],
@@ -259,7 +259,7 @@ def test_what_failed_has_no_reward_to_lose(world: World):
 # Bonuses and penalties.
 
 
-def test_each_source_beside_the_scorer_is_told_apart(world: World):
+def test_each_reward_source_besides_the_scorer_is_separate(world: World):
     lengths = {(0, 0): 6, (0, 1): 7, (1, 0): 10, (1, 1): 2}
     reward = {"reward": {"length_penalty": 0.5, "weights": {"tool": 2.0}}}
     loop = FakeLoop(world, lambda row, at: SampleResult(1.0, num_tokens=lengths[row, at]), **reward)

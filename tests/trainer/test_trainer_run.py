@@ -181,7 +181,9 @@ def test_run_without_validation_set_trains(fit: Fit):
     assert trainer.summary.val_success_after is None
 
 
-def test_batch_larger_than_the_data_is_told_before_the_model_loads(tiny_home: Path, tmp_path: Path):
+def test_batch_larger_than_the_data_is_reported_before_the_model_loads(
+    tiny_home: Path, tmp_path: Path
+):
     run = tiny_run(
         tiny_home,
         tmp_path / "run",

@@ -278,7 +278,7 @@ def test_one_prompt_and_more_ranks_than_samples(tiny_home: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_torchrun_that_is_stopped_leaves_nothing_behind(
+def test_stopped_torchrun_leaves_no_process(
     tiny_home: Path, tmp_path: Path, number: signal.Signals
 ):
     file = run_file(tiny_home, tmp_path, deed="time.sleep(50)")

@@ -75,7 +75,7 @@ def test_layout_is_invisible_layout_changes_no_loss_and_no_gradient(world: World
 
 @given(drawn=rows_and_layouts())
 @same_policy
-def test_observations_are_invisible_what_stands_on_masked_tokens_has_no_effect(world: World, drawn):
+def test_observations_are_invisible_values_on_masked_tokens_have_no_effect(world: World, drawn):
     rows = [*drawn[0], Row([1], [2], [1])]
     batch, other = make_batch(rows), make_batch(rows)
     masked = other.batch["response_mask"] == 0

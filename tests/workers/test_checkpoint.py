@@ -47,7 +47,7 @@ def snapshot(step: int) -> Snapshot:
     return Snapshot(state, {"w": torch.full((2, 3), float(step))}, {"exp_avg/w": torch.ones(2, 3)})
 
 
-def test_checkpoint_comes_back_whole(tmp_path: Path):
+def test_checkpoint_is_loaded_completely(tmp_path: Path):
     path = save_checkpoint(tmp_path, snapshot(10))
     assert path.name == "global_step_10"
     assert sorted(file.name for file in path.iterdir()) == FILES
@@ -88,7 +88,7 @@ def test_run_among_later_checkpoints_keeps_what_it_writes_and_what_is_later(tmp_
     keep=st.none() | st.integers(1, 5),
 )
 @settings(max_examples=20, deadline=None)
-def test_resume_is_exact_what_was_written_last_stands_and_only_older_ones_go(
+def test_resume_is_exact_the_last_checkpoint_is_kept_and_older_ones_are_removed(
     tmp_path_factory: pytest.TempPathFactory, there: set[int], step: int, keep: int | None
 ):
     root = tmp_path_factory.mktemp("c")
@@ -212,7 +212,7 @@ def test_manifest_that_does_not_vouch_for_every_file_is_refused(
         verify_checkpoint(path)
 
 
-def test_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path):
+def test_run_with_only_damaged_checkpoints_is_not_started_again(tmp_path: Path):
     write_two(tmp_path)
     for path in tmp_path.iterdir():
         (path / "model.safetensors").unlink()
@@ -251,7 +251,7 @@ def test_resume_is_exact_any_changed_byte_is_noticed(
         (checkpoint, "save_file", SafetensorError("I/O error: No space left on device")),
     ],
 )
-def test_full_disk_is_told_and_leaves_nothing_half_written(
+def test_full_disk_is_reported_and_leaves_nothing_half_written(
     tmp_path: Path, module: ModuleType, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
     save_checkpoint(tmp_path, snapshot(1))

@@ -139,7 +139,7 @@ def test_folder_that_a_killed_run_had_moved_away_is_put_back(tmp_path: Path, had
     assert names == ["global_step_1", "global_step_2", "global_step_3"]
 
 
-def test_old_checkpoint_that_cannot_be_removed_is_told_and_ends_nothing(
+def test_old_checkpoint_that_cannot_be_removed_is_reported_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     write_two(tmp_path)

@@ -198,7 +198,7 @@ def small(config_class: type, **extra: object):
     )  # fmt: skip
 
 
-def test_scale_and_cap_behind_the_head_are_the_models_own(world: World):
+def test_scale_and_cap_after_the_head_are_the_models_own(world: World):
     torch.manual_seed(0)
     assert probe_head(CohereForCausalLM(small(CohereConfig, logit_scale=0.25))).scale == 0.25
     gemma = Gemma2ForCausalLM(small(Gemma2Config, final_logit_softcapping=2.0))
@@ -243,7 +243,7 @@ def test_squared_probabilities_sum_to_those_of_a_plain_softmax(
     assert torch.allclose(found.sum_pi_squared.double(), expected, rtol=1e-5)
 
 
-def test_squared_probabilities_stand_on_trained_tokens_and_only_where_asked_for(world: World):
+def test_squared_probabilities_are_on_trained_tokens_and_only_on_request(world: World):
     policy, plain = make_policy(world), tiny_model(initializer_range=0.1)
     actor, rows = make_actor(policy, Layout(budget=20)), random_rows(9)
     batch = make_batch(rows, Layout(pad_left=2, pad_right=3))

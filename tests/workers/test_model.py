@@ -42,7 +42,7 @@ def test_loaded_policy_has_the_folders_weights_in_float32(world: World, folder: 
     assert all(torch.equal(w, stored[name]) for name, w in weights(policy).items())
 
 
-def test_missing_folder_is_told(tmp_path: Path):
+def test_missing_folder_is_reported(tmp_path: Path):
     with pytest.raises(ConfigError, match="no model can be loaded") as caught:
         load_causal_lm(ModelConfig(path=str(tmp_path / "nowhere")))
     assert caught.value.details["key"] == "model.path"
@@ -83,7 +83,7 @@ def test_auto_dtype_is_by_device():
     assert resolve_dtype(low, torch.device("cpu")) == torch.bfloat16
 
 
-def test_asking_for_a_device_that_is_not_there_is_told():
+def test_missing_device_is_reported():
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     with pytest.raises(ConfigError, match="finds no CUDA device"):
@@ -161,7 +161,7 @@ async def test_engine_that_fails_to_take_weights_raises_here(world: World):
         await sync_weights(make_policy(world), engine, version=1)
 
 
-def test_a_model_that_reads_images_is_refused_in_words(tmp_path: Path):
+def test_a_model_that_reads_images_is_refused_with_a_message(tmp_path: Path):
     Qwen2_5_VLConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="a qwen2_5_vl, which reads images") as caught:
         load_hf_config(ModelConfig(path=str(tmp_path)))

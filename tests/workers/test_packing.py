@@ -39,7 +39,7 @@ def test_example_of_the_docstring():
 
 
 @given(rows_and_layouts())
-def test_layout_is_invisible_every_trained_token_is_scored_once_behind_its_own_prefix(drawn):
+def test_layout_is_invisible_every_trained_token_is_scored_once_after_its_own_prefix(drawn):
     rows, layout = drawn
     padded = read_padded_rows(make_batch(rows, layout))
     ordered = [rows[place] for place in layout.order]
@@ -64,7 +64,7 @@ def test_layout_is_invisible_every_trained_token_is_scored_once_behind_its_own_p
     assert set(seen) == expected
 
 
-def test_tokens_behind_the_last_trained_one_are_not_computed():
+def test_tokens_after_the_last_trained_one_are_not_computed():
     rows = read_padded_rows(make_batch([Row([1, 2], [3, 4, 5, 6, 7], [0, 1, 0, 0, 0])]))
     assert pack_rows(rows, [0], CPU).input_ids.tolist() == [[1, 2, 3]]
 

@@ -84,7 +84,7 @@ def test_a_rank_that_was_killed_ends_the_other_at_once(outcomes: Outcomes):
     assert "rank 1 started gen of step 4" in found["words"]
 
 
-def test_a_rank_that_finds_nobody_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_cannot_join_raises_a_rank_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)

@@ -56,7 +56,7 @@ def test_another_seed_makes_other_weights(config: TinyPolicyConfig, tmp_path: Pa
     assert weights[0] != weights[1]
 
 
-def test_files_of_somebody_else_are_not_overwritten(config: TinyPolicyConfig, tmp_path: Path):
+def test_files_of_another_origin_are_not_overwritten(config: TinyPolicyConfig, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="was not made by"):
         make_tiny_policy(config.model_copy(update={"out_dir": tmp_path}))

@@ -54,7 +54,7 @@ def test_gdpo_reads_the_scorer_s_dicts_and_prefers_them():
     assert torch.equal(advantages_of("gdpo", hand_made(), **gdpo_settings(**columns)), by_column)
 
 
-def test_gdpo_weighs_rewards_equally_unless_told():
+def test_gdpo_weighs_rewards_equally_by_default():
     plain = advantages_of("gdpo", hand_made(), **gdpo_settings(**BOTH))
     assert torch.equal(
         plain, advantages_of("gdpo", hand_made(), **gdpo_settings((1.0, 1.0), **BOTH))

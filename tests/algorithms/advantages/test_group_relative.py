@@ -206,7 +206,7 @@ def test_an_estimator_with_open_arguments_is_given_all_there_is():
     compute_advantage(scored_batch(), AlgorithmConfig(adv_estimator="open-of-a-test"))
 
 
-def test_an_estimator_that_wants_what_is_not_there_is_told():
+def test_estimator_with_a_missing_input_is_reported():
     @register_adv_est("values-of-a-test")
     def compute_value_advantage(token_level_rewards, values):
         return values, values
@@ -215,7 +215,7 @@ def test_an_estimator_that_wants_what_is_not_there_is_told():
         compute_advantage(scored_batch(), AlgorithmConfig(adv_estimator="values-of-a-test"))
 
 
-def test_an_estimator_that_returns_another_shape_is_told():
+def test_estimator_that_returns_a_wrong_shape_is_reported():
     @register_adv_est("flat-of-a-test")
     def compute_flat_advantage(token_level_rewards):
         return token_level_rewards.sum(-1), token_level_rewards

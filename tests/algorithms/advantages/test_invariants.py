@@ -145,7 +145,7 @@ def test_the_bundled_estimators_are_all_here():
 @every
 @few
 @given(seed=seeds, where=seeds)
-def test_observations_are_invisible_masked_tokens_put_in_anywhere_change_nothing(name, seed, where):
+def test_observations_are_invisible_inserted_masked_tokens_change_nothing(name, seed, where):
     batch = make_batch(seed, name)
     wider, places = insert_masked(batch, where)
     found = compute(name, wider)
@@ -156,7 +156,7 @@ def test_observations_are_invisible_masked_tokens_put_in_anywhere_change_nothing
 @every
 @few
 @given(seed=seeds)
-def test_observations_are_invisible_what_stands_on_masked_tokens_is_not_seen(name, seed):
+def test_observations_are_invisible_values_on_masked_tokens_are_ignored(name, seed):
     batch = make_batch(seed, name)
     spoiled = {
         key: torch.where(batch.mask, value, FILLS[key]) if key in FILLS else value
@@ -214,7 +214,7 @@ def test_layout_is_invisible_padding_changes_nothing(name, seed, on_the_left):
 @every_by_group
 @few
 @given(seed=seeds, reward=st.sampled_from([7.7, 0.1, 1 / 3, 0.0]), copies=st.integers(1, 17))
-def test_equal_rewards_a_group_of_equal_rewards_gives_exactly_zero(name, seed, reward, copies):
+def test_equal_rewards_give_exactly_zero_advantage(name, seed, reward, copies):
     """The same row over and over, or once, beside groups that differ.
 
     Estimators that compare turns with each other compare what is still to come: undiscounted, as

@@ -59,7 +59,7 @@ def test_gae_by_hand_over_an_observation():
     torch.testing.assert_close(returns, torch.tensor([[-0.1875 + 0.5, 0.0, 1.0]]))
 
 
-def test_gae_on_a_long_response_stands_next_to_a_loop():
+def test_gae_on_a_long_response_equals_a_loop():
     torch.manual_seed(0)
     mask = torch.rand(2, 4096) < 0.6
     rows = TurnRows(torch.randn(2, 4096), torch.randn(2, 4096), mask, mask, mask, [0, 1], mask)

@@ -259,7 +259,7 @@ def assert_same(one: RolloutCorrection, two: RolloutCorrection) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), config=configs(), data=st.data())
-def test_observations_are_invisible_masked_tokens_change_nothing_wherever_they_stand(
+def test_observations_are_invisible_masked_tokens_change_nothing_at_any_position(
     batch: Batch, config: RolloutCorrectionConfig, data: st.DataObject
 ):
     width = batch.mask.shape[1]
@@ -387,7 +387,7 @@ def test_every_preset_has_the_values_of_verl():
             parse_rejections(own.rollout_rs, own.rollout_rs_threshold)
 
 
-def test_thresholds_beside_a_preset_win():
+def test_thresholds_override_a_preset():
     config = RolloutCorrectionConfig(preset="decoupled_seq_is_rs", rollout_rs_threshold="0.1_10")
     own = config.effective
     assert (own.rollout_is, own.rollout_rs, own.rollout_rs_threshold) == (

@@ -30,7 +30,7 @@ def test_vanilla_by_hand(ratio, advantage, loss, clipped, lower):
     assert metrics["actor/ppo_kl"].item() == pytest.approx(-math.log(ratio))
 
 
-def test_one_clip_stands_for_both():
+def test_one_clip_ratio_sets_both_bounds():
     found, _ = compute_policy_loss_vanilla(
         column(0), column(1), column(1), column(1), config=ActorConfig(clip_ratio=0.5)
     )

@@ -150,7 +150,7 @@ def test_a_run_of_verls_is_read_from_its_file_and_its_command_line(tmp_path: Pat
     }
 
 
-def test_everything_may_stand_on_the_command_line(tmp_path: Path):
+def test_every_key_may_be_on_the_command_line(tmp_path: Path):
     whole = [
         *("data.max_prompt_length=1024", "data.max_response_length=1024"),
         *(f"{R}.name=sglang", f"{R}.multi_turn.enable=True", f"+{R}.multi_turn.max_user_turns=2"),
@@ -229,7 +229,7 @@ def test_in_a_whole_tree_the_command_line_chooses_and_a_default_left_is_reported
 
 
 @pytest.mark.parametrize("key", CHOICES)
-def test_a_default_that_somebody_writes_is_a_choice(key: str):
+def test_a_default_that_is_written_counts_as_set(key: str):
     name, value = CHOICES[key]
     assert ours(BASE, name) != value
     used = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "t.yaml",
@@ -260,7 +260,7 @@ NAMES = [row.name.replace("*", "some.thing") for row in table()]
 
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 @settings(max_examples=20)
-def test_any_value_of_any_key_is_refused_in_words_or_stands_in_one_list(changes):
+def test_any_value_of_any_key_is_refused_or_listed_once(changes):
     try:
         root = tree(changes)
     except (OmegaConfBaseException, AttributeError):
@@ -346,7 +346,7 @@ def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key: s
         assert "did you mean" in matches[0]
 
 
-def test_problems_are_told_together_and_in_verls_names(tmp_path: Path):
+def test_problems_are_reported_together_with_verls_names(tmp_path: Path):
     line = [f"{R}.nn=4", "algorithm.use_pf_ppo=True", f"{R}.skip_rollout=True"]
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, FILE), [*LINE, *line])
@@ -368,7 +368,7 @@ def test_a_problem_of_the_command_line_is_not_laid_on_the_file(tmp_path: Path):
     assert f"file: {tmp_path}/verl.yaml" in str(caught.value)
 
 
-def test_a_wrong_value_is_told_under_verls_name():
+def test_a_wrong_value_is_reported_with_verls_name():
     error = refusal({f"{A}.optim.lr": "fast"})
     assert error.key == f"{A}.optim.lr"
     assert "actor.optim.lr" in str(error)
@@ -630,7 +630,7 @@ def test_a_section_may_be_an_interpolation():
     assert "actor_rollout_ref.ref.fsdp_config.offload_policy" in [i.key for i in report.unsupported]
 
 
-def test_an_interpolation_that_leads_nowhere_is_told_with_its_key():
+def test_an_interpolation_without_a_target_is_reported_with_its_key():
     assert refusal({f"{A}.optim.lr": "${nowhere}"}).key == f"{A}.optim.lr"
 
 
@@ -658,7 +658,7 @@ def test_a_value_that_must_be_given_is_asked_for():
 # Both trees.
 
 
-def test_keys_of_ours_may_stand_beside_verls():
+def test_agentrl_keys_may_be_mixed_with_verls():
     config = read(
         {
             "rollout.multi_turn.tool_timeout_s": 5,
@@ -731,7 +731,7 @@ def test_the_whole_report_has_three_lists():
     assert "no effect in verl too (1):" in description
 
 
-def test_load_config_logs_what_became_of_the_keys(tmp_path: Path, caplog):
+def test_load_config_logs_the_translation_of_the_keys(tmp_path: Path, caplog):
     with caplog.at_level(logging.WARNING):
         load_config(written(tmp_path, FILE), LINE)
     assert "no counterpart" in caplog.text

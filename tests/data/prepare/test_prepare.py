@@ -187,7 +187,7 @@ def test_an_unfinished_folder_is_made_again(tmp_path, monkeypatch):
     assert len(read_rows(tmp_path / "demos.jsonl")) == 4
 
 
-def test_files_of_somebody_else_are_not_overwritten(tmp_path):
+def test_files_of_another_origin_are_not_overwritten(tmp_path):
     mine = tmp_path / "train.parquet"
     mine.write_text("precious")
     with pytest.raises(DataError, match="was not made by"):

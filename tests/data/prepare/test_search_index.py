@@ -118,7 +118,7 @@ def test_a_corpus_without_words_or_not_there_is_refused(tmp_path: Path):
         prepare_search_index(SearchIndexConfig(out_dir=tmp_path / "x", corpus=binary))
 
 
-def test_files_of_somebody_else_are_left_alone(tmp_path: Path):
+def test_files_of_another_origin_are_left_alone(tmp_path: Path):
     (tmp_path / "index").mkdir()
     (tmp_path / "index/index.json").write_text("{}")
     with pytest.raises(DataError, match="was not made by"):
@@ -126,7 +126,7 @@ def test_files_of_somebody_else_are_left_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("step", ["_build", "atomic_file", "replace"])
-async def test_an_index_whose_making_was_cut_short_is_absent_and_made_again(
+async def test_an_interrupted_index_is_absent_and_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ):
     folder = tmp_path / "index"

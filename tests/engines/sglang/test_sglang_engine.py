@@ -19,7 +19,9 @@ from tests.fakes.engines import plain_log_probs, tiny_model
 pytestmark = pytest.mark.sglang
 
 
-async def test_end_of_sequence_that_nobody_asked_for_is_gone_on_from(running: SGLangEngine):
+async def test_sampling_continues_after_an_end_of_sequence_that_is_not_requested(
+    running: SGLangEngine,
+):
     # The model's own files name token 5; with the others far away, it comes at every other step.
     model = tiny_model().eval()
     with_bias = model.lm_head.weight.detach().clone()
@@ -51,7 +53,9 @@ async def test_weights_of_another_model_in_between_are_gone(running: SGLangEngin
     assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-async def test_request_whose_name_begins_another_s_is_aborted_alone(running: SGLangEngine):
+async def test_request_with_an_id_that_is_a_prefix_of_another_is_aborted_alone(
+    running: SGLangEngine,
+):
     endless = SamplingParams(max_new_tokens=900)
     calls = [
         asyncio.create_task(running.generate(PROMPT, endless, request_id=name))
@@ -99,7 +103,7 @@ def test_server_argument_under_which_no_weights_are_taken_is_refused(name: str):
 
 
 @pytest.mark.parametrize("gives_memory", [True, False])
-def test_engine_beside_a_trainer_leaves_it_half_of_the_memory(gives_memory: bool):
+def test_engine_on_the_trainers_device_leaves_half_of_the_memory(gives_memory: bool):
     needs = SGLangNeeds(model_path="m", max_model_len=8, max_requests=1, gives_memory=gives_memory)
     chosen = server_arguments(needs, on_cpu=False)
     assert chosen.get("enable_memory_saver", False) == gives_memory

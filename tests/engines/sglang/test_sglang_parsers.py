@@ -134,7 +134,7 @@ def test_formats_that_only_sglang_has_are_read(name: str):
 
 
 @pytest.mark.parametrize("name", ["deepseekv3", "glm45", "kimi_k2"])
-def test_a_call_that_is_cut_off_in_the_middle_is_told(name: str):
+def test_a_truncated_call_is_reported(name: str):
     text = OTHERS[name]
     turn = parse(f"sglang:{name}", text[: text.index("hi <b>")])
     assert turn.num_calls == 2, turn

@@ -44,7 +44,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-def test_engine_that_is_killed_ends_the_run_in_words_with_its_last_step_saved(
+def test_killed_engine_ends_the_run_with_a_message_and_the_last_step_saved(
     run: subprocess.Popen[str], tmp_path: Path
 ):
     wait_for_steps(run, tmp_path, 2)

@@ -127,7 +127,7 @@ def check_ledgers(
         torch.testing.assert_close(actual[sampled], expected[sampled], atol=1e-5, rtol=1e-5)
 
 
-async def test_a_server_that_answers_slowly_costs_nobody_else(
+async def test_a_slow_server_delays_no_other_request(
     serving: Serving, watched: Callable[..., Watched], model: Qwen2ForCausalLM
 ):
     one, two = serving.start()
@@ -192,7 +192,7 @@ def training_on(serving: Serving, address: str, folder: Path) -> Iterator[subpro
             training.kill()
 
 
-async def test_the_only_server_killed_is_a_clear_error_and_the_checkpoint_stands(
+async def test_the_only_server_killed_is_a_clear_error_and_the_checkpoint_is_kept(
     serving: Serving, watched: Callable[..., Watched], tmp_path: Path
 ):
     only = serving.start()[1]

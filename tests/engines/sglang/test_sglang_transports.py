@@ -135,7 +135,7 @@ class Refusing:
 @pytest.mark.parametrize(
     "request_name", ["init_weights_update_group", "update_weights_from_distributed"]
 )
-async def test_member_that_does_not_join_in_breaks_the_group_and_nobody_hangs(
+async def test_member_that_does_not_join_breaks_the_group_without_a_hang(
     engine: SGLangServerEngine, request_name: str, tmp_path: Path
 ):
     model = tiny_model(seed=10).eval()

@@ -290,7 +290,7 @@ def test_cache_that_cannot_hold_one_sequence_is_refused_by_its_key(model: Qwen2F
     assert "11" in str(caught.value.details["expected"])
 
 
-def test_memory_that_cannot_hold_one_sequence_is_told_with_what_to_change(
+def test_memory_below_one_sequence_is_reported_with_the_keys_to_change(
     model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ):
     free: Callable[[torch.device], int] = lambda _: 100_000  # noqa: E731

@@ -35,7 +35,7 @@ async def test_failures_are_data_a_text_that_cannot_be_encoded_costs_its_own_req
     assert isinstance(broken, ValueError)
 
 
-async def test_whoever_is_cancelled_while_it_waits_disturbs_nobody():
+async def test_a_cancelled_waiter_affects_no_other():
     queue = EncodingQueue(Lengths())
     gone, stays = asyncio.create_task(queue.encode(["a"])), asyncio.create_task(queue.encode(["b"]))
     await asyncio.sleep(0)

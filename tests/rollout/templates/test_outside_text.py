@@ -169,7 +169,7 @@ def test_control_tokens_no_text_in_any_position_forges_a_control_token(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(text=HOSTILE.filter(str.strip))
-def test_control_tokens_text_comes_back_as_it_was(name: str, text: str) -> None:
+def test_control_tokens_text_is_unchanged_after_decoding(name: str, text: str) -> None:
     template, report = load_template(name), load_report(name)
     normalize = template.structure.encoder.normalize
     for position in POSITIONS:

@@ -161,7 +161,7 @@ def test_a_thought_that_ends_with_the_stop_token_of_an_answer_is_found() -> None
     assert "the stop token '<|im_end|>' ends the turn before" in message
 
 
-def test_a_call_behind_the_stop_token_of_an_answer_is_found() -> None:
+def test_a_call_after_the_stop_token_of_an_answer_is_found() -> None:
     report = probe_template(make_template(chatml("{{ m.content or '' }}<|im_end|>" + CALLS)))
     assert "this chat template ends a turn too early" in refusal(report, tools=True)
     require(report, TemplateNeeds(interaction=True))
@@ -176,7 +176,7 @@ LOSES_END = (
 )
 
 
-def test_what_a_template_rewrites_only_behind_a_system_message_is_refused_for_such_rows() -> None:
+def test_a_template_that_rewrites_after_a_system_message_is_refused_for_such_rows() -> None:
     report = probe_template(make_template(TOOLS + LOSES_END))
     require(report, TemplateNeeds(tools=True))
     assert "two rounds of tools" in refusal(report, tools=True, system=True)

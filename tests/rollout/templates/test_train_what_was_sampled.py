@@ -97,7 +97,7 @@ def test_sampled_tokens_deltas_add_up_to_the_rendering_of_the_whole(name: str) -
 
 
 @pytest.mark.parametrize("name", STABLE)
-def test_sampled_tokens_sampled_tokens_stand_in_the_ledger_verbatim(name: str) -> None:
+def test_sampled_tokens_are_in_the_ledger_unchanged(name: str) -> None:
     template = load_template(name)
 
     @settings(max_examples=10, deadline=None)

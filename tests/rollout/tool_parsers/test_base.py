@@ -79,7 +79,7 @@ def test_a_call_is_read(name: str):
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_text_without_a_call_is_content_as_it_stands(name: str):
+def test_text_without_a_call_is_unchanged_content(name: str):
     text = " The answer is {42}, [x] and `y` < 3.\n"
     assert parse(name, text) == ParsedTurn(text)
 
@@ -93,7 +93,7 @@ def test_calls_inside_a_thought_are_not_calls(name: str):
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_behind_a_thought_that_is_never_closed_there_is_no_call(name: str):
+def test_no_call_is_parsed_after_an_unclosed_thought(name: str):
     text = f"<think>hm. {ONE_CALL[name]}"
     assert parse(name, text) == ParsedTurn(text)
     assert parse(name, ONE_CALL[name], starts_in_thought=True) == ParsedTurn(ONE_CALL[name])

@@ -31,7 +31,7 @@ WORDS = st.sampled_from(["ab ", "é", "日本", "x", "<tool_call>", "🙂", "</t
 
 @settings(deadline=None, max_examples=80)
 @given(st.lists(WORDS, min_size=1, max_size=6).map("".join), st.data())
-def test_the_tokens_of_a_span_are_those_whose_text_is_in_it(text: str, data: Any):
+def test_the_tokens_of_a_span_are_those_with_text_in_it(text: str, data: Any):
     ids = encode(text)
     start = data.draw(st.integers(0, len(text) - 1))
     end = data.draw(st.integers(start + 1, len(text)))
@@ -138,7 +138,7 @@ async def test_each_call_knows_its_own_tokens_in_every_turn():
     assert inside == [True] * 4
 
 
-async def test_a_call_that_nobody_executes_knows_its_tokens_too():
+async def test_a_call_that_is_not_executed_has_its_tokens_too():
     request = await roll_out(f"So: {GOOD}", budgets=Budgets(max_assistant_turns=1))
     assert [call.outcome for call in request.turns[0].calls] == ["skipped"]
     assert texts_of(request) == [GOOD]
@@ -157,7 +157,7 @@ async def test_an_unknown_tool_and_wrong_arguments_are_calls_as_well():
         ("json", 'x {"name": "f", "arguments": {}} y', [(2, 32)]),
     ],
 )
-def test_a_format_tells_where_its_calls_stand(name: str, text: str, spans: list[Any]):
+def test_a_format_reports_the_spans_of_its_calls(name: str, text: str, spans: list[Any]):
     assert [call.span for call in get_tool_parser(name).parse(text).calls] == spans
 
 

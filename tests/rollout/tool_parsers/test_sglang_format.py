@@ -193,6 +193,6 @@ def test_what_other_threads_compute_meanwhile_is_not_counted():
         signal.raise_signal(signal.SIGVTALRM)
 
 
-def test_an_unknown_format_is_told_of_the_family():
+def test_error_of_an_unknown_format_names_the_family():
     with pytest.raises(ConfigError, match="sglang:NAME"):
         get_tool_parser("deepseekv3")

@@ -136,7 +136,7 @@ def test_data_goes_through_whole(value: Any):
     assert type(again) is type(value)
 
 
-def test_what_is_no_data_stays_behind_a_handle():
+def test_values_that_are_no_data_become_handles():
     written = encode([object(), Decimal(1), Fraction(1, 2)], lambda value: {"handle": 3})
     assert decode(written, lambda index, kind: (index, kind)) == [
         (3, "object"),

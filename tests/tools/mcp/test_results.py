@@ -27,7 +27,7 @@ def embedded(**resource: Any) -> dict[str, Any]:
     return {"type": "resource", "resource": {"uri": "demo://1", **resource}}
 
 
-def test_texts_stand_in_their_order_with_pictures_beside_them():
+def test_texts_keep_their_order_and_pictures_are_separate():
     response = read(text("one"), PNG, text("two"), PNG | {"mimeType": "image/webp"})
     assert response.text == "one\ntwo"
     assert response.image is not None
@@ -61,7 +61,7 @@ def test_structured_content_is_shown_where_no_text_repeats_it():
     assert read().text == ""
 
 
-def test_an_error_is_told_in_the_servers_words():
+def test_an_error_is_reported_with_the_servers_text():
     with pytest.raises(ToolError, match=r"^not so\nand not so$"):
         read(text("not so"), text("and not so"), isError=True)
     with pytest.raises(ToolError, match="gave no reason"):

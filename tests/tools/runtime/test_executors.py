@@ -42,7 +42,7 @@ async def longest_silence(of: "asyncio.Future[Any]") -> float:
     return longest
 
 
-async def test_blocking_code_on_a_thread_holds_up_nobody_and_times_out():
+async def test_blocking_code_on_a_thread_delays_no_other_and_times_out():
     tool = BlockingTool({"isolation": "thread", "block_s": 0.5})
     running = asyncio.ensure_future(
         session_of(tool, timeout_s=0.2).execute([call("blocking", i) for i in range(2)])
@@ -68,7 +68,7 @@ class Broken(BaseTool):
 
 
 @pytest.mark.parametrize("isolation", ["none", "thread", "process"])
-async def test_a_crash_is_told_with_its_request_and_the_users_line(
+async def test_a_crash_is_reported_with_its_request_and_the_users_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, isolation: str
 ):
     source = tmp_path / "my_tools.py"

@@ -105,7 +105,7 @@ async def test_each_attempt_has_the_whole_timeout_and_seconds_are_those_of_all()
     assert 0.15 <= outcome.seconds < 0.3
 
 
-async def test_attempts_end_and_the_last_failure_is_told():
+async def test_attempts_end_and_the_last_failure_is_reported():
     tool = PlayedTool(ValueError("first"), ValueError("last"), retry=QUICK_RETRY)
     outcome = await ask(tool)
     assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.CRASHED, 3)
@@ -120,12 +120,12 @@ async def test_garbage_is_repeated_as_a_crash_is():
     assert (await ask(Garbage(retry=QUICK_RETRY))).num_attempts == 2
 
 
-async def test_failures_are_data_a_failure_that_cannot_be_told_is_repeated_as_any_other():
+async def test_failures_are_data_an_unprintable_failure_is_retried_as_any_other():
     outcome = await ask(PlayedTool(UnprintableError(), None, retry=QUICK_RETRY))
     assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.OK, 2)
 
 
-async def test_a_failure_that_is_repeated_is_told_once_and_not_as_a_warning(
+async def test_a_retried_failure_is_logged_once_and_not_as_a_warning(
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level(logging.DEBUG)
@@ -197,7 +197,7 @@ async def test_no_more_calls_run_at_once_than_may_over_all_requests():
     assert tool.most == 2
 
 
-async def test_the_timeout_starts_behind_the_queue_and_queue_time_is_told_apart():
+async def test_the_timeout_starts_after_the_queue_and_queue_time_is_separate():
     tool = PlayedTool(0.05, max_concurrency=1)
     outcomes = await ask_all(tool, 4, timeout_s=0.1)
     assert kinds(outcomes) == ["ok"] * 4
@@ -272,7 +272,7 @@ def test_a_tool_serves_one_event_loop_after_another():
     assert len(_handlers[id(tool)]._by_loop) == 1, "loops that are closed are forgotten"
 
 
-def test_what_stands_round_a_tool_goes_with_it():
+def test_the_middleware_of_a_tool_is_released_with_it():
     tool = PlayedTool(max_concurrency=1)
     number = id(tool)
     asyncio.run(ask_all(tool, 2))
@@ -359,7 +359,7 @@ async def test_who_queued_before_the_breaker_opened_is_refused_when_it_is_its_tu
     assert max(outcome.queue_seconds for outcome in outcomes) < 0.15
 
 
-async def test_attempts_that_open_the_breaker_are_told_and_not_the_refusal_behind_them():
+async def test_attempts_that_open_the_breaker_are_reported_and_not_the_refusal():
     tool = PlayedTool(ValueError("down"), retry=QUICK_RETRY, circuit_breaker={"max_failures": 2})
     outcome = await ask(tool)
     assert (outcome.outcome, outcome.num_attempts) == (CallOutcome.CRASHED, 2)
@@ -369,7 +369,7 @@ async def test_attempts_that_open_the_breaker_are_told_and_not_the_refusal_behin
 # All together.
 
 
-async def test_guards_stand_round_tools_on_threads():
+async def test_middleware_applies_to_tools_on_threads():
     tool = BlockingTool({"isolation": "thread", "block_s": 0.02, "max_concurrency": 1})
     outcomes = await ask_all(tool, 3)
     assert kinds(outcomes) == ["ok"] * 3

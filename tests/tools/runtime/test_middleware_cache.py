@@ -65,7 +65,7 @@ async def test_each_asker_may_change_what_it_got():
 
 
 @pytest.mark.parametrize("failure", [ToolError("no"), ValueError("x")])
-async def test_a_failure_is_told_to_all_who_wait_and_not_kept(failure: Exception):
+async def test_a_failure_is_returned_to_all_waiters_and_not_cached(failure: Exception):
     class Slow(PlayedTool):
         async def _play(self, act: Any, parameters: dict[str, Any]) -> Any:
             await asyncio.sleep(0.01)
@@ -125,7 +125,7 @@ async def test_what_cannot_be_copied_is_each_askers_own():
     assert len(tool.begun) == 3
 
 
-async def test_the_oldest_answers_go_where_there_is_no_room():
+async def test_the_oldest_answers_are_evicted_from_a_full_cache():
     tool = PlayedTool(cache={"max_entries": 2})
     for x in (1, 2, 3):
         await ask(tool, x=x)
@@ -148,7 +148,7 @@ async def test_a_cached_answer_takes_no_place_and_is_given_while_the_service_is_
     assert (await ask(tool, x=1)).is_cached
 
 
-async def test_guards_stand_round_tools_in_processes(tmp_path: Any):
+async def test_middleware_applies_to_tools_in_processes(tmp_path: Any):
     config = {"isolation": "process", "log": str(tmp_path / "log"), "cache": {}}
     tool = CountingProcessTool(config | {"retry": {"max_attempts": 2, "wait_jitter_s": 0}})
     session = ToolSession({"counting": tool}, instance_id="r")

@@ -132,7 +132,7 @@ async def test_failures_are_data_what_exits_when_it_is_read_fails_the_request_al
 
 
 @pytest.mark.parametrize("method", ["create", "execute", "calc_reward", "release"])
-async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that(method: str):
+async def test_failures_are_data_an_unprintable_error_is_reported_as_such(method: str):
     class Untold(FlakyTool):
         async def _enter(self, entered: str, kwargs: dict[str, Any]) -> None:
             if entered == method:
@@ -151,7 +151,7 @@ async def test_failures_are_data_an_error_that_cannot_be_told_is_told_as_that(me
     assert [text for text in messages if f"UnprintableError: {UNPRINTABLE_MESSAGE}" in text]
 
 
-async def test_failures_are_data_a_tool_error_that_cannot_be_told_is_an_answer_all_the_same():
+async def test_failures_are_data_an_unprintable_tool_error_is_still_an_answer():
     class MissingError(ToolError):
         def __init__(self, table: str) -> None:
             self.table = table  # and the base class is told nothing

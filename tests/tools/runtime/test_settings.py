@@ -36,7 +36,9 @@ def test_unused_keys_a_misspelt_key_is_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize("tool", [PythonTool, BashTool])
-def test_unused_keys_a_sandbox_is_refused_whose_address_is_another_providers(tool: type[BaseTool]):
+def test_unused_keys_a_sandbox_with_the_address_of_another_provider_is_refused(
+    tool: type[BaseTool],
+):
     with pytest.raises(ConfigError, match="sandbox_fusion"):
         tool({"sandbox": {"provider": "sandbox_fusion"}})
     with pytest.raises(ConfigError, match="sandbox_fusion"):
@@ -53,7 +55,7 @@ def test_unused_keys_a_sandbox_is_refused_whose_address_is_another_providers(too
         (TRUSTED, ""),
     ],
 )
-def test_unused_keys_what_the_sandbox_does_not_read_is_told(
+def test_unused_keys_unread_sandbox_keys_are_reported(
     caplog: pytest.LogCaptureFixture, sandbox: dict[str, Any], message: str
 ):
     PythonTool({"sandbox": sandbox})

@@ -169,7 +169,7 @@ def test_console_shows_the_steps_of_the_run_and_the_time_that_is_left():
     assert rows[1][7] == "25%"
 
 
-def test_console_columns_stand_under_their_titles():
+def test_console_columns_are_under_their_titles():
     header, line = log_console([(1, STEP | {"val/a/success": 0.5})])
     ends = [len(header[: header.index(title)]) + len(title) for title in header.split()]
     assert all(line[end - 1] != " " and line[end : end + 1] in ("", " ") for end in ends)

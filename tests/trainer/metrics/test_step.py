@@ -89,7 +89,7 @@ def test_calls_are_counted_per_request_and_by_outcome():
     assert "rollout/tool/unknown/num_calls" not in metrics, "what is malformed never ran"
 
 
-def test_a_tools_queue_retries_and_cache_are_told_apart_from_its_work():
+def test_a_tools_queue_retries_and_cache_are_separate_from_its_work():
     request = start_request()
     calls = [
         CallRecord(name="calculator", seconds=2.0, queue_seconds=1.0, num_attempts=3),

@@ -40,7 +40,7 @@ def dump(request):
     return request.model_dump(mode="json")
 
 
-def test_what_no_rank_can_be_sent_is_saved_in_words(tmp_path: Path):
+def test_values_that_cannot_be_sent_are_saved_as_text(tmp_path: Path):
     config = RunConfig(
         data=DataConfig(),
         model=ModelConfig(path="policy"),

@@ -152,7 +152,7 @@ def test_an_unfinished_request_can_be_shown():
     assert "+ | hm" in plain(request).splitlines()
 
 
-def test_rewards_and_differences_are_told():
+def test_rewards_and_differences_are_shown():
     request = make_tool_request(reward=0.5, tool_rewards={"calculator": 0.25})
     request.reward_extra_info = {"acc": True}
     request.differences = [TokenDifference(turn=1, kind="whitespace", expected="\n", actual="")]
@@ -219,9 +219,7 @@ def test_a_saved_request_is_shown_as_it_was(tmp_path: Path):
 @pytest.mark.parametrize("placement", get_args(Placement))
 @settings(max_examples=20, deadline=None)
 @given(request=finished_requests())
-def test_rewards_on_trained_tokens_the_rewards_that_are_shown_sum_to_the_one_that_is_told(
-    placement, request
-):
+def test_rewards_on_trained_tokens_shown_rewards_sum_to_the_combined_one(placement, request):
     config = COMBINED.model_copy(update={"placement": placement})
     transcript = read_transcript(request, decode_bytes, config)
     tokens = [token for section in transcript.sections for token in section.tokens]
@@ -236,7 +234,7 @@ def test_rewards_on_trained_tokens_the_rewards_that_are_shown_sum_to_the_one_tha
     assert all(token.reward is None or token.status is TokenStatus.TRAINED for token in tokens)
 
 
-def test_a_failure_is_told_in_words_with_the_users_own_line():
+def test_a_failure_is_described_with_the_users_own_line():
     request = start_request()
     append_answer(request, "go")
     failure = describe_failure(_raised_at_home(), Fault.TOOL, turn=1)
@@ -300,7 +298,7 @@ def test_the_table_lists_every_response_token():
     assert [row[2] for row in cells[2:]] == ["␣", "…", "…", "€"]
 
 
-def test_a_calls_error_stands_on_one_line_with_its_details():
+def test_a_calls_error_is_on_one_line_with_its_details():
     request = start_request()
     message = str(ToolLifeError("it died", exit_code=-9, reason="killed"))
     append_answer(request, "go", calls=[CallRecord(name="f", outcome="crashed", message=message)])

@@ -56,7 +56,7 @@ def test_rows_that_are_scored_by_their_source_need_one(keys: dict[str, Any]):
         assert word in message
 
 
-def test_a_source_that_nobody_scores_is_said_where_the_score_weighs_nothing():
+def test_a_source_without_scorer_is_reported_if_the_score_has_weight_zero():
     reward = config(weights={"trajectory": 0, "interaction": 1})
     (note,) = note_unscored(rows("mine"), reward)
     assert "'mine' has no bundled scorer" in note
@@ -72,12 +72,12 @@ def test_its_rows_score_nothing_and_others_are_scored_as_ever(keys: dict[str, An
     assert [request.reward for request in requests] == [0.0, 1.0, 0.0]
 
 
-def test_a_source_without_scorer_is_told_the_nearest_one():
+def test_error_of_a_source_without_scorer_names_the_nearest_one():
     with pytest.raises(DataError, match="did you mean 'openai/gsm8k'"):
         check_sources(rows("openai/gsm8"), config(), file="f")
 
 
-def test_a_source_whose_scorer_runs_code_needs_a_sandbox():
+def test_a_source_with_a_scorer_that_runs_code_needs_a_sandbox():
     untrusted = config(sandbox={"provider": "subprocess"})
     with pytest.raises(SandboxError, match="trusted") as error:
         check_sources(rows("mbpp"), untrusted, file="f")

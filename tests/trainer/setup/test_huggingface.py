@@ -56,7 +56,7 @@ def test_what_the_hub_says_of_a_model_is_for_the_loading_to_tell(monkeypatch: py
     assert is_within_reach("org/policy")
 
 
-def test_new_tries_of_the_hub_s_client_are_not_told(monkeypatch: pytest.MonkeyPatch):
+def test_retries_of_the_hubs_client_are_not_logged(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
     hub_logging.set_verbosity_warning()
     quiet_libraries()

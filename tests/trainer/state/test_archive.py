@@ -33,7 +33,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_run_that_begins_anew_sets_every_checkpoint_aside(tmp_path: Path):
+def test_run_that_starts_again_archives_every_checkpoint(tmp_path: Path):
     config = make_config(tmp_path, resume_mode="disable")
     root = put_checkpoints(config, 20, 40)
     moved = archive_earlier_outputs(config, None, 0)
@@ -66,7 +66,7 @@ def test_run_that_only_validates_moves_no_checkpoint_and_no_rollouts(tmp_path: P
     assert names(rollouts) == ["step_000001.jsonl"]
 
 
-def test_run_that_begins_anew_tells_in_one_line_what_lies_where(tmp_path: Path):
+def test_run_that_starts_again_reports_the_archive_in_one_line(tmp_path: Path):
     rollouts = put_files(
         tmp_path / "rollouts",
         "step_000001.jsonl", "step_000012.jsonl", "val_000000.jsonl", "val_a_b_000012.jsonl",

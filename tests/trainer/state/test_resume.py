@@ -69,7 +69,7 @@ def test_resume_from_a_path_has_a_short_name(tmp_path: Path):
     assert find_checkpoint(config) == tmp_path
 
 
-def test_resume_from_a_path_that_is_not_there_is_told(tmp_path: Path):
+def test_resume_from_a_missing_path_is_reported(tmp_path: Path):
     config = make_trainer(tmp_path, resume_mode="path", resume_from_path=tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"resume_from_path: no folder .*none"):
         find_checkpoint(config)

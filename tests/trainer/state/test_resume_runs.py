@@ -48,7 +48,7 @@ def write_checkpoint(config: RunConfig) -> Path:
     return save_checkpoint(root, Snapshot(state, tensors, tensors))
 
 
-def test_policy_made_anew_is_another_origin(config: RunConfig) -> None:
+def test_policy_that_is_made_again_has_another_origin(config: RunConfig) -> None:
     manifest = Path(config.model.path) / "manifest.json"
     manifest.write_text(json.dumps({"steps": 30}))
     first = policy_origin(config)
@@ -153,7 +153,7 @@ def finished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_resume_is_exact_run_that_ends_anywhere_and_goes_on_is_the_run_that_never_ended(
+def test_resume_is_exact_after_a_kill_at_any_step(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # 14 rows fill three batches: step 4 is the second epoch's first.
@@ -214,7 +214,7 @@ def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
     assert {path.suffix for path in run.rglob("global_step_*/*")} == {".json", ".safetensors"}
 
 
-def test_run_that_begins_anew_leaves_nothing_of_the_earlier_one_beside_its_own(
+def test_run_that_starts_again_leaves_no_output_of_the_earlier_one_in_its_folder(
     train: Train, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = tmp_path / "run"

@@ -123,7 +123,7 @@ def test_lock_is_touched_while_it_is_held(tmp_path: Path, monkeypatch: pytest.Mo
         assert path.stat().st_mtime
 
 
-def test_lock_of_this_process_is_told_as_such(tmp_path: Path):
+def test_lock_of_this_process_is_reported_as_such(tmp_path: Path):
     with RunLock(tmp_path):
         assert str(refusal_of(tmp_path)).startswith("a Trainer of this process uses")
 

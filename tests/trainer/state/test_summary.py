@@ -48,7 +48,7 @@ def test_best_of_the_validated_steps_that_are_saved_is_known():
     )
 
 
-def test_success_that_was_not_measured_before_is_told_alone():
+def test_success_without_an_earlier_value_is_reported_alone():
     summary = Summary(seed=0)
     summary.note_validation(4, {"arithmetic": 0.5, "unseen": 0.25}, 8)
     assert lines_of(summary)[1:] == [

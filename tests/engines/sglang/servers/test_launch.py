@@ -95,7 +95,7 @@ def test_each_server_sees_its_own_devices(monkeypatch: pytest.MonkeyPatch):
         share_devices({"tp_size": 2}, ServeOptions(num=3))
 
 
-def test_addresses_are_told_as_a_run_file_takes_them():
+def test_addresses_are_printed_as_a_run_file_takes_them():
     plans = [ServerPlan(host="127.0.0.1", port=port, arguments={}) for port in (30000, 30001)]
     assert run_file_keys(plans) == (
         "rollout.engine.name=sglang_server 'rollout.engine.sglang_server.addresses="
@@ -103,7 +103,7 @@ def test_addresses_are_told_as_a_run_file_takes_them():
     )
 
 
-def test_servers_that_listen_everywhere_are_told_by_the_machine_s_name():
+def test_servers_that_listen_everywhere_are_printed_with_the_host_name():
     plan = ServerPlan(host="0.0.0.0", port=30000, arguments={})
     assert plan.address == f"http://{socket.gethostname()}:30000"
     assert plan.local_address == "http://127.0.0.1:30000"

@@ -215,7 +215,7 @@ async def test_addresses_at_which_nothing_ever_answered_are_the_run_file_s_mista
         await never.start()
 
 
-async def test_the_death_of_one_of_two_is_told_once_and_who_takes_its_requests(
+async def test_a_dead_server_is_reported_once_with_the_one_that_takes_its_requests(
     pair: tuple[FakeSGLang, FakeSGLang], connect: Opened, caplog: pytest.LogCaptureFixture
 ):
     engine = connect(*pair)
@@ -474,7 +474,7 @@ async def test_where_an_update_fails_everywhere_no_call_is_taken_until_one_succe
 
 
 @pytest.mark.parametrize("version", [0, 4])
-async def test_a_server_started_anew_comes_back_with_the_next_update(
+async def test_a_restarted_server_is_used_again_after_the_next_update(
     pair: tuple[FakeSGLang, FakeSGLang], connect: Opened, version: int
 ):
     one, two = pair
@@ -527,7 +527,7 @@ async def test_another_rank_follows_an_update_whatever_the_versions_were_before(
     assert list(out(other)) == [one.address]
 
 
-async def test_following_an_update_that_nobody_has_is_an_error(connect: Opened):
+async def test_following_an_update_that_no_server_has_is_an_error(connect: Opened):
     only = FakeSGLang()
     async with running(only):
         with pytest.raises(EngineError, match="no SGLang server is available"):
@@ -555,7 +555,7 @@ async def test_what_an_update_left_half_done_gets_no_calls_of_anybody_who_comes_
         assert (await ask(later)).weight_version == 0
 
 
-async def test_a_server_that_somebody_was_killed_in_an_update_of_is_known_without_a_wait(
+async def test_a_server_with_an_interrupted_update_is_detected_without_a_wait(
     connect: Opened,
 ):
     only = FakeSGLang()
@@ -580,7 +580,7 @@ async def test_what_was_sampled_by_half_of_an_update_is_asked_of_another(
     assert "is incomplete" in out(engine)[one.address]
 
 
-async def test_an_update_that_somebody_was_killed_in_is_ended_first(connect: Opened):
+async def test_an_interrupted_update_is_ended_first(connect: Opened):
     only = FakeSGLang(has_open_update=True)
     async with running(only):
         await connect(only).update_weights([], version=1)

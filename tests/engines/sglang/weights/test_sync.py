@@ -221,7 +221,7 @@ async def test_target_that_fails_is_taken_out_let_go_and_the_others_go_on(
     assert not good.is_paused
 
 
-async def test_where_nobody_is_left_the_update_raises():
+async def test_update_without_remaining_servers_raises():
     one, other = (RecordingBackend(name, fails_at(BUCKET, 1)) for name in ("one", "other"))
     owner = Owner()
     with pytest.raises(EngineError, match=f"refuses {BUCKET}"):
@@ -456,7 +456,7 @@ class NeverDone:
         return False
 
 
-async def test_broken_group_is_left_by_every_member_and_nobody_waits_for_ever(
+async def test_every_member_leaves_a_broken_group_without_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ):
     left: list[object] = []

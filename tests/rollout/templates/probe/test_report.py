@@ -84,7 +84,7 @@ def test_tool_results_are_carried_where_they_are_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_prompt_behind_a_tool_is_what_is_really_written_there(name: str) -> None:
+def test_the_prompt_after_a_tool_equals_the_rendering(name: str) -> None:
     report = load_report(name)
     opened = False
     for start in (assistant("Hello"), assistant("", call(query="a"))):
@@ -98,7 +98,7 @@ def test_the_prompt_behind_a_tool_is_what_is_really_written_there(name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_several_results_are_carried_where_each_stands_under_its_own_name(name: str) -> None:
+def test_several_results_are_supported_if_each_has_its_own_name(name: str) -> None:
     calls = [call("first", 0, query="a"), call("second", 1, query="b")]
     results = [tool("RAIN", 0, "first"), tool("SUN", 1, "second")]
     starts = ([user("Hi"), assistant("", *calls)], [user("Hi"), assistant("Hello")])
@@ -200,7 +200,7 @@ def test_gptoss_writes_another_end_for_a_last_turn_than_for_an_older_one() -> No
 
 
 @pytest.mark.parametrize("name", ["gptoss", "llama3_2"])
-def test_a_date_is_frozen_for_the_run_and_told(name: str) -> None:
+def test_a_date_is_frozen_for_the_run_and_reported(name: str) -> None:
     template, report = load_template(name), load_report(name)
     now = template.structure.renderer.now
     assert report.date == f"{now:%Y-%m-%d}"
