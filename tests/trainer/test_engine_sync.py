@@ -27,27 +27,27 @@ class RecordingEngine(ScriptedEngine):
 
     def __init__(self, *answers: Any, num_failures: int = 0, **settings: Any) -> None:
         super().__init__(*answers, **settings)
-        self.calls: list[str] = []
+        self.events: list[str] = []
         self._num_failures = num_failures
 
-    def tell(self, what: str) -> None:
-        if what != "generate" or self.calls[-1:] != ["generate"]:
-            self.calls.append(what)
+    def record(self, what: str) -> None:
+        if what != "generate" or self.events[-1:] != ["generate"]:
+            self.events.append(what)
 
     async def generate(self, *arguments: Any, **named: Any) -> Any:
-        self.tell("generate")
+        self.record("generate")
         return await super().generate(*arguments, **named)
 
     async def sleep(self, tags: Any = ALL_MEMORY) -> None:
-        self.tell(" ".join(("sleep", *tags)))
+        self.record(" ".join(("sleep", *tags)))
         await super().sleep(tags)
 
     async def wake(self, tags: Any = ALL_MEMORY) -> None:
-        self.tell(" ".join(("wake", *tags)))
+        self.record(" ".join(("wake", *tags)))
         await super().wake(tags)
 
     async def update_weights(self, named_tensors: Any, *, version: int) -> Any:
-        self.tell(f"weights {version}")
+        self.record(f"weights {version}")
         if self._num_failures:
             self._num_failures -= 1
             raise EngineError("no room")
@@ -67,19 +67,19 @@ def make_trainer(home: Path, folder: Path, *, num_failures: int = 0, **changes: 
 
 
 def note_update(trainer: Trainer, engine: RecordingEngine) -> None:
-    """Have updates among what the engine was told."""
+    """Record updates among the events of the engine."""
     update = trainer.components.actor.update_policy
 
     def noted(*arguments: Any, **named: Any) -> Any:
-        engine.tell("update")
+        engine.record("update")
         return update(*arguments, **named)
 
     trainer.components.actor.update_policy = noted
 
 
-def engine_calls(trainer: Trainer) -> list[str]:
+def engine_events(trainer: Trainer) -> list[str]:
     engine: Any = trainer.components.engine
-    return engine.calls
+    return engine.events
 
 
 def test_engine_that_shares_the_accelerator_sleeps_through_the_update_and_wakes_in_two_steps(
@@ -91,13 +91,13 @@ def test_engine_that_shares_the_accelerator_sleeps_through_the_update_and_wakes_
     before = ["wake weights", "weights 0", "wake kv_cache", "generate"]
     step = ["generate", SLEEP, "update", "wake weights", "weights {}", "wake kv_cache"]
     steps = [call.format(number) for number in (1, 2) for call in step]
-    assert engine_calls(trainer) == [*before, *steps[1:], "generate"]
+    assert engine_events(trainer) == [*before, *steps[1:], "generate"]
 
 
 def test_on_a_cpu_nothing_sleeps(tiny_home: Path, tmp_path: Path):
     trainer = make_trainer(tiny_home, tmp_path / "run")
     trainer.fit()
-    assert engine_calls(trainer) == [
+    assert engine_events(trainer) == [
         "weights 0", "generate", "update", "weights 1", "generate", "update", "weights 2",
         "generate",
     ]  # fmt: skip
@@ -131,11 +131,11 @@ def test_every_step_says_what_its_sync_cost(tiny_home: Path, tmp_path: Path):
 def test_sync_that_fails_once_is_repeated_and_counted(tiny_home: Path, tmp_path: Path):
     trainer = make_trainer(tiny_home, tmp_path / "run", num_failures=1)
     trainer.fit()
-    assert engine_calls(trainer)[:2] == ["weights 0", "weights 0"]
+    assert engine_events(trainer)[:2] == ["weights 0", "weights 0"]
 
 
 def test_sync_that_fails_for_good_ends_the_run(tiny_home: Path, tmp_path: Path):
     trainer = make_trainer(tiny_home, tmp_path / "run", num_failures=9, weight_sync__max_attempts=3)
     with pytest.raises(EngineError, match="no room"):
         trainer.fit()
-    assert engine_calls(trainer) == ["weights 0"] * 3
+    assert engine_events(trainer) == ["weights 0"] * 3
