@@ -48,8 +48,14 @@ class ToolResult(NamedTuple):
                 "(response, reward), (response, reward, metrics) or a ToolResult"
             )
         result = cls(*fields)
+        response = cast("Any", result.response)
+        if not isinstance(response, ToolResponse | str | dict):
+            raise TypeError(
+                f"tool {tool!r} returned {response!r:.80}; expected a ToolResult, ToolResponse, "
+                "str or dict"
+            )
         return cls(
-            _response(result.response, tool),
+            ToolResponse.of(cast("ToolResponse | str | dict[str, Any]", response)),
             None if result.reward is None else finite(result.reward, tool),
             _metrics(result.metrics, tool),
             bool(result.should_stop),
@@ -228,14 +234,6 @@ def read_reward(value: Any, tool: str) -> float | None:
         ValueError: if it is NaN or infinite.
     """
     return None if value is None or isinstance(value, list) else finite(value, tool)
-
-
-def _response(value: Any, tool: str) -> ToolResponse:
-    if isinstance(value, ToolResponse | str | dict):
-        return ToolResponse.of(cast("ToolResponse | str | dict[str, Any]", value))
-    raise TypeError(
-        f"tool {tool!r} returned {value!r:.80}; expected a ToolResult, ToolResponse, str or dict"
-    )
 
 
 def _metrics(value: Any, tool: str) -> dict[str, Any]:

@@ -83,7 +83,12 @@ def load_function_tools(path_or_module: str | Path) -> list[BaseTool]:
         ConfigError: if it has no such function, or two of one name.
     """
     module = load_module(str(path_or_module))
-    marked = {id(value): value for value in vars(module).values() if _is_marked(value)}
+    marked = {
+        id(value): value
+        for value in vars(module).values()
+        if callable(value)
+        and isinstance(getattr(value, "__dict__", {}).get(MARK), OpenAIFunctionToolSchema)
+    }
     if not marked:
         raise ConfigError(
             "no function is marked as a tool", file=path_or_module, expected="@function_tool"
@@ -272,9 +277,3 @@ def _warn_of_own_keys(
             "%s: %s.%s: %r is left to the tool, as in verl; agentrl's own %s is a mapping",
             *(file, key, name, config[name], name),
         )
-
-
-def _is_marked(value: Any) -> bool:
-    return callable(value) and isinstance(
-        getattr(value, "__dict__", {}).get(MARK), OpenAIFunctionToolSchema
-    )

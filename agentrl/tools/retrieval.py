@@ -182,7 +182,15 @@ class IndexRetriever:
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Document]]:
         """Search off the event loop; the first search loads the index."""
-        return await in_thread(lambda: self._search(queries, top_k))
+
+        def find_all() -> list[list[Document]]:
+            with self._loading:
+                if self._loaded is None:
+                    self._loaded = _Loaded(self._parts)
+                loaded = self._loaded
+            return [loaded.search(query, top_k) for query in queries]
+
+        return await in_thread(find_all)
 
     async def close(self) -> None:
         """Close the files."""
@@ -190,13 +198,6 @@ class IndexRetriever:
             loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
-
-    def _search(self, queries: Sequence[str], top_k: int) -> list[list[Document]]:
-        with self._loading:
-            if self._loaded is None:
-                self._loaded = _Loaded(self._parts)
-            loaded = self._loaded
-        return [loaded.search(query, top_k) for query in queries]
 
 
 class _Loaded:

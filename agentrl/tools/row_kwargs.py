@@ -63,7 +63,9 @@ class RowKwargs:
                     self._check_method(name, field, kwargs or {})
 
     def _check_method(self, name: str, field: str, kwargs: Mapping[str, Any]) -> None:
-        takes = self._find_parameters(name, field)
+        if (name, field) not in self._parameters:
+            self._parameters[name, field] = _parameters_of(self._tools[name], field)
+        takes = self._parameters[name, field]
         if takes is None:
             return
         key, method = f"extra_info.tools_kwargs.{name}.{field}", field.removesuffix(_KWARGS)
@@ -86,11 +88,6 @@ class RowKwargs:
                 key=f"{key}.{missing[0]}",
                 expected=f"a mapping with {', '.join(takes.required)}",
             )
-
-    def _find_parameters(self, name: str, field: str) -> _Parameters | None:
-        if (name, field) not in self._parameters:
-            self._parameters[name, field] = _parameters_of(self._tools[name], field)
-        return self._parameters[name, field]
 
 
 def _has_known_shape(given: Any) -> bool:

@@ -95,7 +95,14 @@ class SearchTool(BundledTool):
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(our_names(config, type(self)), tool_schema)
-        self._retriever = _make_retriever(self._keys)
+        keys = self._keys
+        self._retriever: Retriever
+        if keys.url is not None:
+            client = HttpClient(keys.url, headers=keys.headers, max_bytes=_MAX_ANSWER_BYTES)
+            self._retriever = ServiceRetriever(client)
+        else:
+            require_package("bm25s", extra="search", what="retriever bm25")
+            self._retriever = IndexRetriever(read_parts(cast("UserPath", keys.index_dir)))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
@@ -135,11 +142,3 @@ class SearchTool(BundledTool):
         if len(queries) > self._keys.max_queries:
             raise ToolError(f"Error: ask at most {self._keys.max_queries} queries at once")
         return queries
-
-
-def _make_retriever(keys: SearchConfig) -> Retriever:
-    if keys.url is not None:
-        client = HttpClient(keys.url, headers=keys.headers, max_bytes=_MAX_ANSWER_BYTES)
-        return ServiceRetriever(client)
-    require_package("bm25s", extra="search", what="retriever bm25")
-    return IndexRetriever(read_parts(cast("UserPath", keys.index_dir)))

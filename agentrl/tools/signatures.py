@@ -65,8 +65,11 @@ def create_arguments(
     if whole is not None and whole.kind is not whole.VAR_KEYWORD:
         by_name = {key: value for key, value in create_kwargs.items() if key in parameters}
         return {**by_name, _WHOLE: dict(create_kwargs)}
-    if takes_any and _reads_whole(create):
-        return {**create_kwargs, _WHOLE: dict(create_kwargs)}
+    if takes_any:
+        code = getattr(inspect.unwrap(create), "__code__", None)
+        # True for `kwargs.get("create_kwargs")`.
+        if code is not None and _WHOLE in code.co_consts:
+            return {**create_kwargs, _WHOLE: dict(create_kwargs)}
     return dict(create_kwargs)
 
 
@@ -105,9 +108,3 @@ def _not_initialized(found: type[BaseTool]) -> ConfigError:
         "or reads config, tool_schema or name",
         expected="super().__init__(config, tool_schema) as its first line",
     )
-
-
-def _reads_whole(create: Callable[..., Any]) -> bool:
-    """Whether a method names `create_kwargs` in its code: `kwargs.get("create_kwargs")`."""
-    code = getattr(inspect.unwrap(create), "__code__", None)
-    return code is not None and _WHOLE in code.co_consts

@@ -172,9 +172,14 @@ class _Worker:
         self._connection, child = context.Pipe()
         self._child_connection = child
         self._name = tool.name
+        # The process imports this file first, if the tool's class is in no importable module.
+        function = vars(tool).get("function")
+        owner = function if inspect.isfunction(function) else type(tool)
+        in_file = owner.__module__.startswith(FILE_MODULE_PREFIX)
+        source_file = str(Path(inspect.getfile(owner))) if in_file else None
         self._process = context.Process(
             target=_serve,
-            args=(child, _source_file(tool), pickle.dumps(tool)),
+            args=(child, source_file, pickle.dumps(tool)),
             name=f"tool:{tool.name}",
             daemon=True,
         )
@@ -230,14 +235,6 @@ class _Worker:
             self._child_connection.close()
             if pid is None or self._process.exitcode is not None:
                 self._process.close()
-
-
-def _source_file(tool: BaseTool) -> str | None:
-    """Return the file to import first, if the tool's class is in no importable module."""
-    function = vars(tool).get("function")
-    owner = function if inspect.isfunction(function) else type(tool)
-    in_file = owner.__module__.startswith(FILE_MODULE_PREFIX)
-    return str(Path(inspect.getfile(owner))) if in_file else None
 
 
 def _serve(connection: Connection, source_file: str | None, pickled_tool: bytes) -> None:
