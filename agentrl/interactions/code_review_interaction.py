@@ -213,7 +213,12 @@ class CodeReviewInteraction(BaseInteraction):
         if code is None:
             return self._reply(review, [_NO_CODE], None, [])
         findings = await self._linter.check(code)
-        graded = await self._grade(code, review)
+        limits = GradingLimits(
+            test_timeout_s=self._settings.test_timeout_s,
+            total_timeout_s=self._settings.total_timeout_s,
+            max_tests=self._settings.max_tests,
+        )
+        graded = await grade(code, review.tests, self._shared.get(), limits)
         if graded.passed_all:
             text = f"All {graded.num_tests} tests pass."
             return InteractionResult(True, text, 1.0, _metadata(review, graded, findings))
@@ -227,14 +232,6 @@ class CodeReviewInteraction(BaseInteraction):
     async def shutdown(self) -> None:
         """End the sandbox."""
         await self._shared.close()
-
-    async def _grade(self, code: str, review: _Review) -> Grade:
-        limits = GradingLimits(
-            test_timeout_s=self._settings.test_timeout_s,
-            total_timeout_s=self._settings.total_timeout_s,
-            max_tests=self._settings.max_tests,
-        )
-        return await grade(code, review.tests, self._shared.get(), limits)
 
     def _describe_findings(self, findings: list[Finding]) -> list[str]:
         shown = [f"- {finding.describe()}" for finding in findings[: self._settings.max_findings]]

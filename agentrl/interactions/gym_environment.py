@@ -221,7 +221,12 @@ class Episode:
         if not (is_discrete(space) or takes_text(space)):
             raise TypeError(f"its actions are {space}; expected a Discrete or a Text space")
         found = self._env.reset(**_taken(self._env.reset, given))
-        return self._describe(found[0] if _has_info(found) else found, 0.0)
+        # `reset` returns an observation and its info, or an observation alone.
+        if isinstance(found, tuple):
+            fields = cast("tuple[Any, ...]", found)
+            if len(fields) == 2 and isinstance(fields[1], Mapping):
+                found = fields[0]
+        return self._describe(found, 0.0)
 
     @property
     def action_space(self) -> Any:
@@ -267,14 +272,6 @@ class Episode:
         return self._write(
             observation=observation, rendered=rendered, reward=reward, step=self.num_steps
         )
-
-
-def _has_info(found: Any) -> bool:
-    """Whether `reset` returned an observation and its info, and not an observation alone."""
-    if not isinstance(found, tuple):
-        return False
-    fields = cast("tuple[Any, ...]", found)
-    return len(fields) == 2 and isinstance(fields[1], Mapping)
 
 
 def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,9 @@ class GymInteraction(BaseInteraction):
         instance_id = instance_id or uuid.uuid4().hex
         settings = self._settings
         if seed is None:
-            seed = _draw_seed(f"{settings.seed}:{uid or instance_id}")
+            name = f"{settings.seed}:{uid or instance_id}"
+            digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest) >> 1
         episode = Episode(
             partial(self._make, **{**settings.env_kwargs, **(env_kwargs or {})}),
             settings.observation_template.format,
@@ -215,8 +217,3 @@ def template_fields(template: str) -> list[str]:
     """Return the names of the fields of a format string, without attributes and indices."""
     names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     return [re.split(r"[.\[]", name)[0] for name in names]
-
-
-def _draw_seed(name: str) -> int:
-    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest) >> 1

@@ -56,7 +56,14 @@ def initialize_interactions_from_config(path: str | Path) -> dict[str, BaseInter
     _check_names(names, path)
     _check_sources(entries, path)
     for index, entry in enumerate(entries):
-        _check_timeout(entry.config, f"interaction[{index}].config.timeout_s", path)
+        timeout_s = entry.config.get("timeout_s", 1.0)
+        if not isinstance(timeout_s, int | float) or timeout_s <= 0:
+            raise ConfigError(
+                f"timeout_s is {timeout_s!r}",
+                file=path,
+                key=f"interaction[{index}].config.timeout_s",
+                expected="seconds, more than 0",
+            )
     return {
         name: _build(classes[index], name, entries[index], f"interaction[{index}]", path)
         for index, name in enumerate(names)
@@ -154,14 +161,6 @@ def _check_sources(entries: Sequence[InteractionEntry], path: str | Path) -> Non
                     expected="one interaction for each source",
                 )
             claimed.add(source)
-
-
-def _check_timeout(config: dict[str, Any], key: str, path: str | Path) -> None:
-    timeout_s = config.get("timeout_s", 1.0)
-    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ConfigError(
-            f"timeout_s is {timeout_s!r}", file=path, key=key, expected="seconds, more than 0"
-        )
 
 
 def _build(

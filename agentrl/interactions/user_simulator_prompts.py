@@ -110,15 +110,12 @@ def _spoken(messages: Sequence[Mapping[str, Any]], *, show_tools: bool) -> Itera
             if text.strip():
                 yield _Utterance(message.role, text.strip())
         if show_tools:
-            yield from _tools_of(message)
-
-
-def _tools_of(message: Message) -> Iterator[_Utterance]:
-    for call in message.tool_calls or []:
-        arguments = json.dumps(call.function.arguments, ensure_ascii=False)
-        yield _Utterance("assistant", f"(calls {call.function.name} with {arguments})")
-    if message.role == "tool":
-        yield _Utterance("assistant", f"(is told by {message.name or 'the tool'}: {message.text})")
+            for call in message.tool_calls or []:
+                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+                yield _Utterance("assistant", f"(calls {call.function.name} with {arguments})")
+            if message.role == "tool":
+                text = f"(is told by {message.name or 'the tool'}: {message.text})"
+                yield _Utterance("assistant", text)
 
 
 def _joined(spoken: Sequence[_Utterance]) -> Iterator[dict[str, Any]]:
