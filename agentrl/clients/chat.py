@@ -185,7 +185,9 @@ class ChatClient:
         self.budget = ChatBudget(max_calls=config.max_calls, max_tokens=config.max_total_tokens)
         self._key = config.find_key()
         self._openai = _import_openai()
-        self._http = _http_library(self._openai)
+        # The HTTP library of openai: httpx, and httpx2 from its third release on.
+        (base,) = self._openai.DefaultAsyncHttpxClient.__bases__
+        self._http = importlib.import_module(base.__module__.partition(".")[0])
         self._connections = PerLoop(self._connect)
 
     async def complete(
@@ -304,12 +306,6 @@ def _count(usage: Any, messages: Sequence[Mapping[str, Any]], text: str) -> tupl
             return counted
     asked = sum(len(str(message.get("content") or "")) for message in messages)
     return -(-asked // _CHARACTERS_PER_TOKEN), -(-len(text) // _CHARACTERS_PER_TOKEN)
-
-
-def _http_library(openai: Any) -> Any:
-    """Return the HTTP library of openai: httpx, and httpx2 from its third release on."""
-    (base,) = openai.DefaultAsyncHttpxClient.__bases__
-    return importlib.import_module(base.__module__.partition(".")[0])
 
 
 def _import_openai() -> Any:
