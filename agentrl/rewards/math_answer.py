@@ -83,7 +83,10 @@ def compute_score(
     answer = last_boxed(said)
     boxed = answer is not None
     if answer is None and method == "flexible":
-        answer = _find_expression(said[-LONGEST_TAIL:])
+        tail = said[-LONGEST_TAIL:].replace("**", "")
+        found = _import().parse(tail, parsing_timeout=_alarm_s())
+        texts = [part for part in found if isinstance(part, str)]
+        answer = texts[-1] if texts else None
     right = answer is not None and any(is_same_answer(answer, truth) for truth in truths)
     earned = score if right else format_score if boxed else 0.0
     return {"score": earned, "acc": float(right), "answered": float(answer is not None)}
@@ -190,13 +193,6 @@ def _verify(answer: str, truth: str) -> bool:
 @lru_cache(maxsize=4096)
 def _parse_truth(truth: str, limit: int | None) -> tuple[Any, ...]:
     return tuple(_import().parse(rf"\boxed{{{truth}}}", parsing_timeout=limit))
-
-
-def _find_expression(text: str) -> str | None:
-    """Return the text of the last expression that `math_verify` finds."""
-    found = _import().parse(text.replace("**", ""), parsing_timeout=_alarm_s())
-    texts = [part for part in found if isinstance(part, str)]
-    return texts[-1] if texts else None
 
 
 def _alarm_s() -> int | None:

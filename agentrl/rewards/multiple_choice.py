@@ -77,25 +77,20 @@ def find_choice(solution: str, options: Mapping[str, str] | None = None) -> str 
         >>> find_choice("(A) is too small. The answer is (B).")
         'B'
     """
-    known = options or {}
-    for given in _given_answers(solution[-LONGEST_TAIL:]):
-        chosen = _read_choice(given, known)
+    tail = solution[-LONGEST_TAIL:]
+    boxed = last_boxed(tail)
+    lines = tail.strip().splitlines()
+    answers: list[str] = [  # in order of preference
+        *([boxed] if boxed is not None else []),
+        *_TAG.findall(tail)[-1:],
+        *reversed(_SAID.findall(tail)),
+        *lines[-1:],
+    ]
+    for given in answers:
+        chosen = _read_choice(given, options or {})
         if chosen is not None:
             return chosen
     return None
-
-
-def _given_answers(tail: str) -> list[str]:
-    """List the texts that may contain the answer, in order of preference."""
-    boxed = last_boxed(tail)
-    tagged, said = _TAG.findall(tail), _SAID.findall(tail)
-    lines = tail.strip().splitlines()
-    return [
-        *([boxed] if boxed is not None else []),
-        *tagged[-1:],
-        *reversed(said),
-        *lines[-1:],
-    ]
 
 
 def _read_choice(given: str, options: Mapping[str, str]) -> str | None:

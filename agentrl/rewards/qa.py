@@ -71,7 +71,9 @@ def compute_score(
         return {"score": 0.0, "acc": 0.0, "em": 0.0, "f1": 0.0, "answered": 0.0}
     em = max(float(_is_same(answer, one)) for one in golden)
     f1 = max(compute_f1(answer, one) for one in golden)
-    found = {"em": em, "f1": f1, "contains": max(_contains(answer, one) for one in golden)}
+    given = f" {normalize(answer)} "
+    contains = any(f" {one} " in given for one in map(normalize, golden) if one)
+    found = {"em": em, "f1": f1, "contains": float(contains)}
     earned = max(score * found[metric], format_score)
     return {"score": earned, "acc": em, "em": em, "f1": f1, "answered": 1.0}
 
@@ -124,11 +126,6 @@ def compute_f1(answer: str, golden: str) -> float:
     left, right = ours.split(), theirs.split()
     common = sum((Counter(left) & Counter(right)).values())
     return 2 * common / (len(left) + len(right)) if common else 0.0
-
-
-def _contains(answer: str, golden: str) -> float:
-    wanted = normalize(golden)
-    return float(bool(wanted) and f" {wanted} " in f" {normalize(answer)} ")
 
 
 def _golden(ground_truth: Any) -> list[str]:
