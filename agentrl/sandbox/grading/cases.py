@@ -89,7 +89,13 @@ def _read(tests: Any) -> Iterator[TestCase]:
             for test in cast("Sequence[Any]", tests):
                 yield _read_item(test)
         case {"inputs": inputs, "outputs": outputs}:
-            yield from _read_pairs(inputs, outputs, tests.get("fn_name") or None)
+            if len(inputs) != len(outputs):
+                raise DataError(
+                    f"{len(inputs)} inputs and {len(outputs)} outputs",
+                    expected="as many outputs as inputs",
+                )
+            for given, expected in zip(inputs, outputs, strict=True):
+                yield _case(given, expected, tests.get("fn_name") or None)
         case {"assert_case": asserts} | {"test_list": asserts}:
             for source in [asserts] if isinstance(asserts, str) else asserts:
                 yield AssertTest(_with_setup(tests, str(source)))
@@ -114,15 +120,6 @@ def _read_item(test: Any) -> TestCase:
             return _case(given, expected, test.get("fn_name") or None)
         case _:
             raise DataError(f"this is no test: {test!r:.200}", expected=EXPECTED)
-
-
-def _read_pairs(inputs: Any, outputs: Any, function: str | None) -> Iterator[TestCase]:
-    if len(inputs) != len(outputs):
-        raise DataError(
-            f"{len(inputs)} inputs and {len(outputs)} outputs", expected="as many outputs as inputs"
-        )
-    for given, expected in zip(inputs, outputs, strict=True):
-        yield _case(given, expected, function)
 
 
 def _case(given: Any, expected: Any, function: str | None) -> TestCase:
