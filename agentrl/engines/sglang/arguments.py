@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from agentrl.errors import ConfigError, EngineError, MissingExtraError, did_you_mean
 from agentrl.plugins.environment import install_command
@@ -179,7 +179,11 @@ def cpu_pool_tokens(needs: SGLangNeeds) -> int:
     config = AutoConfig.from_pretrained(
         needs.model_path, trust_remote_code=needs.trust_remote_code, **needs.override_config
     )
-    size = _bytes_per_token(config, getattr(torch, needs.dtype, torch.float32).itemsize)
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = getattr(torch, needs.dtype, torch.float32).itemsize
+    size = 2 * text.num_hidden_layers * heads * head_dim * itemsize  # bytes of one token
     capacity = int(psutil.virtual_memory().available * CPU_MEMORY_FRAC) // size
     if capacity < longest:
         raise EngineError(
@@ -187,10 +191,3 @@ def cpu_pool_tokens(needs: SGLangNeeds) -> int:
             expected=f"at most {capacity * size >> 20} MiB: a shorter rollout.max_model_len",
         )
     return min(capacity, needs.max_requests * longest)
-
-
-def _bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * size * itemsize

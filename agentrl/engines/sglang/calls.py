@@ -50,7 +50,12 @@ class Answer:
             EngineError: The answer is incomplete.
         """
         ids, meta = list(output["output_ids"]), output["meta_info"]
-        sampled = [(log_prob, token_id) for log_prob, token_id, *_ in _log_probs(meta)]
+        found: list[Sequence[Any]] | None = meta.get("output_token_logprobs")
+        if found is None:
+            raise EngineError(
+                "SGLang returned no log-probabilities", expected="return_logprob: true"
+            )
+        sampled = [(log_prob, token_id) for log_prob, token_id, *_ in found]
         if [token_id for _, token_id in sampled] != ids:
             raise EngineError(
                 f"SGLang returned {len(sampled)} log-probabilities that do not match the tokens",
@@ -277,13 +282,6 @@ def _reason(
     if stop.is_met(token_ids):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
-
-
-def _log_probs(meta: JsonFields) -> list[Sequence[Any]]:
-    found = meta.get("output_token_logprobs")
-    if found is None:
-        raise EngineError("SGLang returned no log-probabilities", expected="return_logprob: true")
-    return found
 
 
 def _finite(log_prob: float | None) -> float:

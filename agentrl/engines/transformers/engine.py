@@ -30,7 +30,7 @@ from agentrl.engines.transformers.shared_weights import SharedWeights
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 CACHE_MEMORY_FRAC = 0.3
 """Largest share of the free memory for the cache when the engine is built."""
@@ -172,7 +172,12 @@ class TransformersEngine:
         Raises:
             EngineError: The engine has failed or was closed.
         """
-        made = [self._try_new_call(call) for call in calls]
+        made: list[Call | EngineError] = []
+        for call in calls:
+            try:
+                made.append(self._new_call(list(call.input_ids), call.sampling, call.request_id))
+            except EngineError as error:
+                made.append(error)
         running = [call for call in made if isinstance(call, Call)]
         self._worker.submit(running)
         try:
@@ -238,12 +243,6 @@ class TransformersEngine:
         """Stop the engine's thread; running calls end with `EngineError`."""
         self._worker.stop()
 
-    def _try_new_call(self, call: EngineCall) -> Call | EngineError:
-        try:
-            return self._new_call(list(call.input_ids), call.sampling, call.request_id)
-        except EngineError as error:
-            return error
-
     def _new_call(self, input_ids: list[int], sampling: SamplingParams, request_id: str) -> Call:
         max_tokens = self.max_model_len - len(input_ids)
         problem = self._problem(input_ids, sampling, max_tokens)
@@ -294,7 +293,12 @@ def choose_attention(model: nn.Module, settings: TransformersEngineSettings) -> 
     if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
         return "flash_attention_2"
     config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return register_paged_attention() if _attends_fully(config) else "sdpa"
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        attends_fully = getattr(config, "sliding_window", None) is None
+    else:
+        attends_fully = set(layer_types) == {"full_attention"}
+    return register_paged_attention() if attends_fully else "sdpa"
 
 
 def choose_limits(
@@ -318,7 +322,13 @@ def choose_limits(
         wanted = RESERVED_PAGES + max_batch_size * pages_each
         num_pages = min(wanted, _affordable_pages(model, page_size))
         if num_pages < wanted and not settings.fit_memory:
-            raise _cache_not_fixed(wanted, num_pages)
+            raise EngineError(
+                f"the cache needs {wanted} pages for all concurrent requests, and only {num_pages} "
+                "fit into the free memory: with rollout.deterministic its size must not depend on "
+                "that",
+                key="rollout.engine.transformers.num_pages",
+                expected="a number of pages, or a smaller rollout.max_concurrent_requests",
+            )
     if num_pages < RESERVED_PAGES + pages_each:
         raise _cache_too_small(settings, num_pages, page_size, max_model_len)
     return BatchLimits(
@@ -326,15 +336,6 @@ def choose_limits(
         num_pages=num_pages,
         max_batch_tokens=settings.max_batch_tokens or (4096 if is_ours else 1024),
         max_batch_size=max_batch_size,
-    )
-
-
-def _cache_not_fixed(wanted: int, affordable: int) -> EngineError:
-    return EngineError(
-        f"the cache needs {wanted} pages for all concurrent requests, and only {affordable} fit "
-        "into the free memory: with rollout.deterministic its size must not depend on that",
-        key="rollout.engine.transformers.num_pages",
-        expected="a number of pages, or a smaller rollout.max_concurrent_requests",
     )
 
 
@@ -378,13 +379,6 @@ def _free_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available
-
-
-def _attends_fully(config: "PretrainedConfig") -> bool:
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return getattr(config, "sliding_window", None) is None
-    return set(layer_types) == {"full_attention"}
 
 
 def _cannot_decode(_: Sequence[int]) -> str:

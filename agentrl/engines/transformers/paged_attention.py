@@ -272,28 +272,22 @@ class CacheAccess:
     @property
     def geometry(self) -> PageGeometry:
         """The layout of page ids in memory."""
-        return PageGeometry(self._page_size, self._rows_per_page_id, self._layer_pages)
-
-    @property
-    def _rows_per_page_id(self) -> int:
+        rows_per_page_id = 1
         if self._has_allocators:
-            return self._allocator.block_physical_stride // self._page_size
-        return 1
+            rows_per_page_id = self._allocator.block_physical_stride // self._page_size
+        return PageGeometry(self._page_size, rows_per_page_id, self._layer_pages)
 
     def _layer_pages(self, layer: int) -> LayerPages:
         if layer not in self._layers:
-            self._layers[layer] = self._view_layer(layer)
+            if self._has_allocators:
+                slots = self._allocator._kv_token_views[layer]
+            else:
+                _, index = self._cache.layer_index_to_group_indices[layer]
+                slots = (self._cache.key_cache[index], self._cache.value_cache[index])
+            keys, values = (view.flatten(1) for view in slots)
+            pages = (view.view(-1, self._page_size * view.shape[1]) for view in (keys, values))
+            self._layers[layer] = LayerPages(keys, values, *pages)
         return self._layers[layer]
-
-    def _view_layer(self, layer: int) -> LayerPages:
-        if self._has_allocators:
-            slots = self._allocator._kv_token_views[layer]
-        else:
-            _, index = self._cache.layer_index_to_group_indices[layer]
-            slots = (self._cache.key_cache[index], self._cache.value_cache[index])
-        keys, values = (view.flatten(1) for view in slots)
-        pages = (view.view(-1, self._page_size * view.shape[1]) for view in (keys, values))
-        return LayerPages(keys, values, *pages)
 
     def clear(self) -> None:
         """Drop every cached prefix; no sequence may use pages."""

@@ -80,19 +80,16 @@ class Call:
                 request_id=self.request_id,
                 position=len(self.input_ids) + len(self.token_ids) - 1,
             )
+        marks = [(self.version, 0), *self.version_changes]
+        ends = [start for _, start in self.version_changes] + [len(self.token_ids)]
+        spans = (VersionSpan(v, start, end) for (v, start), end in zip(marks, ends, strict=True))
         return Completion(
             token_ids=self.token_ids,
             log_probs=self.log_probs,
             finish_reason=reason,
-            weight_versions=self._version_spans(),
+            weight_versions=tuple(span for span in spans if span.start < span.end),
             cached_tokens=self.cached_tokens or 0,
         )
-
-    def _version_spans(self) -> tuple[VersionSpan, ...]:
-        marks = [(self.version, 0), *self.version_changes]
-        ends = [start for _, start in self.version_changes] + [len(self.token_ids)]
-        spans = (VersionSpan(v, start, end) for (v, start), end in zip(marks, ends, strict=True))
-        return tuple(span for span in spans if span.start < span.end)
 
 
 UNLIMITED_TOKENS = None

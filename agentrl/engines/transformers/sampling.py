@@ -56,9 +56,11 @@ class SamplingRows:
         top_k = [p.top_k if p.top_k > 0 else vocab_size for p in params]
         limited = any(k < vocab_size for k in top_k)
         nucleus = any(p.top_p < 1 for p in params)
+        # In float32, rounding would lose the increments of a large vocabulary's rare tokens.
+        cumulative_dtype = torch.float32 if device.type == "mps" else torch.float64
         return cls(
             temperatures=column([p.temperature or 1.0 for p in params], torch.float32).squeeze(1),
-            uniforms=column([draw.uniform for draw in draws], _cumulative_dtype(device)),
+            uniforms=column([draw.uniform for draw in draws], cumulative_dtype),
             greedy=column(greedy, torch.bool).squeeze(1) if any(greedy) else None,
             top_k=column(top_k, torch.int64) if limited else None,
             top_p=column([p.top_p for p in params], torch.float32) if nucleus else None,
@@ -101,8 +103,3 @@ def _truncate(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         outside[:, 0] = False
         ordered = ordered.masked_fill(outside, 0.0)
     return torch.zeros_like(probs).scatter_(1, order, ordered)
-
-
-def _cumulative_dtype(device: torch.device) -> torch.dtype:
-    # In float32, rounding would lose the increments of a large vocabulary's rare tokens.
-    return torch.float32 if device.type == "mps" else torch.float64

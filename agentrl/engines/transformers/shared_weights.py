@@ -29,7 +29,11 @@ class SharedWeights:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
-        self._groups = _tied_names(module)
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        # For each parameter's name, all names of the same parameter.
+        self._groups = {name: tuple(group) for group in names.values() for name in group}
         self._buffers = {name for name, _ in module.named_buffers()} & set(module.state_dict())
         self._owned: set[str] = set()
         self.is_complete = False
@@ -46,7 +50,12 @@ class SharedWeights:
             EngineError: The module is not a Hugging Face model, or FSDP has gathered its parameters
                 (call `reshard()` before).
         """
-        source = _hugging_face_model(model)
+        source = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if not isinstance(source, PreTrainedModel):
+            raise EngineError(
+                f"cannot generate with a {type(source).__name__}",
+                expected="a transformers PreTrainedModel",
+            )
         shared = cls(_empty_twin(source, attention))
         parameters = {_plain_name(name): p for name, p in source.named_parameters()}
         if isinstance(source, FSDPModule) and not any(
@@ -133,16 +142,6 @@ class SharedWeights:
             setattr(self.module.get_submodule(path), leaf, parameter)
 
 
-def _hugging_face_model(model: nn.Module) -> PreTrainedModel:
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if not isinstance(inner, PreTrainedModel):
-        raise EngineError(
-            f"cannot generate with a {type(inner).__name__}",
-            expected="a transformers PreTrainedModel",
-        )
-    return inner
-
-
 def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
     """Return a module of the same class without memory, in evaluation mode."""
     plain_class = next(
@@ -163,14 +162,6 @@ def _copy_buffers(source: nn.Module, twin: nn.Module) -> None:
         path, _, leaf = name.rpartition(".")
         # Copied, because rotary embeddings that depend on the length replace theirs while they run.
         twin.get_submodule(path)._buffers[leaf] = buffers[name].detach().clone()
-
-
-def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter's name, all names of the same parameter."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return {name: tuple(group) for group in names.values() for name in group}
 
 
 def _plain_name(name: str) -> str:

@@ -252,7 +252,8 @@ class SGLangHost:
     def _shut_down(self) -> None:
         # Calls that were queued before the end start now, and fail with its reason.
         self._loop.run_until_complete(asyncio.sleep(0))
-        watchdog = self._engine.tokenizer_manager._subprocess_watchdog
+        manager = self._engine.tokenizer_manager
+        watchdog = manager._subprocess_watchdog
         if watchdog is not None:
             watchdog.stop()
         atexit.unregister(self._engine.shutdown)  # it kills every child of this process
@@ -261,16 +262,15 @@ class SGLangHost:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        _close_sockets(self._engine)
+        # SGLang leaves its sockets open, and the interpreter's end has no defined order.
+        sockets = (
+            manager.recv_from_detokenizer,
+            manager.send_to_scheduler,
+            self._engine.send_to_rpc,
+        )
+        for context in {socket.context for socket in sockets if socket is not None}:
+            context.destroy(linger=0)
         self._loop.close()
-
-
-def _close_sockets(engine: Any) -> None:
-    """Close the sockets that SGLang leaves open; the interpreter's end has no defined order."""
-    manager = engine.tokenizer_manager
-    sockets = (manager.recv_from_detokenizer, manager.send_to_scheduler, engine.send_to_rpc)
-    for context in {socket.context for socket in sockets if socket is not None}:
-        context.destroy(linger=0)
 
 
 def _engine_class() -> Any:

@@ -84,7 +84,10 @@ class ServerClient:
         try:
             answer = await self._post("generate", fields)
         except (asyncio.CancelledError, ServerLateError):
-            self._abort_later(fields["rid"])
+            # Abort without a wait; the server itself would notice seconds later.
+            task = asyncio.get_running_loop().create_task(self.abort(fields["rid"]))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
             raise
         if not isinstance(answer, dict):
             raise ServerFailedError(f"{self.name} returned no completion: {_short(answer)}")
@@ -152,12 +155,6 @@ class ServerClient:
         """End a call with what it has sampled. Errors are ignored."""
         with contextlib.suppress(EngineError):
             await self._send("abort_request", {"rid": rid}, self._settings.health_timeout_s)
-
-    def _abort_later(self, rid: str) -> None:
-        """Abort a call that is no longer awaited; the server itself notices seconds later."""
-        task = asyncio.get_running_loop().create_task(self.abort(rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
 
     async def _get(self, route: str) -> Any:
         return await self._send(route, None, self._settings.health_timeout_s)

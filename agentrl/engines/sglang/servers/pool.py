@@ -131,7 +131,9 @@ class ServerPool:
         """
         async with self._querying:
             is_first = any(server.problem == NOT_CHECKED for server in self.servers)
-            if self._num_pauses or (not is_first and not self._was_idle()):
+            has_calls = any(server.calls for server in self.servers)
+            was_idle = not has_calls and time.monotonic() - self._used_at > IDLE_S
+            if self._num_pauses or not (is_first or was_idle):
                 return
             self._used_at = time.monotonic()
             if is_first:
@@ -139,10 +141,6 @@ class ServerPool:
                 return
             for server in await self._query_states([s for s in self.servers if s.is_available]):
                 self._update_availability(server)
-
-    def _was_idle(self) -> bool:
-        has_calls = any(server.calls for server in self.servers)
-        return not has_calls and time.monotonic() - self._used_at > IDLE_S
 
     async def run_call(self, server: ServerHandle, fields: JsonFields) -> JsonFields:
         """Run a call on a server.

@@ -6,9 +6,10 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,8 +101,12 @@ class DistributedTransport:
         await self.close()
         self._members = list(participants.targets)
         self._group_name = f"agentrl-{uuid.uuid4().hex}"
-        port, size = _free_port(), 1 + sum(target.tp_size for target in participants.targets)
-        offsets = dict(_rank_offsets(self._members))
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        # This process is rank 0; then each target has `tp_size` ranks.
+        *first_ranks, size = accumulate((one.tp_size for one in self._members), initial=1)
+        offsets = dict(zip(self._members, first_ranks, strict=True))
 
         def fields(target: Target) -> dict[str, Any]:
             return {
@@ -200,16 +205,3 @@ async def _destroy_group(target: Target, fields: JsonFields) -> None:
 
 def _succeeded(task: asyncio.Future[None]) -> bool:
     return task.done() and task.exception() is None
-
-
-def _rank_offsets(targets: Sequence[Target]) -> Iterator[tuple[Target, int]]:
-    offset = 1
-    for target in targets:
-        yield target, offset
-        offset += target.tp_size
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]

@@ -98,7 +98,9 @@ class TensorTransport:
             named_tensors, self._bucket_bytes, self._allocate, num_buffers=self._num_buffers
         )
         for bucket in buckets:
-            _finish_copies(bucket)
+            if bucket.flat.device.type != "cpu":
+                # Another process reads the bucket: wait until the bytes are in it.
+                torch.accelerator.synchronize(bucket.flat.device)
             await participants.request(
                 "update_weights_from_tensor", partial(_tensor_fields, bucket)
             )
@@ -136,12 +138,6 @@ def serialize(bucket: Bucket[PickledMemory]) -> bytes:
         for entry in bucket.entries
     ]
     return bucket.memory.dumps({"flattened_tensor": bucket.flat, "metadata": metadata})
-
-
-def _finish_copies(bucket: Bucket[PickledMemory]) -> None:
-    """Wait until the bytes are in the bucket: another process reads it."""
-    if bucket.flat.device.type != "cpu":
-        torch.accelerator.synchronize(bucket.flat.device)
 
 
 # Memory.
