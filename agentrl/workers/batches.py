@@ -80,6 +80,9 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
     count = len(padded.input_ids)
     uids = tuple(batch.non_tensor_batch.get("uid", np.arange(count)).tolist())
     request_ids = batch.non_tensor_batch.get("request_id", np.arange(count))
+    known = _optional(batch, "batch_data_id")
+    number = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
+    prompt_indices = [number[uid] for uid in uids] if known is None else known.tolist()
     return UpdateRows(
         padded=padded,
         old_log_probs=_tensor(batch, "old_log_probs"),
@@ -88,7 +91,7 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
         rollout_is_weights=_optional(batch, "rollout_is_weights"),
         row_weights=None if trajectories is None else compute_row_weights(mask, trajectories),
         uids=uids,
-        prompt_indices=_prompt_indices(batch, uids),
+        prompt_indices=tuple(prompt_indices),
         request_ids=tuple(str(name) for name in request_ids.tolist()),
     )
 
@@ -203,14 +206,6 @@ def split_micro_batches(
         else dummy_batch(rows.response_mask.shape[1], world.device)
         for part in partition_balanced(mine, count)
     ]
-
-
-def _prompt_indices(batch: DataProto, uids: Sequence[Hashable]) -> tuple[int, ...]:
-    known = _optional(batch, "batch_data_id")
-    if known is not None:
-        return tuple(known.tolist())
-    number = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
-    return tuple(number[uid] for uid in uids)
 
 
 def _tensor(batch: DataProto, key: str) -> Tensor:

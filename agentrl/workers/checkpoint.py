@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,11 @@ def verify_checkpoint(path: Path) -> RunState:
     """
     files = _read_manifest(path)
     for name in sorted({MODEL, OPTIMIZER, STATE} | files.keys()):
-        if name not in files or not _is_as_written(path / name, files[name]):
+        is_as_written = False
+        if name in files:
+            with suppress(OSError):
+                is_as_written = _describe(path / name) == files[name]
+        if not is_as_written:
             raise CheckpointError(
                 f"{path.name} is damaged: {name} is missing or was changed", path=path
             )
@@ -289,13 +294,6 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
-
-
-def _is_as_written(file: Path, entry: object) -> bool:
-    try:
-        return _describe(file) == entry
-    except OSError:
-        return False
 
 
 def _describe(file: Path) -> dict[str, Any]:

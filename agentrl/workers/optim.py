@@ -67,7 +67,14 @@ class PolicyOptimizer:
         self.world = world
         self.schedule = make_schedule(config, total_steps)
         self.num_steps = 0
-        matrices, others = _divide(named_weights, config, world)
+        matrices: list[TrainedWeight] = []  # Muon's; AdamW has the others
+        others: list[TrainedWeight] = []
+        for name, weight in named_weights:
+            if config.name == "muon" and weight.ndim == 2 and ".layers." in f".{name}":
+                local = _alias(weight) if world.is_alone else weight
+                matrices.append(TrainedWeight(name, weight, local))
+            else:
+                others.append(TrainedWeight(name, weight, _alias(weight)))
         self.weights = matrices + others
         self._parts: list[_Part] = []
         if matrices:
@@ -176,21 +183,6 @@ def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], floa
         return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left
 
     return factor
-
-
-def _divide(
-    named_weights: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, world: World
-) -> tuple[list[TrainedWeight], list[TrainedWeight]]:
-    """Split the weights into Muon's matrices and AdamW's others."""
-    matrices: list[TrainedWeight] = []
-    others: list[TrainedWeight] = []
-    for name, weight in named_weights:
-        if config.name == "muon" and weight.ndim == 2 and ".layers." in f".{name}":
-            local = _alias(weight) if world.is_alone else weight
-            matrices.append(TrainedWeight(name, weight, local))
-        else:
-            others.append(TrainedWeight(name, weight, _alias(weight)))
-    return matrices, others
 
 
 def _adamw(weights: list[TrainedWeight], config: OptimConfig) -> torch.optim.AdamW:

@@ -120,7 +120,11 @@ def find_implausible(policy: PolicyModel, prompt_ids: Sequence[int], budget: int
     if len(prompt_ids) < 2:
         return None
     vocab_size, device = policy.config.vocab_size, policy.world.device
-    ids = _with_relabelled(torch.tensor(list(prompt_ids)), vocab_size).to(device)
+    prompt = torch.tensor(list(prompt_ids))
+    draws = torch.Generator().manual_seed(0)
+    # The prompt under random permutations of the vocabulary.
+    copies = [torch.randperm(vocab_size, generator=draws)[prompt] for _ in range(NUM_RELABELLED)]
+    ids = torch.stack([prompt, *copies]).to(device)
     ones = torch.ones_like(ids)
     rows = PaddedRows(input_ids=ids, attention_mask=ones, response_mask=ones[:, 1:])
     scores = score_rows(policy, rows, ScoringParams(temperature=1.0), budget=budget)
@@ -133,10 +137,3 @@ def find_implausible(policy: PolicyModel, prompt_ids: Sequence[int], budget: int
         f"per token, with random ids {relabelled:.1f}, chance {chance:.1f}): check that "
         "model.path or model.tokenizer_path has the tokenizer that the model was trained with"
     )
-
-
-def _with_relabelled(ids: Tensor, vocab_size: int) -> Tensor:
-    """Stack a prompt `[L]` on copies under random permutations of the vocabulary."""
-    draws = torch.Generator().manual_seed(0)
-    random_ids = [torch.randperm(vocab_size, generator=draws)[ids] for _ in range(NUM_RELABELLED)]
-    return torch.stack([ids, *random_ids])
