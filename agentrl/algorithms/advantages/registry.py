@@ -155,8 +155,11 @@ def compute_advantage(data: DataProto, config: AlgorithmConfig) -> DataProto:
     if "token_level_rewards" not in data.batch:
         data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     function = get_adv_estimator_fn(config.adv_estimator)
-    wanted = _choose_arguments(function, _gather_arguments(data, config), config.adv_estimator)
-    advantages, returns = function(**wanted)
+    settings = {name: getattr(config, name) for name in type(config).model_fields}
+    groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
+    whole = {"config": config, "batch": data.batch, "non_tensor_batch": data.non_tensor_batch}
+    available = settings | dict(data.batch.items()) | groups | whole
+    advantages, returns = function(**_choose_arguments(function, available, config.adv_estimator))
     for name, values in (("advantages", advantages), ("returns", returns)):
         if values.shape != data.batch["response_mask"].shape:
             raise ConfigError(
@@ -165,14 +168,6 @@ def compute_advantage(data: DataProto, config: AlgorithmConfig) -> DataProto:
             )
         data.batch[name] = values
     return data
-
-
-def _gather_arguments(data: DataProto, config: AlgorithmConfig) -> dict[str, Any]:
-    tensors = {} if data.batch is None else dict(data.batch.items())
-    settings = {name: getattr(config, name) for name in type(config).model_fields}
-    whole = {"config": config, "batch": data.batch, "non_tensor_batch": data.non_tensor_batch}
-    groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
-    return settings | tensors | groups | whole
 
 
 def _choose_arguments(

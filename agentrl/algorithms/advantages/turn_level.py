@@ -42,7 +42,12 @@ class TrainedTurns:
     def of(cls, response_mask: torch.Tensor, turn_ids: torch.Tensor) -> "TrainedTurns":
         """Find the turns of a batch; both arguments `[B, T]`."""
         tokens = TrainedTokenIndex.of(response_mask)
-        starts = _find_starts(tokens, turn_ids)
+        # A turn starts at a trained token with another turn or row than the one before.
+        ids = tokens.take(turn_ids)
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[1:] = ids[1:] != ids[:-1]
+        begins[_starts_of_rows(tokens.lengths)[tokens.lengths > 0]] = True
+        starts = begins.nonzero().squeeze(dim=1)
         end = starts.new_tensor([len(tokens.sources)])
         rows = tokens.sources[starts] // max(tokens.shape[1], 1)
         lengths = torch.bincount(rows, minlength=tokens.shape[0])
@@ -86,15 +91,6 @@ class TrainedTurns:
         """
         sums = compute_discounted_sums(self.to_rows(self.sum(token_level_rewards)), gamma)
         return self.from_rows(sums).to(token_level_rewards.dtype).double()
-
-
-def _find_starts(tokens: TrainedTokenIndex, turn_ids: torch.Tensor) -> torch.Tensor:
-    """Return `[U]`: trained tokens with another turn or row than the one before."""
-    ids = tokens.take(turn_ids)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[1:] = ids[1:] != ids[:-1]
-    begins[_starts_of_rows(tokens.lengths)[tokens.lengths > 0]] = True
-    return begins.nonzero().squeeze(dim=1)
 
 
 def _starts_of_rows(lengths: torch.Tensor) -> torch.Tensor:
@@ -197,20 +193,17 @@ def compute_turn_rloo_advantage(
     turns, dtype = TrainedTurns.of(response_mask, turn_ids), token_level_rewards.dtype
     groups = GroupScores.of(token_level_rewards, response_mask, index, in_baseline).groups
     returns = turns.returns_to_go(token_level_rewards, gamma)
-    by_turn = _repeat_last(turns.to_rows(returns), turns.lengths)
+    by_turn = turns.to_rows(returns)
     num_turns = by_turn.shape[1]
     turn_index = torch.arange(num_turns, device=by_turn.device)
+    # Repeat each row's last value to the end of the row.
+    last = (turns.lengths - 1).clamp(min=0)[:, None]
+    by_turn = by_turn.gather(1, torch.minimum(turn_index, last))
     numbers = (groups.rows[:, None] * num_turns + turn_index).flatten()
     counted = groups.counted.repeat_interleave(num_turns)
     relative = leave_one_out(_score_turns(by_turn.flatten(), numbers, counted))
     advantages = turns.from_rows(relative.view_as(by_turn))
     return turns.spread(advantages, dtype), turns.spread(returns, dtype)
-
-
-def _repeat_last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Repeat each row's last value to the end of the row, `[B, K]`."""
-    index = torch.arange(values.shape[1], device=values.device)
-    return values.gather(1, torch.minimum(index, (lengths - 1).clamp(min=0)[:, None]))
 
 
 @register_adv_est(

@@ -163,7 +163,11 @@ def weigh_rollout(
     spans = Spans.of(own.rollout_is or "token", response_mask, turn_ids)
     raw = spans.sum(log_ratio.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     applied = _bounded(raw, bounds, is_masked=own.rollout_is_mode == "mask")
-    factor = _mean_weight(applied, spans) if own.rollout_is_batch_normalize else 1.0
+    factor = 1.0
+    if own.rollout_is_batch_normalize:
+        there = spans.has_tokens()
+        mean = float(torch.where(there, applied, 0.0).sum() / there.sum().clamp(min=1))
+        factor = mean if mean > _NO_WEIGHT else 1.0
     weights = spans.on_tokens(applied / factor).float()
     return RolloutWeights(weights, raw, applied, spans, bounds, factor)
 
@@ -175,12 +179,6 @@ def _bounded(raw: Tensor, bounds: Bounds, *, is_masked: bool) -> Tensor:
     if is_masked:
         return torch.where(raw > bounds.upper, 0.0, raw)
     return raw.clamp(max=bounds.upper)
-
-
-def _mean_weight(applied: Tensor, spans: Spans) -> float:
-    there = spans.has_tokens()
-    mean = float(torch.where(there, applied, 0.0).sum() / there.sum().clamp(min=1))
-    return mean if mean > _NO_WEIGHT else 1.0
 
 
 class AppliedTest(NamedTuple):
