@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import agentrl.compat
+import agentrl.compat.verl  # it registers a finder, before a fixture restores sys.meta_path
 from agentrl.compat import install_verl
 from agentrl.config.schema.run import DataConfig
 from agentrl.data.dataset import load_prompts
