@@ -157,8 +157,7 @@ def test_resumed_run_takes_the_step_of_the_uninterrupted_one(scripted_run: Scrip
     shutil.copytree(path, home / "resumed/checkpoints/global_step_1")
     resumed = scripted_trainer(home, "resumed")
     try:
-        resumed.resume()
-        resumed.sync_weights()
+        resumed.begin()
         assert (resumed.step, resumed.policy_version) == (1, 1)
         assert resumed.components.order.state_dict() == trainer.components.order.state_dict()
         assert_same_weights(trainer, resumed)
