@@ -23,13 +23,13 @@ format:  ## Sort imports and format the code.
 types:  ## Check types.
 	$(PYTHON) -m pyright --pythonpath $(shell command -v $(PYTHON))
 
-test:  ## Run the everyday tests (under five minutes on two cores).
+test:  ## Run the everyday tests (some minutes on two idle cores).
 	$(PYTHON) -m pytest -n logical --dist worksteal
 
-test-slow:  ## Run the slow tests (under twenty minutes on two cores).
+test-slow:  ## Run the slow tests (half an hour on two busy cores).
 	$(PYTHON) -m pytest -n logical --dist worksteal -m slow
 
-test-sglang:  ## Run the tests that start the real SGLang (under ten minutes).
+test-sglang:  ## Run the tests that start the real SGLang (half an hour on two busy cores).
 	$(SGLANG_PYTHON) -m pytest -m sglang
 
 coverage:  ## Run the everyday tests and print which lines they miss.

@@ -3,7 +3,7 @@ r"""Score the answer of a mathematical problem in `\boxed{}`.
 `math_verify` (extra `math`) parses and compares the answers, after `normalize_answer` has rewritten
 what it misreads. If both texts are equal, nothing is parsed.
 
-Some texts make computer algebra compute for ever (`9^{9^{9}}`). So the managers run this scorer in
+Some texts make computer algebra compute forever (`9^{9^{9}}`). So the managers run this scorer in
 a process. There an alarm ends such a comparison, and the answer is wrong. If the alarm does not
 work either, the process is killed. On a thread there is no such protection.
 """

@@ -38,7 +38,7 @@ class Bundled:
 
 BUNDLED: Mapping[str, Bundled] = {
     "gsm8k": Bundled("agentrl.rewards.gsm8k:compute_score"),
-    # Some answers make computer algebra compute for ever: run it in a process.
+    # Some answers make computer algebra compute forever: run it in a process.
     "math": Bundled("agentrl.rewards.math_answer:compute_score", ExecutionMode.PROCESS),
     "math_dapo": Bundled("agentrl.rewards.math_dapo:compute_score", ExecutionMode.PROCESS),
     "multiple_choice": Bundled("agentrl.rewards.multiple_choice:compute_score"),

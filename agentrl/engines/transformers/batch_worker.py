@@ -148,7 +148,7 @@ class BatchWorker:
                 while self._begin_step():
                     self._step()
                     self._end_step()
-        # An error of any kind ends the calls too, so that no caller waits for ever.
+        # An error of any kind ends the calls too, so that no caller waits forever.
         except BaseException as error:  # noqa: BLE001
             failure = EngineError(_reason(error))
             failure.__cause__ = error

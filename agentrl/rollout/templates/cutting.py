@@ -165,7 +165,7 @@ def _by_index(slots: Sequence[Slot], texts: Sequence[str]) -> dict[int, str]:
 
 
 def _learn_escapes(render: Render, slots: Sequence[Slot], pieces: Sequence[Piece]) -> list[Escape]:
-    """Find the escape of each slot use, with a text that contains every awkward character."""
+    """Find the escape of each slot use, with a text that contains every special character."""
     starts, ends = _placeholders(slots), _placeholders(slots)
     texts = [
         start + _AWKWARD + end if _is_tried(slot) else start

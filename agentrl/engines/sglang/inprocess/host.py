@@ -54,7 +54,7 @@ class SGLangHost:
         self._loop = asyncio.new_event_loop()
         self._running: set[asyncio.Task[Any]] = set()
         self._end: EngineError | None = None
-        # A call that is queued after the end would wait for ever. Re-entrant, because a signal may
+        # A call that is queued after the end would wait forever. Re-entrant, because a signal may
         # arrive while this thread holds the lock.
         self._ending = threading.RLock()
         self._engine: Any = None

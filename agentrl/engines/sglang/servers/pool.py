@@ -224,7 +224,7 @@ class ServerPool:
         server.problem = None
 
     async def _watch(self, server: ServerHandle) -> None:
-        """Check a server's health for ever; less often the longer it is unavailable."""
+        """Check a server's health forever; less often the longer it is unavailable."""
         while True:
             doublings = 0 if server.is_available else min(server.num_failures, MAX_DOUBLINGS)
             await asyncio.sleep(self.settings.health_interval_s * 2**doublings)

@@ -17,7 +17,7 @@ gathering a sharded weight is a collective:
 A target that fails is excluded; the others continue without it. It may hold a mixture of old and
 new weights: `on_failure` is awaited for it. It must end the target's running calls and send it no
 new ones until a later update has succeeded on it. Then generation continues there, so that nothing
-inside it waits for ever. If no target is left, if the iterator of weights raises, or if the call is
+inside it waits forever. If no target is left, if the iterator of weights raises, or if the call is
 cancelled, this happens to every target, and the error is raised. Nothing is retried here: the
 caller tries again with a new iterator.
 

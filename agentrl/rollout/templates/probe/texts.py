@@ -118,7 +118,7 @@ class TextProbe:
         return (loss, True) if real == ours else (loss or TextTransform.BRANCHES, False)
 
     def _texts_to_try(self, core: str) -> list[str]:
-        """Make texts with blanks, awkward characters, and strings that the template looks for."""
+        """Make texts with blanks, special characters, and strings that the template looks for."""
         markers, other = self._template.structure.markers, _word()
         inside = [marker for marker in markers.inside if marker.strip()][:MAX_MARKERS]
         texts = [core, f"\n {core}\t\n", f"{core}\n\n  {other}", f"{core} {AWKWARD}"]
