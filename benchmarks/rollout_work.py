@@ -1,4 +1,4 @@
-"""The work that `rollout_overhead.py` measures: 512 conversations, written from a seed."""
+"""The work of `rollout_overhead.py` and `rollout_batch.py`: conversations, written from a seed."""
 
 import asyncio
 import json
@@ -62,6 +62,9 @@ class Sizes:
     observation_tokens: int = 200
     group: int = 8
     seed: int = 0
+    turn_s: float = TURN_S
+    tool_median_s: float = TOOL_MEDIAN_S
+    tool_sigma: float = TOOL_SIGMA
 
     @property
     def num_turns(self) -> int:
@@ -86,11 +89,12 @@ class Episode:
     """Of each turn but the last."""
     completions: list[list[int]]
     """Token ids of each turn, the stop token included."""
+    turn_s: float
 
     @property
     def wait_s(self) -> float:
         """What the request waits for engine and tool."""
-        return len(self.completions) * TURN_S + sum(lookup.delay_s for lookup in self.lookups)
+        return len(self.completions) * self.turn_s + sum(lookup.delay_s for lookup in self.lookups)
 
 
 class Writer:
@@ -122,13 +126,15 @@ class Writer:
         lookups = [self._lookup(f"{number} {turn}") for turn in range(self._sizes.turns - 1)]
         said = [*map(self._call, lookups), self.words(NUM_THOUGHT_TOKENS)]
         stop = self._template.stop_token_ids[0]
-        return Episode(lookups, [[*self._template.encode_policy_text(t), stop] for t in said])
+        completions = [[*self._template.encode_policy_text(t), stop] for t in said]
+        return Episode(lookups, completions, self._sizes.turn_s)
 
     def _lookup(self, name: str) -> Lookup:
+        sizes = self._sizes
         return Lookup(
             query=f"{self.words(6)} {name}",
-            observation=self.words(self._sizes.observation_tokens),
-            delay_s=TOOL_MEDIAN_S * self._random.lognormvariate(0, TOOL_SIGMA),
+            observation=self.words(sizes.observation_tokens),
+            delay_s=sizes.tool_median_s * self._random.lognormvariate(0, sizes.tool_sigma),
         )
 
     def _call(self, lookup: Lookup) -> str:
@@ -191,7 +197,7 @@ class Bench:
     def make_manager(self, *, waits: bool) -> RolloutManager:
         """Make a manager and its engine, as a run would."""
         self.tool.waits = waits
-        delay_s = TURN_S if waits else 0.0
+        delay_s = self.sizes.turn_s if waits else 0.0
         answers = [
             [ScriptedAnswer(completion, delay_s=delay_s) for completion in episode.completions]
             for episode in self.episodes

@@ -15,10 +15,19 @@ positions are trained. The body then does half of the work, the head 4/15 of it 
 positions by four matrix products, one of which makes the logits again, instead of three), and a
 block of logits stays in the cache. So at least 2 times with few words, and 4 or more with many.
 
+With the small policy, rows in groups of 8 that share their prompt are timed with and without
+`actor.share_prefixes`: linear layers compute at most 16/9 times fewer tokens if the prompt is as
+long as the response, and 40/12 times fewer if it is four times as long. The same rows are timed
+with half of the groups silent (advantage 0), which should take half of the time.
+
+The FLOP rate of the update counts what a dense model needs (two per weight and token, three passes;
+attention over half of the scores), with the optimizer's step, in groups that share nothing. It is
+divided by the rate of a plain matrix product of the same sizes, measured in turn. Expectation: 0.6.
+
 Memory is the growth of the resident set over one step: activations, gradients and logits, but not
 weights and moments. All rows are in one micro-batch, which is doubled, with few words and many.
 
-Run: python benchmarks/update.py [repeats]
+Run: python benchmarks/update.py [repeats] [plain] [groups] [flops] [memory]
 """
 
 import ctypes
@@ -27,12 +36,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -58,7 +68,7 @@ class Case:
     num_rows: int
     plain_rows: int
     """Rows of a micro-batch of the plain step, which changes its speed by a tenth at most."""
-    our_tokens: int = ActorConfig().ppo_max_token_len_per_gpu
+    our_tokens: int | None = ActorConfig().ppo_max_token_len_per_gpu
     """Tokens of a micro-batch of ours: the default."""
 
 
@@ -309,9 +319,115 @@ def _in_own_process(name: str, vocab_size: int, num_rows: int) -> float:
         return pool.submit(measure_growth, name, vocab_size, num_rows).result()
 
 
-def main() -> None:
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    world = start_world("cpu", timeout_s=60)
+GROUP = 8
+"""Samples of a prompt."""
+
+
+def make_dense_model(hidden: int, layers: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256), max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
+
+
+def make_groups(
+    num_groups: int, prompt_length: int, response_length: int, *, samples: int, num_silent: int = 0
+) -> DataProto:
+    """Draw groups of equal lengths; the first ones have no advantage."""
+    draw = torch.Generator().manual_seed(0)
+    num_rows = num_groups * samples
+    prompts = torch.randint(0, 1024, (num_groups, prompt_length), generator=draw)
+    responses = torch.randint(0, 1024, (num_rows, response_length), generator=draw)
+    ids = torch.cat([prompts.repeat_interleave(samples, dim=0), responses], dim=1)
+    advantages = torch.randn(num_rows, 1, generator=draw)
+    advantages[: num_silent * samples] = 0.0
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "response_mask": torch.ones_like(responses),
+            "advantages": advantages.expand_as(responses).contiguous(),
+            "old_log_probs": torch.full(responses.shape, -math.log(1024)),
+        },
+        non_tensors={"uid": np.arange(num_groups).repeat(samples)},
+    )
+
+
+def make_dense_actor(world: World, lm: Qwen2ForCausalLM, *, share: bool) -> Actor:
+    policy = PolicyModel(lm, world, torch.float32, FsdpConfig())
+    # All rows of a batch in one micro-batch, so that each prompt is computed once.
+    config = ActorConfig(optim=OPTIM, share_prefixes=share, ppo_max_token_len_per_gpu=2**20)
+    return Actor(policy, config, total_steps=100, response_budget=MAX_TOKENS)
+
+
+def time_in_turn(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Time each after a first call of each; the fastest counts."""
+    best = dict.fromkeys(works, math.inf)
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            seconds = seconds_of(work)
+            best[name] = min(best[name], seconds) if repeat else math.inf
+    return best
+
+
+def time_groups(world: World, repeats: int) -> None:
+    print(f"groups of {GROUP} rows, hidden 256, 2 layers, two groups:")
+    for prompt, response in ((128, 128), (512, 128)):
+        batch = make_groups(2, prompt, response, samples=GROUP)
+        silent = make_groups(2, prompt, response, samples=GROUP, num_silent=1)
+        shared = make_dense_actor(world, make_dense_model(256, 2), share=True)
+        apart = make_dense_actor(world, make_dense_model(256, 2), share=False)
+        first = [one.update_policy(batch, temperature=1.0).metrics for one in (shared, apart)]
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert math.isclose(first[0][name], first[1][name], rel_tol=1e-4, abs_tol=1e-6), first
+        works = {
+            "apart": lambda apart=apart, batch=batch: apart.update_policy(batch, temperature=1.0),
+            "shared": lambda one=shared, batch=batch: one.update_policy(batch, temperature=1.0),
+            "silent": lambda one=shared, batch=silent: one.update_policy(batch, temperature=1.0),
+            "scores apart": lambda apart=apart, batch=batch: apart.compute_log_probs(
+                batch, temperature=1.0
+            ),
+            "scores": lambda one=shared, batch=batch: one.compute_log_probs(batch, temperature=1.0),
+        }
+        best = time_in_turn(works, repeats)
+        bound = GROUP * (prompt + response) / (prompt + GROUP * response)
+        print(
+            f"  prompt {prompt}, response {response}: sharing {best['apart'] / best['shared']:.2f} "
+            f"times in the update, {best['scores apart'] / best['scores']:.2f} in "
+            f"log-probabilities ({bound:.2f} times fewer tokens); half of the groups silent: "
+            f"{best['silent'] / best['shared']:.2f} of the time"
+        )
+
+
+def time_flops(world: World, repeats: int, hidden: int = 1024, layers: int = 8) -> None:
+    rows, length = 4, 512
+    lm = make_dense_model(hidden, layers)
+    actor = make_dense_actor(world, lm, share=True)
+    batch = make_groups(rows, length // 2, length // 2, samples=1)
+    # The last token of a row is not computed.
+    num_tokens = rows * (length - 1)
+    weights = sum(weight.numel() for weight in lm.model.layers.parameters())
+    flops = 6 * num_tokens * weights + 6 * rows * (length // 2) * 1024 * hidden
+    flops += 3 * layers * rows * 4 * hidden * length**2 // 2
+    inputs, weight = torch.randn(num_tokens, hidden), torch.randn(3 * hidden, hidden)
+    works = {
+        "update": lambda: actor.update_policy(batch, temperature=1.0),
+        "product": lambda: [torch.nn.functional.linear(inputs, weight) for _ in range(4)],
+    }
+    best = time_in_turn(works, repeats)
+    rate = flops / best["update"]
+    plain = 4 * 2 * num_tokens * weight.numel() / best["product"]
+    print(
+        f"hidden {hidden}, {layers} layers, {num_tokens} tokens: update {rate / 1e9:.0f} GFLOP/s, "
+        f"plain product {plain / 1e9:.0f} GFLOP/s, ratio {rate / plain:.2f}"
+    )
+
+
+def time_steps(world: World, repeats: int) -> None:
     for case in CASES:
         rows = make_rows(case)
         num_tokens = sum(len(row.ids) for row in rows)
@@ -323,8 +439,18 @@ def main() -> None:
         )
         check_same_step(case, rows, world)
         time_case(case, rows, world, repeats)
+
+
+def main() -> None:
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    parts = sys.argv[2:] or ["plain", "groups", "flops", "memory"]
+    world = start_world("cpu", timeout_s=60)
+    for name, part in (("plain", time_steps), ("groups", time_groups), ("flops", time_flops)):
+        if name in parts:
+            part(world, repeats)
     stop_world()
-    print_memory()
+    if "memory" in parts:
+        print_memory()
     print(f"load: {os.getloadavg()}, {os.cpu_count()} cores, torch {torch.get_num_threads()}")
 
 

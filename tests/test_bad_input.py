@@ -290,7 +290,7 @@ def test_half_written_checkpoint_gives_way_to_the_one_before(
 ):
     assert train(trainer__save_freq=1).code == 0
     broken = tmp_path / "run/checkpoints/global_step_2"
-    weights = broken / "model.safetensors"
+    weights = broken / "rank_0.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     output = train()
     assert output.code == 0, output.err

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.collate import collate, compute_position_ids, generate_sequences
+from agentrl.collate import collate, generate_sequences
 from agentrl.config.schema.reward import Placement
 from agentrl.engines.protocol import SamplingParams
 from agentrl.errors import DataError
@@ -201,10 +201,11 @@ def test_a_width_that_does_not_suffice_names_the_request(width, what):
 
 
 def test_positions_count_tokens_and_not_padding():
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
-    assert compute_position_ids(mask).tolist() == [
-        [0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0],
-    ]  # fmt: skip
+    requests = [build_request(said(3), num_prompt_tokens=2), build_request(said(1))]
+    positions = collate(requests, pad_token_id=PAD, prompt_width=4, response_width=4).batch[
+        "position_ids"
+    ]
+    assert positions[0].tolist() == [0, 0, 0, 1, 2, 3, 4, 0]
 
 
 # The states in which turns began.

@@ -43,6 +43,11 @@ def test_page_of_keys_is_the_schema_and_says_what_each_key_means() -> None:
     assert not re.findall(r"^\| `[\w.]+` .*\|  \|$", page, re.M)
 
 
+def test_page_of_memory_is_the_arithmetic_of_the_doctor() -> None:
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert load("make_memory").page() == page, "python docs/make_memory.py"
+
+
 def test_the_facts_about_methods_are_those_of_their_registrations():
     written = load_table(ROOT / "agentrl/config/methods.yaml")
     assert written == load("make_methods").methods(), "python docs/make_methods.py"

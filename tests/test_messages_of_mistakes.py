@@ -17,6 +17,7 @@ from agentrl.tools.function_tool import FunctionTool
 from agentrl.trainer.setup.plugins import Plugins
 from agentrl.trainer.setup.preflight import find_trained_validation, find_undescribed
 from agentrl.trainer.state.resume import find_checkpoint
+from agentrl.workers.distributed import start_world, stop_world
 from agentrl.workers.model import load_causal_lm
 from agentrl.workers.tokenizer import load_tokenizer
 from tests.fakes.runs import write_yaml
@@ -94,7 +95,10 @@ def test_a_missing_checkpoint_is_reported_with_an_example(path: str | None, mess
     chosen = {"resume_mode": "resume_path", "resume_from_path": path and Path(path)}
     changed = config.trainer.model_copy(update=chosen)
     with pytest.raises(CheckpointError, match=message) as caught:
-        find_checkpoint(config.model_copy(update={"trainer": changed}))
+        find_checkpoint(
+            config.model_copy(update={"trainer": changed}), start_world("cpu", timeout_s=60)
+        )
+    stop_world()
     assert "runs/x/checkpoints/global_step_10" in str(caught.value)
 
 

@@ -53,6 +53,8 @@ class LossScale:
     """The configured response budget in tokens, for `seq-mean-token-sum-norm`."""
     row_weights: torch.Tensor | None = None
     """`[B]`, each row's share of its trajectory's tokens (see `at`); None: 1 each."""
+    num_measured_tokens: int | None = None
+    """Trained tokens of the rows that are computed: metrics are means over them; None: all."""
     summary: object | None = None
     """What the loss needs of the whole mini-batch (see `register_policy_loss`)."""
 
@@ -113,11 +115,13 @@ class LossScale:
         )
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return one micro-batch's part of a mean over the mini-batch's tokens, detached.
+        """Return one micro-batch's part of a metric: a mean over the mini-batch's computed tokens.
 
-        The parts of all micro-batches and ranks add up to the mean.
+        The parts of all micro-batches and ranks add up to the mean. Without gradient.
         """
-        return masked_sum(values.detach(), mask) / max(self.batch_num_tokens, 1)
+        count = self.num_measured_tokens
+        count = self.batch_num_tokens if count is None else count
+        return masked_sum(values.detach(), mask) / max(count, 1)
 
 
 def agg_loss(

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 WHITENING_EPSILON = 1e-8
 """Added to a variance before it divides."""
-_BLOCK = 64
+_BLOCK = 32
 """Positions that one matrix product sums."""
 
 
@@ -35,26 +35,32 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Shift and scale to mean 0 and variance 1 over unmasked positions; 0 at masked positions.
 
-    The computation is in float64. If all values are equal, the result is exactly 0.
-
     Args:
         values: Any shape.
         mask: Same shape, nonzero at values that count.
     """
     inside = mask.bool()
-    seen = values[inside].double()
-    is_constant = (seen == seen[:1]).all()
-    centered = seen - seen.sum() / max(seen.numel(), 1)
-    variance = centered.square().sum() / max(seen.numel() - 1, 1)
-    whitened = torch.where(is_constant, 0.0, centered * (variance + WHITENING_EPSILON).rsqrt())
-    return torch.zeros_like(values).masked_scatter(inside, whitened.to(values.dtype))
+    return torch.zeros_like(values).masked_scatter(inside, whiten(values[inside]))
+
+
+def whiten(values: torch.Tensor) -> torch.Tensor:
+    """Shift and scale values `[M]` to mean 0 and variance 1.
+
+    The computation is in float64. If all values are equal, the result is exactly 0.
+    """
+    if not len(values) or torch.equal(*values.aminmax()):
+        return torch.zeros_like(values)
+    centered = values.to(torch.float64, copy=True)
+    centered -= centered.mean()
+    variance = centered.dot(centered) / (len(values) - 1)
+    return centered.mul_((variance + WHITENING_EPSILON).rsqrt()).to(values.dtype)
 
 
 def compute_discounted_sums(values: torch.Tensor, decay: float) -> torch.Tensor:
     """Sum each row from every position to its end, with decay: s[i] = v[i] + decay * s[i + 1].
 
     Within a block of positions, this is a product with a triangular matrix of powers. The sums of
-    whole blocks follow the same rule with `decay ** 64`, so the same function computes them. No
+    whole blocks follow the same rule with `decay ** 32`, so the same function computes them. No
     power of the decay divides anything: a cumulative sum of v[i] * decay^i divided by decay^i, the
     usual formula, underflows within a long response.
 
@@ -72,7 +78,7 @@ def compute_discounted_sums(values: torch.Tensor, decay: float) -> torch.Tensor:
     within = blocks @ _powers(values, _BLOCK, decay)
     from_next = pad(compute_discounted_sums(within[..., 0], decay**_BLOCK)[:, 1:], (0, 1))
     reach = decay ** torch.arange(_BLOCK, 0, -1, dtype=values.dtype, device=values.device)
-    return torch.addcmul(within, from_next[..., None], reach).flatten(1)[:, :width]
+    return within.addcmul_(from_next[..., None], reach).flatten(1)[:, :width]
 
 
 def _powers(like: torch.Tensor, size: int, decay: float) -> torch.Tensor:
@@ -122,11 +128,15 @@ class TrainedTokenIndex:
     @cached_property
     def _targets(self) -> torch.Tensor:
         """`[M]`: index of each trained token in the flattened `[B, N]`."""
-        return self.present.flatten().nonzero().squeeze(dim=1)
+        num_rows, width = self.present.shape
+        rows = torch.arange(num_rows, device=self.lengths.device)
+        shifts = rows * width - (self.lengths.cumsum(dim=0) - self.lengths)
+        shifts = shifts.repeat_interleave(self.lengths, output_size=len(self.sources))
+        return shifts.add_(torch.arange(len(shifts), device=shifts.device))
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the trained tokens' values from `[B, T]`, as `[M]`."""
-        return values.take(self.sources)
+        return values.flatten().index_select(0, self.sources)
 
     def put(self, taken: torch.Tensor) -> torch.Tensor:
         """Put values `[M]` at their tokens in `[B, T]`; masked positions get 0."""
@@ -146,7 +156,7 @@ class TrainedTokenIndex:
 
     def take_packed(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the trained tokens' values from packed `[B, N]`, as `[M]`."""
-        return packed.take(self._targets)
+        return packed.flatten().index_select(0, self._targets)
 
 
 def _scatter(taken: torch.Tensor, index: torch.Tensor, shape: torch.Size) -> torch.Tensor:

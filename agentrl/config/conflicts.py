@@ -100,7 +100,7 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
     longest, packed = longest_sequence(config), config.actor.ppo_max_token_len_per_gpu
-    if longest > packed:
+    if packed is not None and longest > packed:
         reason = f"a micro-batch of {packed} tokens cannot hold one sequence of {_sum(config)}"
         yield Problem("actor.ppo_max_token_len_per_gpu", reason, f">= {longest}")
 

@@ -104,7 +104,9 @@ def _tokens(config: RunConfig) -> list[str]:
         f"A sequence has at most {data.max_prompt_length} + {data.max_response_length} = {longest} "
         f"tokens: prompt and response; a turn samples at most {turn}, an observation shows at most "
         f"{multi_turn.max_tool_response_length}.",
-        f"A packed micro-batch of {packed} tokens holds at least "
+        "The packed micro-batches have the size that suits the device."
+        if packed is None
+        else f"A packed micro-batch of {packed} tokens holds at least "
         f"{_count(packed // longest, 'sequence')}.",
     ]
 

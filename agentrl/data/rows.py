@@ -226,15 +226,20 @@ class Conversation(BaseModel):
         return [call.function.name for call in calls]
 
 
-def load_conversations(file: str | Path) -> list[Conversation]:
+def load_conversations(file: str | Path, *, max_rows: int | None = None) -> list[Conversation]:
     """Read a Parquet, JSON or JSONL file of conversations.
 
     Each row has `messages` (a list, or its JSON) and may have `tools`. Other columns are not read.
 
+    Args:
+        file: The file.
+        max_rows: Return only the first rows, and check only these; None: all.
+
     Raises:
         DataError: With file, row number (from 0) and what was expected.
     """
-    return [_conversation(row, file, number) for number, row in enumerate(read_rows(file))]
+    rows = read_rows(file, max_rows=max_rows)
+    return [_conversation(row, file, number) for number, row in enumerate(rows)]
 
 
 def _conversation(row: Row, file: str | Path, number: int) -> Conversation:

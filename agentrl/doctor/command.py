@@ -23,6 +23,7 @@ from agentrl.doctor.inputs import (
 )
 from agentrl.doctor.log_probs import check_log_probs
 from agentrl.doctor.machine import check_device, check_disk, check_machine, check_versions
+from agentrl.doctor.memory import check_memory
 from agentrl.doctor.model import (
     check_control_tokens,
     check_plausibility,
@@ -30,7 +31,7 @@ from agentrl.doctor.model import (
     check_sampled_tokens,
     check_tokenizer_files,
 )
-from agentrl.doctor.report import CheckRunner, Result, Row
+from agentrl.doctor.report import CheckRunner, Result, Row, SkipCheckError
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.plugins import Plugins
@@ -103,9 +104,10 @@ def check_parts(checks: CheckRunner, config: Result[RunConfig], stack: ExitStack
     )
     data = run("data", lambda: check_data(local.need(), setup.need()))
     run("sandbox", lambda: check_sandboxes(config.need(), plugins.need(), data))
+    memory = run("memory", lambda: check_memory(after(tokenizer, config.need())))
     policy = run(
         "policy",
-        lambda: check_policy(after(tokenizer, local.need()), world.need()),
+        lambda: check_policy(within(memory, after(tokenizer, local.need())), world.need()),
         advice="if memory ran out: a smaller model, or actor.fsdp_config on several devices",
     )
     run(
@@ -184,4 +186,15 @@ def after(first: Result[Any], value: T) -> T:
         SkipCheckError: if it failed.
     """
     first.need()
+    return value
+
+
+def within(memory: Result[None], value: T) -> T:
+    """Return a value for a check that loads the model.
+
+    Raises:
+        SkipCheckError: if the model does not fit into memory.
+    """
+    if memory.checked is not None and memory.checked.faults:
+        raise SkipCheckError(f"because of {memory.name!r}")
     return value

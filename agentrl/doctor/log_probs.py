@@ -111,7 +111,7 @@ def compare(config: RunConfig, policy: PolicyModel, samples: Sequence[Sample]) -
     Raises:
         SkipCheckError: if nothing was sampled.
     """
-    rows, theirs = lay_out([sample for sample in samples if any(sample.mask)], policy)
+    rows, theirs = lay_out([sample for sample in samples if any(sample.mask)])
     scores = score_rows(
         policy,
         rows,
@@ -125,7 +125,7 @@ def compare(config: RunConfig, policy: PolicyModel, samples: Sequence[Sample]) -
     return Difference(apart.mean().item(), apart.max().item(), len(apart))
 
 
-def lay_out(samples: Sequence[Sample], policy: PolicyModel) -> tuple[PaddedRows, torch.Tensor]:
+def lay_out(samples: Sequence[Sample]) -> tuple[PaddedRows, torch.Tensor]:
     """Pad samples to `[B, P + T]`, and the engine's log-probabilities to `[B, T]`.
 
     Raises:
@@ -136,8 +136,7 @@ def lay_out(samples: Sequence[Sample], policy: PolicyModel) -> tuple[PaddedRows,
 
     def pad(rows: list[Sequence[float]], side: str, dtype: torch.dtype) -> torch.Tensor:
         tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-        padded = pad_sequence(tensors, batch_first=True, padding_side=side)
-        return padded.to(policy.world.device)
+        return pad_sequence(tensors, batch_first=True, padding_side=side)
 
     def join(parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> torch.Tensor:
         prompts = pad([prompt for prompt, _ in parts], "left", torch.int64)

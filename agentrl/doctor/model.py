@@ -100,7 +100,10 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
         ConfigError: if it cannot be loaded or trained, or if the disk is full.
     """
     seed_everything(config.trainer.seed)
-    policy = load_policy(config.model, world, config.actor.fsdp_config)
+    groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
+    # The checks use the weights as they are.
+    fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
+    policy = load_policy(config.model, groups, fsdp)
     num_weights = count_weights(policy)
     if not config.trainer.val_only:
         check_disk_space(nearest_folder(config.trainer.default_local_dir), num_weights, config)

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
     from agentrl.engines.sglang.inprocess.engine import SGLangEngine
     from agentrl.engines.sglang.servers.engine import SGLangServerEngine
-    from agentrl.engines.transformers.engine import (
-        TransformersEngine,
-        TransformersEngineSettings,
-    )
+    from agentrl.engines.transformers.cache_size import TransformersEngineSettings
+    from agentrl.engines.transformers.engine import TransformersEngine
 
 __all__ = [
     "Completion",
@@ -49,7 +47,7 @@ _HOMES = {
     "ScriptedAnswer": "agentrl.engines.scripted",
     "ScriptedEngine": "agentrl.engines.scripted",
     "TransformersEngine": "agentrl.engines.transformers.engine",
-    "TransformersEngineSettings": "agentrl.engines.transformers.engine",
+    "TransformersEngineSettings": "agentrl.engines.transformers.cache_size",
     "VersionSpan": "agentrl.engines.protocol",
 }
 

@@ -144,7 +144,7 @@ def build_tiny_model(config: TinyPolicyConfig, tokenizer: Qwen2Tokenizer) -> Qwe
 
 
 def _write(config: TinyPolicyConfig, tools: Sequence[OpenAIFunctionToolSchema]) -> None:
-    conversations = load_conversations(config.corpus)
+    conversations = load_conversations(config.corpus, max_rows=MAX_CORPUS_CONVERSATIONS)
     tokenizer = train_tokenizer(conversations, config.vocab_size, tools)
     folder = config.out_dir
     with naming_path(folder):

@@ -36,6 +36,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 from agentrl.config.schema.reward import Placement, RewardConfig
@@ -111,7 +112,7 @@ class _TrainedTokens:
     @classmethod
     def of(cls, request: AsyncRolloutRequest) -> "_TrainedTokens":
         mask = request.loss_mask if request.is_trained else []
-        return cls([index for index, is_trained in enumerate(mask) if is_trained], request.turns)
+        return cls(list(compress(range(len(mask)), mask)), request.turns)
 
     def between(self, start: int, end: int) -> Sequence[int]:
         return self.tokens[bisect_left(self.tokens, start) : bisect_left(self.tokens, end)]

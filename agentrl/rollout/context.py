@@ -1,6 +1,6 @@
 """What all requests of a run share, and the choice of the tool-call format."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.config.schema.run import MultiTurnConfig
@@ -28,7 +28,7 @@ class RolloutContext:
     tools: Sequence[BaseTool]
     interactions: Mapping[str, BaseInteraction]
     settings: MultiTurnConfig
-    encode_prompt: Callable[[AsyncRolloutRequest], EncodedPrompt]
+    encode_prompt: Callable[[AsyncRolloutRequest], Awaitable[EncodedPrompt]]
     """Renders the prompt of a request within its budget."""
     check_tokens: Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]
     """Compares a finished ledger with its conversation, and records the differences. The second

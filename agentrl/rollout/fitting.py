@@ -1,6 +1,8 @@
 """Fit prompts, and the texts of tools and users, into their token budgets."""
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from agentrl.errors import DataError
@@ -60,10 +62,15 @@ class EncodedPrompt(NamedTuple):
     """Text of the tokens; empty if tokens were cut."""
 
 
-class _CachedPrompt(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _CachedPrompt:
+    """The prompt of a group, or the promise that one of its requests encodes it."""
+
     messages: list[Message]
     tools: list[str]
-    prompt: EncodedPrompt
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    prompt: EncodedPrompt | None = None
+    """None until it is encoded, and if encoding failed."""
 
 
 class PromptEncoder:
@@ -82,26 +89,36 @@ class PromptEncoder:
         self._truncation: Truncation = truncation
         self._cached: dict[str, _CachedPrompt] = {}
 
-    def encode(self, request: AsyncRolloutRequest) -> EncodedPrompt:
-        """Return the prompt of a request.
+    async def encode(self, request: AsyncRolloutRequest) -> EncodedPrompt:
+        """Return the prompt of a request. Prompts of one moment are encoded together.
 
         Raises:
             DataError: If the prompt exceeds its budget and `truncation` is `error`.
             TemplateError: If the template cannot render the messages.
         """
         tools = [tool.name for tool in request.tool_schemas]
-        cached = self._cached.get(request.uid)
         # Compare the contents: tools may start each sample of a group with other messages, and
         # users may reuse a uid.
-        if cached and cached.messages == request.messages and cached.tools == tools:
-            return cached.prompt
-        conversation = request.messages, request.tool_schemas
-        ids = self._template.encode_prompt(*conversation)
-        prompt = self._fit(ids, self._template.write_prompt(*conversation))
+        while (
+            (cached := self._cached.get(request.uid))
+            and cached.messages == request.messages
+            and cached.tools == tools
+        ):
+            if cached.prompt is not None:
+                return cached.prompt
+            await cached.ended.wait()
         if len(self._cached) >= MAX_CACHED_GROUPS:
             del self._cached[next(iter(self._cached))]
-        self._cached[request.uid] = _CachedPrompt(list(request.messages), tools, prompt)
-        return prompt
+        cached = self._cached[request.uid] = _CachedPrompt(list(request.messages), tools)
+        try:
+            planned = self._template.plan_prompt(request.messages, request.tool_schemas)
+            ids = await self._template.encode_planned(planned)
+            cached.prompt = self._fit(ids, planned.text)
+            return cached.prompt
+        finally:
+            if cached.prompt is None and self._cached.get(request.uid) is cached:
+                del self._cached[request.uid]
+            cached.ended.set()
 
     def _fit(self, ids: Sequence[int], text: str) -> EncodedPrompt:
         kept = self._generation_prompt(ids) if self._truncation != "error" else []

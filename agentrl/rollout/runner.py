@@ -173,7 +173,7 @@ class _Run:
         await self._create_tools()
         await self._start_interaction()
         request = self.request
-        prompt = self.context.encode_prompt(request)
+        prompt = await self.context.encode_prompt(request)
         request.begin(prompt.ids)
         self.texts.append(lambda: prompt.text)
         request.num_cut_prompt_tokens += prompt.num_cut
@@ -318,8 +318,7 @@ class _Run:
         started = time.monotonic()
         try:
             # A tool may have effects. Do not execute a call whose answer the template cannot show.
-            outline = context.caller.outline(self.calls)
-            context.template.plan_delta(outline, tools=request.tool_schemas)
+            context.caller.check_answerable(self.calls, context.template, request.tool_schemas)
         except TemplateError as error:
             self._record_calls(turn, skip_calls(self.calls))
             return self._refuse_calls(turn, error)

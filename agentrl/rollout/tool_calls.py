@@ -8,7 +8,9 @@ call, valid or malformed, is answered by one message, in the order of the calls.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
 
 from agentrl.errors import ToolCallError
 from agentrl.messages import (
@@ -173,6 +175,7 @@ class ToolCaller:
     def __init__(self, parser: ToolParser, fit: Callable[[str], FittedText]) -> None:
         self._parser = parser
         self._fit = fit
+        self._answerable: LRUCache[Any, Sequence[OpenAIFunctionToolSchema]] = LRUCache(1024)
 
     async def answer(self, checked: CheckedCalls, session: ToolSession) -> list[Observation]:
         """Answer every call of a turn, in the order of the calls.
@@ -194,9 +197,25 @@ class ToolCaller:
             answers[call.index] = Observation(shown.message, response, record)
         return [answers[index] for index in sorted(answers)]
 
-    def outline(self, checked: CheckedCalls) -> list[Message]:
-        """Return messages with the shape of the answers, in the order of the calls."""
-        return [self._message("?", call.name or None, call.id) for call in checked.in_order]
+    def check_answerable(
+        self,
+        checked: CheckedCalls,
+        template: ChatTemplate,
+        tools: Sequence[OpenAIFunctionToolSchema],
+    ) -> None:
+        """Check that the template can show the answers to the calls of a turn.
+
+        Raises:
+            TemplateError: If it cannot, such as those of two tools in one turn.
+        """
+        calls = checked.in_order
+        names = tuple((call.name, call.id) for call in calls)
+        key = (template, tuple(map(id, tools)), names)
+        if key not in self._answerable:
+            outline = [self._message("?", call.name or None, call.id) for call in calls]
+            template.plan_delta(outline, tools=tools)
+            # The value refers to the tools, so that no later tool has an `id` of the key.
+            self._answerable[key] = tuple(tools)
 
     def show(
         self, response: ToolResponse, *, tool: str | None, call_id: str | None = None

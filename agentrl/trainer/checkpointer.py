@@ -17,12 +17,19 @@ from agentrl.trainer.state.resume import (
 )
 from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.state.summary import Summary
-from agentrl.workers.checkpoint import RunState
-from agentrl.workers.snapshot import export_hf, identify, load_run, on_main, save_run
+from agentrl.workers.checkpoint import Checkpoint, RunState
+from agentrl.workers.export import export_hf
+from agentrl.workers.snapshot import (
+    RunningSave,
+    identify,
+    load_run,
+    on_main,
+    start_save,
+)
 
 
 class Checkpointer:
-    """Saves and loads the state of a run. Every method is a collective.
+    """Saves and loads the state of a run. Every method except `close` is a collective.
 
     Args:
         config: The run's configuration.
@@ -38,6 +45,7 @@ class Checkpointer:
             config, total_steps=components.total_steps, device=self._world.device.type
         )
         self._start = ""
+        self._running: RunningSave | None = None
 
     def load(self) -> RunState | None:
         """Load the checkpoint that `trainer.resume_mode` asks for, if there is one.
@@ -49,8 +57,9 @@ class Checkpointer:
             DataError: if the data is not the data that the run began with.
         """
         config, world = self._config, self._world
-        path = on_main(world, lambda: find_checkpoint(config))
-        state = None if path is None else self._load(path)
+        checkpoint = find_checkpoint(config, world)
+        path = None if checkpoint is None else checkpoint.path
+        state = None if checkpoint is None else self._load(checkpoint)
         step = 0 if state is None else state.step
         archived = on_main(world, lambda: archive_earlier_outputs(config, path, step))
         self._components.run_logger.info(*archived.describe())
@@ -59,9 +68,9 @@ class Checkpointer:
         )
         return state
 
-    def _load(self, path: Path) -> RunState:
-        parts = self._components
-        state = load_run(path, parts.actor)
+    def _load(self, checkpoint: Checkpoint) -> RunState:
+        parts, path = self._components, checkpoint.path
+        state = load_run(checkpoint, parts.actor)
         with self._world.raise_on_all_ranks():
             check_origin(state.origin, self._config, path)
         parts.order.load_state_dict(state.data)
@@ -88,8 +97,8 @@ class Checkpointer:
         folder = checkpoint_folder(self._config) / f"global_step_{step}"
         return on_main(self._world, folder.is_dir)
 
-    def save(self, step: int, summary: Summary, unlogged: dict[str, float] | None) -> Path:
-        """Write the whole run to disk.
+    def start(self, step: int, summary: Summary, unlogged: dict[str, float] | None) -> None:
+        """Copy the state of the whole run, and write it in the background.
 
         Args:
             step: The step.
@@ -108,7 +117,31 @@ class Checkpointer:
             unlogged=unlogged,
         )
         folder, keep = checkpoint_folder(self._config), self._config.trainer.max_ckpt_to_keep
-        return save_run(folder, parts.actor, state, keep=keep, best=summary.best_saved_step)
+        self._running = start_save(
+            folder, parts.actor, state, keep=keep, best=summary.best_saved_step
+        )
+
+    def is_written(self) -> bool:
+        """Return whether a checkpoint was started and is written by now, or failed."""
+        return self._running is not None and self._running.is_done()
+
+    def finish(self) -> Path | None:
+        """Wait for the checkpoint that is being written.
+
+        Returns:
+            Its folder; None if no checkpoint is being written.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written.
+        """
+        running, self._running = self._running, None
+        return None if running is None else running.finish()
+
+    def close(self) -> None:
+        """End a write whose result no rank waits for, after an error. Not a collective."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.abandon()
 
     def export(self, step: int, summary: Summary) -> Path:
         """Write the policy as a plain Hugging Face folder."""

@@ -15,15 +15,17 @@ from agentrl.errors import MissingExtraError
 from agentrl.rewards import get_reward_manager
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.tool_parsers import get_tool_parser
-from agentrl.trainer.credit import Credit
+from agentrl.trainer.credit import Credit, needs_old_log_probs
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.files import RolloutFiles
 from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.setup.datasets import RunData, load_run_data, prompt_encoder
 from agentrl.trainer.setup.engine_factory import (
+    EngineLimits,
     announce_start,
     build_engine,
     check_engine,
+    check_offload,
     choose_engine,
     describe_engine,
 )
@@ -45,6 +47,7 @@ from agentrl.trainer.setup.rollout_setup import (
 from agentrl.trainer.state.data_fingerprint import DataRecord, check_rows
 from agentrl.trainer.state.resume import start_date
 from agentrl.workers.actor import Actor
+from agentrl.workers.attention import has_dropout
 from agentrl.workers.distributed import World, start_world
 from agentrl.workers.model import PolicyModel, load_hf_config, load_policy
 from agentrl.workers.rng import choose_exact_kernels, seed_everything
@@ -149,13 +152,15 @@ def build_components(
     total_steps = count_steps(config, num_batches)
     record = DataRecord.of(config, data, setup)
     run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
-    policy = load_policy(config.model, world, config.actor.fsdp_config)
+    groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
+    policy = load_policy(config.model, groups, config.actor.fsdp_config)
     run_logger.notes(check_policy(config, policy, setup, data, total_steps))
     engine = start_engine(config, policy, setup, run_logger, given)
     engine_name = type(engine).__name__ if given.engine else describe_engine(config)
     work = f"{len(data.train)} training rows, {total_steps} steps"
     run_logger.info(f"{describe_policy(policy)}; engine: {engine_name}; {work}")
     manager = make_manager(config, setup, engine)
+    is_before_update = needs_old_log_probs(config) or has_dropout(policy.lm)
     return TrainerComponents(
         world=world,
         run_logger=run_logger,
@@ -163,8 +168,8 @@ def build_components(
         data=data,
         order=order,
         actor=make_actor(config, policy, total_steps),
-        reference=make_reference(config, world),
-        credit=Credit(config.algorithm, world),
+        reference=make_reference(config, groups),
+        credit=Credit(config.algorithm, world, is_before_update=is_before_update),
         engine=engine,
         manager=manager,
         sampler=StepSampler(config, manager, world, run_logger, num_batches=num_batches),
@@ -216,8 +221,13 @@ def start_engine(
             return given.engine
         return given.engine(policy.lm, setup.tokenizer)
     run_logger.info(*announce_start(config))
+    check_offload(config, policy)
     device, dtype = policy.world.device, policy.compute_dtype
-    engine = build_engine(config, policy.lm, setup.tokenizer, device=device, dtype=dtype)
+    limits = EngineLimits.of(config, policy)
+    with policy.on_device():
+        engine = build_engine(
+            config, policy.lm, setup.tokenizer, device=device, dtype=dtype, limits=limits
+        )
     if choose_engine(config) == "scripted":
         run_logger.notes(
             ["the scripted engine has no log-probabilities; do not use this run to train a policy"]
@@ -321,6 +331,7 @@ def make_reference(config: RunConfig, world: World) -> Reference | None:
         policy,
         budget=config.actor.ppo_max_token_len_per_gpu,
         logits_block_bytes=config.actor.logits_block_bytes,
+        share_prefixes=config.actor.share_prefixes,
     )
 
 

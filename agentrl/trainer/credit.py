@@ -1,6 +1,7 @@
 """Compute the reward and advantage of each token of a batch, and which tokens are trained.
 
     log-probabilities     responses                          -> old_log_probs, ref_log_prob
+                          (old_log_probs after the update if only the update reads them)
     rollout correction    old_log_probs, rollout_log_probs   -> rollout_is_weights, rejected tokens
     KL in the reward      token_level_scores, ref_log_prob   -> token_level_rewards
     advantages            token_level_rewards, ...           -> advantages, returns
@@ -32,11 +33,13 @@ from agentrl.algorithms.kl import (
     measure_kl,
     penalize_rewards,
 )
+from agentrl.algorithms.losses.registry import needs_summary
+from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.metrics.step import Timer
-from agentrl.workers.actor import Actor
+from agentrl.workers.actor import Actor, ComputedLogProbs
 from agentrl.workers.distributed import World
 from agentrl.workers.scoring import Reference
 
@@ -44,6 +47,8 @@ CREDIT = "credit"
 """Key of the state in a checkpoint."""
 SUM_PI_SQUARED = "sum_pi_squared"
 """`[B, T]`: sum of the vocabulary's squared probabilities."""
+IS_COMPUTED = "is_computed"
+"""`[B]` bool: the rows that have `old_log_probs`; without it all have."""
 CORRECTED = ("old_log_probs", "rollout_log_probs", "turn_ids")
 COMPUTED = (
     "token_level_rewards", "advantages", "returns", "rollout_is_weights", "response_mask",
@@ -61,18 +66,47 @@ def estimator_requires(config: AlgorithmConfig, column: str) -> bool:
     return column in inspect.signature(get_adv_estimator_fn(config.adv_estimator)).parameters
 
 
+def needs_old_log_probs(config: RunConfig) -> bool:
+    """Return whether `old_log_probs` must be known before the update.
+
+    They need not if a batch is one optimizer step, because they are those of its forward pass, and
+    if the KL in the reward, the correction, the estimator and the loss do not read them.
+    """
+    algorithm, actor, prompts = config.algorithm, config.actor, config.data.train_batch_size
+    correction = algorithm.rollout_correction.effective
+    num_steps = actor.ppo_epochs * -(-prompts // (actor.ppo_mini_batch_size or prompts))
+    parameters = inspect.signature(get_adv_estimator_fn(algorithm.adv_estimator)).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    read = {"old_log_probs", "entropies", SUM_PI_SQUARED, "batch", "non_tensor_batch"}
+    return (
+        num_steps > 1
+        or takes_all
+        or bool(read & parameters.keys())
+        or algorithm.use_kl_in_reward
+        or correction.bypass_mode
+        or correction.rollout_is is not None
+        or correction.rollout_rs is not None
+        or needs_summary(actor)
+    )
+
+
 class Credit:
     """Computes credit, batch by batch, and keeps the coefficient of the KL in the reward.
 
     Args:
         config: The estimator, the KL in the reward and the correction.
         world: The ranks.
+        is_before_update: Whether `old_log_probs` are computed before the update; if not, they are
+            those of its own forward pass (see `needs_old_log_probs`).
     """
 
-    def __init__(self, config: AlgorithmConfig, world: World) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, world: World, *, is_before_update: bool = True
+    ) -> None:
         self.config = config
         self.correction = config.rollout_correction.effective
         self.kl_ctrl = get_kl_controller(config.kl_ctrl)
+        self._is_before_update = is_before_update
         self._world = world
         self._measured: MeasuredKL | None = None
 
@@ -88,7 +122,8 @@ class Credit:
         """Add `old_log_probs`, their entropies and `ref_log_prob`. A collective.
 
         The same pass adds `sum_pi_squared` if the estimator requires it. With `bypass_mode`,
-        `old_log_probs` are the engine's log-probabilities, and the policy computes none.
+        `old_log_probs` are the engine's log-probabilities, and the policy computes none. If the
+        update computes them, they are added after it (`add_log_probs_of_update`).
 
         Args:
             batch: This rank's rows.
@@ -100,7 +135,7 @@ class Credit:
         found: dict[str, Tensor] = {}
         if self.correction.bypass_mode:
             found["old_log_probs"] = tensors_of(batch)["rollout_log_probs"]
-        else:
+        elif self._is_before_update:
             with timer("old_log_prob"):
                 scores = actor.compute_log_probs(
                     batch,
@@ -137,6 +172,34 @@ class Credit:
             if name in computed:
                 mine[name] = computed[name][whole.own]
         return metrics
+
+    def add_log_probs_of_update(
+        self, batch: DataProto, found: ComputedLogProbs | None
+    ) -> dict[str, float]:
+        """Add the `old_log_probs` that the update computed, and compare them with the engine's.
+
+        A collective.
+
+        Args:
+            batch: This rank's rows.
+            found: The result of the update; None if the batch had `old_log_probs` before it.
+
+        Returns:
+            Metrics of the computed rows of all ranks, the same on every rank.
+        """
+        if found is None:
+            return {}
+        tensors = tensors_of(batch)
+        tensors["old_log_probs"], tensors[IS_COMPUTED] = found.log_probs, found.is_computed
+        names = [*CORRECTED[:2], "response_mask", IS_COMPUTED]
+        if not {*names} <= set(tensors.keys()):
+            return {}
+        whole = batch if self._world.is_alone else gather_batch(batch, names, [], self._world).data
+        old, rollout, mask, computed = (tensors_of(whole)[name] for name in names)
+        mask = mask.bool() & computed[:, None]
+        return compute_rollout_correction_and_rejection_mask(
+            old, rollout, mask, self.correction
+        ).metrics
 
     def commit(self) -> None:
         """Update the KL coefficient, after the last measured batch was trained.

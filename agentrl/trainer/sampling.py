@@ -290,7 +290,8 @@ def find_signal(
     mine: list[GroupMember] = []
     with world.raise_on_all_ranks():
         for request in requests:
-            if request.in_baseline:
+            # Estimators do not count a member without a trained token either.
+            if request.in_baseline and any(request.loss_mask):
                 value = read_metric(request, config.metric, reward)
                 mine.append(GroupMember(request.batch_data_id, value))
     return find_differing_groups(world.gather_flat(mine))

@@ -17,6 +17,7 @@ writes files.
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 from agentrl.collate import collate, widest
@@ -177,6 +178,7 @@ class Trainer:
             credit = self.compute_advantages(batch)
             self._interruption.check()
             update = self.update_actor(batch)
+            credit |= parts.credit.add_log_probs_of_update(batch, update.log_probs)
             if update.metrics["actor/optimizer_steps"]:
                 parts.credit.commit()
             # Recorded before the sync: if the engine fails now, the step can still be saved.
@@ -194,8 +196,17 @@ class Trainer:
             metrics = metrics | self.validate()
         self.log_step(metrics)
         self._last.record(self.step, self.summary)
-        if self._is_due(self.config.trainer.save_freq):
-            self.save_checkpoint()
+        try:
+            if self._checkpointer.is_written():
+                self.finish_checkpoint()
+            if self._is_due(self.config.trainer.save_freq):
+                self.start_checkpoint()
+        except CheckpointError:
+            # The export needs less memory and a smaller disk.
+            if self.step == self.components.total_steps:
+                with suppress(CheckpointError):
+                    self.export()
+            raise
         with self.world.raise_on_all_ranks():
             self.summary.check_skipped_updates(self.config.actor.max_skipped_updates)
         self._interruption.check()
@@ -204,8 +215,8 @@ class Trainer:
         """Export the policy, write the summary, draw the learning curve."""
         if self.config.trainer.val_only and not self.config.trainer.val_before_train:
             self.log_step(self.validate())
-        if self.components.total_steps:
-            self.summary.exported = str(self._checkpointer.export(self.step, self.summary))
+        self.export()
+        self.finish_checkpoint()
         self.summary.steps = self.step
         self._count_seconds()
         if self.world.is_main:
@@ -268,7 +279,10 @@ class Trainer:
         )
 
     def compute_log_probs(self, batch: DataProto) -> None:
-        """Add the log-probabilities of the policy before its update, and of the reference."""
+        """Add the log-probabilities of the policy before its update, and of the reference.
+
+        Those of the policy are left out if the update computes them.
+        """
         parts, temperature = self.components, self.config.rollout.temperature
         parts.credit.add_log_probs(
             batch, parts.actor, parts.reference, self._timer, temperature=temperature
@@ -350,6 +364,7 @@ class Trainer:
 
         Prompts and random numbers that a later step has taken are restored first.
         """
+        self.finish_checkpoint()
         if self._last.is_overwritten():
             self.run_logger.info(
                 f"step {self.step} ended after it had changed the weights, so the step before it "
@@ -362,13 +377,27 @@ class Trainer:
                 self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
-        """Write the whole run to disk."""
+        """Write the whole run to disk, and wait until it is complete."""
+        self.start_checkpoint()
+        self.finish_checkpoint()
+
+    def start_checkpoint(self) -> None:
+        """Copy the state of the whole run, and write it to disk in the background."""
+        self.finish_checkpoint()
         self._count_seconds()
         self.summary.note_checkpoint(self.step)
-        path = self._checkpointer.save(self.step, self.summary, self._last.unlogged)
-        self.summary.checkpoint = str(path)
-        seconds = time.monotonic() - self._started
-        self.run_logger.info(f"checkpoint: {path}, {seconds:.1f} s")
+        self._checkpointer.start(self.step, self.summary, self._last.unlogged)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written, if any, is complete."""
+        if (path := self._checkpointer.finish()) is not None:
+            self.summary.checkpoint = str(path)
+            self.run_logger.info(f"checkpoint: {path}")
+
+    def export(self) -> None:
+        """Write the policy as a Hugging Face folder."""
+        if self.components.total_steps:
+            self.summary.exported = str(self._checkpointer.export(self.step, self.summary))
 
     # The end.
 
@@ -384,6 +413,7 @@ class Trainer:
             return
         self._is_closed = True
         try:
+            self._checkpointer.close()
             self._runner.run(self._release())
         finally:
             self._runner.close()
@@ -401,11 +431,12 @@ class Trainer:
         All ranks must save together, so this is possible only if all of them know of the error. If
         saving itself failed, it would fail again.
         """
-        is_shared = self.world.is_alone or error is self.world.status.shared_error
-        if not is_shared or isinstance(error, CheckpointError):
+        if not (self.world.is_alone or error is self.world.status.shared_error):
             return
         try:
-            self.save_last_step()
+            self.finish_checkpoint()
+            if not isinstance(error, CheckpointError):
+                self.save_last_step()
         except Exception as second:  # noqa: BLE001 - the first error is the one to report
             self.run_logger.info(f"the last completed step could not be saved: {second}")
 

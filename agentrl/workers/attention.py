@@ -1,42 +1,28 @@
 """Attention within each of several packed sequences, without a mask.
 
-The linear layers of a model run on the packed `[1, S]` tokens; only attention is split into the
-sequences. Measured on a CPU against padded sequences: equally fast for equal lengths, and up to 1.6
-times as fast for ragged ones.
+The linear layers of a model run on the packed `[1, S]` tokens; only attention reads the plan, which
+says which tokens belong together.
 
 The plan is a keyword argument of the model's forward pass. transformers passes it to every layer,
 also when gradient checkpointing recomputes a layer (a context variable would be lost there: on CUDA
 the backward pass runs in another thread).
 """
 
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+import sys
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from agentrl.errors import ConfigError
+from agentrl.workers.attention_kernels import PackedKernel, SdpaKernel
+from agentrl.workers.attention_plan import AttentionPlan
+from agentrl.workers.sequence_parallel import SequenceShard
 
 PACKED_ATTENTION = "agentrl_packed"
 """The name under which transformers knows this attention."""
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """The boundaries of the packed sequences."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, in packed order."""
-
-    @property
-    def ends(self) -> list[int]:
-        """The packed position after each sequence."""
-        return list(accumulate(self.lengths))
 
 
 def check_packable(config: PretrainedConfig) -> None:
@@ -55,6 +41,26 @@ def check_packable(config: PretrainedConfig) -> None:
         )
 
 
+def max_sharing_length(lm: PreTrainedModel, kernel: PackedKernel) -> int:
+    """Return the most tokens of a sequence that may share a prefix with others; 0: none may.
+
+    A longer sequence than the sliding window does not attend to its whole prefix. With dropout, the
+    sequences of a batch would drop the same parts of a prefix.
+    """
+    config = lm.config
+    if not kernel.shares or has_dropout(lm):
+        return 0
+    layers, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    has_window = layers is None or "sliding_attention" in layers
+    return window if has_window and isinstance(window, int) else sys.maxsize
+
+
+def has_dropout(lm: PreTrainedModel) -> bool:
+    """Return whether the model computes something else in training than in evaluation."""
+    rates = [module.p for module in lm.modules() if isinstance(module, torch.nn.Dropout)]
+    return any(rates) or bool(getattr(lm.config, "attention_dropout", 0))
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -65,22 +71,23 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence of the plan (the attention interface of transformers).
+    """Attend as the plan says (the attention interface of transformers).
 
     Args:
         module: The attention layer that calls.
         query: `[1, H, S, D]`.
         key: `[1, H_kv, S, D]`.
-        value: `[1, H_kv, S, D]`.
+        value: `[1, H_kv, S, D_v]`.
         attention_mask: Always None; the plan replaces it.
         scaling: Factor of the attention scores; None: 1 / sqrt(D).
         dropout: Share of attention weights dropped in training.
-        **kwargs: `attention_plan`, `sliding_window`, and arguments of other implementations.
+        **kwargs: `attention_plan`, `attention_kernel`, `sequence_shard`, `sliding_window`, and
+            arguments of other implementations.
 
     Returns:
-        `[1, S, H, D]`, and no attention weights.
+        `[1, S, H, D_v]`, and no attention weights.
     """
-    plan = kwargs.get("attention_plan")
+    plan, kernel = kwargs.get("attention_plan"), kwargs.get("attention_kernel")
     if not isinstance(plan, AttentionPlan):
         raise ConfigError(
             f"{type(module).__name__} does not pass the attention plan to its attention function",
@@ -94,25 +101,16 @@ def packed_attention(
             key="model.path",
         )
     found = kwargs.get("sliding_window")
-    window = found if isinstance(found, int) else None
-    split = (tensor.split(list(plan.lengths), dim=2) for tensor in (query, key, value))
-    parts = [
-        scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, enable_gqa=True, **_causal(q, window)
-        )
-        for q, k, v in zip(*split, strict=True)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-def _causal(query: Tensor, window: int | None) -> dict[str, Any]:
-    """Return the arguments for causal attention within the window."""
-    length = query.shape[2]
-    if window is None or length <= window:
-        return {"is_causal": True}
-    position = torch.arange(length, device=query.device)
-    distance = position[:, None] - position[None, :]
-    return {"attn_mask": (distance >= 0) & (distance < window)}
+    window = found if isinstance(found, int) and found < plan.longest else None
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if dropout or not isinstance(kernel, PackedKernel):
+        kernel = SdpaKernel(dropout)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    shard = kwargs.get("sequence_shard")
+    if not isinstance(shard, SequenceShard):
+        return kernel(query, key, value, plan, window, scale)[None], None
+    query, key, value = map(shard.scatter_heads, (query, key, value))
+    return shard.gather_heads(kernel(query, key, value, plan, window, scale))[None], None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

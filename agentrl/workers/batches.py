@@ -19,12 +19,18 @@ from agentrl.workers.distributed import World
 from agentrl.workers.packing import (
     PackedBatch,
     PaddedRows,
+    RowPacker,
     count_micro_batches,
-    count_tokens,
     dummy_batch,
-    pack_rows,
     partition_balanced,
 )
+from agentrl.workers.row_exchange import RowExchange
+
+CPU_MICRO_BATCH_TOKENS = 2048
+"""More tokens are not faster on a CPU, and activations of this number stay small. If rows share
+prefixes, micro-batches have twice as many: fewer prefixes are then computed several times."""
+DEVICE_MICRO_BATCH_TOKENS = 16384
+"""Matrix products of this number of tokens run at full speed on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,9 @@ class UpdateRows:
     """The rows of one update, `[B, T]` each unless said otherwise."""
 
     padded: PaddedRows
-    old_log_probs: Tensor
-    """float32, of the policy before the update."""
+    old_log_probs: Tensor | None
+    """float32, of the policy before the update; None: those of the update's own forward pass, which
+    are the same in the first optimizer step of a batch."""
     advantages: Tensor
     """float32."""
     ref_log_prob: Tensor | None
@@ -55,6 +62,43 @@ class UpdateRows:
         """`[B, T]`, 1 on trained tokens."""
         return self.padded.response_mask
 
+    def find_signal(self) -> list[bool]:
+        """Return for each row whether a trained token has an advantage."""
+        return (self.advantages.ne(0) & self.response_mask.ne(0)).any(dim=1).tolist()
+
+    def move(self, exchange: RowExchange) -> "UpdateRows":
+        """Return the rows that this rank computes. A collective."""
+        if not exchange.is_needed:
+            return self
+        keys = exchange.world.gather_flat(
+            zip(self.uids, self.prompt_indices, self.request_ids, strict=True)
+        )
+        computed = [keys[row] for row in exchange.computed]
+
+        def send(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else exchange.send(tensor)
+
+        return UpdateRows(
+            padded=move_padded_rows(self.padded, exchange),
+            old_log_probs=send(self.old_log_probs),
+            advantages=exchange.send(self.advantages),
+            ref_log_prob=send(self.ref_log_prob),
+            rollout_is_weights=send(self.rollout_is_weights),
+            row_weights=send(self.row_weights),
+            uids=tuple(uid for uid, _, _ in computed),
+            prompt_indices=tuple(index for _, index, _ in computed),
+            request_ids=tuple(name for _, _, name in computed),
+        )
+
+
+def move_padded_rows(rows: PaddedRows, exchange: RowExchange) -> PaddedRows:
+    """Return the rows that this rank computes. A collective."""
+    return PaddedRows(
+        input_ids=exchange.send(rows.input_ids),
+        attention_mask=exchange.send(rows.attention_mask),
+        response_mask=exchange.send(rows.response_mask),
+    )
+
 
 def read_padded_rows(batch: DataProto) -> PaddedRows:
     """Read the columns that log-probabilities are computed from."""
@@ -63,6 +107,12 @@ def read_padded_rows(batch: DataProto) -> PaddedRows:
         attention_mask=_tensor(batch, "attention_mask"),
         response_mask=_tensor(batch, "response_mask"),
     )
+
+
+def read_groups(batch: DataProto) -> tuple[Hashable, ...]:
+    """Read the group of each row; if unknown, each row is a group."""
+    count = 0 if batch.batch is None else len(batch.batch)
+    return tuple(batch.non_tensor_batch.get("uid", np.arange(count)).tolist())
 
 
 def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
@@ -78,14 +128,14 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
     padded = read_padded_rows(batch)
     mask, trajectories = padded.response_mask, _optional(batch, "trajectory_ids")
     count = len(padded.input_ids)
-    uids = tuple(batch.non_tensor_batch.get("uid", np.arange(count)).tolist())
+    uids = read_groups(batch)
     request_ids = batch.non_tensor_batch.get("request_id", np.arange(count))
     known = _optional(batch, "batch_data_id")
     number = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
     prompt_indices = [number[uid] for uid in uids] if known is None else known.tolist()
     return UpdateRows(
         padded=padded,
-        old_log_probs=_tensor(batch, "old_log_probs"),
+        old_log_probs=_optional(batch, "old_log_probs"),
         advantages=_tensor(batch, "advantages"),
         ref_log_prob=_tensor(batch, "ref_log_prob") if with_reference else None,
         rollout_is_weights=_optional(batch, "rollout_is_weights"),
@@ -189,22 +239,39 @@ def split_mini_batches(
 
 
 def split_micro_batches(
-    rows: PaddedRows, index: Sequence[int], budget: int, world: World
+    rows: PaddedRows,
+    index: Sequence[int],
+    budget: int | None,
+    world: World,
+    *,
+    max_sharing_length: int = 0,
 ) -> list[PackedBatch]:
     """Pack rows into micro-batches of at most `budget` tokens, the same number on every rank.
 
-    Rows without a trained token are left out. A rank with fewer micro-batches gets dummies. A
-    collective.
+    Rows without a trained token are left out. A prefix that rows of a micro-batch share is packed
+    once; such rows stay together if they fit into the budget. A rank with fewer micro-batches gets
+    dummies. A collective.
+
+    Args:
+        rows: This rank's, on the CPU.
+        index: The rows to pack.
+        budget: Tokens, shared ones counted once; a longer row is alone. None: a default for
+            the device.
+        world: The ranks.
+        max_sharing_length: Rows of at most this many tokens share prefixes; 0: none does.
     """
-    lengths = count_tokens(rows)
-    index = [row for row in index if lengths[row] > 0]
-    mine = [lengths[row] for row in index]
-    count = int(world.max([count_micro_batches(mine, budget)])[0])
+    packer = RowPacker(rows, index, max_sharing_length=max_sharing_length)
+    if budget is None:
+        on_cpu = world.device.type == "cpu"
+        budget = CPU_MICRO_BATCH_TOKENS if on_cpu else DEVICE_MICRO_BATCH_TOKENS
+        budget *= 2 if on_cpu and packer.shares else 1
+    runs, costs = packer.cut(budget)
+    count = int(world.max([count_micro_batches(costs, budget)])[0])
     return [
-        pack_rows(rows, [index[item] for item in part], world.device)
+        packer.pack([runs[item] for item in part], world.device)
         if part
         else dummy_batch(rows.response_mask.shape[1], world.device)
-        for part in partition_balanced(mine, count)
+        for part in partition_balanced(costs, count)
     ]
 
 

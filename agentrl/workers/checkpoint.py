@@ -1,52 +1,56 @@
 """Checkpoints of a run on disk: complete, or absent.
 
     global_step_10/
-        model.safetensors        weights, float32, Hugging Face names
-        optimizer.safetensors    moments, named `moment/weight`
+        rank_0.safetensors       rank 0's slices of weights (`weight/NAME`) and moments
+        rank_1.safetensors       (`exp_avg/NAME`, ...), float32, Hugging Face names
         state.json               identity of the model, counters, random streams, the data's order
-        manifest.json            size and SHA-256 of each file above; written last
+        manifest.json            digests of each file above, position of each slice; written last
 
 A checkpoint is written to a temporary folder, flushed, and made visible by one rename. It is also
-removed by one rename. It contains no pickles. On several ranks, the main rank gathers and writes
-it.
+removed by one rename. It contains no pickles. `checkpoint_writer` writes it; every rank writes its
+own file. This module finds, verifies and reads checkpoints. A run on any number of ranks can read
+them. Files are hashed in pieces, so that ranks and threads share the work.
+
+Format 1 (`model.safetensors` and `optimizer.safetensors` with whole tensors) is still read.
 """
 
 import hashlib
 import json
 import logging
+import math
 import re
-from contextlib import suppress
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from agentrl.atomic_io import (
-    atomic_folder,
-    flush,
-    make_folder,
-    move_into,
-    remove_folder,
-    remove_leftovers,
-    restore_all_replaced,
-)
+from agentrl.atomic_io import move_into
 from agentrl.errors import CheckpointError
 from agentrl.workers.rng import RandomState
+from agentrl.workers.shards import LocalSlice, byte_view, overlap
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 SUPERSEDED = "superseded"
 """Subfolder for the checkpoints that a run from an earlier step replaces."""
+WEIGHT = "weight/"
+"""Prefix of the weights among the tensors; moments have their own."""
 _FOLDER = re.compile(r"global_step_(\d+)")
+_FORMAT_1 = {"model.safetensors": WEIGHT, "optimizer.safetensors": ""}
+_NUM_THREADS = 4
+_READ_BYTES = 2**20
+_COPY_BYTES = 2**24
+"""Bytes of a slice that are read at a time."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of weights and moments, by safetensors' names."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -84,59 +88,131 @@ class RunState:
     """Metrics of the last step, if the run stopped before it was validated and logged."""
 
 
-_STATE = TypeAdapter(RunState)
+class Piece(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+class StoredSlice(NamedTuple):
+    """A slice of a tensor in a file."""
+
+    file: str
+    offset: list[int]
+    shape: list[int]
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    files: dict[str, list[Piece]]
+    """The pieces of each file, in order."""
+    tensors: dict[str, list[StoredSlice]]
+    """The slices of each tensor, which do not overlap."""
+    format: int = FORMAT
+
+    def digest(self) -> str:
+        """Hash the manifest itself."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the content of the file."""
+        return json.dumps(asdict(self) | {"sha256": self.digest()}, sort_keys=True)
+
+
+_STATE, _MANIFEST = TypeAdapter(RunState), TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a run after one step."""
+class Checkpoint:
+    """A checkpoint whose files are complete."""
 
+    path: Path
     state: RunState
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    manifest: Manifest
+
+    def check_model(self, expected: ModelIdentity) -> None:
+        """Refuse the checkpoint of another model.
+
+        Raises:
+            CheckpointError: naming the first difference.
+        """
+        found = self.state.identity
+        if found != expected:
+            raise CheckpointError(
+                f"{self.path.name} is of another model: {_difference(found, expected)}",
+                path=self.path,
+                expected=f"a {expected.architecture} of the run's own shapes; "
+                "trainer.resume_mode=disable or another trainer.default_local_dir starts from the "
+                "beginning",
+            )
+
+    @torch.no_grad()
+    def read(self, targets: Mapping[str, LocalSlice]) -> None:
+        """Copy the stored values of some slices into their memory.
+
+        Raises:
+            CheckpointError: if the checkpoint lacks a part of a slice.
+        """
+        left = {name: target.local.numel() for name, target in targets.items()}
+        for file in self.manifest.files:
+            if not file.endswith(".safetensors"):
+                continue
+            prefix = _FORMAT_1.get(file, "") if self.manifest.format == 1 else ""
+            with (self.path / file).open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+                data_start = stream.tell()
+                for name, target in targets.items():
+                    for slice_ in self.manifest.tensors.get(name, []):
+                        if slice_.file == file:
+                            entry = header[name.removeprefix(prefix)]
+                            start = data_start + entry["data_offsets"][0]
+                            dtype = DTYPES[entry["dtype"]]
+                            left[name] -= _copy(stream, start, dtype, slice_, target)
+        if missing := next((name for name, num in left.items() if num), None):
+            raise CheckpointError(f"{self.path.name} lacks values of {missing}", path=self.path)
 
 
-def save_checkpoint(
-    root: Path, snapshot: Snapshot, *, keep: int | None = None, best: int | None = None
-) -> Path:
-    """Write a checkpoint, then remove the oldest earlier ones.
+def open_checkpoint(path: Path, *, rank: int = 0, num_ranks: int = 1) -> Checkpoint:
+    """Open a checkpoint and verify a rank's share of its bytes.
+
+    Cheap checks come first, on each rank: the manifest, the sizes of the files, the state's bytes.
 
     Args:
-        root: The folder of the run's checkpoints.
-        snapshot: What to write.
-        keep: Number of checkpoints to keep, including this one; None: all. Those of later steps
-            belong to another run: they are not counted and not removed (see `set_aside_later`).
-        best: A step; its checkpoint is kept in addition.
-
-    Returns:
-        The checkpoint's folder.
+        path: The checkpoint's folder.
+        rank: The share to verify; all together are every byte.
+        num_ranks: The number of shares.
 
     Raises:
-        CheckpointError: if it cannot be written; earlier checkpoints are unchanged.
+        CheckpointError: with the file that is missing, damaged or of another format.
     """
-    step = snapshot.state.step
-    folder = root / f"global_step_{step}"
-    try:
-        make_folder(root)
-        remove_leftovers(root)
-        with atomic_folder(folder) as aside:
-            _write_files(aside, snapshot)
-    # safetensors reports a full disk by an error of its own.
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write a checkpoint: {error}", path=folder) from error
-    before = [path for number, path in newest_first(root) if number < step and number != best]
-    for path in before[keep - 1 :] if keep else []:
-        try:
-            remove_folder(path)
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", path.name, error)
-    return folder
+    manifest = _read_manifest(path)
+    required = {STATE, *(_FORMAT_1 if manifest.format == 1 else ())}
+    for name in sorted(required | manifest.files.keys()):
+        file, pieces = path / name, manifest.files.get(name, [])
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        if not pieces or not file.is_file() or file.stat().st_size != num_bytes:
+            raise _damaged(path, name)
+    _verify(path, manifest, [STATE], rank=0, num_ranks=1)
+    others = [name for name in manifest.files if name != STATE]
+    _verify(path, manifest, others, rank=rank, num_ranks=num_ranks)
+    return _read_contents(path, manifest)
+
+
+def newest_first(root: Path) -> list[tuple[int, Path]]:
+    """List steps and checkpoint folders, the newest first."""
+    folders = root.iterdir() if root.is_dir() else []
+    matches = ((_FOLDER.fullmatch(path.name), path) for path in folders)
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 def set_aside_later(root: Path, step: int) -> list[Path]:
     """Move checkpoints of later steps to `superseded/`, for a run that continues from this step.
 
-    Otherwise `find_latest` would return them. They keep their names, with a number if the name
+    Otherwise the run would resume from them. They keep their names, with a number if the name
     exists already.
 
     Args:
@@ -158,104 +234,85 @@ def set_aside_later(root: Path, step: int) -> list[Path]:
         ) from error
 
 
-def load_checkpoint(path: Path, expected: ModelIdentity) -> Snapshot:
-    """Read a checkpoint and verify every byte.
-
-    Args:
-        path: The checkpoint's folder.
-        expected: The model of the run.
-
-    Raises:
-        CheckpointError: if it is incomplete, damaged, or of another model.
-    """
-    state = verify_checkpoint(path)
-    if state.identity != expected:
-        raise CheckpointError(
-            f"{path.name} is of another model: {_difference(state.identity, expected)}",
-            path=path,
-            expected=f"a {expected.architecture} of the run's own shapes; "
-            "trainer.resume_mode=disable or another trainer.default_local_dir starts from the "
-            "beginning",
-        )
-    return Snapshot(
-        state=state, model=load_file(path / MODEL), optimizer=load_file(path / OPTIMIZER)
-    )
-
-
-def verify_checkpoint(path: Path) -> RunState:
-    """Check every byte of a checkpoint against its manifest.
-
-    Returns:
-        Its state except tensors.
-
-    Raises:
-        CheckpointError: with the file that is missing, damaged or of another format.
-    """
-    files = _read_manifest(path)
-    for name in sorted({MODEL, OPTIMIZER, STATE} | files.keys()):
-        is_as_written = False
-        if name in files:
-            with suppress(OSError):
-                is_as_written = _describe(path / name) == files[name]
-        if not is_as_written:
-            raise CheckpointError(
-                f"{path.name} is damaged: {name} is missing or was changed", path=path
-            )
-    return _read_contents(path)
-
-
-def find_latest(root: Path) -> Path | None:
-    """Find the newest complete checkpoint, and log each damaged one that is skipped.
-
-    Returns:
-        None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: if all checkpoints are damaged. The user must choose to start again.
-    """
-    restore_all_replaced(root)
-    damaged: list[str] = []
-    for _, path in newest_first(root):
-        try:
-            verify_checkpoint(path)
-        except CheckpointError as error:
-            logger.warning("%s; trying the previous one", error)
-            damaged.append(path.name)
-        else:
-            return path
-    if damaged:
-        raise CheckpointError(
-            f"none of the run's checkpoints can be used: {', '.join(damaged)}",
-            path=root,
-            expected="a complete checkpoint; trainer.resume_mode=disable starts from the beginning "
-            f"and moves these to {SUPERSEDED}/",
-        )
-    return None
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the recorded size and digest of each file by name."""
+def _read_manifest(path: Path) -> Manifest:
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        version, files = manifest["format"], dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = json.loads((path / MANIFEST).read_bytes())
+        version = content["format"]
+        if version == 1:
+            pieces = {
+                name: [Piece(entry["bytes"], entry["sha256"])]
+                for name, entry in dict(content["files"]).items()
+            }
+            return Manifest(files=pieces, tensors={}, format=1)
+        if version != FORMAT:
+            raise CheckpointError(f"{path.name} has format {version}", path=path, expected=FORMAT)
+        digest = content.pop("sha256")
+        manifest = _MANIFEST.validate_python(content)
+        if manifest.digest() != digest:
+            raise ValueError("it was changed")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path.name} is incomplete: it has no readable {MANIFEST}", path=path
         ) from error
-    if version != FORMAT:
-        raise CheckpointError(f"{path.name} has format {version}", path=path, expected=FORMAT)
-    return files
+    return manifest
 
 
-def _read_contents(path: Path) -> RunState:
+def _verify(path: Path, manifest: Manifest, names: list[str], *, rank: int, num_ranks: int) -> None:
+    """Hash a rank's share of some files: consecutive pieces of about equal size."""
+    work: list[tuple[str, int, Piece]] = []
+    total = sum(piece.num_bytes for name in names for piece in manifest.files[name])
+    done = 0
+    for name in names:
+        start = 0
+        for piece in manifest.files[name]:
+            if (2 * done + piece.num_bytes) * num_ranks // (2 * total or 1) in (rank, num_ranks):
+                work.append((name, start, piece))
+            start += piece.num_bytes
+            done += piece.num_bytes
+
+    def is_as_written(one: tuple[str, int, Piece]) -> bool:
+        name, start, piece = one
+        try:
+            return _hash(path / name, start, piece.num_bytes) == piece.sha256
+        except OSError:
+            return False
+
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        for (name, _, _), is_right in zip(work, threads.map(is_as_written, work), strict=True):
+            if not is_right:
+                raise _damaged(path, name)
+
+
+def _hash(file: Path, start: int, num_bytes: int) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while num_bytes and (data := stream.read(min(num_bytes, _READ_BYTES))):
+            digest.update(data)
+            num_bytes -= len(data)
+    return digest.hexdigest()
+
+
+def _damaged(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} is damaged: {name} is missing or was changed", path=path)
+
+
+def _read_contents(path: Path, manifest: Manifest) -> Checkpoint:
     """Read the state and the headers: undamaged files may still be of another format."""
-    name = STATE
+    name, tensors = STATE, manifest.tensors
     try:
         state = _STATE.validate_json((path / name).read_bytes())
-        for name in (MODEL, OPTIMIZER):
-            with safe_open(path / name, "pt"):
-                pass
-    except (ValidationError, SafetensorError) as error:
+        for name in manifest.files:
+            if name == STATE:
+                continue
+            with safe_open(path / name, "pt") as file:
+                if manifest.format == 1:
+                    tensors |= {
+                        _FORMAT_1[name] + key: [StoredSlice(name, [0] * len(shape), shape)]
+                        for key in file.keys()  # noqa: SIM118 - it is not a dict
+                        for shape in [file.get_slice(key).get_shape()]
+                    }
+    except (ValidationError, SafetensorError, OSError) as error:
         text = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
@@ -263,7 +320,7 @@ def _read_contents(path: Path) -> RunState:
         raise CheckpointError(
             f"{path.name} is of another format: {name}: {text}", path=path
         ) from error
-    return state
+    return Checkpoint(path, state, manifest)
 
 
 def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
@@ -276,34 +333,27 @@ def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
     return "no difference"
 
 
-def _write_files(folder: Path, snapshot: Snapshot) -> None:
-    """Write the files; write the manifest after they are flushed."""
-    save_file(_contiguous(snapshot.model), folder / MODEL)
-    save_file(_contiguous(snapshot.optimizer), folder / OPTIMIZER)
-    _write_json(folder / STATE, asdict(snapshot.state))
-    files = sorted(folder.iterdir())
-    for file in files:
-        flush(file)
-    entries = {file.name: _describe(file) for file in files}
-    _write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})
+def _copy(
+    stream: BinaryIO, start: int, dtype: torch.dtype, slice_: StoredSlice, target: LocalSlice
+) -> int:
+    """Read the overlap of a stored slice and a target; return its number of elements.
 
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1, sort_keys=True), encoding="utf-8")
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
-
-
-def newest_first(root: Path) -> list[tuple[int, Path]]:
-    """List steps and checkpoint folders, the newest first."""
-    folders = root.iterdir() if root.is_dir() else []
-    matches = ((_FOLDER.fullmatch(path.name), path) for path in folders)
-    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+    The file is read and not mapped: mapped pages would count as memory of the process.
+    """
+    is_number = not slice_.shape
+    shape = [1] if is_number else slice_.shape
+    local = target.local.reshape(1) if is_number else target.local
+    offsets = ([0], [0]) if is_number else (slice_.offset, target.offset)
+    theirs, ours, num = overlap((offsets[0], shape), (offsets[1], local.shape))
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    step = max(1, _COPY_BYTES // (row_bytes or 1))
+    for first in range(theirs[0].start, theirs[0].stop if num else 0, step):
+        num_rows = min(step, theirs[0].stop - first)
+        rows = torch.empty([num_rows, *shape[1:]], dtype=dtype)
+        stream.seek(start + first * row_bytes)
+        content = byte_view(rows).numpy().data
+        if stream.readinto(content) != rows.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
+            return 0
+        to = ours[0].start + first - theirs[0].start
+        local[(slice(to, to + num_rows), *ours[1:])].copy_(rows[(slice(None), *theirs[1:])])
+    return num

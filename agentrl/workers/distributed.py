@@ -7,7 +7,7 @@ no port, and every exchange below is the identity.
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from agentrl.errors import ConfigError, RankError
+from agentrl.workers.memory import keep_freed_memory
 from agentrl.workers.rank_status import RankStatus, is_failed_collective, open_rank_status
+from agentrl.workers.sequence_parallel import SequenceShard
 
 T = TypeVar("T")
 
@@ -34,6 +36,9 @@ class World:
     """One dimension, `dp`: all ranks shard the weights and split the rows."""
     status: RankStatus
     """What each rank does, for the error if one does not come."""
+    sequence_group: "dist.ProcessGroup | None" = None
+    """The ranks that compute the same rows together, each a part of their tokens; None: this rank
+    computes its rows alone."""
 
     @property
     def is_main(self) -> bool:
@@ -44,6 +49,47 @@ class World:
     def is_alone(self) -> bool:
         """Whether there is no other rank."""
         return self.size == 1
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel groups; the ranks of one group compute the same rows."""
+        return self.size // (1 if self.sequence_group is None else self.sequence_group.size())
+
+    @property
+    def reports_rows(self) -> bool:
+        """Whether sums over rows count those of this rank: once for each data-parallel group."""
+        return self.sequence_group is None or self.sequence_group.rank() == 0
+
+    def sequence_shard(self, num_tokens: int) -> SequenceShard | None:
+        """Return this rank's part of a micro-batch of packed tokens; None: all of it."""
+        group = self.sequence_group
+        if group is None:
+            return None
+        return SequenceShard(group, group.rank(), group.size(), num_tokens)
+
+    def with_sequence_groups(self, size: int) -> "World":
+        """Return the world in which every `size` ranks compute the same rows. A collective.
+
+        Raises:
+            ConfigError: if the number of ranks is not a multiple of `size`.
+        """
+        if size == 1:
+            return self
+        if self.size % size:
+            raise ConfigError(
+                f"{self.size} ranks cannot be divided into groups of {size}",
+                key="actor.ulysses_sequence_parallel_size",
+                expected="a divisor of the number of ranks",
+            )
+        groups = [
+            dist.new_group(list(range(first, first + size))) for first in range(0, self.size, size)
+        ]
+        return replace(self, sequence_group=groups[self.rank // size])
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank's data-parallel group; a group's ranks follow each other."""
+        return self.rank * self.dp_size // self.size
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add numbers over the ranks, entry by entry, in float64."""
@@ -113,6 +159,19 @@ class World:
         known = [part[:count] for part, count in zip(parts, counts, strict=True)]
         return torch.cat(known).to(rows.device)
 
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows to each rank, and return the rows that this rank receives.
+
+        Args:
+            rows: `[b, ...]`, sorted by the rank that gets them.
+            sent: Number of rows for each rank.
+            received: Number of rows from each rank; the result has them in this order.
+        """
+        outgoing = rows.to(self._carrier).contiguous()
+        incoming = outgoing.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(incoming, outgoing, list(received), list(sent))
+        return incoming.to(rows.device)
+
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
         """Wait for all ranks at the end of the block, and raise on all of them if one raised.
@@ -142,7 +201,7 @@ class World:
 def start_world(device: str, *, timeout_s: float) -> World:
     """Join the ranks that torchrun started, or make a world of one rank.
 
-    An existing process group is used as it is.
+    An existing process group is used as it is. On a CPU, the process keeps memory that it freed.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
@@ -154,6 +213,8 @@ def start_world(device: str, *, timeout_s: float) -> World:
         RankError: if the other ranks do not join.
     """
     kind = resolve_device(device)
+    if kind == "cpu":
+        keep_freed_memory()
     store = None
     if not dist.is_initialized():
         try:
@@ -206,6 +267,8 @@ def _init_process_group(kind: str, timeout: timedelta) -> Any:
     """Join the ranks, and return their store."""
     if kind == "cuda":
         torch.cuda.set_device(_own_device(kind))
+        # It makes a plan for each shape, which takes longer than the attention of one sequence.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         backend = "nccl" if kind == "cuda" else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

@@ -4,7 +4,9 @@ Master weights are float32; the layers compute in FSDP2's mixed precision. All u
 weight are in `PolicyModel.forward`, so that FSDP2 gathers it first.
 """
 
+import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,15 +22,30 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
-from agentrl.workers.attention import PACKED_ATTENTION, check_packable
+from agentrl.workers.attention import PACKED_ATTENTION, check_packable, max_sharing_length
+from agentrl.workers.attention_kernels import SdpaKernel, choose_kernel
+from agentrl.workers.attention_plan import AttentionPlan
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
+from agentrl.workers.offload import OffloadedMemory, offload_activations
 from agentrl.workers.packing import PackedBatch
+from agentrl.workers.packing_probe import measure_crossing
+from agentrl.workers.sequence_parallel import SequenceShard
+from agentrl.workers.weight_files import WeightFiles, allocate, init_buffers, stand_in_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,49 +58,103 @@ class ScoringParams:
     """Bytes of one block of logits; None: a default for the device."""
     with_sum_pi_squared: bool = False
     """Whether to sum the squared probabilities of the vocabulary too."""
+    share_prefixes: bool = True
+    """Whether a prefix that rows share is computed once."""
 
 
 class PolicyModel(nn.Module):
     """A causal LM that computes the scores of the trained tokens of a packed batch.
 
     Args:
-        lm: The Hugging Face model, float32, on the device of the run.
+        lm: The Hugging Face model, float32. Weights that are on another device are moved, layer by
+            layer.
         world: The ranks that shard it.
         compute_dtype: The dtype of its layers.
         fsdp: Settings of the sharding.
+        files: The weights of a model that is on the meta device; each rank reads its slices.
+        stored_dtype: The dtype of an export; None: that of `lm`.
     """
 
     def __init__(
-        self, lm: PreTrainedModel, world: World, compute_dtype: torch.dtype, fsdp: FsdpConfig
+        self,
+        lm: PreTrainedModel,
+        world: World,
+        compute_dtype: torch.dtype,
+        fsdp: FsdpConfig,
+        *,
+        files: WeightFiles | None = None,
+        stored_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_packable(lm.config)
         self.lm = lm
         self.world = world
         self.compute_dtype = compute_dtype
-        self.transform = probe_head(lm)
-        lm.set_attn_implementation(PACKED_ATTENTION)
+        self.kernel = choose_kernel(lm.config, world.device, compute_dtype)
+        self.stored_dtype = stored_dtype or lm.dtype
+        self.offload: OffloadedMemory | None = None
+        self.offloads_activations = False
+        # Before weights are read: no rank has the memory of a gathered weight.
+        with stand_in_weights(lm, world.device, torch.float32):
+            self.transform = probe_head(lm)
+            lm.set_attn_implementation(PACKED_ATTENTION)
+            check_packed_scores(self)
         _shard(self, fsdp)
+        if files is not None:
+            with world.raise_on_all_ranks():
+                allocate(self, torch.device("cpu") if fsdp.offload_policy else world.device)
+                files.fill(lm)
+        if fsdp.param_offload and not fsdp.offload_policy and world.device.type != "cpu":
+            self.offload = OffloadedMemory(
+                lambda: [local_tensor(weight.detach()) for _, weight in self.named_weights()]
+            )
 
     def forward(self, packed: PackedBatch, params: ScoringParams) -> TokenScores:
         """Score the trained tokens of a micro-batch, `[N]` each."""
-        hidden = self.lm.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            attention_plan=packed.plan,
-        ).last_hidden_state
+        shard = self.world.sequence_shard(packed.input_ids.shape[1])
+        if shard is None:
+            hidden = self._run_body(packed.input_ids, packed.position_ids, packed.plan)
+            return self._score(hidden[0, packed.head_positions], packed.targets, params)
+        ids, positions = shard.take(packed.input_ids), shard.take(packed.position_ids)
+        hidden = self._run_body(ids, positions, packed.plan, sequence_shard=shard)
+        index, columns = shard.find_own(packed.head_positions)
+        own = self._score(hidden[0, columns], packed.targets[index], params)
+        return shard.gather_scores(own, index, len(packed.targets))
+
+    def _run_body(
+        self, ids: Tensor, positions: Tensor, plan: AttentionPlan, **extra: SequenceShard
+    ) -> Tensor:
+        """Return the last hidden states, `[1, S, H]`."""
+        with offload_activations() if self.offloads_activations else nullcontext():
+            return self.lm.base_model(
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=False,
+                attention_plan=plan,
+                attention_kernel=self.kernel,
+                **extra,
+            ).last_hidden_state
+
+    def _score(self, hidden: Tensor, targets: Tensor, params: ScoringParams) -> TokenScores:
         head = _head(self.lm)
         return score_tokens(
-            hidden[0].index_select(0, packed.head_positions),
+            hidden,
             head.weight,
             head.bias,
-            packed.targets,
+            targets,
             temperature=params.temperature,
             transform=self.transform,
             block_bytes=params.logits_block_bytes,
             with_sum_pi_squared=params.with_sum_pi_squared,
         )
+
+    def max_sharing_length(self, params: ScoringParams) -> int:
+        """Return the most tokens of a row that shares prefixes with others; 0: none does."""
+        return max_sharing_length(self.lm, self.kernel) if params.share_prefixes else 0
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Have the weights in their own memory while the block runs (`param_offload`)."""
+        return nullcontext() if self.offload is None else self.offload.in_use()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the sharded weights by Hugging Face name, tied weights once."""
@@ -106,19 +178,35 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyModel:
-    """Load a model folder as a sharded policy.
+    """Load a model folder as a sharded policy. A collective.
 
-    Every rank reads the whole model and keeps its shard.
+    Each rank reads its slices of safetensors files. If transformers converts the weights, or the
+    files have another format, every rank reads the whole model and keeps its shard.
 
     Raises:
         ConfigError: if there is no such model, its weights are incomplete, `override_config` has a
             key that it does not have, or it cannot be trained packed.
     """
-    lm = load_causal_lm(config)
-    nn.Module.to(lm, world.device)
+    stored = load_hf_config(config).dtype
+    lm = make_empty_lm(config, world.device)
+    if (files := WeightFiles.find(config.path, lm)) is not None:
+        stored = files.dtype()
+    else:
+        lm = load_causal_lm(config)
+        if not world.is_alone and world.is_main:
+            logger.info("every rank reads all weights of %s, which are converted", config.path)
     if config.enable_gradient_checkpointing:
         enable_checkpointing(lm)
-    return PolicyModel(lm, world, resolve_dtype(config, world.device), fsdp)
+    policy = PolicyModel(
+        lm,
+        world,
+        resolve_dtype(config, world.device),
+        fsdp,
+        files=files,
+        stored_dtype=stored if isinstance(stored, torch.dtype) else None,
+    )
+    policy.offloads_activations = config.enable_activation_offload and world.device.type != "cpu"
+    return policy
 
 
 def enable_checkpointing(lm: PreTrainedModel) -> None:
@@ -156,6 +244,26 @@ def refuse_multimodal(loaded: PretrainedConfig, path: str) -> None:
             key="model.path",
             expected="a causal language model of text",
         )
+
+
+def make_empty_lm(config: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """Make a Hugging Face causal LM whose weights have no memory yet.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    hf_config = load_hf_config(config)
+    try:
+        with torch.device("meta"):
+            lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError) as error:
+        raise _no_model(config.path, error) from error
+    with suppress(OSError):
+        lm.generation_config = GenerationConfig.from_pretrained(config.path)
+    init_buffers(lm, device)
+    return lm.eval()
 
 
 def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
@@ -223,32 +331,99 @@ def full_tensor(shard: Tensor) -> Tensor:
     return shard.full_tensor()
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard; a tensor that is not sharded is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
 def probe_head(lm: PreTrainedModel) -> HeadTransform:
     """Read a model's transform of its logits, and check it against the model's own logits.
 
     Raises:
         ConfigError: if agentrl's log-probabilities differ from the model's.
     """
-    head = _head(lm)
     transform = read_head_transform(lm.config)
-    ids = torch.tensor([[0, 1]], device=lm.device)
-    was_training = lm.training
-    with torch.no_grad():
-        lm.eval()
-        expected = lm(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        targets = expected.argmax(-1)
-        found = score_tokens(
-            hidden, head.weight, head.bias, targets, temperature=1.0, transform=transform
-        )
+    if _head_agrees(lm, transform, *_skip_body(lm)):
+        return transform
+    # The body is computed only if that did not work.
+    ids, was_training = torch.tensor([[0, 1]], device=_head(lm).weight.device), lm.training
+    lm.eval()
+    logits = lm(input_ids=ids, use_cache=False).logits
+    hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
     lm.train(was_training)
-    if not torch.allclose(found.log_probs, expected.amax(-1).float(), atol=1e-3):
+    if not _head_agrees(lm, transform, hidden, logits):
         raise ConfigError(
             f"{type(lm).__name__} transforms its logits in a way that agentrl does not support",
             key="model.path",
             expected="plain logits, logit_scale, logits_scaling or final_logit_softcapping",
         )
     return transform
+
+
+def check_packed_scores(policy: PolicyModel) -> None:
+    """Refuse a model that lets the sequences of a micro-batch change each other. A collective.
+
+    The weights are float32 here, for any compute dtype: in 16 bits, rounding in a deep model is as
+    large as what some models mix.
+
+    Raises:
+        ConfigError: with the difference of the log-probabilities.
+    """
+    params, was_training, kernel = ScoringParams(temperature=1.0), policy.training, policy.kernel
+    sharing = policy.max_sharing_length(params)
+    policy.eval()
+    if policy.compute_dtype != torch.float32:  # a kernel of 16-bit types; it equals this one
+        policy.kernel = SdpaKernel()
+    packed, shared = measure_crossing(
+        lambda batch: policy(batch, params).log_probs,
+        vocab_size=policy.config.vocab_size,
+        device=policy.world.device,
+        max_sharing_length=sharing,
+    )
+    policy.kernel = kernel
+    policy.train(was_training)
+    limit = 5e-4
+    # Not a number: the weights are broken, which the first step reports.
+    if packed > limit or shared > limit:
+        how = "in one micro-batch" if packed > limit else "that share a prefix"
+        raise ConfigError(
+            f"{type(policy.lm).__name__}: sequences {how} change each other's log-probabilities, "
+            f"by {max(packed, shared):.2g} nats per token",
+            key="model.path",
+            expected="a model that computes attention by the attention interface of transformers "
+            "and reads position_ids",
+        )
+
+
+def _skip_body(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Return random states and the model's logits for them; None if it needs more than states."""
+    head, body = _head(lm), lm.base_model
+    draws = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2, head.in_features, generator=draws).to(head.weight)
+    body.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    try:
+        ids = torch.tensor([[0, 1]], device=head.weight.device)
+        return hidden, lm(input_ids=ids, use_cache=False).logits
+    except AttributeError:
+        return hidden, None
+    finally:
+        del body.forward
+
+
+def _head_agrees(
+    lm: PreTrainedModel, transform: HeadTransform, hidden: Tensor, logits: Tensor | None
+) -> bool:
+    """Return whether the model's logits give our log-probabilities of its likeliest tokens."""
+    if logits is None:
+        return False
+    head, expected = _head(lm), logits[0].float().log_softmax(-1)
+    targets = expected.argmax(-1)
+    found = score_tokens(
+        hidden[0], head.weight, head.bias, targets, temperature=1.0, transform=transform
+    ).log_probs
+    rounding = torch.finfo(hidden.dtype).eps * float(logits.abs().max())
+    return torch.allclose(found, expected.amax(-1), atol=1e-3 + 2 * rounding)
 
 
 def _no_model(path: str, error: Exception) -> ConfigError:
@@ -266,22 +441,66 @@ def _head(lm: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def make_mesh(world: World, fsdp_size: int) -> DeviceMesh:
+    """Return the ranks that shard the weights; with several copies, in two dimensions.
+
+    Raises:
+        ConfigError: if the ranks cannot be divided into groups of `fsdp_size`.
+    """
+    if fsdp_size < 1 or fsdp_size >= world.size:
+        return world.mesh
+    if world.size % fsdp_size:
+        raise ConfigError(
+            f"{world.size} ranks cannot be divided into groups of {fsdp_size}",
+            key="actor.fsdp_config.fsdp_size",
+            expected="a divisor of the number of ranks, or -1",
+        )
+    shape = (world.size // fsdp_size, fsdp_size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
 def _shard(policy: PolicyModel, fsdp: FsdpConfig) -> None:
-    """Shard each decoder layer, then the rest (embeddings, last norm, head) as one group."""
+    """Shard each decoder layer, then the rest (embeddings, last norm, head) as one group.
+
+    FSDP2 copies every weight for the forward pass and every gradient after the backward pass, also
+    on one rank. If a single rank computes in the dtype of its weights, nothing is sharded.
+    """
     low = policy.compute_dtype != torch.float32
+    if policy.world.is_alone and not low and not fsdp.offload_policy:
+        if policy.lm.device.type != "meta":
+            nn.Module.to(policy.lm, policy.world.device)
+        return
     shared: dict[str, Any] = {
-        "mesh": policy.world.mesh,
+        "mesh": make_mesh(policy.world, fsdp.fsdp_size),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=policy.compute_dtype if low else None,
             reduce_dtype=torch.float32 if low else None,
         ),
-        # A single rank gathers nothing.
-        "reshard_after_forward": fsdp.reshard_after_forward and not policy.world.is_alone,
     }
     if fsdp.offload_policy:
-        shared["offload_policy"] = CPUOffloadPolicy()
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=policy.world.device.type == "cuda")
     layer_types = set(policy.lm._no_split_modules or [])
     for module in list(policy.lm.modules()):
         if type(module).__name__ in layer_types:
-            fully_shard(module, **shared)
-    fully_shard(policy, **shared)
+            fully_shard(module, reshard_after_forward=fsdp.reshard_after_forward, **shared)
+    # The backward pass begins with the head, so the last group stays gathered until then.
+    fully_shard(policy, reshard_after_forward=False, **shared)
+    if any(isinstance(one, nn.ModuleList) for one in _experts(policy.lm)):
+        # An expert without a token has no gradient, and the ranks would reduce different sizes.
+        reduce_unused = getattr(policy, "set_reduce_scatter_unused_params", None)
+        if reduce_unused is None and not policy.world.is_alone:
+            raise ConfigError(
+                f"{type(policy.lm).__name__} has one module for each expert, which torch "
+                f"{torch.__version__} cannot train on several ranks",
+                key="model.path",
+                expected="torch 2.13 or later, or one rank",
+            )
+        if reduce_unused is not None:
+            reduce_unused(True)
+
+
+def _experts(lm: PreTrainedModel) -> Iterator[nn.Module]:
+    """Iterate over the modules of a mixture's experts."""
+    for name, module in lm.named_modules():
+        if name.endswith("experts"):
+            yield module

@@ -10,16 +10,22 @@ Muon trains the matrices in the decoder's layers, with their own rate, and AdamW
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema.training import OptimConfig
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.workers.distributed import World
+from agentrl.workers.muon import StackedMuon
+from agentrl.workers.shards import LocalSlice, local_slice
+
+_LAYER = re.compile(r"\.\d+\.")
+"""In the name of a decoder layer's weight: `model.layers.0.`, `transformer.h.0.`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +76,23 @@ class PolicyOptimizer:
         matrices: list[TrainedWeight] = []  # Muon's; AdamW has the others
         others: list[TrainedWeight] = []
         for name, weight in named_weights:
-            if config.name == "muon" and weight.ndim == 2 and ".layers." in f".{name}":
+            if config.name == "muon" and weight.ndim == 2 and _LAYER.search(name):
                 local = _alias(weight) if world.is_alone else weight
                 matrices.append(TrainedWeight(name, weight, local))
             else:
                 others.append(TrainedWeight(name, weight, _alias(weight)))
+        if config.name == "muon" and not matrices:
+            raise ConfigError(
+                "the model has no matrix in a numbered layer, which muon would train",
+                key="actor.optim.name",
+                expected="adamw",
+            )
         self.weights = matrices + others
         self._parts: list[_Part] = []
         if matrices:
             group = {"params": [w.local for w in matrices], "base_lr": config.muon_lr}
-            muon = torch.optim.Muon([group], lr=config.muon_lr, weight_decay=config.weight_decay)
+            kind = StackedMuon if world.is_alone else torch.optim.Muon
+            muon = kind([group], lr=config.muon_lr, weight_decay=config.weight_decay)
             self._parts.append(_Part(matrices, muon, ("momentum_buffer",)))
         if others:
             state_keys = ("exp_avg", "exp_avg_sq", "step")
@@ -92,18 +105,28 @@ class PolicyOptimizer:
 
     def grad_norm(self) -> float:
         """Return the norm of the gradient over all weights and ranks. A collective."""
-        norms = [torch.linalg.vector_norm(grad) for grad in self._local_gradients()]
-        square = torch.stack(norms).double().square().sum().item() if norms else 0.0
-        return math.sqrt(self.world.sum([square])[0])
+        gradients, square = self._local_gradients(), 0.0
+        if gradients:
+            norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+            square = torch.stack(norms).double().square().sum().item()
+        return math.sqrt(self.world.sum([square])[0] / self._num_copies())
+
+    def _num_copies(self) -> int:
+        """Return how many ranks hold the same gradients (hybrid sharding)."""
+        sharded = self.weights[0].weight
+        if not isinstance(sharded, DTensor):
+            return 1
+        dims = enumerate(sharded.placements)
+        return math.prod(sharded.device_mesh.size(dim) for dim, at in dims if at.is_replicate())
 
     def step(self, *, grad_scale: float = 1.0) -> None:
         """Take one step with the gradient times `grad_scale`, and delete the gradient."""
         factor = self.schedule(self.num_steps)
         for weight in self.weights:
             weight.take_gradient()
-        if grad_scale != 1.0:
-            for grad in self._local_gradients():
-                grad.mul_(grad_scale)
+        gradients = self._local_gradients()
+        if grad_scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, grad_scale)  # pyright: ignore[reportPrivateImportUsage]
         # Counted first: a step that fails halfway has changed weights.
         self.num_steps += 1
         for part in self._parts:
@@ -117,38 +140,57 @@ class PolicyOptimizer:
         for weight in self.weights:
             weight.drop_gradient()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Gather moments and counters as whole tensors, named `moment/weight`. A collective."""
+    def state_slices(self) -> dict[str, LocalSlice]:
+        """Return this rank's slices of moments and counters, named `moment/weight`."""
         return {
-            f"{key}/{weight.name}": _gather(part.optimizer.state[weight.local][key], weight)
+            f"{key}/{weight.name}": local_slice(value, self.world, like=weight.weight)
             for part in self._parts
             for weight in part.weights
-            for key in part.state_keys
-            if key in part.optimizer.state[weight.local]
+            for key, value in part.optimizer.state[weight.local].items()
+            if key in part.state_keys
         }
 
-    def load_state_tensors(self, tensors: dict[str, Tensor], num_steps: int) -> None:
-        """Load the results of `state_tensors` and `num_steps`.
+    def state_tensors(self) -> list[Tensor]:
+        """Return this rank's moments and counters."""
+        states = (state for part in self._parts for state in part.optimizer.state.values())
+        return [_local(value) for state in states for value in state.values()]
+
+    def allocate_state(self, names: Iterable[str], num_steps: int) -> dict[str, LocalSlice]:
+        """Replace moments and counters by memory without values, for those of a checkpoint.
+
+        Args:
+            names: The names that `state_slices` had.
+            num_steps: The steps of the optimizer that had them.
+
+        Returns:
+            The new slices, to be filled.
 
         Raises:
-            CheckpointError: for the state of another optimizer; then nothing is changed.
+            CheckpointError: for names of another optimizer; then nothing is changed.
         """
         targets = {
-            f"{key}/{weight.name}": (part.optimizer.state[weight.local], key, weight)
+            f"{key}/{weight.name}": (part.optimizer.state[weight.local], key, weight.local)
             for part in self._parts
             for weight in part.weights
             for key in part.state_keys
         }
-        unknown = sorted(tensors.keys() - targets.keys())
-        if unknown:
+        names = list(names)
+        if unknown := sorted(set(names) - targets.keys()):
             raise CheckpointError(
                 f"the checkpoint is of another optimizer: it has {unknown[0]}",
                 expected=f"the state of {self.config.name}",
             )
-        for name, value in tensors.items():
-            state, key, weight = targets[name]
-            state[key] = _scatter(value, weight)
+        for name in names:
+            state, key, local = targets[name]
+            # The optimizer's kernels want the counter of steps next to the weight, as a float32.
+            is_counter = key == "step"
+            state[key] = (
+                torch.empty((), dtype=torch.float32, device=local.device)
+                if is_counter
+                else torch.empty_like(local, requires_grad=False)
+            )
         self.num_steps = num_steps
+        return {name: part for name, part in self.state_slices().items() if name in set(names)}
 
     def _local_gradients(self) -> list[Tensor]:
         return [_local(w.weight.grad) for w in self.weights if w.weight.grad is not None]
@@ -166,7 +208,7 @@ class _Part:
 def make_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Return a function from the number of completed steps to a factor of the learning rate.
 
-    Linear warm-up, then constant, or linear or cosine decay to `min_lr_ratio` at the last step.
+    Linear warm-up, then constant, or linear or cosine decay to `min_lr_ratio` after the last step.
     """
     warmup = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * total_steps)
 
@@ -202,26 +244,3 @@ def _alias(weight: nn.Parameter) -> nn.Parameter:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather(value: Tensor, weight: TrainedWeight) -> Tensor:
-    """Gather a state tensor; counters are the same on every rank."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    sharded = weight.weight
-    if value.ndim == 0 or not isinstance(sharded, DTensor) or sharded.device_mesh.size() == 1:
-        return value
-    return DTensor.from_local(
-        value, sharded.device_mesh, sharded.placements,
-        run_check=False, shape=sharded.shape, stride=sharded.stride(),
-    ).full_tensor()  # fmt: skip
-
-
-def _scatter(value: Tensor, weight: TrainedWeight) -> Tensor:
-    """Return this rank's shard of a whole state tensor."""
-    sharded = weight.weight
-    if value.ndim == 0 or not isinstance(sharded, DTensor):
-        return value
-    whole = value.to(sharded.device)
-    placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements)
-    return placed if isinstance(weight.local, DTensor) else placed.to_local().clone()

@@ -9,19 +9,22 @@ N trained positions of a packed micro-batch.
 """
 
 import heapq
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.errors import DataError
-from agentrl.workers.attention import AttentionPlan
+from agentrl.workers.attention_plan import AttentionPlan
+from agentrl.workers.prefixes import Segment, sort_rows
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """The columns of a batch that packing reads, on any device.
+    """The columns of a batch that packing reads, on the CPU.
 
     Example:
         One row, prompt `7 8`, response `9 4 5 6` of which `9` and `5` are trained:
@@ -72,23 +75,73 @@ class PackedBatch:
         return padded.index_put((self.rows, self.columns), values)
 
 
+class RowPacker:
+    """Packs rows of one padded batch into micro-batches; the shared prefixes are found once.
+
+    Args:
+        rows: The padded batch.
+        index: The rows to pack; those without a trained token are left out.
+        max_sharing_length: Rows of at most this many tokens share prefixes; 0: none does.
+    """
+
+    def __init__(
+        self, rows: PaddedRows, index: Sequence[int], *, max_sharing_length: int = 0
+    ) -> None:
+        self.rows = rows
+        starts, lengths = (span.tolist() for span in _spans(rows))
+        self._index = [row for row in index if lengths[row] > 0]
+        self._starts = [starts[row] for row in self._index]
+        ids = rows.input_ids.numpy()
+        tokens = [
+            ids[row, start : start + lengths[row]]
+            for row, start in zip(self._index, self._starts, strict=True)
+        ]
+        self._sorted = sort_rows(tokens, max_length=max_sharing_length)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some rows share a prefix."""
+        return bool(self._sorted.shared.any())
+
+    def cut(self, budget: int) -> tuple[list[range], list[int]]:
+        """Cut the rows into runs of at most `budget` tokens that stay together.
+
+        Returns:
+            The runs, and the number of tokens of each, shared ones counted once.
+        """
+        runs = self._sorted.cut(budget)
+        return runs, [self._sorted.cost(run.start, run.stop) for run in runs]
+
+    def pack(self, runs: Sequence[range], device: torch.device) -> PackedBatch:
+        """Pack some runs into one micro-batch."""
+        picked = self._sorted.take(runs)
+        return _pack(
+            self.rows,
+            [self._index[row] for row in picked.order],
+            [self._starts[row] for row in picked.order],
+            picked.segments(),
+            device,
+        )
+
+
 def count_tokens(rows: PaddedRows) -> list[int]:
     """Count the tokens of each row that are computed; 0 for a row without a trained token."""
     return _spans(rows)[1].tolist()
 
 
-def pack_rows(rows: PaddedRows, index: Sequence[int], device: torch.device) -> PackedBatch:
-    """Concatenate the rows `index`, longest first.
+def pack_rows(
+    rows: PaddedRows, index: Sequence[int], device: torch.device, *, max_sharing_length: int = 0
+) -> PackedBatch:
+    """Pack the rows `index` into one micro-batch.
 
     Args:
-        rows: The padded batch.
-        index: The rows; each must have a trained token.
+        rows: The padded batch, on the CPU.
+        index: The rows; those without a trained token are left out.
         device: Of the packed tensors.
+        max_sharing_length: As of `RowPacker`.
     """
-    starts, lengths = _spans(rows)
-    order = sorted(index, key=lambda row: -int(lengths[row]))
-    picked = torch.tensor(order, dtype=torch.int64)
-    return _pack(rows, picked, starts[picked], lengths[picked], device)
+    packer = RowPacker(rows, index, max_sharing_length=max_sharing_length)
+    return packer.pack(packer.cut(sys.maxsize)[0], device)
 
 
 def dummy_batch(response_length: int, device: torch.device) -> PackedBatch:
@@ -133,33 +186,58 @@ def _spans(rows: PaddedRows) -> tuple[Tensor, Tensor]:
 
 
 def _pack(
-    rows: PaddedRows, picked: Tensor, starts: Tensor, lengths: Tensor, device: torch.device
+    rows: PaddedRows,
+    index: Sequence[int],
+    starts: Sequence[int],
+    segments: Sequence[Segment],
+    device: torch.device,
 ) -> PackedBatch:
-    sequence = torch.repeat_interleave(torch.arange(len(picked)), lengths)
-    ends = lengths.cumsum(0)
-    positions = torch.arange(len(sequence)) - (ends - lengths)[sequence]
-    columns = starts[sequence] + positions
-    source = picked[sequence]
+    """Concatenate the segments; a segment has the targets of each of its rows."""
+    lengths = [segment.end - segment.start for segment in segments]
+    offsets = np.cumsum([0, *lengths])
+    # One piece for each row of each segment: row, its segment's first token and packed position.
+    pieces = torch.tensor(
+        [
+            (row, segment.start, offset, segment.end - segment.start)
+            for segment, offset in zip(segments, offsets[:-1], strict=True)
+            for row in range(segment.first, segment.last)
+        ]
+    )
+    row, start, offset, length = pieces.unbind(1)
+    piece = torch.repeat_interleave(length)
+    within = torch.arange(len(piece)) - (length.cumsum(0) - length)[piece]
+    row, position, packed = row[piece], start[piece] + within, offset[piece] + within
+    source, column = torch.tensor(index)[row], torch.tensor(starts)[row] + position
     num_response = rows.response_mask.shape[1]
-    next_response = columns + 1 - (rows.input_ids.shape[1] - num_response)
+    next_response = column + 1 - (rows.input_ids.shape[1] - num_response)
     mask = rows.response_mask[source, next_response.clamp(min=0)]
     head = ((next_response >= 0) & mask.ne(0)).nonzero().squeeze(1)
-    if int(rows.response_mask[picked].ne(0).sum()) != len(head):
+    if int(rows.response_mask[index].ne(0).sum()) != len(head):
         raise DataError(
             "a trained token has no token before it, or is in the padding",
             expected="a prompt before every response, and padding only at the ends of a row",
         )
+    input_ids, position_ids = torch.zeros(2, 1, int(offsets[-1]), dtype=torch.int64)
+    # The rows of a segment write equal values.
+    input_ids[0, packed], position_ids[0, packed] = rows.input_ids[source, column], position
     return PackedBatch(
-        input_ids=rows.input_ids[source, columns].unsqueeze(0).to(device),
-        position_ids=positions.unsqueeze(0).to(device),
-        head_positions=head.to(device),
-        targets=rows.input_ids[source[head], columns[head] + 1].to(device),
-        rows=sequence[head].to(device),
-        columns=next_response[head].to(device),
-        plan=AttentionPlan(tuple(lengths.tolist())),
-        row_index=tuple(picked.tolist()),
+        input_ids=move_to_device(input_ids, device),
+        position_ids=move_to_device(position_ids, device),
+        head_positions=move_to_device(packed[head], device),
+        targets=move_to_device(rows.input_ids[source[head], column[head] + 1], device),
+        rows=move_to_device(row[head], device),
+        columns=move_to_device(next_response[head], device),
+        plan=AttentionPlan(tuple(lengths), tuple(segment.parent for segment in segments)),
+        row_index=tuple(index),
         response_length=num_response,
     )
+
+
+def move_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

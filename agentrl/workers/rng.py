@@ -1,6 +1,7 @@
 """Save and restore the random state of a process; choose deterministic kernels."""
 
 import base64
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ class RandomState:
     torch_cpu: str
     """base64."""
     torch_cuda: list[str]
-    """base64, one for each device."""
+    """base64, of the rank's own device; in earlier checkpoints, of each device."""
 
 
 def seed_everything(seed: int) -> None:
@@ -34,6 +35,11 @@ def choose_exact_kernels(device: torch.device) -> None:
     Otherwise a CPU with several threads sums the gradient of an indexed tensor in a random order.
     An accelerator has no deterministic kernel for some operations: torch warns and runs the others.
     """
+    # Read by cuBLAS when it is first used; without it, matrix products are not deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Every `torch.empty` would be filled, including blocks of logits that are overwritten.
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
 
 
@@ -43,7 +49,8 @@ def capture_random_state() -> RandomState:
     numpy_state = np.random.get_state(legacy=False)
     words_np = numpy_state["state"]["key"].tolist()
     state = {**numpy_state["state"], "key": words_np}
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    # Not those of all devices: other ranks use them.
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return RandomState(
         python=[version, list(words), gauss],
         numpy={**numpy_state, "state": state},
@@ -53,17 +60,17 @@ def capture_random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Restore the streams. The state of absent CUDA devices is ignored."""
+    """Restore the streams; without a CUDA device, those of the CPU."""
     version, words, gauss = state.python
     random.setstate((version, tuple(words), gauss))
     inner = state.numpy["state"]
     key = np.array(inner["key"], dtype=np.uint32)
     np.random.set_state({**state.numpy, "state": {**inner, "key": key}})
     torch.set_rng_state(_decode(state.torch_cpu))
-    if torch.cuda.is_available():
-        devices = state.torch_cuda[: torch.cuda.device_count()]
-        for device, text in enumerate(devices):
-            torch.cuda.set_rng_state(_decode(text), device)
+    cuda = state.torch_cuda
+    if torch.cuda.is_available() and cuda:
+        own = torch.cuda.current_device()
+        torch.cuda.set_rng_state(_decode(cuda[own if own < len(cuda) else 0]))
 
 
 def _encode(tensor: torch.Tensor) -> str:

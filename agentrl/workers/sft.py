@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from agentrl.config.schema.prepare import SftConfig
 from agentrl.config.schema.run import ModelConfig
@@ -19,15 +22,17 @@ from agentrl.rollout.templates import ChatTemplate
 from agentrl.workers.batches import split_micro_batches
 from agentrl.workers.demonstrations import Demonstration, Demonstrations, pad_demonstrations
 from agentrl.workers.distributed import World
+from agentrl.workers.export import export_hf
 from agentrl.workers.model import PolicyModel, ScoringParams, load_policy
 from agentrl.workers.optim import PolicyOptimizer
-from agentrl.workers.packing import PaddedRows
-from agentrl.workers.snapshot import export_hf
+from agentrl.workers.packing import PaddedRows, count_tokens, partition_balanced
 from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_MICRO_BATCH_TOKENS = 16384
+_SMALL_HIDDEN_SIZE = 256
+"""Largest hidden size of a model whose batches are computed in two halves, one thread each. For the
+quick start's model a step takes 8 % less time so than with two threads in each kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +104,11 @@ def run_sft(
     optimizer = PolicyOptimizer(policy.named_weights(), config.optim, world, config.steps)
     policy.train()
     last: SftStep | None = None
-    for step, batch in enumerate(dataset.batches(), start=1):
-        last = _take_step(policy, optimizer, batch, config.grad_clip, step)
-        if on_step is not None:
-            on_step(last)
+    with _open_halves(policy) as halves:
+        for step, batch in enumerate(dataset.batches(), start=1):
+            last = _take_step(policy, optimizer, batch, config.grad_clip, step, halves)
+            if on_step is not None:
+                on_step(last)
     assert last is not None
     held_out_loss = _loss_on(policy, dataset.held_out())
     export_hf(policy, tokenizer, config.out_dir)
@@ -118,20 +124,73 @@ def _loss_on(policy: PolicyModel, demonstrations: Sequence[Demonstration]) -> fl
         return None
     policy.eval()
     with torch.no_grad():
-        losses = [float(loss) for loss in _micro_batch_losses(policy, rows, weights, total)]
+        every = range(len(weights))
+        losses = [float(loss) for loss in _micro_batch_losses(policy, rows, weights, total, every)]
     return world.sum([sum(losses)])[0]
 
 
 def _micro_batch_losses(
-    policy: PolicyModel, rows: PaddedRows, weights: Tensor, total: float
+    policy: PolicyModel, rows: PaddedRows, weights: Tensor, total: float, index: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Compute this rank's share of the weighted mean loss, by micro-batch."""
+    """Compute the share that the rows `index` have in the weighted mean loss, by micro-batch."""
     world, params = policy.world, ScoringParams(temperature=1.0)
-    for packed in split_micro_batches(rows, range(len(weights)), MAX_MICRO_BATCH_TOKENS, world):
+    sharing = policy.max_sharing_length(params)
+    for packed in split_micro_batches(rows, index, None, world, max_sharing_length=sharing):
         scores = policy(packed, params)
         own = weights[list(packed.row_index)] if packed.row_index else weights[:0]
         target_weights = own[packed.rows.cpu(), packed.columns.cpu()].to(world.device)
         yield -(scores.log_probs * target_weights).sum() / total
+
+
+@contextmanager
+def _open_halves(policy: PolicyModel) -> Iterator[ThreadPoolExecutor | None]:
+    """Start two threads for the halves of each batch if the model's kernels are small.
+
+    Only for plain weights on a CPU with several threads, and without dropout, whose draws would
+    depend on the order of the threads. Otherwise None.
+    """
+    num_threads, world, hidden_size = (
+        torch.get_num_threads(),
+        policy.world,
+        policy.config.hidden_size,
+    )
+    small = world.device.type == "cpu" and hidden_size <= _SMALL_HIDDEN_SIZE
+    plain = world.is_alone and not isinstance(policy, FSDPModule)
+    draws = not policy.max_sharing_length(ScoringParams(temperature=1.0))
+    if num_threads == 1 or not small or not plain or draws:
+        yield None
+        return
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as halves:
+        torch.set_num_threads(1)
+        try:
+            yield halves
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def _backward_in_halves(
+    policy: PolicyModel,
+    rows: PaddedRows,
+    weights: Tensor,
+    total: float,
+    halves: ThreadPoolExecutor,
+) -> float:
+    """Compute the gradients of two halves at the same time, add them in order; return the loss."""
+    parameters = list(policy.parameters())
+
+    def differentiate(index: list[int]) -> tuple[float, list[Tensor]]:
+        loss_sum, sums = 0.0, [torch.zeros_like(one) for one in parameters]
+        for loss in _micro_batch_losses(policy, rows, weights, total, index):
+            grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            for added, grad in zip(sums, grads, strict=True):
+                added.add_(grad)
+            loss_sum += float(loss.detach())
+        return loss_sum, sums
+
+    parts = list(halves.map(differentiate, partition_balanced(count_tokens(rows), 2)))
+    for parameter, *grads in zip(parameters, *(sums for _, sums in parts), strict=True):
+        parameter.grad = grads[0].add_(grads[1])
+    return sum(loss for loss, _ in parts)
 
 
 def _take_step(
@@ -140,14 +199,18 @@ def _take_step(
     batch: Sequence[Demonstration],
     grad_clip: float,
     step: int,
+    halves: ThreadPoolExecutor | None,
 ) -> SftStep:
     start, world = time.perf_counter(), policy.world
     rows, weights = pad_demonstrations(batch[world.rank :: world.size])
     total = world.sum([float(weights.sum())])[0]
-    loss_sum = 0.0
-    for loss in _micro_batch_losses(policy, rows, weights, total):
-        (loss * world.size).backward()
-        loss_sum += float(loss.detach())
+    if halves is None:
+        loss_sum = 0.0
+        for loss in _micro_batch_losses(policy, rows, weights, total, range(len(weights))):
+            (loss * world.size).backward()
+            loss_sum += float(loss.detach())
+    else:
+        loss_sum = _backward_in_halves(policy, rows, weights, total, halves)
     grad_norm, lr = optimizer.grad_norm(), optimizer.lr
     loss_sum = world.sum([loss_sum])[0]
     if np.isfinite(loss_sum) and np.isfinite(grad_norm):

@@ -1,51 +1,132 @@
-"""Save an actor to a checkpoint or a Hugging Face folder, and restore it. Collectives."""
+"""Save an actor to a checkpoint, and restore it. Collectives."""
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from fnmatch import fnmatch
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-from agentrl.atomic_io import atomic_folder, naming_path
+from agentrl.atomic_io import restore_all_replaced
 from agentrl.errors import CheckpointError
 from agentrl.workers.actor import Actor, ActorCounters
 from agentrl.workers.checkpoint import (
+    SUPERSEDED,
+    WEIGHT,
+    Checkpoint,
     ModelIdentity,
     RunState,
-    Snapshot,
-    load_checkpoint,
-    save_checkpoint,
+    newest_first,
+    open_checkpoint,
 )
+from agentrl.workers.checkpoint_writer import GRACE_S, CheckpointWriter, copy_to_host
 from agentrl.workers.distributed import World
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import capture_random_state, restore_random_state
-from agentrl.workers.weight_sync import iter_full_weights
+from agentrl.workers.shards import LocalSlice, local_slice
 
 T = TypeVar("T")
-
-ABOUT = "agentrl.json"
-"""Name of the file with the run and the step of an exported model."""
-
-_MODEL_FILES = [
-    "*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_*",
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template*",
-]  # fmt: skip
-"""Files of a model: an export replaces all of them."""
+logger = logging.getLogger(__name__)
 
 
 def identify(policy: PolicyModel) -> ModelIdentity:
     """Return the identity of a policy's model."""
     shapes = {name: list(weight.shape) for name, weight in policy.named_weights()}
     return ModelIdentity(type(policy.lm).__name__, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSave:
+    """A checkpoint that a thread of each rank writes. Methods except `abandon` are collectives.
+
+    Example:
+        >>> save = start_save(root, actor, state)
+        >>> ...  # train
+        >>> save.finish()
+    """
+
+    world: World
+    writer: CheckpointWriter
+    written: Future[None]
+    """This rank's file."""
+    published: Future[Path] | None
+    """On the main rank: the whole checkpoint."""
+
+    def is_done(self) -> bool:
+        """Return whether `finish` would not wait for a disk."""
+        is_done = self.written.done() and (self.published is None or self.published.done())
+        has_failed = self.written.done() and self.written.exception() is not None
+        waits, failed = self.world.max([float(not is_done), float(has_failed)])
+        return bool(failed) or not waits
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint is complete; return its folder.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written.
+        """
+        try:
+            on_every_rank(self.world, self.written.result)
+            return on_main(self.world, lambda: cast("Future[Path]", self.published).result())
+        except Exception as error:
+            is_shared = error is self.world.status.shared_error
+            self._end(patience_s=0.0 if is_shared else GRACE_S)
+            raise
+
+    def abandon(self) -> None:
+        """End the threads of a run that ends with an error.
+
+        A checkpoint that all ranks have written becomes visible; another one is removed.
+        """
+        failure = self.written.exception()
+        failure = self._end(patience_s=0.0 if failure else GRACE_S) or failure
+        if failure is not None:
+            logger.warning("%s is not saved: %s", self.writer.folder.name, failure)
+
+    def _end(self, *, patience_s: float) -> BaseException | None:
+        self.writer.patience_s = patience_s
+        return None if self.published is None else self.published.exception()
+
+
+def start_save(
+    root: Path,
+    actor: Actor,
+    state: RunState,
+    *,
+    keep: int | None = None,
+    best: int | None = None,
+) -> RunningSave:
+    """Copy the state of all ranks to host memory, and write it in the background. A collective.
+
+    Earlier checkpoints are unchanged until it is complete.
+
+    Args:
+        root: The folder of the run's checkpoints.
+        actor: Weights and moments.
+        state: The trainer's state; the actor's counters and the random state are added.
+        keep: Number of checkpoints to keep, including this one.
+        best: A step; its checkpoint is kept in addition.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be written.
+    """
+    world, policy = actor.world, actor.policy
+    streams = world.gather(capture_random_state())
+    state = replace(
+        state, actor=asdict(actor.counters()), random=streams, identity=identify(policy)
+    )
+    writer = CheckpointWriter(
+        root, state, world.size, keep=keep, best=best, patience_s=world.status.timeout_s
+    )
+    with actor.on_device():
+        slices = weight_slices(policy) | actor.optimizer.state_slices()
+        host = on_every_rank(world, lambda: copy_to_host(slices, world.rank))
+    draft = on_main(world, writer.begin)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-checkpoint")
+    written = thread.submit(writer.write_rank, draft, world.rank, host)
+    published = thread.submit(writer.publish, draft) if world.is_main else None
+    thread.shutdown(wait=False)
+    return RunningSave(world, writer, written, published)
 
 
 def save_run(
@@ -56,134 +137,80 @@ def save_run(
     keep: int | None = None,
     best: int | None = None,
 ) -> Path:
-    """Write a checkpoint of the run on the main rank; all ranks wait until it is complete.
-
-    Args:
-        root: The folder of the run's checkpoints.
-        actor: Weights and moments.
-        state: The trainer's state; the actor's counters and the random state are added.
-        keep: Number of checkpoints to keep.
-        best: A step; its checkpoint is kept in addition.
-
-    Raises:
-        CheckpointError: on every rank, if it cannot be written.
-    """
-    world = actor.world
-    streams = world.gather(capture_random_state())
-    state = replace(
-        state, actor=asdict(actor.counters()), random=streams, identity=identify(actor.policy)
-    )
-    snapshot = Snapshot(
-        state=state,
-        model=dict(iter_full_weights(actor.policy)),
-        optimizer=actor.optimizer.state_tensors(),
-    )
-    return on_main(actor.world, lambda: save_checkpoint(root, snapshot, keep=keep, best=best))
+    """Write a checkpoint and wait until it is complete; see `start_save`."""
+    return start_save(root, actor, state, keep=keep, best=best).finish()
 
 
-def load_run(path: Path, actor: Actor) -> RunState:
-    """Restore an actor and this rank's random state from a checkpoint.
+def find_latest(root: Path, world: World) -> Checkpoint | None:
+    """Find the newest complete checkpoint, and log each damaged one that is skipped.
+
+    Each rank verifies its share. A collective.
+
+    Returns:
+        None if there is no checkpoint.
 
     Raises:
-        CheckpointError: if it is incomplete, damaged, of another model or another optimizer; then
-            nothing is changed.
-        RankError: if another rank could not read it.
+        CheckpointError: if all checkpoints are damaged. The user must choose to start again.
     """
-    with actor.world.raise_on_all_ranks():
-        snapshot = load_checkpoint(path, identify(actor.policy))
-    counters = ActorCounters(**snapshot.state.actor)
-    actor.optimizer.load_state_tensors(snapshot.optimizer, counters.num_optimizer_steps)
-    actor.num_updates = counters.num_updates
-    load_weights(actor.policy, snapshot.model)
-    streams = snapshot.state.random
-    if actor.world.rank < len(streams):
-        restore_random_state(streams[actor.world.rank])
-    return snapshot.state
 
+    def list_newest_first() -> list[Path]:
+        restore_all_replaced(root)
+        return [path for _, path in newest_first(root)]
 
-@torch.no_grad()
-def load_weights(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> None:
-    """Copy whole weights into the policy's own memory; each rank copies its shard."""
-    for name, weight in policy.named_weights():
-        whole = weights[name].to(weight.device)
-        if isinstance(weight, DTensor):
-            shard = distribute_tensor(whole, weight.device_mesh, weight.placements)
-            weight.to_local().copy_(shard.to_local())
-        else:
-            weight.copy_(whole)
-
-
-def export_hf(
-    policy: PolicyModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    about: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a Hugging Face folder that other programs can load, atomically.
-
-    All files of a model in the folder are replaced; its other files stay.
-
-    Raises:
-        CheckpointError: on every rank, if it cannot be written.
-    """
-    weights = {
-        name: tensor.detach().to("cpu", copy=True) for name, tensor in iter_full_weights(policy)
-    }
-    on_main(policy.world, lambda: _write_model(policy, weights, tokenizer, folder.resolve(), about))
-
-
-def _write_model(
-    policy: PolicyModel,
-    weights: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    about: Mapping[str, Any] | None,
-) -> Path:
-    try:
-        with naming_path(folder), atomic_folder(folder) as aside:
-            with _plain_attention(policy.config):
-                policy.lm.save_pretrained(aside, state_dict=weights, safe_serialization=True)
-            tokenizer.save_pretrained(aside)
-            _link_other_files(folder, aside)
-            if about is not None:
-                text = json.dumps(about, indent=2) + "\n"
-                (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
-                (aside / ABOUT).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write the model: {error}", path=folder) from error
-    return folder
-
-
-@contextmanager
-def _plain_attention(config: PretrainedConfig) -> Iterator[None]:
-    """Hide the name of agentrl's attention, which other programs do not have."""
-    implementation = config._attn_implementation
-    try:
-        config._attn_implementation = "sdpa"
-        yield
-    finally:
-        config._attn_implementation = implementation
-
-
-def _link_other_files(old: Path, new: Path) -> None:
-    """Link the other files of a folder into the folder that replaces it."""
-
-    def model_files(folder: str, names: list[str]) -> list[str]:
-        patterns = _MODEL_FILES if Path(folder) == old else []
-        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
-
-    if old.is_dir():
-        shutil.copytree(
-            old, new, ignore=model_files, copy_function=_link, symlinks=True, dirs_exist_ok=True
+    paths = on_main(world, list_newest_first)
+    for path in paths:
+        try:
+            return verify_together(path, world)
+        except CheckpointError as error:
+            if world.is_main:
+                logger.warning("%s; trying the previous one", error)
+    if paths:
+        raise CheckpointError(
+            f"none of the run's checkpoints can be used: {', '.join(p.name for p in paths)}",
+            path=root,
+            expected="a complete checkpoint; trainer.resume_mode=disable starts from the beginning "
+            f"and moves these to {SUPERSEDED}/",
         )
+    return None
 
 
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
+def verify_together(path: Path, world: World) -> Checkpoint:
+    """Open a checkpoint; each rank verifies its share of the bytes. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if it is incomplete or damaged.
+    """
+    return on_every_rank(
+        world, lambda: open_checkpoint(path, rank=world.rank, num_ranks=world.size)
+    )
+
+
+def load_run(checkpoint: Checkpoint, actor: Actor) -> RunState:
+    """Restore an actor and this rank's random state. Each rank reads its slices. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if it is of another model or another optimizer; then nothing
+            is changed. Also if it cannot be read.
+    """
+    checkpoint.check_model(identify(actor.policy))
+    state = checkpoint.state
+    counters = ActorCounters(**state.actor)
+    moments = [name for name in checkpoint.manifest.tensors if not name.startswith(WEIGHT)]
+    with actor.on_device():
+        targets = actor.optimizer.allocate_state(moments, counters.num_optimizer_steps)
+        targets |= weight_slices(actor.policy)
+        on_every_rank(actor.world, lambda: checkpoint.read(targets))
+    actor.num_updates = counters.num_updates
+    if actor.world.rank < len(state.random):
+        restore_random_state(state.random[actor.world.rank])
+    return state
+
+
+def weight_slices(policy: PolicyModel) -> dict[str, LocalSlice]:
+    """Return this rank's slices of the weights, named as in a checkpoint."""
+    return {
+        WEIGHT + name: local_slice(weight, policy.world) for name, weight in policy.named_weights()
+    }
 
 
 def on_main(world: World, act: Callable[[], T]) -> T:
@@ -198,5 +225,20 @@ def on_main(world: World, act: Callable[[], T]) -> T:
     result, failure = world.broadcast((result, failure))
     if failure is not None:
         world.status.shared_error = failure
+        raise failure
+    return cast("T", result)
+
+
+def on_every_rank(world: World, act: Callable[[], T]) -> T:
+    """Call a function without collectives on every rank; if it raises on one, raise on all."""
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+        failure = error
+    failures = [error for error in world.gather(failure) if error is not None]
+    if failures:
+        world.status.shared_error = failure = failure or failures[0]
         raise failure
     return cast("T", result)

@@ -64,7 +64,7 @@ async def sync_weights(
     begun = time.monotonic()
     for attempt in range(1, max_attempts + 1):
         try:
-            with policy.world.raise_on_all_ranks():
+            with policy.on_device(), policy.world.raise_on_all_ranks():
                 figures = await _try_sync(policy, engine, version)
             if engine.is_shared:
                 with policy.world.raise_on_all_ranks():

@@ -1,12 +1,15 @@
 """Run files are read and checked before torch is imported; `plugins` come before the checks."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
 from agentrl.algorithms import adv_estimator_names
+from agentrl.commands.train import freeze_objects
 from agentrl.doctor.inputs import check_run_file
 from tests.fakes.runs import ROOT, run_agentrl, tiny_run, write_yaml
 
@@ -126,3 +129,25 @@ def test_a_weight_on_rewards_that_no_tool_gives_is_noted(
     content = tiny_run(tiny_home, tmp_path / "run", reward__weights={"tool": 1.0})
     output = run_agentrl(capsys, "config", "check", write_yaml(tmp_path / "run.yaml", content))
     assert "no tool of the run has a calc_reward" in output.out
+
+
+class Ring:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_training_collects_its_own_garbage_only():
+    before = Ring()
+    older, frozen = weakref.ref(before), gc.get_freeze_count()
+    with freeze_objects():
+        newer = weakref.ref(Ring())
+        assert gc.get_freeze_count() > frozen + 1000
+        del before
+        gc.collect()
+        assert newer() is None
+        assert older() is not None
+    gc.collect()
+    assert older() is None
+    assert gc.get_freeze_count() == 0

@@ -16,7 +16,7 @@ from agentrl.protocol import DataProto
 from agentrl.trainer.credit import Credit
 from agentrl.workers.checkpoint import RunState
 from agentrl.workers.distributed import World, start_world, stop_world
-from agentrl.workers.snapshot import identify, load_run, save_run
+from agentrl.workers.snapshot import identify, load_run, save_run, verify_together
 from agentrl.workers.weight_sync import iter_full_weights
 from tests.fakes.training import (
     GradientTrap,
@@ -45,11 +45,12 @@ def whiten(batch: Any, non_tensor_batch: dict[str, Any]) -> tuple[torch.Tensor, 
     return advantages, advantages
 
 
-def share(world: World) -> list[Row]:
+def share(world: World) -> DataProto:
     """Unequal shares: on two ranks three rows and five, a group's members on both."""
     if world.is_alone:
-        return ROWS
-    return ROWS[:3] if world.is_main else ROWS[3:]
+        return make_batch(ROWS)
+    rows = np.arange(3) if world.is_main else np.arange(3, len(ROWS))
+    return make_batch(ROWS).select_idxs(rows)
 
 
 def places(world: World, *, second: bool) -> list[int]:
@@ -99,7 +100,7 @@ def credit_and_terms(world: World, tensors: dict[str, torch.Tensor]) -> dict[str
 
 def update_with_one_signal(world: World) -> dict[str, float]:
     """Train on mini-batches of one group each; one row of the last rank has an advantage."""
-    batch = make_batch(share(world))
+    batch = share(world)
     batch.batch["advantages"].zero_()
     if world.rank == world.size - 1:
         batch.batch["advantages"][-1] = 1.0
@@ -109,7 +110,7 @@ def update_with_one_signal(world: World) -> dict[str, float]:
 
 def run(world: World, folder: Path) -> None:
     """Write gradients by mode, weights after some steps, metrics, skips and a checkpoint."""
-    batch = make_batch(share(world))
+    batch = share(world)
     tensors: dict[str, torch.Tensor] = {}
     metrics = credit_and_terms(world, tensors)
     for mode in MODES:
@@ -123,7 +124,7 @@ def run(world: World, folder: Path) -> None:
         actor.update_policy(batch, temperature=1.0)
         path = save_run(folder / name, actor, RunState(1, identify(actor.policy)))
         again = make_actor(make_policy(world, seed=3), optim=optim)
-        load_run(path, again)
+        load_run(verify_together(path, world), again)
         for one in (actor, again):
             one.config = actor.config.model_copy(update={"ppo_mini_batch_size": None})
             one.update_policy(batch, temperature=1.0)

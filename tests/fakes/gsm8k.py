@@ -205,9 +205,11 @@ def run_all_stages(config: RunConfig) -> None:
             trainer.components.data.train[:4], trainer.components.manager.train_plan()
         )
         second = trainer.collate(again)
-        trainer.compute_log_probs(second)
+        scores = trainer.components.actor.compute_log_probs(
+            second, temperature=config.rollout.temperature
+        )
         mask = second.batch["response_mask"].bool()
-        difference = second.batch["old_log_probs"] - second.batch["rollout_log_probs"]
+        difference = scores.log_probs - second.batch["rollout_log_probs"]
         assert difference[mask].abs().max() < 1e-4
         spans = [span for r in again for turn in r.turns for span in turn.weight_versions]
         assert {span.version for span in spans} == {1}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 KILL_POINTS = ("roll_out", "update_actor", "save_checkpoint")
-"""Methods during which a run is killed."""
+"""Stages during which a run is killed; the last one is the write in the background."""
 SCORER = """
 import random
 
@@ -89,8 +89,8 @@ class ChildRun:
         os.kill(self.pid, number)
 
     def is_inside(self, mark: Mark) -> bool:
-        """Return whether its last mark is this one."""
-        return bool(self.marks) and self.marks[-1] == mark
+        """Return whether it entered and did not leave."""
+        return mark in self.marks and mark._replace(event="leave") not in self.marks
 
     def _read(self) -> bool:
         event, *rest = next(self.lines).split()
@@ -176,15 +176,31 @@ def train(run: dict[str, Any], marks: int) -> None:
     """Train, and write a mark to the file descriptor `marks` at each point."""
     from agentrl.config import parse_config
     from agentrl.trainer.trainer import Trainer
+    from agentrl.workers import snapshot
+
+    def mark(event: str, point: str, step: int) -> None:
+        os.write(marks, f"{event} {point} {step}\n".encode())
+
+    class MarkedWriter(snapshot.CheckpointWriter):
+        """Reports when the threads begin to write, and when the checkpoint is visible."""
+
+        def write_rank(self, *arguments: Any) -> None:
+            mark("enter", "save_checkpoint", self.state.step)
+            super().write_rank(*arguments)
+
+        def publish(self, draft: Path) -> Path:
+            path = super().publish(draft)
+            mark("leave", "save_checkpoint", self.state.step)
+            return path
 
     class MarkedTrainer(Trainer):
         """Reports when it enters and leaves the points at which it may be killed."""
 
         @contextlib.contextmanager
         def _inside(self, point: str) -> Iterator[None]:
-            os.write(marks, f"enter {point} {self.step}\n".encode())
+            mark("enter", point, self.step)
             yield
-            os.write(marks, f"leave {point} {self.step}\n".encode())
+            mark("leave", point, self.step)
 
         def roll_out(self, prompts: Sequence[Any], plan: Any) -> Any:
             with self._inside("roll_out" if plan.name == "train" else "validate"):
@@ -194,10 +210,7 @@ def train(run: dict[str, Any], marks: int) -> None:
             with self._inside("update_actor"):
                 return super().update_actor(batch)
 
-        def save_checkpoint(self) -> None:
-            with self._inside("save_checkpoint"):
-                super().save_checkpoint()
-
+    snapshot.CheckpointWriter = MarkedWriter
     MarkedTrainer(parse_config(run)).fit()
 
 

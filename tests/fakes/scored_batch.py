@@ -3,7 +3,7 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
 from typing import Any, TypeVar
@@ -134,7 +134,7 @@ class Table:
 class ThreadWorld(World):
     """A rank that is a thread."""
 
-    table: Table
+    table: Table = field(kw_only=True)
 
     def gather(self, item: T) -> list[T]:
         return self.table.exchange(self.rank, item)
@@ -146,7 +146,9 @@ class ThreadWorld(World):
 def credit_on_two_threads(world: World, keys: dict[str, Any]) -> list[Credited]:
     """Let two threads of one process be the ranks."""
     table = Table(2)
-    ranks = [ThreadWorld(n, 2, world.device, world.mesh, world.status, table) for n in range(2)]
+    ranks = [
+        ThreadWorld(n, 2, world.device, world.mesh, world.status, table=table) for n in range(2)
+    ]
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda rank: credit_rows(rank, keys), ranks))
 

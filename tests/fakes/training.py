@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema.training import ActorConfig, FsdpConfig, OptimConfig
 from agentrl.protocol import DataProto
@@ -161,13 +162,23 @@ def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, weight in policy.lm.named_parameters():
         grad = weight.grad
-        found[name] = torch.zeros(weight.shape) if grad is None else grad.full_tensor().clone()
+        found[name] = torch.zeros(weight.shape) if grad is None else whole(grad).clone()
     return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of all ranks, if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(policy: PolicyModel) -> dict[str, torch.Tensor]:
     """A copy of each weight, whole."""
-    return {name: weight.detach().full_tensor().clone() for name, weight in policy.named_weights()}
+    return {name: whole(weight.detach()).clone() for name, weight in policy.named_weights()}
+
+
+def moments_of(actor: Actor) -> dict[str, torch.Tensor]:
+    """This rank's slices of moments and counters."""
+    return {name: part.local for name, part in actor.optimizer.state_slices().items()}
 
 
 class GradientTrap:

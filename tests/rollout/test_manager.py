@@ -192,15 +192,15 @@ async def test_concurrent_requests_stay_below_the_limit():
 async def test_a_prompt_is_encoded_once_for_its_group():
     context = make_tool_context(make_engine(CALL, "Bern."))
     encoded = Counter[str]()
-    encode_prompt = context.template.encode_prompt
+    plan_prompt = context.template.plan_prompt
 
     class CountingTemplate:
         def __getattr__(self, name: str) -> Any:
             return getattr(context.template, name)
 
-        def encode_prompt(self, messages: Any, tools: Any = ()) -> list[int]:
+        def plan_prompt(self, messages: Any, tools: Any = ()) -> Any:
             encoded[messages[0].text] += 1
-            return encode_prompt(messages, tools)
+            return plan_prompt(messages, tools)
 
     encoder: Any = context.encode_prompt
     encoder.__self__._template = CountingTemplate()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.schema.run import FailureConfig
+from agentrl.engines import TransformersEngineSettings
 from agentrl.engines.protocol import Completion, EngineCall, SamplingParams
 from agentrl.engines.scripted import Answer, ScriptedAnswer, ScriptedEngine
-from agentrl.engines.transformers.engine import TransformersEngineSettings
 from agentrl.engines.transformers.requests import TrackedState
 from agentrl.errors import EngineError, Fault, RolloutError
 from agentrl.rollout.manager import RolloutManager

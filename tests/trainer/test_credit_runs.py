@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl import Trainer
+from agentrl.algorithms import get_adv_estimator_fn, register_adv_est
 from agentrl.config import parse_config
 from agentrl.trainer.components import choose_actor_config
-from agentrl.workers.checkpoint import verify_checkpoint
+from agentrl.workers.checkpoint import open_checkpoint
 from tests.fakes.killed_runs import SCORER
 from tests.fakes.killed_trainer import Killed, KilledTrainer
 from tests.fakes.run_differences import differences
@@ -68,7 +69,7 @@ def test_resume_is_exact_an_adaptive_kl_and_a_correction_go_on_as_if_never_stopp
     assert weights[0] == 0.2
     assert len(set(weights)) == 4, "the weight moved with every step"
     assert all("timing_s/ref" in line for line in lines), "the reference is there for the reward"
-    kept = verify_checkpoint(tmp_path / "killed/checkpoints/global_step_4")
+    kept = open_checkpoint(tmp_path / "killed/checkpoints/global_step_4").state
     assert kept.trainer["credit"]["kl_coef"] != weights[-1], "the state is behind the last step's"
 
 
@@ -111,3 +112,45 @@ def test_bypass_takes_the_engine_s_log_probabilities(train: Train, tmp_path: Pat
     policy_loss = choose_actor_config(trainer.config).policy_loss
     assert policy_loss.loss_mode == "bypass_mode"
     assert policy_loss.rollout_correction == trainer.components.credit.correction
+
+
+@pytest.mark.parametrize("adv_estimator", ["grpo", "old_log_probs_are_read"])
+def test_one_optimizer_step_takes_old_log_probs_from_its_own_pass(
+    train: Train, tmp_path: Path, adv_estimator: str
+):
+    changes = {
+        "actor__ppo_mini_batch_size": None,
+        "algorithm": {"adv_estimator": adv_estimator},
+        "trainer__total_training_steps": 2,
+    }
+    train(tmp_path / "run", **changes)
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    is_read = adv_estimator != "grpo"
+    for line in lines:
+        assert ("timing_s/old_log_prob" in line) == is_read
+        assert line["training/rollout_probs_diff_max"] < 1e-4, "the engine has the same weights"
+        assert line["rollout_corr/kl"] == pytest.approx(0, abs=1e-4)
+    assert lines[0]["actor/grad_norm"] > 0
+
+
+@register_adv_est("old_log_probs_are_read")
+def compute_advantage_of_everything(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any,
+    old_log_probs: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GRPO, which also names the log-probabilities before the update."""
+    return get_adv_estimator_fn("grpo")(
+        token_level_rewards=token_level_rewards, response_mask=response_mask, index=index
+    )
+
+
+def test_a_run_is_trained_alike_with_a_pass_before_its_only_step(train: Train, tmp_path: Path):
+    changes = {"actor__ppo_mini_batch_size": None, "trainer__total_training_steps": 2}
+    weights = []
+    for name in ("grpo", "old_log_probs_are_read"):
+        train(tmp_path / name, algorithm={"adv_estimator": name}, **changes)
+        weights.append(load_file(tmp_path / name / "trained/model.safetensors"))
+    one, other = weights
+    assert all(torch.allclose(one[key], other[key], rtol=1e-4, atol=1e-5) for key in one)

@@ -56,7 +56,7 @@ def test_exact_kernels_add_up_the_gradient_of_an_indexed_tensor_in_one_order():
 def test_a_cache_that_memory_would_cut_is_refused_in_a_deterministic_run(
     tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", lambda _: 40_000_000)
+    monkeypatch.setattr("agentrl.engines.transformers.cache_size._free_bytes", lambda _: 40_000_000)
     start(tiny_home, tmp_path)
     with pytest.raises(EngineError, match=r"rollout.deterministic") as caught:
         start(tiny_home, tmp_path, **DETERMINISTIC)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import agentrl.workers.checkpoint
+import agentrl.workers.checkpoint_writer
 from agentrl.trainer.checkpointer import Checkpointer
 from agentrl.trainer.state.summary import Summary
 from agentrl.workers.optim import PolicyOptimizer
@@ -32,12 +32,14 @@ def arm(place: str, plugin_folder: Path, patch: pytest.MonkeyPatch) -> None:
     if place in ("rollout", "validation"):
         (plugin_folder / "armed").write_text("train-2" if place == "rollout" else "val-rows-2")
         return
-    owner: Any = PolicyOptimizer if place == "update" else agentrl.workers.checkpoint
-    name = "step" if place == "update" else "save_file"
+    owner: Any = PolicyOptimizer if place == "update" else agentrl.workers.checkpoint_writer
+    name = "step" if place == "update" else "_write_file"
     real, calls = getattr(owner, name), iter(range(100))
+    # A checkpoint has three files: the fourth call writes the weights of the second.
+    when = 2 if place == "update" else 3
 
     def signalled(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == 2:
+        if next(calls) == when:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 

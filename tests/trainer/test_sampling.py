@@ -19,11 +19,12 @@ from agentrl.trainer.sampling import (
     SURPLUS,
     GroupMember,
     find_differing_groups,
+    find_signal,
     source_metrics,
 )
 from agentrl.workers.distributed import World, start_world, stop_world
 from tests.fakes.requests import build_request, said
-from tests.fakes.sampling import GREEDY, FakeLoop, SampleResult
+from tests.fakes.sampling import GREEDY, FakeLoop, FakeManager, SampleResult
 
 FAILED = SampleResult(stop_reason=StopReason.FAILED)
 
@@ -160,6 +161,17 @@ def test_infrastructure_failures_do_not_count_in_a_groups_signal(world: World):
     samples = loop.take()
     assert rows_of(samples.batch) == ["train-0-0", "train-4-4"]
     assert metrics_of(samples)["num_without_signal"] == 3
+
+
+def test_members_without_a_trained_token_do_not_count_in_a_groups_signal(world: World):
+    loop = FakeLoop(world, differs_in(), **filtering())
+    masked, other = loop.roll_out(loop.load_prompts()[:1], FakeManager(2).train_plan())
+    masked.reward, other.reward = 1.0, 0.0
+    config = loop.config.algorithm.filter_groups, loop.config.reward, world
+    assert find_signal([masked, other], *config) == [0]
+    masked.exclude_turn(0, "malformed")
+    assert not any(masked.loss_mask)
+    assert find_signal([masked, other], *config) == []
 
 
 @pytest.mark.parametrize("metric", ["score", "reward", "seq_reward", "seq_final_reward"])

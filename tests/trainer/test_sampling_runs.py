@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from agentrl import Trainer
 from agentrl.config import parse_config
 from agentrl.trainer.rollouts.files import read_trajectories
-from agentrl.workers.checkpoint import verify_checkpoint
+from agentrl.workers.checkpoint import open_checkpoint
 from tests.fakes.killed_trainer import Killed, KilledTrainer
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
@@ -77,7 +77,7 @@ def test_resume_is_exact_a_step_of_several_batches_goes_on_as_if_never_stopped(
     for step, line in enumerate(lines, start=1):
         assert line["algorithm/zero_signal_groups_frac"] == 0
         assert line["rollout/num_requests"] == 8 * line["filter_groups/num_gen_batches"]
-        kept = verify_checkpoint(tmp_path / f"killed/checkpoints/global_step_{step}")
+        kept = open_checkpoint(tmp_path / f"killed/checkpoints/global_step_{step}").state
         epoch, batch = divmod(sum(taken[:step]) - 1, kept.data["num_rows"] // 4)
         stands = kept.data["epoch"], kept.data["position"]
         assert stands == (epoch, 4 * (batch + 1)), "behind all that was taken"

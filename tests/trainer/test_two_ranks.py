@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer, load_config
 from agentrl.workers.distributed import stop_world
+from tests.fakes.checkpoints import read_weights
 from tests.fakes.runs import read_lines, spawn_agentrl, tiny_run, write_yaml
 from tests.fakes.torchrun import ROOT, RankOutput, free_port, ranks_of
 
@@ -119,6 +120,21 @@ def test_layout_is_invisible_two_ranks_log_the_figures_of_one(runs: Runs):
 
 
 @pytest.mark.slow
+def test_layout_is_invisible_two_ranks_that_share_each_sequence_log_the_figures_of_one(
+    runs: Runs, tmp_path: Path
+):
+    changes = [*changes_for(tmp_path), "actor.ulysses_sequence_parallel_size=2"]
+    outputs = train_on_two_ranks(runs.file, *changes)
+    assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
+    one, two = (read_lines(folder / "metrics.jsonl") for folder in (runs.alone, tmp_path))
+    for of_one, of_two in zip(one, two, strict=True):
+        names = [name for name in of_one if not name.startswith(CLOCKS) and "seconds" not in name]
+        assert {name: of_two[name] for name in names} == pytest.approx(
+            {name: of_one[name] for name in names}, rel=1e-5, abs=1e-6
+        )
+
+
+@pytest.mark.slow
 def test_two_ranks_sample_and_save_what_one_does(runs: Runs):
     for name in ("step_000001", "step_000002", "val_arithmetic_000000", "val_arithmetic_000002"):
         one, two = (
@@ -134,11 +150,10 @@ def test_two_ranks_sample_and_save_what_one_does(runs: Runs):
 
 @pytest.mark.slow
 def test_two_ranks_end_with_the_weights_of_one(runs: Runs):
-    for place in ("trained", "checkpoints/global_step_2"):
-        one, two = (
-            load_file(folder / place / "model.safetensors")
-            for folder in (runs.alone, runs.together)
-        )
+    folders = (runs.alone, runs.together)
+    trained = [load_file(folder / "trained/model.safetensors") for folder in folders]
+    saved = [read_weights(folder / "checkpoints/global_step_2") for folder in folders]
+    for one, two in (trained, saved):
         assert all(torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-5) for name in one)
 
 
@@ -147,7 +162,8 @@ def test_one_of_two_ranks_speaks_and_writes(runs: Runs):
     def files(folder: Path) -> set[str]:
         return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
-    assert files(runs.together) == files(runs.alone)
+    slices = {f"checkpoints/global_step_{step}/rank_1.safetensors" for step in (1, 2)}
+    assert files(runs.together) == files(runs.alone) | slices
     main, other = runs.outputs
     assert main.out.count("2 steps in") == main.out.count("on cpu x 2") == 1
     assert other.out == ""

@@ -8,7 +8,13 @@ from hypothesis import HealthCheck, given, settings
 
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.config.schema.training import OptimConfig
+from agentrl.errors import DataError
+from agentrl.protocol import DataProto
+from agentrl.workers.actor import Actor, MetricSums
 from agentrl.workers.distributed import World
+from agentrl.workers.log_probs import TokenScores
+from agentrl.workers.model import ScoringParams, full_tensor
+from agentrl.workers.packing import PackedBatch
 from agentrl.workers.scoring import Reference
 from tests.fakes.engines import tiny_model
 from tests.fakes.training import (
@@ -18,6 +24,7 @@ from tests.fakes.training import (
     make_actor,
     make_batch,
     make_policy,
+    moments_of,
     plain_loss,
     plain_scores,
     random_rows,
@@ -160,18 +167,83 @@ def test_update_without_an_advantage_moves_no_weight_no_moment_and_no_rate(world
     actor = make_actor(make_policy(world), optim=optim, ppo_epochs=2)
     batch = make_batch(random_rows(4))
     actor.update_policy(batch, temperature=1.0)
-    before, moments = weights(actor.policy), copy.deepcopy(actor.optimizer.state_tensors())
+    before, moments = weights(actor.policy), copy.deepcopy(moments_of(actor))
     lr = actor.optimizer.lr
     batch.batch["advantages"].zero_()
     metrics = actor.update_policy(batch, temperature=1.0).metrics
     assert (metrics["actor/optimizer_steps"], metrics["actor/zero_gradient_steps"]) == (0, 2)
     assert metrics["actor/grad_norm"] == 0
-    assert "actor/ppo_kl" in metrics
     assert actor.optimizer.lr == lr
     for key, weight in weights(actor.policy).items():
         assert torch.equal(weight, before[key])
-    for key, moment in actor.optimizer.state_tensors().items():
+    for key, moment in moments_of(actor).items():
         assert torch.equal(moment, moments[key])
+
+
+def count_computed_tokens(actor: Actor, monkeypatch: pytest.MonkeyPatch, batch: DataProto) -> int:
+    counts, forward = [], actor.policy.forward
+
+    def counting(packed: PackedBatch, params: ScoringParams) -> TokenScores:
+        counts.append(len(packed.targets))
+        return forward(packed, params)
+
+    monkeypatch.setattr(actor.policy, "forward", counting)
+    actor.update_policy(batch, temperature=1.0)
+    return sum(counts)
+
+
+def test_rows_without_an_advantage_are_not_computed_unless_a_term_needs_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [Row([1, 2], [3, 4, 5], [1, 1, 0], f"g{n // 2}", float(n >= 2)) for n in range(6)]
+    batch = make_batch(rows)
+    found = [
+        count_computed_tokens(make_actor(make_policy(world), **terms), monkeypatch, batch)
+        for terms in ({}, {"entropy_coeff": 0.01})
+    ]
+    assert found == [8, 12]
+
+
+def test_metrics_are_means_over_the_computed_rows(world: World):
+    signal = [Row([1, 2], [3, 4], [1, 1], "a", 1.0), Row([1, 2], [5, 6], [1, 0], "a", -1.0)]
+    silent = [Row([1, 2], [7, 8], [1, 1], "b", 0.0)]
+    alone, together = (
+        make_actor(make_policy(world)).update_policy(make_batch(rows), temperature=1.0).metrics
+        for rows in (signal, signal + silent)
+    )
+    for name in ("actor/entropy", "actor/ppo_kl"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-6)
+    assert together["actor/pg_loss"] == pytest.approx(alone["actor/pg_loss"] * 3 / 5, rel=1e-5)
+
+
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.01])
+def test_old_log_probs_of_the_update_give_the_gradients_of_a_pass_before_it(
+    world: World, entropy_coeff: float
+):
+    rows = random_rows(12)
+    batch, without = make_batch(rows), make_batch(rows)
+    before = make_actor(make_policy(world)).compute_log_probs(batch, temperature=0.8).log_probs
+    batch.batch["old_log_probs"] = before
+    del without.batch["old_log_probs"]
+    actors = [
+        make_actor(make_policy(world), Layout(budget=30), entropy_coeff=entropy_coeff)
+        for _ in range(2)
+    ]
+    assert_close(*(packed_gradients(actor, one, 0.8)
+                   for actor, one in zip(actors, (batch, without), strict=True)))  # fmt: skip
+    found = actors[1].update_policy(without, temperature=0.8).log_probs
+    assert found is not None
+    assert found.is_computed.any()
+    expected = torch.where(found.is_computed[:, None], before, 0.0)
+    assert torch.allclose(found.log_probs, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"ppo_epochs": 2}, {"ppo_mini_batch_size": 1}])
+def test_several_optimizer_steps_need_old_log_probs(world: World, changes: dict[str, int]):
+    batch = make_batch(random_rows(4))
+    del batch.batch["old_log_probs"]
+    with pytest.raises(DataError, match="old_log_probs"):
+        make_actor(make_policy(world), **changes).update_policy(batch, temperature=1.0)
 
 
 def test_entropy_term_trains_without_an_advantage(world: World):
@@ -193,11 +265,11 @@ def test_step_that_is_not_finite_changes_nothing_and_names_the_requests(
     bad = copy.deepcopy(good)
     if broken == "weight":
         embedding = policy.lm.get_input_embeddings().weight
-        embedding.to_local().data[95] = math.nan
+        full_tensor(embedding).data[95] = math.nan
         bad = make_batch(rows[:1])
     else:
         bad.batch[broken][1, 0] = math.nan
-    before, moments = weights(policy), copy.deepcopy(actor.optimizer.state_tensors())
+    before, moments = weights(policy), copy.deepcopy(moments_of(actor))
     lr = actor.optimizer.lr
     with caplog.at_level(logging.WARNING):
         result = actor.update_policy(bad, temperature=1.0)
@@ -208,7 +280,7 @@ def test_step_that_is_not_finite_changes_nothing_and_names_the_requests(
     assert actor.optimizer.lr == lr
     for name, weight in weights(policy).items():
         assert torch.equal(weight.nan_to_num(), before[name].nan_to_num())
-    for name, moment in actor.optimizer.state_tensors().items():
+    for name, moment in moments_of(actor).items():
         assert torch.equal(moment, moments[name])
 
 
@@ -236,9 +308,16 @@ def test_gradient_is_clipped_to_the_configured_norm(world: World):
 def test_scoring_leaves_the_optimizers_own_weights_in_the_module(world: World):
     policy = make_policy(world)
     actor = make_actor(policy)
-    places = {name: w.to_local().data_ptr() for name, w in policy.named_weights()}
+    places = {name: full_tensor(w).data_ptr() for name, w in policy.named_weights()}
     batch = make_batch(random_rows(4))
     actor.compute_log_probs(batch, temperature=1.0)
     actor.update_policy(batch, temperature=1.0)
     actor.compute_log_probs(batch, temperature=1.0)
-    assert {name: w.to_local().data_ptr() for name, w in policy.lm.named_parameters()} == places
+    assert {name: full_tensor(w).data_ptr() for name, w in policy.lm.named_parameters()} == places
+
+
+def test_infinities_of_both_signs_are_a_sum_that_is_not_finite(world: World):
+    sums = MetricSums()
+    for value in (math.inf, -math.inf):
+        sums.add({"loss": torch.tensor(value)})
+    assert math.isnan(sums.totals(world)["loss"])

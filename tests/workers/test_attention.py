@@ -3,7 +3,8 @@ import torch
 from transformers import Qwen2Config
 
 from agentrl.errors import ConfigError
-from agentrl.workers.attention import PACKED_ATTENTION, AttentionPlan, check_packable
+from agentrl.workers.attention import PACKED_ATTENTION, check_packable
+from agentrl.workers.attention_plan import AttentionPlan
 from agentrl.workers.distributed import World
 from agentrl.workers.model import enable_checkpointing
 from tests.fakes.engines import VOCAB_SIZE, tiny_model

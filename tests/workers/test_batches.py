@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from agentrl.workers.batches import (
     SampleIndex,
     UpdateRows,
+    read_padded_rows,
     read_update_rows,
     shard_samples,
+    split_micro_batches,
     split_mini_batches,
 )
 from agentrl.workers.distributed import World
@@ -118,3 +120,20 @@ def test_layout_is_invisible_mini_batches_of_several_ranks_are_those_of_one(
 def test_each_mini_batch_gives_every_rank_work(num_ranks):
     for own in shard_samples(4, 4, 1, num_ranks):
         assert {at.prompt_index for at in own} == {0, 1, 2, 3}
+
+
+def test_micro_batches_without_a_budget_suit_a_cpu_and_the_longest_row(world: World):
+    sizes = [3000, *[700] * 5]
+    rows = make_batch([Row([1], [2] * size, [1] * size, "a") for size in sizes])
+    packed = split_micro_batches(read_padded_rows(rows), range(len(sizes)), None, world)
+    assert sorted(one.input_ids.numel() for one in packed) == [700, 1400, 1400, 3000]
+
+
+def test_micro_batches_without_a_budget_are_larger_if_rows_share_a_prompt(world: World):
+    rows = make_batch([Row([*range(9)] * 60, [n] * 500, [1] * 500) for n in range(8)])
+    packed = split_micro_batches(
+        read_padded_rows(rows), range(8), None, world, max_sharing_length=9999
+    )
+    assert [one.input_ids.numel() for one in packed] == [540 + 7 * 499, 540 + 499]
+    apart = split_micro_batches(read_padded_rows(rows), range(8), None, world)
+    assert max(one.input_ids.numel() for one in apart) <= 2048

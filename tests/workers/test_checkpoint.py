@@ -13,20 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from agentrl import atomic_io as folders
 from agentrl.errors import CheckpointError
-from agentrl.workers import checkpoint
+from agentrl.workers import checkpoint_writer
 from agentrl.workers.checkpoint import (
+    Checkpoint,
     ModelIdentity,
+    Piece,
     RunState,
-    Snapshot,
-    find_latest,
-    load_checkpoint,
-    save_checkpoint,
+    open_checkpoint,
     set_aside_later,
-    verify_checkpoint,
 )
 from agentrl.workers.distributed import World
 from agentrl.workers.rng import (
@@ -35,38 +33,125 @@ from agentrl.workers.rng import (
     restore_random_state,
     seed_everything,
 )
-from agentrl.workers.snapshot import identify, load_run, save_run
+from agentrl.workers.snapshot import find_latest, identify, load_run, save_run
+from tests.fakes.checkpoints import read_tensors, write_checkpoint
 from tests.fakes.training import make_actor, make_batch, make_policy, random_rows, weights
 
 IDENTITY = ModelIdentity("Toy", {"w": [2, 3]})
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+FILES = ["manifest.json", "rank_0.safetensors", "state.json"]
 
 
-def snapshot(step: int) -> Snapshot:
-    state = RunState(step, IDENTITY, trainer={"best": 0.5}, data={"epoch": 1, "position": 8})
-    return Snapshot(state, {"w": torch.full((2, 3), float(step))}, {"exp_avg/w": torch.ones(2, 3)})
+def state_of(step: int) -> RunState:
+    return RunState(step, IDENTITY, trainer={"best": 0.5}, data={"epoch": 1, "position": 8})
+
+
+def write(
+    root: Path, step: int, *, keep: int | None = None, best: int | None = None,
+    value: float | None = None,
+) -> Path:  # fmt: skip
+    """Write a checkpoint whose weight is the number of its step, or a value."""
+    weight = torch.full((2, 3), float(step) if value is None else value)
+    tensors = {"weight/w": weight, "exp_avg/w": torch.ones(2, 3), "step/w": torch.tensor(7.0)}
+    return write_checkpoint(root, state_of(step), tensors, keep=keep, best=best)
+
+
+def load(path: Path) -> Checkpoint:
+    """Verify every byte of a checkpoint of this model."""
+    checkpoint = open_checkpoint(path)
+    checkpoint.check_model(IDENTITY)
+    return checkpoint
+
+
+def latest(root: Path, world: World) -> Path | None:
+    found = find_latest(root, world)
+    return None if found is None else found.path
+
+
+def weight_in(path: Path) -> float:
+    return float(read_tensors(path)["weight/w"][1, 2])
 
 
 def test_checkpoint_is_loaded_completely(tmp_path: Path):
-    path = save_checkpoint(tmp_path, snapshot(10))
+    path = write(tmp_path, 10)
     assert path.name == "global_step_10"
     assert sorted(file.name for file in path.iterdir()) == FILES
-    found = load_checkpoint(path, IDENTITY)
-    assert found.state == snapshot(10).state
-    assert torch.equal(found.model["w"], snapshot(10).model["w"])
-    assert torch.equal(found.optimizer["exp_avg/w"], torch.ones(2, 3))
+    assert load(path).state == state_of(10)
+    tensors = read_tensors(path)
+    assert torch.equal(tensors["weight/w"], torch.full((2, 3), 10.0))
+    assert torch.equal(tensors["exp_avg/w"], torch.ones(2, 3))
+    assert torch.equal(tensors["step/w"], torch.tensor(7.0))
 
 
-def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path: Path):
+def test_file_of_a_rank_is_read_by_safetensors(tmp_path: Path):
+    tensors = {"weight/w": torch.randn(3, 5), "exp_avg/w": torch.randn(5).bfloat16()}
+    path = write_checkpoint(tmp_path, state_of(1), tensors)
+    stored = load_file(path / "rank_0.safetensors")
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+    assert [stored[name].dtype for name in tensors] == [torch.float32, torch.bfloat16]
+
+
+def test_state_larger_than_a_piece_is_copied_written_and_verified_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(checkpoint_writer, "PIECE_BYTES", 64)
+    tensors = {f"weight/{n}": torch.randn(n, 7) for n in range(1, 9)} | {"step/w": torch.ones(())}
+    path = write_checkpoint(tmp_path, state_of(1), tensors)
+    pieces = open_checkpoint(path).manifest.files["rank_0.safetensors"]
+    assert len(pieces) > 10
+    assert {piece.num_bytes for piece in pieces[1:-1]} == {64}
+    found = read_tensors(path)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    content = bytearray((path / "rank_0.safetensors").read_bytes())
+    content[-200] ^= 1
+    (path / "rank_0.safetensors").write_bytes(content)
+    shares = [refuses(path, rank) for rank in range(3)]
+    assert shares.count(True) == 1, "each byte is verified by one rank"
+
+
+def refuses(path: Path, rank: int) -> bool:
+    try:
+        open_checkpoint(path, rank=rank, num_ranks=3)
+    except CheckpointError:
+        return True
+    return False
+
+
+def test_checkpoint_of_format_1_is_loaded(tmp_path: Path):
+    path = tmp_path / "global_step_3"
+    path.mkdir()
+    weight = torch.randn(2, 3)
+    save_file({"w": weight}, path / "model.safetensors")
+    save_file({"exp_avg/w": torch.ones(2, 3), "step/w": torch.ones(())},
+              path / "optimizer.safetensors")  # fmt: skip
+    (path / "state.json").write_text(json.dumps(asdict(state_of(3))))
+    files = {
+        file.name: {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
+        for file in path.iterdir()
+    }
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    assert load(path).state == state_of(3)
+    found = read_tensors(path)
+    assert found.keys() == {"weight/w", "exp_avg/w", "step/w"}
+    assert torch.equal(found["weight/w"], weight)
+    (path / "model.safetensors").write_bytes(b"?" * files["model.safetensors"]["bytes"])
+    with pytest.raises(CheckpointError, match=r"damaged: model\.safetensors"):
+        load(path)
+
+
+def test_only_so_many_are_kept_and_the_newest_is_found(world: World, tmp_path: Path):
     for step in (1, 2, 9, 10):
-        save_checkpoint(tmp_path, snapshot(step), keep=2)
+        write(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_9"]
-    assert find_latest(tmp_path) == tmp_path / "global_step_10"
+    assert latest(tmp_path, world) == tmp_path / "global_step_10"
 
 
 def test_best_checkpoint_is_kept_besides_the_last_ones(tmp_path: Path):
     for step in range(1, 7):
-        save_checkpoint(tmp_path, snapshot(step), keep=2, best=2 if step > 1 else 1)
+        write(tmp_path, step, keep=2, best=2 if step > 1 else 1)
     assert {path.name for path in tmp_path.iterdir()} == {
         "global_step_2", "global_step_5", "global_step_6",
     }  # fmt: skip
@@ -74,10 +159,10 @@ def test_best_checkpoint_is_kept_besides_the_last_ones(tmp_path: Path):
 
 def test_run_among_later_checkpoints_keeps_what_it_writes_and_what_is_later(tmp_path: Path):
     for step in (20, 40, 60):
-        save_checkpoint(tmp_path, snapshot(step))
+        write(tmp_path, step)
     for step in (10, 15, 18):
-        place = save_checkpoint(tmp_path, snapshot(step), keep=2)
-        assert load_checkpoint(place, IDENTITY).state.step == step
+        place = write(tmp_path, step, keep=2)
+        assert load(place).state.step == step
     steps = sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.iterdir())
     assert steps == [15, 18, 20, 40, 60]
 
@@ -94,48 +179,46 @@ def test_resume_is_exact_the_last_checkpoint_is_kept_and_older_ones_are_removed(
     root = tmp_path_factory.mktemp("c")
     for other in there:
         (root / f"global_step_{other}").mkdir()
-    save_checkpoint(root, snapshot(step), keep=keep)
+    write(root, step, keep=keep)
     older = sorted(other for other in there if other < step)
     kept = older if keep is None else older[len(older) - min(len(older), keep - 1) :]
     left = {int(path.name.removeprefix("global_step_")) for path in root.iterdir()}
     assert left == {step, *kept, *(other for other in there if other > step)}
 
 
-def test_checkpoints_of_another_course_are_set_aside_and_not_lost(tmp_path: Path):
+def test_checkpoints_of_another_course_are_set_aside_and_not_lost(world: World, tmp_path: Path):
     for step in (20, 40, 60):
-        save_checkpoint(tmp_path, snapshot(step))
+        write(tmp_path, step)
     aside = tmp_path / "superseded"
     moved = set_aside_later(tmp_path, 20)
     assert moved == [aside / "global_step_60", aside / "global_step_40"]
-    assert find_latest(tmp_path) == tmp_path / "global_step_20"
-    assert load_checkpoint(moved[0], IDENTITY).state.step == 60
+    assert latest(tmp_path, world) == tmp_path / "global_step_20"
+    assert load(moved[0]).state.step == 60
     assert set_aside_later(tmp_path, 20) == []
 
 
-def test_what_was_set_aside_before_is_not_overwritten(tmp_path: Path):
+def test_what_was_set_aside_before_is_not_overwritten(world: World, tmp_path: Path):
     for value in (1.0, 2.0, 3.0):
-        filled = replace(snapshot(40), model={"w": torch.full((2, 3), value)})
-        save_checkpoint(tmp_path, filled)
+        write(tmp_path, 40, value=value)
         set_aside_later(tmp_path, 0)
     names = ["global_step_40", "global_step_40.1", "global_step_40.2"]
-    found = [load_checkpoint(tmp_path / "superseded" / name, IDENTITY) for name in names]
-    assert [float(one.model["w"][0, 0]) for one in found] == [1.0, 2.0, 3.0]
-    assert find_latest(tmp_path) is None
+    assert [weight_in(tmp_path / "superseded" / name) for name in names] == [1.0, 2.0, 3.0]
+    assert latest(tmp_path, world) is None
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path: Path):
-    assert find_latest(tmp_path / "nowhere") is None
+def test_nothing_is_found_where_nothing_is(world: World, tmp_path: Path):
+    assert latest(tmp_path / "nowhere", world) is None
     assert set_aside_later(tmp_path / "nowhere", 0) == []
-    assert find_latest(tmp_path) is None
+    assert latest(tmp_path, world) is None
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", ["removed", "cut", "changed"])
 def test_damaged_file_is_named_and_the_checkpoint_before_is_found(
-    tmp_path: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
+    world: World, tmp_path: Path, name: str, harm: str, caplog: pytest.LogCaptureFixture
 ):
-    save_checkpoint(tmp_path, snapshot(1))
-    path = save_checkpoint(tmp_path, snapshot(2))
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
     data = (path / name).read_bytes()
     if harm == "removed":
         (path / name).unlink()
@@ -143,26 +226,26 @@ def test_damaged_file_is_named_and_the_checkpoint_before_is_found(
         broken = data[:-3] if harm == "cut" else data[:-3] + b"???"
         (path / name).write_bytes(broken)
     with pytest.raises(CheckpointError, match="global_step_2") as caught:
-        load_checkpoint(path, IDENTITY)
+        load(path)
     assert caught.value.details["path"] == path
     assert name == "manifest.json" or name in str(caught.value)
     with caplog.at_level(logging.WARNING):
-        assert find_latest(tmp_path) == tmp_path / "global_step_1"
+        assert latest(tmp_path, world) == tmp_path / "global_step_1"
     assert "global_step_2" in caplog.text
 
 
 def write_two(root: Path) -> None:
     for step in (1, 2):
-        save_checkpoint(root, snapshot(step))
+        write(root, step)
 
 
 def rewrite(path: Path, name: str, content: bytes) -> None:
     """Put a file into a checkpoint whose manifest says that it belongs there."""
+    manifest = open_checkpoint(path).manifest
     (path / name).write_bytes(content)
-    manifest = json.loads((path / "manifest.json").read_text())
-    digest = hashlib.sha256(content).hexdigest()
-    manifest["files"][name] = {"bytes": len(content), "sha256": digest}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    piece = Piece(len(content), hashlib.sha256(content).hexdigest())
+    changed = replace(manifest, files=manifest.files | {name: [piece]})
+    (path / "manifest.json").write_text(changed.to_json())
 
 
 STATE = {"step": 2, "identity": {"architecture": "Toy", "shapes": {"w": [2, 3]}}}
@@ -177,19 +260,19 @@ STATE = {"step": 2, "identity": {"architecture": "Toy", "shapes": {"w": [2, 3]}}
         ("state.json", json.dumps(STATE | {"step": "two"}).encode(), "state.json: step"),
         ("state.json", json.dumps(STATE | {"later": 1}).encode(), "state.json: later"),
         ("state.json", json.dumps(STATE | {"random": [{}]}).encode(), r"state.json: random\.0"),
-        ("model.safetensors", b"no tensors", "model.safetensors"),
-        ("optimizer.safetensors", b"", "optimizer.safetensors"),
+        ("rank_0.safetensors", b"no tensors", "rank_0.safetensors"),
+        ("rank_0.safetensors", b"", "rank_0.safetensors"),
     ],
 )
 def test_file_of_another_format_is_named_and_the_checkpoint_before_is_found(
-    tmp_path: Path, name: str, content: bytes, said: str
+    world: World, tmp_path: Path, name: str, content: bytes, said: str
 ):
     write_two(tmp_path)
     path = tmp_path / "global_step_2"
     rewrite(path, name, content)
     with pytest.raises(CheckpointError, match=f"global_step_2 is of another format: {said}"):
-        load_checkpoint(path, IDENTITY)
-    assert find_latest(tmp_path) == tmp_path / "global_step_1"
+        load(path)
+    assert latest(tmp_path, world) == tmp_path / "global_step_1"
 
 
 @pytest.mark.parametrize(
@@ -199,34 +282,36 @@ def test_file_of_another_format_is_named_and_the_checkpoint_before_is_found(
         ("{}", "incomplete"),
         ('{"format": 1, "files": 3}', "incomplete"),
         ('{"format": 1, "files": {}}', "damaged: model.safetensors"),
-        ('{"format": 2, "files": {}}', "has format 2"),
+        ('{"format": 2, "files": {}, "tensors": {}, "sha256": ""}', "incomplete"),
+        ('{"format": 2, "files": {}, "tensors": {}}', "incomplete"),
+        ('{"format": 3}', "has format 3"),
         ("\udcff", "incomplete"),
     ],
 )
 def test_manifest_that_does_not_vouch_for_every_file_is_refused(
     tmp_path: Path, manifest: str, said: str
 ):
-    path = save_checkpoint(tmp_path, snapshot(2))
+    path = write(tmp_path, 2)
     (path / "manifest.json").write_text(manifest, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=f"global_step_2 .*{said}"):
-        verify_checkpoint(path)
+        open_checkpoint(path)
 
 
-def test_run_with_only_damaged_checkpoints_is_not_started_again(tmp_path: Path):
+def test_run_with_only_damaged_checkpoints_is_not_started_again(world: World, tmp_path: Path):
     write_two(tmp_path)
     for path in tmp_path.iterdir():
-        (path / "model.safetensors").unlink()
+        (path / "rank_0.safetensors").unlink()
     with pytest.raises(
         CheckpointError, match=r"can be used: global_step_2, global_step_1"
     ) as error:
-        find_latest(tmp_path)
+        latest(tmp_path, world)
     assert "trainer.resume_mode=disable" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_2"]
 
 
-def test_what_a_killed_run_was_writing_is_no_checkpoint(tmp_path: Path):
-    save_checkpoint(tmp_path, snapshot(2)).rename(tmp_path / ".writing-global_step_2")
-    assert find_latest(tmp_path) is None
+def test_what_a_killed_run_was_writing_is_no_checkpoint(world: World, tmp_path: Path):
+    write(tmp_path, 2).rename(tmp_path / ".writing-global_step_2")
+    assert latest(tmp_path, world) is None
 
 
 @given(st.data())
@@ -234,42 +319,41 @@ def test_what_a_killed_run_was_writing_is_no_checkpoint(tmp_path: Path):
 def test_resume_is_exact_any_changed_byte_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, data
 ):
-    path = save_checkpoint(tmp_path_factory.mktemp("c"), snapshot(3))
+    path = write(tmp_path_factory.mktemp("c"), 3)
     file = path / data.draw(st.sampled_from(FILES[1:]))
     content = bytearray(file.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
     file.write_bytes(content)
     with pytest.raises(CheckpointError):
-        verify_checkpoint(path)
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     ("module", "name", "error"),
     [
         (folders, "flush", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        (checkpoint, "save_file", SafetensorError("I/O error: No space left on device")),
+        (os, "fsync", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
     ],
 )
 def test_full_disk_is_reported_and_leaves_nothing_half_written(
     tmp_path: Path, module: ModuleType, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
-    save_checkpoint(tmp_path, snapshot(1))
+    write(tmp_path, 1)
 
     def full(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(module, name, full)
     with pytest.raises(CheckpointError, match="No space left"):
-        save_checkpoint(tmp_path, snapshot(2))
+        write(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
 
 
 def test_same_step_of_an_earlier_run_gives_way(tmp_path: Path):
-    save_checkpoint(tmp_path, snapshot(1))
-    changed = replace(snapshot(1), model={"w": torch.zeros(2, 3)})
-    path = save_checkpoint(tmp_path, changed)
-    assert torch.equal(load_checkpoint(path, IDENTITY).model["w"], torch.zeros(2, 3))
+    write(tmp_path, 1)
+    path = write(tmp_path, 1, value=9.0)
+    assert weight_in(path) == 9.0
     assert [found.name for found in tmp_path.iterdir()] == ["global_step_1"]
 
 
@@ -284,13 +368,13 @@ def test_same_step_of_an_earlier_run_gives_way(tmp_path: Path):
 def test_checkpoint_of_another_model_is_refused_by_name(
     tmp_path: Path, other: ModelIdentity, said: str
 ):
-    path = save_checkpoint(tmp_path, snapshot(1))
+    path = write(tmp_path, 1)
     with pytest.raises(CheckpointError, match=said):
-        load_checkpoint(path, other)
+        open_checkpoint(path).check_model(other)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path):
-    path = save_checkpoint(tmp_path, snapshot(1))
+    path = write(tmp_path, 1)
     for file in path.iterdir():
         if file.suffix == ".json":
             json.loads(file.read_text())
@@ -335,7 +419,7 @@ def test_resume_is_exact_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 
     second = actor(9)
     seed_everything(77)
-    found = load_run(path, second)
+    found = load_run(open_checkpoint(path), second)
     assert (found.step, found.trainer, found.data) == (2, {"best": 1}, {"epoch": 0})
     assert draw_everywhere() == draws
     assert [second.update_policy(b, temperature=1.0).metrics for b in batches[2:]] == expected
@@ -349,7 +433,7 @@ def test_checkpoint_of_another_optimizer_is_refused(world: World, tmp_path: Path
     muon.update_policy(make_batch(random_rows(4)), temperature=1.0)
     path = save_run(tmp_path, muon, RunState(1, identify(policy)))
     with pytest.raises(CheckpointError, match="another optimizer"):
-        load_run(path, make_actor(make_policy(world)))
+        load_run(open_checkpoint(path), make_actor(make_policy(world)))
 
 
 def test_checkpoint_of_another_model_changes_nothing(world: World, tmp_path: Path):
@@ -357,5 +441,5 @@ def test_checkpoint_of_another_model_changes_nothing(world: World, tmp_path: Pat
     path = save_run(tmp_path, make_actor(small), RunState(1, identify(small)))
     before = weights(large)
     with pytest.raises(CheckpointError, match=r"layers\.2"):
-        load_run(path, make_actor(large))
+        load_run(open_checkpoint(path), make_actor(large))
     assert all(torch.equal(weight, before[name]) for name, weight in weights(large).items())

@@ -11,29 +11,30 @@ import pytest
 import torch
 
 from agentrl import atomic_io as folders
-from agentrl.workers import checkpoint
-from agentrl.workers.checkpoint import (
-    ModelIdentity,
-    RunState,
-    Snapshot,
-    find_latest,
-    load_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from agentrl.workers import checkpoint_writer
+from agentrl.workers.checkpoint import ModelIdentity, RunState, open_checkpoint
+from agentrl.workers.distributed import World
+from agentrl.workers.snapshot import find_latest
+from tests.fakes.checkpoints import read_tensors, write_checkpoint
 
 IDENTITY = ModelIdentity("Toy", {"w": [2, 3]})
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+FILES = ("rank_0.safetensors", "state.json")
 
 
-def filled(step: int, value: float) -> Snapshot:
-    weights = {"w": torch.full((2, 3), value)}
-    return Snapshot(RunState(step, IDENTITY), weights, {"exp_avg/w": torch.ones(2, 3)})
+def write(root: Path, step: int, value: float, *, keep: int | None = None) -> Path:
+    tensors = {"weight/w": torch.full((2, 3), value), "exp_avg/w": torch.ones(2, 3)}
+    return write_checkpoint(root, RunState(step, IDENTITY), tensors, keep=keep)
 
 
 def write_two(root: Path) -> None:
     for step in (1, 2):
-        save_checkpoint(root, filled(step, float(step)), keep=2)
+        write(root, step, float(step), keep=2)
+
+
+def latest(root: Path, world: World) -> Path:
+    found = find_latest(root, world)
+    assert found is not None
+    return found.path
 
 
 class Killed(BaseException):
@@ -47,7 +48,7 @@ class Deadly:
         self.events: list[str] = []
         self.at = at
         for owner, name in (
-            (checkpoint, "save_file"), (checkpoint, "_write_json"), (checkpoint, "flush"),
+            (checkpoint_writer, "_write_file"), (checkpoint_writer.os, "fsync"),
             (folders, "flush"), (Path, "rename"), (Path, "mkdir"),
         ):  # fmt: skip
             patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
@@ -79,17 +80,16 @@ def count_moments(root: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> lis
     write_two(root)
     with monkeypatch.context() as patch:
         deadly = Deadly(patch)
-        save_checkpoint(root, filled(step, 9.0), keep=2)
+        write(root, step, 9.0, keep=2)
     return deadly.events
 
 
 @pytest.mark.parametrize("step", [3, 2])
 def test_resume_is_exact_run_killed_at_any_moment_of_writing_leaves_whole_checkpoints_alone(
-    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ):
     moments = count_moments(tmp_path / "counted", step, monkeypatch)
     assert len(moments) > 12
-    before = filled(2, 2.0).model["w"]
     found = set[float]()
     for at, moment in enumerate(moments, start=1):
         root = tmp_path / str(at)
@@ -97,15 +97,14 @@ def test_resume_is_exact_run_killed_at_any_moment_of_writing_leaves_whole_checkp
         with monkeypatch.context() as patch:
             Deadly(patch, at)
             with pytest.raises(Killed):
-                save_checkpoint(root, filled(step, 9.0), keep=2)
+                write(root, step, 9.0, keep=2)
         for path in root.glob("global_step_*"):
-            verify_checkpoint(path)
-        latest = find_latest(root)
-        assert latest is not None, moment
-        model = load_checkpoint(latest, IDENTITY).model["w"]
-        found.add(float(model[0, 0]))
-        assert latest.name == f"global_step_{step}" or torch.equal(model, before), moment
-        save_checkpoint(root, filled(4, 4.0), keep=2)
+            open_checkpoint(path)
+        newest = latest(root, world)
+        value = float(read_tensors(newest)["weight/w"][0, 0])
+        found.add(value)
+        assert newest.name == f"global_step_{step}" or value == 2.0, moment
+        write(root, 4, 4.0, keep=2)
         left = sorted(path.name for path in root.iterdir())
         assert left in (["global_step_3", "global_step_4"], ["global_step_2", "global_step_4"])
     assert found == {2.0, 9.0}
@@ -116,9 +115,11 @@ def test_everything_is_on_the_disk_before_the_manifest_and_the_manifest_before_t
 ):
     events = count_moments(tmp_path / "checkpoints", 3, monkeypatch)
     writing = ".writing-global_step_3"
-    manifest = events.index("_write_json manifest.json")
+    manifest = events.index("_write_file manifest.json")
     for name in FILES:
-        assert f"flush {name}" in events[:manifest]
+        written = events.index(f"_write_file {name}")
+        assert events[written + 1].startswith("fsync"), "a file is flushed when it is written"
+        assert written < manifest
     renamed = events.index("rename global_step_3")
     between = events[manifest:renamed]
     assert between.index("flush manifest.json") < between.index(f"flush {writing}")
@@ -128,13 +129,15 @@ def test_everything_is_on_the_disk_before_the_manifest_and_the_manifest_before_t
 
 
 @pytest.mark.parametrize("had_new", [False, True])
-def test_folder_that_a_killed_run_had_moved_away_is_put_back(tmp_path: Path, had_new: bool):
+def test_folder_that_a_killed_run_had_moved_away_is_put_back(
+    world: World, tmp_path: Path, had_new: bool
+):
     write_two(tmp_path)
     (tmp_path / "global_step_2").rename(tmp_path / ".replaced-global_step_2")
     if had_new:
         (tmp_path / ".writing-global_step_2").mkdir()
-    assert find_latest(tmp_path) == tmp_path / "global_step_2"
-    save_checkpoint(tmp_path, filled(3, 3.0))
+    assert latest(tmp_path, world) == tmp_path / "global_step_2"
+    write(tmp_path, 3, 3.0)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["global_step_1", "global_step_2", "global_step_3"]
 
@@ -147,7 +150,7 @@ def test_old_checkpoint_that_cannot_be_removed_is_reported_and_ends_nothing(
     def refuse(place: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
 
-    monkeypatch.setattr(checkpoint, "remove_folder", refuse)
+    monkeypatch.setattr(checkpoint_writer, "remove_folder", refuse)
     with caplog.at_level(logging.WARNING):
-        assert save_checkpoint(tmp_path, filled(3, 3.0), keep=2).is_dir()
+        assert write(tmp_path, 3, 3.0, keep=2).is_dir()
     assert "global_step_1 cannot be removed" in caplog.text

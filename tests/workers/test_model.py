@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,20 @@ from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
 from agentrl.engines.protocol import Engine, SyncFigures
 from agentrl.errors import ConfigError
+from agentrl.workers.batches import read_padded_rows
 from agentrl.workers.distributed import World, resolve_device
+from agentrl.workers.export import export_hf
 from agentrl.workers.model import (
     PolicyModel,
+    ScoringParams,
+    full_tensor,
     load_causal_lm,
     load_hf_config,
     load_policy,
+    make_mesh,
     resolve_dtype,
 )
-from agentrl.workers.snapshot import export_hf
+from agentrl.workers.packing import pack_rows
 from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer
 from agentrl.workers.weight_sync import sync_weights
 from tests.fakes.engines import tiny_model
@@ -104,6 +110,26 @@ def test_bfloat16_layers_train_float32_weights(world: World):
     assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
 
 
+def test_one_rank_computes_on_the_weights_themselves_if_no_other_dtype_needs_a_copy(world: World):
+    def names_of_used_weights(dtype: torch.dtype) -> set[str]:
+        policy = PolicyModel(tiny_model(), world, dtype, FsdpConfig())
+        stored = {full_tensor(w.detach()).data_ptr(): n for n, w in policy.named_weights()}
+        used = set[str]()
+
+        def note(module: torch.nn.Module, *_: object) -> None:
+            places = {weight.data_ptr() for weight in module.parameters(recurse=False)}
+            used.update(stored[place] for place in places & stored.keys())
+
+        for module in policy.lm.modules():
+            module.register_forward_hook(note)
+        make_actor(policy).update_policy(make_batch(random_rows(4)), temperature=1.0)
+        return used
+
+    every = {name for name, _ in tiny_model().named_parameters()}
+    assert names_of_used_weights(torch.float32) == every
+    assert not names_of_used_weights(torch.bfloat16)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_folder_is_a_plain_model_with_the_trained_weights(
     world: World, folder: Path, tmp_path: Path, tied: bool
@@ -152,13 +178,26 @@ async def test_synced_weights_are_the_trainers_own_memory_each_once(world: World
     assert taker.version == 3
     assert "lm_head.weight" not in taker.taken
     for name, weight in policy.named_weights():
-        assert taker.taken[name].data_ptr() == weight.to_local().data_ptr()
+        assert taker.taken[name].data_ptr() == full_tensor(weight).data_ptr()
 
 
 async def test_engine_that_fails_to_take_weights_raises_here(world: World):
     engine: Engine = WeightTaker(RuntimeError("full"))  # pyright: ignore[reportAssignmentType]
     with pytest.raises(RuntimeError, match="full"):
         await sync_weights(make_policy(world), engine, version=1)
+
+
+def test_experts_without_a_token_have_a_zero_gradient(world: World):
+    lm = tiny_model(initializer_range=0.1)
+    lm.model.layers[0].experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    policy = PolicyModel(lm, world, torch.bfloat16, FsdpConfig())
+    rows = read_padded_rows(make_batch(random_rows(2)))
+    packed = pack_rows(rows, range(2), world.device)
+    policy(packed, ScoringParams(temperature=1.0)).log_probs.sum().backward()
+    policy.release_gathered()
+    (expert,) = [w for name, w in policy.named_weights() if name.endswith("experts.0.weight")]
+    assert expert.grad is not None
+    assert not full_tensor(expert.grad).any()
 
 
 def test_a_model_that_reads_images_is_refused_with_a_message(tmp_path: Path):
@@ -178,3 +217,10 @@ def test_weights_that_cannot_be_unpickled_are_named(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(print, protocol=2))
     with pytest.raises(ConfigError, match="no model can be loaded"):
         load_causal_lm(ModelConfig(path=str(tmp_path)))
+
+
+def test_ranks_that_cannot_be_divided_into_copies_are_reported(world: World):
+    with pytest.raises(ConfigError, match="4 ranks cannot be divided into groups of 3") as caught:
+        make_mesh(replace(world, size=4), fsdp_size=3)
+    assert caught.value.key == "actor.fsdp_config.fsdp_size"
+    assert make_mesh(world, fsdp_size=8) is world.mesh

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.schema.training import OptimConfig
+from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
+from agentrl.workers.model import full_tensor
 from agentrl.workers.optim import PolicyOptimizer, make_schedule
 from tests.fakes.engines import tiny_model
 from tests.fakes.training import make_policy, weights
@@ -76,7 +78,7 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest(world: World):
     optimizer = PolicyOptimizer(policy.named_weights(), OptimConfig(name="muon"), world, 5)
     fill_gradients(policy.named_weights(), 0)
     optimizer.step()
-    state = optimizer.state_tensors()
+    state = optimizer.state_slices()
     muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
     adamw = {name.partition("/")[2] for name in state if name.startswith("exp_avg/")}
     assert all(".layers." in name and name.endswith("proj.weight") for name in muon)
@@ -86,12 +88,22 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest(world: World):
     assert not muon & adamw
 
 
+def test_muon_takes_the_matrices_of_layers_of_any_name(world: World):
+    names = ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"]
+    named = [(name, torch.nn.Parameter(torch.ones(2, 2))) for name in names]
+    optimizer = PolicyOptimizer(named, OptimConfig(name="muon"), world, 5)
+    muon, _ = optimizer._parts
+    assert [weight.name for weight in muon.weights] == names[1:]
+    with pytest.raises(ConfigError, match="muon"):
+        PolicyOptimizer(named[:1], OptimConfig(name="muon"), world, 5)
+
+
 def test_gradient_norm_is_over_all_weights_once(world: World):
     policy = make_policy(world)
     optimizer = PolicyOptimizer(policy.named_weights(), OptimConfig(), world, 5)
     assert optimizer.grad_norm() == 0.0
     fill_gradients(policy.named_weights(), 0)
-    squares = [w.grad.full_tensor().square().sum() for _, w in policy.named_weights()]
+    squares = [full_tensor(w.grad).square().sum() for _, w in policy.named_weights()]
     assert math.isclose(optimizer.grad_norm(), math.sqrt(sum(squares)), rel_tol=1e-5)
 
 
@@ -107,15 +119,16 @@ def test_resume_is_exact_optimizer_goes_on_from_its_state_bit_for_bit(world: Wor
     policy = make_policy(world)
     optimizer = PolicyOptimizer(policy.named_weights(), config, world, 6)
     run(policy, optimizer, (0, 1, 2))
-    saved = {key: value.clone() for key, value in optimizer.state_tensors().items()}
+    saved = {key: value.local.clone() for key, value in optimizer.state_slices().items()}
     saved_weights = weights(policy)
     run(policy, optimizer, (3, 4))
 
     again = make_policy(world, seed=5)
     for key, weight in again.named_weights():
-        weight.to_local().data.copy_(saved_weights[key])
+        full_tensor(weight).data.copy_(saved_weights[key])
     resumed = PolicyOptimizer(again.named_weights(), config, world, 6)
-    resumed.load_state_tensors(saved, num_steps=3)
+    for key, part in resumed.allocate_state(saved, num_steps=3).items():
+        part.local.copy_(saved[key])
     run(again, resumed, (3, 4))
     assert resumed.lr == optimizer.lr
     for key, weight in weights(policy).items():

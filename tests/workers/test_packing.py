@@ -17,6 +17,7 @@ from agentrl.workers.packing import (
     pack_rows,
     partition_balanced,
 )
+from agentrl.workers.prefixes import MIN_SHARED_TOKENS
 from tests.fakes.training import Row, make_batch, rows_and_layouts
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def test_layout_is_invisible_every_trained_token_is_scored_once_after_its_own_pr
     if not index:
         return
     packed = pack_rows(padded, index, CPU)
-    starts = [end - length for end, length in zip(packed.plan.ends, packed.plan.lengths)]  # noqa: B905
+    starts = packed.plan.starts
     seen = []
     for position, target, place, column in zip(
         packed.head_positions.tolist(), packed.targets.tolist(),
@@ -62,6 +63,22 @@ def test_layout_is_invisible_every_trained_token_is_scored_once_after_its_own_pr
     expected = {(r, c) for r in index for c, bit in enumerate(ordered[r].mask) if bit}
     assert len(seen) == len(expected)
     assert set(seen) == expected
+
+
+def test_shared_prefix_is_packed_once_and_scored_for_each_row():
+    prompt = list(range(10, 10 + MIN_SHARED_TOKENS))
+    rows = [Row(prompt, [1, 2], [1, 1]), Row([5], [6], [1]), Row(prompt, [3, 4, 9], [1, 0, 1])]
+    packed = pack_rows(read_padded_rows(make_batch(rows)), [0, 1, 2], CPU, max_sharing_length=99)
+    size = len(prompt)
+    assert packed.input_ids.tolist() == [[5, *prompt, 1, 3, 4]]
+    assert packed.position_ids.tolist() == [[0, *range(size), size, size, size + 1]]
+    assert (packed.plan.lengths, packed.plan.parents) == ((1, size, 1, 2), (-1, -1, 1, 1))
+    assert packed.row_index == (1, 0, 2)
+    # The end of the prompt is scored for both rows.
+    assert packed.head_positions.tolist() == [0, size, size, size + 1, size + 3]
+    assert packed.targets.tolist() == [6, 1, 3, 2, 9]
+    assert packed.rows.tolist() == [0, 1, 2, 1, 2]
+    assert packed.columns.tolist() == [0, 0, 0, 1, 2]
 
 
 def test_tokens_after_the_last_trained_one_are_not_computed():

@@ -195,3 +195,20 @@ def test_bad_row_is_named(config: SftConfig, tmp_path: Path):
     with pytest.raises(DataError) as caught:
         Demonstrations(config.model_copy(update={"train_file": file}), template(config), TOOLS)
     assert caught.value.details["row"] == 0
+
+
+def test_halves_in_two_threads_train_as_one_thread_does(world: World, config: SftConfig):
+    short = config.model_copy(update={"steps": 3})
+    num_threads, losses = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            seen: list[SftStep] = []
+            run_sft(short, world, tools=TOOLS, on_step=seen.append)
+            assert torch.get_num_threads() == count
+            losses.append([(step.loss, step.grad_norm) for step in seen])
+    finally:
+        torch.set_num_threads(num_threads)
+    one, two, again = losses
+    assert two == again
+    assert torch.allclose(torch.tensor(one), torch.tensor(two), rtol=1e-4)

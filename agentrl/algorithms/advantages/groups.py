@@ -100,7 +100,8 @@ class GroupScores:
             in_baseline: `[B]`, rows that count; None: all.
         """
         mask = response_mask.bool()
-        trained = _count_trained(mask) > 0
+        # The largest byte: `any` of booleans, and a sum, take several times as long.
+        trained = mask.view(torch.uint8).amax(dim=-1) > 0 if mask.shape[-1] else mask.any(dim=-1)
         counted = trained if in_baseline is None else trained & in_baseline.bool()
         scores = compute_outcome_scores(token_level_rewards, mask)
         return cls(scores, Groups.of(index, counted), mask, token_level_rewards.dtype)

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, masked_whiten
+from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, whiten
 from agentrl.config.schema.training import AlgorithmConfig
 
 
@@ -38,12 +38,11 @@ def compute_gae_advantage_return(
         learns), both `[B, T]`; 0 at masked positions.
     """
     tokens = TrainedTokenIndex.of(response_mask)
-    known = tokens.pack(values)
+    known = tokens.take(values)
     rewards = tokens.pack(token_level_rewards)
-    advantages = compute_gae(rewards, known, gamma, lam)
+    advantages = compute_gae(rewards, tokens.pack_taken(known), gamma, lam)
     taken = tokens.take_packed(advantages)
-    whitened = masked_whiten(taken, torch.ones_like(taken))
-    return tokens.put(whitened), tokens.unpack(advantages + known)
+    return tokens.put(whiten(taken)), tokens.put(taken + known)
 
 
 def compute_gae(
@@ -58,7 +57,8 @@ def compute_gae(
         lam: Decay of the horizon.
     """
     following = pad(values[:, 1:], (0, 1))
-    return compute_discounted_sums(rewards + gamma * following - values, gamma * lam)
+    deltas = torch.add(rewards, following, alpha=gamma).sub_(values)
+    return compute_discounted_sums(deltas, gamma * lam)
 
 
 @register_adv_est("reinforce_plus_plus", reads=("gamma",))
@@ -84,7 +84,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     tokens = TrainedTokenIndex.of(response_mask)
     rewards = tokens.pack(token_level_rewards)
     taken = tokens.take_packed(compute_discounted_sums(rewards, config.gamma))
-    return tokens.put(masked_whiten(taken, torch.ones_like(taken))), tokens.put(taken)
+    return tokens.put(whiten(taken)), tokens.put(taken)
 
 
 @register_adv_est("remax")

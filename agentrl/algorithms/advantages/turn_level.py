@@ -18,7 +18,7 @@ from agentrl.algorithms.advantages.group_relative import leave_one_out, relative
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns, Groups, GroupScores
 from agentrl.algorithms.advantages.registry import register_adv_est
 from agentrl.algorithms.advantages.token_level import compute_gae
-from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, masked_whiten
+from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, whiten
 from agentrl.config.schema.training import AlgorithmConfig
 
 
@@ -147,9 +147,8 @@ def compute_turn_gae_advantage(
     rewards = turns.to_rows(turns.sum(token_level_rewards))
     advantages = compute_gae(rewards, known, gamma, lam)
     by_token = turns.from_rows(advantages).to(dtype).repeat_interleave(turns.sizes)
-    whitened = masked_whiten(by_token, torch.ones_like(by_token))
     returns = turns.spread(turns.from_rows(advantages + known), dtype)
-    return turns.tokens.put(whitened), returns
+    return turns.tokens.put(whiten(by_token)), returns
 
 
 @register_adv_est("turn_rloo", reward_unit="turn")

@@ -84,7 +84,7 @@ def num_kl_cov(num_tokens: int, config: ActorConfig) -> int:
     return max(1, int(config.policy_loss.kl_cov_ratio * num_tokens))
 
 
-@register_token_loss("clip_cov", reads=CLIP_COV, summarise=cut_for_clip_cov)
+@register_token_loss("clip_cov", reads=CLIP_COV, summarise=cut_for_clip_cov, only_advantages=True)
 def compute_policy_loss_clip_cov(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Clip the ratio, and remove a few tokens of high covariance from the loss (Clip-Cov).
 

@@ -79,6 +79,8 @@ class LossFacts(NamedTuple):
     summarise: SummaryFn | None
     reads: frozenset[str] | None
     """Keys of the run file that it reads; None: unknown."""
+    only_advantages: bool
+    """Whether a row in which every advantage is 0 has the loss 0 and the gradient 0."""
 
 
 _POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor.policy_loss")
@@ -93,6 +95,7 @@ def register_policy_loss(
     loss_agg_mode: LossAggMode | None = None,
     summarise: SummaryFn | None = None,
     reads: Iterable[str] | None = None,
+    only_advantages: bool = False,
 ) -> Callable[[F], F]:
     """Decorate a policy loss, so that `actor.policy_loss` finds it under `name`.
 
@@ -103,6 +106,9 @@ def register_policy_loss(
             result from `scale.summary`.
         reads: Settings of `actor` that it reads (`clip_ratio`, `policy_loss.dro_beta`, ...). None:
             unknown, and no setting is reported as unused.
+        only_advantages: Whether a row in which every advantage is 0 has the loss 0 and the gradient
+            0, and changes nothing in the loss of other rows. The update then computes no such row,
+            if no other term needs it.
 
     Raises:
         ConfigError: if another loss has the name, or the function does not take `scale` (without
@@ -117,7 +123,7 @@ def register_policy_loss(
             )
         registered = _POLICY_LOSSES.register(name)(function)
         keys = None if reads is None else frozenset(f"actor.{key}" for key in reads)
-        _FACTS[name] = LossFacts(loss_agg_mode, summarise, keys)
+        _FACTS[name] = LossFacts(loss_agg_mode, summarise, keys, only_advantages)
         return registered
 
     return put

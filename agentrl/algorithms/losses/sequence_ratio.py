@@ -27,7 +27,7 @@ def _compute_gspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     return losses, x.clip_metrics(clipped)
 
 
-@register_token_loss("gspo", reads=CLIP, default_mode="seq-mean-token-mean")
+@register_token_loss("gspo", reads=CLIP, default_mode="seq-mean-token-mean", only_advantages=True)
 def compute_policy_loss_gspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Clip the ratio of the sequence: the geometric mean of its tokens' ratios (GSPO).
 
@@ -45,7 +45,7 @@ def compute_policy_loss_gspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     return _compute_gspo(x)
 
 
-@register_token_loss("luspo", reads=CLIP, loss_agg_mode="seq-mean-token-sum")
+@register_token_loss("luspo", reads=CLIP, loss_agg_mode="seq-mean-token-sum", only_advantages=True)
 def compute_policy_loss_luspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Multiply GSPO's loss of each sequence by its length, so that length has no cost (LUSPO).
 
@@ -58,7 +58,9 @@ def compute_policy_loss_luspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     return _compute_gspo(x)
 
 
-@register_token_loss("geo_mean", reads=CLIP, default_mode="seq-mean-token-mean")
+@register_token_loss(
+    "geo_mean", reads=CLIP, default_mode="seq-mean-token-mean", only_advantages=True
+)
 def compute_policy_loss_geo_mean(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Clip each token's log-ratio, then take the geometric mean over the sequence (GMPO).
 

@@ -101,6 +101,7 @@ def register_token_loss(
     loss_agg_mode: LossAggMode | None = None,
     default_mode: LossAggMode = "token-mean",
     summarise: SummaryFn | None = None,
+    only_advantages: bool = False,
 ) -> Callable[[TokenLoss], PolicyLossFn]:
     """Make a policy loss from a loss per token, and register it.
 
@@ -110,6 +111,7 @@ def register_token_loss(
         loss_agg_mode: See `register_policy_loss`.
         default_mode: The aggregation of a call without `loss_agg_mode`.
         summarise: See `register_policy_loss`. Without a scale, the rows are the whole mini-batch.
+        only_advantages: See `register_policy_loss`.
     """
     mode = loss_agg_mode or default_mode
 
@@ -136,7 +138,11 @@ def register_token_loss(
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(policy_loss, attribute, getattr(compute_losses, attribute))
         register = register_policy_loss(
-            name, loss_agg_mode=loss_agg_mode, summarise=summarise, reads=reads
+            name,
+            loss_agg_mode=loss_agg_mode,
+            summarise=summarise,
+            reads=reads,
+            only_advantages=only_advantages,
         )
         return register(policy_loss)
 

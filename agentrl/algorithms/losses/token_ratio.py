@@ -29,7 +29,7 @@ _VESPO = tuple(
 )
 
 
-@register_token_loss("vanilla", reads=DUAL_CLIP)
+@register_token_loss("vanilla", reads=DUAL_CLIP, only_advantages=True)
 def compute_policy_loss_vanilla(x: LossInputs) -> Losses:
     """Clip the policy's ratio: PPO with separate clips below and above, and the dual clip.
 
@@ -48,7 +48,9 @@ def compute_policy_loss_vanilla(x: LossInputs) -> Losses:
     return losses, x.clip_metrics(clipped, (worst > bound) & (x.advantages < 0))
 
 
-@register_token_loss("dr_grpo", reads=CLIP, loss_agg_mode="seq-mean-token-sum-norm")
+@register_token_loss(
+    "dr_grpo", reads=CLIP, loss_agg_mode="seq-mean-token-sum-norm", only_advantages=True
+)
 def compute_policy_loss_dr_grpo(x: LossInputs) -> Losses:
     """Clip the ratio, without the dual clip, and divide by a constant instead of by lengths.
 
@@ -62,7 +64,7 @@ def compute_policy_loss_dr_grpo(x: LossInputs) -> Losses:
     return losses, x.clip_metrics(clipped)
 
 
-@register_token_loss("bnpo", reads=CLIP, loss_agg_mode="token-mean")
+@register_token_loss("bnpo", reads=CLIP, loss_agg_mode="token-mean", only_advantages=True)
 def compute_policy_loss_bnpo(x: LossInputs) -> Losses:
     """Clip the ratio, without the dual clip, and divide by the trained tokens of the mini-batch.
 
@@ -76,7 +78,7 @@ def compute_policy_loss_bnpo(x: LossInputs) -> Losses:
     return losses, x.clip_metrics(clipped)
 
 
-@register_token_loss("gpg", reads=())
+@register_token_loss("gpg", reads=(), only_advantages=True)
 def compute_policy_loss_gpg(x: LossInputs) -> Losses:
     """Follow the plain policy gradient: no ratio, no clip.
 
@@ -91,7 +93,7 @@ def compute_policy_loss_gpg(x: LossInputs) -> Losses:
     return -x.advantages * x.log_prob, {"actor/ppo_kl": x.mean(-x.log_ratio)}
 
 
-@register_token_loss("cispo", reads=CLIP)
+@register_token_loss("cispo", reads=CLIP, only_advantages=True)
 def compute_policy_loss_cispo(x: LossInputs) -> Losses:
     """Clip the importance weight of the policy gradient, and drop no token.
 
@@ -136,7 +138,9 @@ def compute_policy_loss_dro(x: LossInputs) -> Losses:
     return penalty - x.advantages * x.log_prob, {"actor/ppo_kl": x.mean(-x.log_ratio)}
 
 
-@register_token_loss("sapo", reads=("tau_pos", "tau_neg"), default_mode="seq-mean-token-mean")
+@register_token_loss(
+    "sapo", reads=("tau_pos", "tau_neg"), default_mode="seq-mean-token-mean", only_advantages=True
+)
 def compute_policy_loss_sapo(x: LossInputs) -> Losses:
     """Pass the ratio through a sigmoid with slope 1 at a ratio of 1 (SAPO).
 
@@ -151,7 +155,7 @@ def compute_policy_loss_sapo(x: LossInputs) -> Losses:
     return -x.advantages * gate, x.clip_metrics(torch.zeros_like(x.mask))
 
 
-@register_token_loss("vespo", reads=_VESPO)
+@register_token_loss("vespo", reads=_VESPO, only_advantages=True)
 def compute_policy_loss_vespo(x: LossInputs) -> Losses:
     """Weight each sequence's policy gradient by a kernel of its whole ratio, without clip (VESPO).
 
@@ -178,7 +182,7 @@ def compute_policy_loss_vespo(x: LossInputs) -> Losses:
     return -x.advantages * phi * x.log_prob, metrics
 
 
-@register_token_loss("dppo_tv", reads=DUAL_CLIP)
+@register_token_loss("dppo_tv", reads=DUAL_CLIP, only_advantages=True)
 def compute_policy_loss_dppo_tv(x: LossInputs) -> Losses:
     """Drop tokens that would leave a region of total variation around the old policy (DPPO).
 
@@ -198,7 +202,7 @@ def compute_policy_loss_dppo_tv(x: LossInputs) -> Losses:
     return _dppo(x, torch.where(x.advantages > 0, rise <= high, rise >= -low))
 
 
-@register_token_loss("dppo_kl", reads=DUAL_CLIP)
+@register_token_loss("dppo_kl", reads=DUAL_CLIP, only_advantages=True)
 def compute_policy_loss_dppo_kl(x: LossInputs) -> Losses:
     """Drop tokens that would leave a region of KL divergence around the old policy (DPPO).
 

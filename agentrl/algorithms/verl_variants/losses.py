@@ -25,7 +25,10 @@ from agentrl.config.schema.training import ActorConfig
 
 
 @register_policy_loss(
-    "sapo_verl", loss_agg_mode="seq-mean-token-mean", reads=("tau_pos", "tau_neg")
+    "sapo_verl",
+    loss_agg_mode="seq-mean-token-mean",
+    reads=("tau_pos", "tau_neg"),
+    only_advantages=True,
 )
 def compute_policy_loss_sapo_verl(
     old_log_prob: torch.Tensor,

@@ -104,9 +104,14 @@ class ModelConfig(Section):
     they were sampled."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; the master weights stay in float32. auto: bfloat16 on an accelerator, float32
-    on a CPU."""
+    on a CPU. On a CPU with AVX-512 BF16 or AMX, bfloat16 makes an update of 5 million weights 1.3
+    times as fast; in the quick start, engine and trainer then differ by 4e-4 nats per token (at
+    most 0.2) instead of 4e-7."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    enable_activation_offload: bool = False
+    """Keep activations in host memory between the forward and the backward pass; with
+    `enable_gradient_checkpointing`, those that are not recomputed."""
     trust_remote_code: bool = False
     """Run code that is part of the model's folder."""
     override_config: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -293,7 +298,7 @@ class TrainerConfig(Section):
     collective_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a rank waits for the others before it ends with an error (verl: `nccl_timeout`).
     Ranks wait for the slowest one after a rollout, and while the main rank writes. Choose a longer
-    time than these take."""
+    time than these take. A checkpoint fails if a rank's file does not grow for this time."""
     seed: Seed = 0
     """Seed of everything that has no other seed."""
     plot: bool = True

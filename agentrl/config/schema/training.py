@@ -36,9 +36,9 @@ class OptimConfig(Section):
     """Share of the run's optimizer steps that is warm-up, rounded down; read if `lr_warmup_steps`
     is 0."""
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
-    """The schedule after the warm-up; cosine and linear fall to `min_lr_ratio` at the last step."""
+    """The schedule after the warm-up; cosine and linear end at `min_lr_ratio`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of the learning rate that is left at the last step."""
+    """Share of the learning rate that is left after the last step."""
 
 
 class FsdpConfig(Section):
@@ -48,6 +48,13 @@ class FsdpConfig(Section):
     """Free the gathered weights of a block after its forward pass."""
     offload_policy: bool = False
     """Keep shards in host memory between uses."""
+    param_offload: bool = False
+    """Keep the weights, also those of the reference, in host memory during the rollout."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's moments in host memory outside of the update."""
+    fsdp_size: int = Field(default=-1, ge=-1)
+    """Ranks that shard one copy of the weights, for example those of a node; a divisor of the
+    number of ranks. Each further group of so many ranks has a copy of its own. -1: all ranks."""
 
 
 class PolicyLossConfig(Section):
@@ -100,8 +107,12 @@ class ActorConfig(Section):
 
     ppo_mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts (not samples) of one optimizer step, over all ranks; null: the whole batch."""
-    ppo_max_token_len_per_gpu: int = Field(default=16384, ge=1)
-    """Tokens of one packed micro-batch."""
+    ppo_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
+    """Tokens of one packed micro-batch; those of a shared prefix count once. null: 2,048 on a CPU,
+    4,096 there if rows share prefixes, else 16,384, and the longest row if that is more."""
+    share_prefixes: bool = True
+    """Compute the tokens with which several rows begin (the prompt of a group, and more) once, in
+    log-probabilities and update; not in rows longer than a sliding window, and not with dropout."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     clip_ratio: float = Field(default=0.2, gt=0)
@@ -138,6 +149,9 @@ class ActorConfig(Section):
     logits_block_bytes: int | None = Field(default=None, ge=1)
     """Bytes of one block of logits (trained positions times vocabulary); null: 2 MiB on a CPU,
     so that a block fits into the cache, else 256 MiB."""
+    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that compute each sequence together, a part of its tokens each, for sequences that are
+    longer than one device can hold; a divisor of the number of ranks and of attention heads."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
 

@@ -78,10 +78,9 @@ def micro_batch(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Convert rows of a micro-batch into tokens: as many as that many of the longest rows have."""
     if tree.value(f"{ACTOR}.use_dynamic_bsz"):
         return Ignored("use_dynamic_bsz is true")
-    longest = count(tree, "data.max_prompt_length") + count(tree, "data.max_response_length")
     if value is None:
-        enough = max(longest, 16384)
-        return Mapped({"actor.ppo_max_token_len_per_gpu": enough} if enough > 16384 else {})
+        return Mapped({})
+    longest = count(tree, "data.max_prompt_length") + count(tree, "data.max_response_length")
     note = (
         f"{value} rows of at most {longest} tokens; rows are packed, and only memory and speed "
         "depend on it"

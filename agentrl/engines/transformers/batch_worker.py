@@ -144,6 +144,10 @@ class BatchWorker:
 
     def _run(self) -> None:
         try:
+            if self._model.device.type == "cuda":
+                # A new thread's current device is the first one: kernels outside torch and the
+                # library's memory check use it.
+                torch.cuda.set_device(self._model.device)
             with torch.inference_mode():
                 while self._begin_step():
                     self._step()
@@ -181,7 +185,9 @@ class BatchWorker:
             raise RuntimeError("calls are waiting, but none could be scheduled")
         if not all(call.is_finite for call, _ in self._results):
             batcher.forget_prefixes(list(self._running.values()))
-            batcher.cache.erase()
+            batcher.erase()
+        if not self._running:
+            batcher.free_decode_cache()
 
     def _end_step(self) -> None:
         with self._changed:

@@ -16,10 +16,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -28,15 +29,19 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
+from agentrl.engines.transformers.decode_cache import DecodeCache
 from agentrl.engines.transformers.paged_attention import (
     ATTENTION_NAME,
     CacheAccess,
     Span,
     plan_batch,
 )
+from agentrl.engines.transformers.paged_kernel import PagedKernel, find_paged_kernel
 from agentrl.engines.transformers.requests import Call, CallRouter, CallSink, TrackedState
 from agentrl.engines.transformers.sampling import Sampled, SamplingRows, sample_tokens
 
+_KERNELS: WeakKeyDictionary[PreTrainedModel, PagedKernel | None] = WeakKeyDictionary()
+"""The kernel of each model; a batcher is built again at each wake."""
 NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
@@ -128,7 +133,15 @@ class PagedInputs:
     use_block_table = False
     pad_inputs = False
 
-    def __init__(self, cache: CacheAccess, sampler: RowSampler, device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: CacheAccess,
+        sampler: RowSampler,
+        device: torch.device,
+        kernel: PagedKernel | None = None,
+    ) -> None:
+        self._kernel = kernel
+        self.decode_cache = DecodeCache()
         self._cache = cache
         self._sampler = sampler
         self._device = device
@@ -159,12 +172,19 @@ class PagedInputs:
         for future in requests_in_batch:
             state = future.state
             count = future.query_length
-            spans.append(Span(state.position_offset, count, tables[state.request_id]))
+            key: str = state.request_id
+            spans.append(Span(state.position_offset, count, tables[key], key))
             state.position_offset += count
             input_ids += state.tokens_to_process
             if future.has_new_token:
                 last_rows.append(len(input_ids) - 1)
-        batch = plan_batch(spans, self._cache.geometry, device=self._device)
+        batch = plan_batch(
+            spans,
+            self._cache.geometry,
+            device=self._device,
+            decode_cache=self.decode_cache if self._device.type == "cpu" else None,
+            kernel=self._kernel,
+        )
         self._requests = requests_in_batch
         self._model_kwargs = {
             "input_ids": torch.tensor([input_ids], device=self._device),
@@ -239,7 +259,9 @@ class Batcher:
         if not cache.is_zeroed:
             cache.erase()
         if is_ours:
-            inputs = PagedInputs(cache, sampler, model.device)
+            if model.device.type == "cuda" and model not in _KERNELS:
+                _KERNELS[model] = find_paged_kernel(model, limits.page_size)
+            inputs = PagedInputs(cache, sampler, model.device, _KERNELS.get(model))
             processor.inputs_and_outputs = processor.model_runner = inputs
         else:
             processor.model_runner = SamplingRunner(
@@ -270,6 +292,16 @@ class Batcher:
         self.processor._generation_step(self.model)
         self.processor.update_batch()
         return True
+
+    def erase(self) -> None:
+        """Set the cache's memory to zero, because masked NaN would spread."""
+        self.cache.erase()
+        self.free_decode_cache()
+
+    def free_decode_cache(self) -> None:
+        """Free the copies for sequences that decode; those that run get new ones."""
+        if isinstance(inputs := self.processor.inputs_and_outputs, PagedInputs):
+            inputs.decode_cache.clear()
 
     def forget_prefixes(self, running: Sequence[Call]) -> None:
         """Drop the whole cache. Running calls are queued again after their tokens.
@@ -302,5 +334,8 @@ def _library_config(limits: BatchLimits, *, has_masks: bool) -> ContinuousBatchi
         "use_cuda_graph": False,
     }
     known = ContinuousBatchingConfig.__dataclass_fields__
+    if "auto_switch_to_flash" in known:
+        # It would replace `sdpa` by a kernel that it downloads.
+        settings["auto_switch_to_flash"] = False
     settings["page_size" if "page_size" in known else "block_size"] = limits.page_size
     return ContinuousBatchingConfig(**settings)

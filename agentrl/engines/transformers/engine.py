@@ -1,17 +1,15 @@
 """The embedded engine: transformers' continuous batching in the trainer's process."""
 
 import asyncio
-import importlib.util
 import itertools
-import math
 import random
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from agentrl.engines.protocol import (
     ALL_MEMORY,
@@ -23,43 +21,14 @@ from agentrl.engines.protocol import (
 )
 from agentrl.engines.stopping import StopCheck, decoder_of
 from agentrl.engines.transformers.batch_worker import BatchWorker
-from agentrl.engines.transformers.continuous_batching import BatchLimits
-from agentrl.engines.transformers.paged_attention import ATTENTION_NAME, register_paged_attention
+from agentrl.engines.transformers.cache_size import TransformersEngineSettings, choose_limits
+from agentrl.engines.transformers.paged_attention import register_paged_attention
 from agentrl.engines.transformers.requests import Call
 from agentrl.engines.transformers.shared_weights import SharedWeights
 from agentrl.errors import EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CACHE_MEMORY_FRAC = 0.3
-"""Largest share of the free memory for the cache when the engine is built."""
-RESERVED_PAGES = 1
-"""Pages that the library's allocator uses itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersEngineSettings:
-    """Settings of the engine (`rollout.engine.transformers`); None: chosen automatically."""
-
-    page_size: int | None = None
-    """Tokens of one cache page. Small pages share more of a prefix; large ones cost less."""
-    num_pages: int | None = None
-    """Pages of the cache."""
-    max_batch_tokens: int | None = None
-    """Most tokens of one forward pass, which limits the memory of a prefill."""
-    max_batch_size: int | None = None
-    """Most sequences of one forward pass; further calls wait."""
-    max_model_len: int | None = None
-    """Most tokens of a sequence; None: the model's `max_position_embeddings`."""
-    attention: str | None = None
-    """An attention implementation of transformers; None: chosen by device."""
-    seed: int | None = None
-    """For calls without a seed of their own; None: from the operating system."""
-    fit_memory: bool = True
-    """Whether a cache without a configured size may shrink to the free memory. Then that memory
-    changes the samples by rounding: a smaller cache shares fewer prefixes and computes more again.
-    False: too little memory is an error."""
 
 
 class TransformersEngine:
@@ -127,24 +96,30 @@ class TransformersEngine:
         *,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
         settings: TransformersEngineSettings | None = None,
     ) -> Self:
         """Make an engine on the weights of a Hugging Face model, sharded by FSDP2 or not.
 
         Args:
-            model: The trainer's module. Its parameters are shared if they are whole on this rank
-                and of type `dtype`. Otherwise the engine has its own memory, which `update_weights`
-                fills; if parameters are shards, that must happen before the first call.
+            model: The trainer's module. Its parameters are shared if they are whole on this rank,
+                on `device` and of type `dtype`. Otherwise the engine has its own memory, which
+                `update_weights` fills; if parameters are shards, that must happen before the first
+                call.
             tokenizer: Needed for stop strings only.
             dtype: The compute type; None: the parameters' type.
+            device: Where the engine computes; None: where the parameters are. Parameters that are
+                offloaded to host memory need it.
             settings: Sizes and limits.
 
         Raises:
             EngineError: The module cannot generate, or the cache cannot hold one sequence of full
                 length.
         """
-        attention = choose_attention(model, settings or TransformersEngineSettings())
-        weights = SharedWeights.of(model, attention=attention, dtype=dtype)
+        attention = choose_attention(
+            model, settings or TransformersEngineSettings(), dtype=dtype, device=device
+        )
+        weights = SharedWeights.of(model, attention=attention, dtype=dtype, device=device)
         return cls(weights, tokenizer=tokenizer, settings=settings)
 
     async def generate(
@@ -281,16 +256,23 @@ class TransformersEngine:
         return None
 
 
-def choose_attention(model: nn.Module, settings: TransformersEngineSettings) -> str:
-    """Return FlashAttention on a CUDA device that has it, else our paged attention.
+def choose_attention(
+    model: nn.Module,
+    settings: TransformersEngineSettings,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> str:
+    """Return FlashAttention for 16-bit types on a CUDA device that has it, else ours.
 
     Our attention reads whole pages of full-attention layers. A model with sliding windows gets the
     library's `sdpa`.
     """
     if settings.attention is not None:
         return settings.attention
-    device = next(model.parameters()).device
-    if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+    parameter = next(model.parameters())
+    dtype, device = dtype or parameter.dtype, device or parameter.device
+    if device.type == "cuda" and dtype.itemsize == 2 and _has_flash_attention():
         return "flash_attention_2"
     config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     layer_types = getattr(config, "layer_types", None)
@@ -301,84 +283,13 @@ def choose_attention(model: nn.Module, settings: TransformersEngineSettings) -> 
     return register_paged_attention() if attends_fully else "sdpa"
 
 
-def choose_limits(
-    settings: TransformersEngineSettings, model: nn.Module, max_model_len: int
-) -> BatchLimits:
-    """Complete the settings.
-
-    The cache has space for `max_batch_size` sequences of full length, within a share of the free
-    memory.
-
-    Raises:
-        EngineError: The cache cannot hold one sequence of full length, or it does not fit into the
-            free memory and must not shrink (`fit_memory`).
-    """
-    is_ours = model.config._attn_implementation == ATTENTION_NAME  # pyright: ignore
-    page_size = settings.page_size or (32 if is_ours else 256)
-    max_batch_size = settings.max_batch_size or 256
-    pages_each = math.ceil(max_model_len / page_size)
-    num_pages = settings.num_pages
-    if num_pages is None:
-        wanted = RESERVED_PAGES + max_batch_size * pages_each
-        num_pages = min(wanted, _affordable_pages(model, page_size))
-        if num_pages < wanted and not settings.fit_memory:
-            raise EngineError(
-                f"the cache needs {wanted} pages for all concurrent requests, and only {num_pages} "
-                "fit into the free memory: with rollout.deterministic its size must not depend on "
-                "that",
-                key="rollout.engine.transformers.num_pages",
-                expected="a number of pages, or a smaller rollout.max_concurrent_requests",
-            )
-    if num_pages < RESERVED_PAGES + pages_each:
-        raise _cache_too_small(settings, num_pages, page_size, max_model_len)
-    return BatchLimits(
-        page_size=page_size,
-        num_pages=num_pages,
-        max_batch_tokens=settings.max_batch_tokens or (4096 if is_ours else 1024),
-        max_batch_size=max_batch_size,
-    )
-
-
-def _cache_too_small(
-    settings: TransformersEngineSettings, num_pages: int, page_size: int, max_model_len: int
-) -> EngineError:
-    needed = RESERVED_PAGES + math.ceil(max_model_len / page_size)
-    size = (
-        f"{num_pages} pages of {page_size} tokens, and one sequence of {max_model_len} tokens "
-        f"needs {needed}"
-    )
-    if settings.num_pages is not None:
-        return EngineError(
-            f"the engine's cache has {size}",
-            key="rollout.engine.transformers.num_pages",
-            expected=f">= {needed}, or null",
-        )
-    return EngineError(
-        f"only a cache of this size fits into the free memory: {size}",
-        key="rollout.max_model_len",
-        expected="shorter sequences (data.max_prompt_length, data.max_response_length), more free "
-        "memory, or rollout.engine.transformers.num_pages to take more than "
-        f"{CACHE_MEMORY_FRAC:.0%} of it",
-    )
-
-
-def _affordable_pages(model: nn.Module, page_size: int) -> int:
-    parameter = next(model.parameters())
-    config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    page_bytes = (
-        2 * config.num_hidden_layers * heads * head_dim * page_size * parameter.dtype.itemsize
-    )
-    return int(_free_bytes(parameter.device) * CACHE_MEMORY_FRAC) // page_bytes
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available
+def _has_flash_attention() -> bool:
+    """Import FlashAttention: a package that was built for another torch is found, and fails."""
+    try:
+        import flash_attn  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    return is_flash_attn_2_available()
 
 
 def _cannot_decode(_: Sequence[int]) -> str:

@@ -3,13 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from agentrl.engines.transformers.decode_cache import DecodeCache, DecodeRows, Member
+
+if TYPE_CHECKING:
+    from agentrl.engines.transformers.paged_kernel import PagedKernel, PageReader
 
 ATTENTION_NAME = "agentrl_paged"
 MAX_MASK_ELEMENTS = 2 * 2**20
@@ -40,6 +45,8 @@ class Span(NamedTuple):
     """Its tokens that this batch computes."""
     pages: Sequence[int]
     """Ids of its pages, in order."""
+    key: str = ""
+    """Unique among the running sequences; used with a `DecodeCache`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +61,9 @@ class Chunk:
     """[n] int64: the packed rows of the queries that are not padding."""
     pages: torch.Tensor
     """[B * P] int64: page rows to read; any row where padded."""
-    mask: torch.Tensor
-    """[B, 1, Q, K] bool: True where a query may look at a key."""
+    mask: torch.Tensor | None
+    """[B, 1, Q, K] bool: True where a query may look at a key. None: nothing is in the cache yet,
+    so the chunk's own keys are read, causally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,10 @@ class PagedBatch:
     chunks: tuple[Chunk, ...]
     layer_pages: Callable[[int], LayerPages]
     """From a layer's index to its share of the cache."""
+    decode: tuple[DecodeRows, ...] = ()
+    """Sequences that are in no chunk, because their keys and values are contiguous."""
+    reader: "PageReader | None" = None
+    """Reads the pages of all sequences in place; there are no chunks then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +95,22 @@ class PageGeometry:
 
 
 def plan_batch(
-    spans: Sequence[Span], geometry: PageGeometry, *, device: torch.device
+    spans: Sequence[Span],
+    geometry: PageGeometry,
+    *,
+    device: torch.device,
+    decode_cache: DecodeCache | None = None,
+    kernel: "PagedKernel | None" = None,
 ) -> PagedBatch:
-    """Return the layout of sequences that are packed in the order of `spans`."""
+    """Return the layout of sequences that are packed in the order of `spans`.
+
+    Args:
+        spans: The sequences.
+        geometry: The cache.
+        device: Where the model is.
+        decode_cache: Holds the sequences that have one query; None: they read their pages.
+        kernel: Reads pages in place; None: they are copied.
+    """
     past = np.fromiter((span.past for span in spans), np.int64, len(spans))
     counts = np.fromiter((span.num_queries for span in spans), np.int64, len(spans))
     starts = np.cumsum(counts) - counts
@@ -94,17 +119,39 @@ def plan_batch(
     positions = np.arange(len(owner)) - np.repeat(starts - past, counts)
     page, offset = np.divmod(positions, geometry.page_size)
     slots = table[owner, page] * geometry.page_size + offset
-
-    def chunk(members: NDArray[np.int64]) -> Chunk:
-        return _plan_chunk(
-            starts[members], past[members], counts[members], table[members], geometry, device
+    if kernel is not None:
+        return PagedBatch(
+            positions=torch.from_numpy(positions).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            chunks=(),
+            layer_pages=geometry.layer_pages,
+            reader=kernel.plan(past, counts, table, geometry.page_size, device),
         )
-
+    decodes = (counts == 1) & (past > 0) & (decode_cache is not None)
+    # Sequences without a past read no pages, so they are not in a chunk with others.
+    kinds = (~decodes & (past == 0), ~decodes & (past > 0))
+    chunks = [
+        _plan_chunk(starts[m], past[m], counts[m], table[m], geometry, device)
+        for kind in kinds
+        for m in _split(past, counts, np.flatnonzero(kind))
+    ]
+    decode: tuple[DecodeRows, ...] = ()
+    if decode_cache is not None:
+        decode = decode_cache.plan(
+            Member(
+                key=spans[i].key,
+                row=int(starts[i]),
+                past=int(past[i]),
+                page_rows=table[i, : -(-int(past[i]) // geometry.page_size)].tolist(),
+            )
+            for i in np.flatnonzero(decodes).tolist()
+        )
     return PagedBatch(
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(slots).to(device),
-        chunks=tuple(chunk(members) for members in _split(past, counts)),
+        chunks=tuple(chunks),
         layer_pages=geometry.layer_pages,
+        decode=decode,
     )
 
 
@@ -117,10 +164,12 @@ def _page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     return table
 
 
-def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def _split(
+    past: NDArray[np.int64], counts: NDArray[np.int64], members: NDArray[np.int64]
+) -> Iterator[NDArray[np.int64]]:
     """Group sequences of similar shape, to limit padding and the size of masks."""
     totals = past + counts
-    order = np.lexsort((totals, counts))
+    order = members[np.lexsort((totals[members], counts[members]))]
     shapes = zip(counts[order].tolist(), totals[order].tolist(), strict=True)
     begin, least, longest = 0, (0, 0), 0
     for end, (count, total) in enumerate(shapes):
@@ -131,7 +180,8 @@ def _split(past: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArr
         if end > begin:
             yield order[begin:end]
         begin, least, longest = end, (count, total), total
-    yield order[begin:]
+    if len(order):
+        yield order[begin:]
 
 
 def _plan_chunk(
@@ -149,7 +199,9 @@ def _plan_chunk(
     offsets = np.where(is_real, steps, 0)
     rows = starts[:, None] + offsets
     seen = past[:, None] + offsets
-    mask = np.arange(num_pages * geometry.page_size) <= seen[:, None, :, None]
+    mask = None
+    if past.any():
+        mask = np.arange(num_pages * geometry.page_size) <= seen[:, None, :, None]
 
     def move(array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -159,7 +211,7 @@ def _plan_chunk(
         real=None if is_real.all() else move(np.flatnonzero(is_real)),
         targets=move(rows[is_real]),
         pages=move(np.ascontiguousarray(table[:, :num_pages]).reshape(-1)),
-        mask=move(mask),
+        mask=None if mask is None else move(mask),
     )
 
 
@@ -205,33 +257,72 @@ def paged_attention_forward(
     layer.key_slots.index_copy_(0, paged_batch.slots, key[0].transpose(0, 1).flatten(1))
     layer.value_slots.index_copy_(0, paged_batch.slots, value[0].transpose(0, 1).flatten(1))
     packed = query[0].transpose(0, 1)
+    if paged_batch.reader is not None:
+        read = paged_batch.reader.read(
+            packed, layer.key_pages, layer.value_pages, key.shape[1], scaling
+        )
+        return read.unsqueeze(0), None
     output = torch.empty(packed.shape, dtype=query.dtype, device=query.device)
     for chunk in paged_batch.chunks:
-        attended = _attend(packed, layer, chunk, key.shape[1], scaling).flatten(0, 1)
+        attended = _attend(packed, key, value, layer, chunk, scaling).flatten(0, 1)
         real = attended if chunk.real is None else attended[chunk.real]
         output.index_copy_(0, chunk.targets, real)
+    for rows in paged_batch.decode:
+        keys, values = rows.append(
+            module.layer_idx,  # pyright: ignore[reportArgumentType]
+            key,
+            value,
+            (layer.key_pages, layer.value_pages),
+        )
+        output.index_copy_(0, rows.rows, _attend_one(packed, keys, values, rows, scaling))
     return output.unsqueeze(0), None
 
 
 def _attend(
-    packed: torch.Tensor, layer: LayerPages, chunk: Chunk, key_heads: int, scaling: float | None
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: LayerPages,
+    chunk: Chunk,
+    scaling: float | None,
 ) -> torch.Tensor:
     """[T, heads, D] -> [B, Q, heads, D] for the chunk's queries."""
-    num_sequences = chunk.rows.shape[0]
+    num_sequences, key_heads = chunk.rows.shape[0], key.shape[1]
 
-    def read(pages: torch.Tensor) -> torch.Tensor:
+    def read(new: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        if chunk.mask is None:
+            return new[0][:, chunk.rows].transpose(0, 1)
         rows = pages.index_select(0, chunk.pages)
         return rows.view(num_sequences, -1, key_heads, packed.shape[2]).transpose(1, 2)
 
     attended = scaled_dot_product_attention(
         packed[chunk.rows].transpose(1, 2),
-        read(layer.key_pages),
-        read(layer.value_pages),
+        read(key, layer.key_pages),
+        read(value, layer.value_pages),
         attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
         scale=scaling,
         enable_gqa=packed.shape[1] != key_heads,
     )
     return attended.transpose(1, 2)
+
+
+def _attend_one(
+    packed: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: DecodeRows,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend with one query of each sequence: [T, heads, D] -> [B, heads, D].
+
+    Heads that share keys are as many queries, so that the keys are read once.
+    """
+    query = packed.index_select(0, rows.rows)
+    attended = scaled_dot_product_attention(
+        query.unflatten(1, (keys.shape[1], -1)), keys, values, attn_mask=rows.bias, scale=scaling
+    )
+    return attended.flatten(1, 2)
 
 
 def register_paged_attention() -> str:

@@ -83,7 +83,10 @@ def sample_tokens(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         probs = _truncate(probs, rows)
     cumulative = probs.cumsum(dim=-1, dtype=rows.uniforms.dtype)
     # A token with probability zero is never the first whose cumulative mass exceeds the threshold.
-    token_ids = torch.searchsorted(cumulative, rows.uniforms * cumulative[:, -1:], right=True)
+    # By rounding, the threshold could be the whole mass, which no token exceeds.
+    mass = cumulative[:, -1:]
+    below = mass * (1 - torch.finfo(mass.dtype).eps)
+    token_ids = torch.searchsorted(cumulative, (rows.uniforms * mass).minimum(below), right=True)
     token_ids = token_ids.squeeze(1).clamp_(max=logits.shape[-1] - 1)
     if rows.greedy is not None:
         token_ids = torch.where(rows.greedy, logits.argmax(dim=-1), token_ids)

@@ -40,11 +40,18 @@ class SharedWeights:
         """Whether every weight has its value."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, attention: str, dtype: torch.dtype | None = None) -> Self:
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        attention: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Self:
         """Build the engine's module for the trainer's.
 
-        Parameters share storage if they are whole on this rank and of type `dtype` (None: each as
-        it is). The others have no values until `update`.
+        Parameters share storage if they are whole on this rank, on `device` (None: each where it
+        is) and of type `dtype` (None: each as it is). Shards have no values until `update`.
 
         Raises:
             EngineError: The module is not a Hugging Face model, or FSDP has gathered its parameters
@@ -62,9 +69,9 @@ class SharedWeights:
             isinstance(p, DTensor) for p in parameters.values()
         ):
             raise EngineError("the FSDP module is gathered; reshard it before sharing its weights")
-        _copy_buffers(source, shared.module)
+        _copy_buffers(source, shared.module, device)
         is_shared = [
-            shared._share(name, parameter, dtype or parameter.dtype)
+            shared._share(name, parameter, dtype or parameter.dtype, device or parameter.device)
             for name, parameter in parameters.items()
         ]
         shared.is_complete = all(is_shared)
@@ -107,16 +114,18 @@ class SharedWeights:
         self.is_complete = True
         return num_bytes
 
-    def _share(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    def _share(
+        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device
+    ) -> bool:
         """Bind one of the trainer's parameters; return False for a shard, which gets own memory."""
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-            self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=parameter.device))
+            self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=device))
             self._owned.add(self._groups[name][0])
             return False
         whole = _whole(name, parameter)
-        if whole.dtype != dtype:
+        if (whole.dtype, whole.device) != (dtype, device):
             self._owned.add(self._groups[name][0])
-        self._bind(name, whole.to(dtype))
+        self._bind(name, whole.to(device, dtype))
         return True
 
     def _take(self, name: str, tensor: torch.Tensor) -> int:
@@ -155,13 +164,13 @@ def _empty_twin(source: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin.requires_grad_(False).eval()
 
 
-def _copy_buffers(source: nn.Module, twin: nn.Module) -> None:
+def _copy_buffers(source: nn.Module, twin: nn.Module, device: torch.device | None) -> None:
     """Copy all buffers, also those that are not in the state dict (rotary frequencies)."""
     buffers = {_plain_name(name): buffer for name, buffer in source.named_buffers()}
     for name, _ in list(twin.named_buffers()):
         path, _, leaf = name.rpartition(".")
         # Copied, because rotary embeddings that depend on the length replace theirs while they run.
-        twin.get_submodule(path)._buffers[leaf] = buffers[name].detach().clone()
+        twin.get_submodule(path)._buffers[leaf] = buffers[name].detach().to(device, copy=True)
 
 
 def _plain_name(name: str) -> str:

@@ -219,6 +219,30 @@ class CompiledTemplate:
         )
 
 
+class PlannedPrompt:
+    """A prompt that is not encoded yet.
+
+    Args:
+        compiled: The template for prompts of its shape.
+        texts: A text for each slot.
+    """
+
+    def __init__(self, compiled: CompiledTemplate, texts: Sequence[str]) -> None:
+        self._compiled, self._given = compiled, texts
+        self._filled = compiled.fill(texts)
+        self.texts = self._filled.texts
+        """The texts to be encoded as outside text, in order."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as text."""
+        return self._compiled.write(self._given).text
+
+    def encode(self, encoded: Sequence[Sequence[int]]) -> list[int]:
+        """Return the tokens of the prompt, from those of `texts`."""
+        return self._filled.encode(encoded)[0]
+
+
 def _find_contents(part: _FilledRun, ids: Sequence[int], encoder: TextEncoder) -> list[Span]:
     """Find the tokens of each content in a run."""
     if not part.contents:

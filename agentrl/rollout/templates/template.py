@@ -7,12 +7,14 @@ and no outside text becomes a control token (outside text is never a control tok
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from cachetools import LRUCache
 
 from agentrl.errors import TemplateError
 from agentrl.messages import Message, OpenAIFunctionToolSchema
-from agentrl.rollout.templates.compiled import CompiledTemplate
+from agentrl.rollout.templates.compiled import CompiledTemplate, PlannedPrompt
 from agentrl.rollout.templates.cutting import Piece, cut, learn, slots_in_order
 from agentrl.rollout.templates.delta import (
     EncodedDelta,
@@ -94,7 +96,7 @@ class ChatTemplate:
         self.queue = EncodingQueue(self.encode_texts)
         self.token_spans = TokenSpans(self.decode)
         # Many prompts of a run start with the same system message and tools.
-        self._encode_run = lru_cache(MAX_CACHED_RUNS)(self.encode_text)
+        self._runs: LRUCache[str, list[int]] = LRUCache(MAX_CACHED_RUNS)
         self._shapes: dict[Any, Any] = {}
         self._tools: dict[tuple[int, ...], PreparedTools] = {}
 
@@ -138,9 +140,17 @@ class ChatTemplate:
             TemplateError: If the template refuses the conversation, drops the text of a message
                 that is not an assistant's, or writes no generation prompt; if a part is not text.
         """
-        read = self.read(messages, tools)
-        filled = self._compiled_prompt(messages, read).fill(read.texts)
-        return filled.encode([self._encode_run(text) for text in filled.texts])[0]
+        planned = self.plan_prompt(messages, tools)
+        return planned.encode([self._encode_run(text) for text in planned.texts])
+
+    async def encode_planned(self, planned: PlannedPrompt) -> list[int]:
+        """Encode a prompt as `encode_prompt` does, together with the texts of other requests."""
+        runs = {text: self._runs[text] for text in planned.texts if text in self._runs}
+        missing = [text for text in planned.texts if text not in runs]
+        if missing:
+            runs |= zip(missing, await self.queue.encode(missing), strict=True)
+            self._runs.update((text, runs[text]) for text in missing)
+        return planned.encode([runs[text] for text in planned.texts])
 
     def write_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return the text that `encode_prompt` encodes.
@@ -148,8 +158,16 @@ class ChatTemplate:
         Raises:
             TemplateError: as `encode_prompt`.
         """
+        return self.plan_prompt(messages, tools).text
+
+    def plan_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> PlannedPrompt:
+        """Prepare `encode_prompt` without encoding, so that its texts can be encoded with others.
+
+        Raises:
+            TemplateError: as `encode_prompt`.
+        """
         read = self.read(messages, tools)
-        return self._compiled_prompt(messages, read).write(read.texts).text
+        return PlannedPrompt(self._compiled_prompt(messages, read), read.texts)
 
     def encode_delta(
         self, messages: Sequence[Message], *, last_ids: Sequence[int], tools: Tools = ()
@@ -181,6 +199,11 @@ class ChatTemplate:
         delta = self.learn_once("delta", read.key, lambda: self._prepare_delta(read))
         self._refuse_borrowed(delta, read.texts)
         return PlannedDelta(delta, read.texts, self.decode)
+
+    def _encode_run(self, text: str) -> list[int]:
+        if (ids := self._runs.get(text)) is None:
+            ids = self._runs[text] = self.encode_text(text)
+        return ids
 
     def encode_text(self, text: str) -> list[int]:
         """Encode outside text as plain characters, whatever it contains."""

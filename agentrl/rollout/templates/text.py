@@ -11,7 +11,6 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -357,9 +356,12 @@ class TokenSpans:
 
     def _find_ends(self, ids: Sequence[int], text: str) -> list[int]:
         """Return for each token the length of the text up to its end."""
-        for token in set(ids).difference(self._pieces):
-            self._pieces[token] = self._decode([token])
-        pieces = [self._pieces[token] for token in ids]
+        try:
+            pieces = [*map(self._pieces.__getitem__, ids)]
+        except KeyError:
+            new = set(ids).difference(self._pieces)
+            self._pieces.update((token, self._decode([token])) for token in new)
+            pieces = [self._pieces[token] for token in ids]
         if "".join(pieces) == text:
             return list(accumulate(map(len, pieces)))
         ends: list[int] = []
@@ -385,18 +387,20 @@ class TokenSpans:
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Encodes outside texts."""
-Waiting = tuple[asyncio.Future[list[list[int]]], slice]
-"""A waiting caller, and its slice of the batch's texts."""
+MAX_INLINE_CHARACTERS = 500
+"""Texts that are shorter together are encoded on the event loop: a thread would take longer."""
 
 
 class EncodingQueue:
-    """Collects the texts of one iteration of the event loop, and encodes them in one call.
+    """Collects texts of many requests, and encodes them together on a thread.
 
-    A tokenizer encodes many texts in one call in two thirds of the time. A single request does not
-    wait. The more requests are ready at once, the more texts are encoded together.
+    A tokenizer encodes many texts in one call in two thirds of the time, and does not hold the
+    interpreter's lock. The texts of one iteration of the event loop are encoded together. Those
+    that arrive while others are encoded are encoded together after them. A text that several
+    callers ask for at the same time is encoded once.
 
     Args:
-        encode: Encodes the texts (`ChatTemplate.encode_texts`).
+        encode: Encodes the texts (`ChatTemplate.encode_texts`); called on a thread.
 
     Example:
         >>> async def main(template):
@@ -405,58 +409,68 @@ class EncodingQueue:
     """
 
     def __init__(self, encode: Encode) -> None:
-        self._encode = encode
-        self._batches = PerLoop(self._begin)
+        self._of_loops = PerLoop(lambda: _LoopQueue(encode))
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts, in their order.
+        """Encode texts, in their order. Do not change the lists of the result.
 
         Raises:
             Exception: the tokenizer's error for these texts; other callers' texts are not affected.
         """
-        return await self._batches.get().add(texts)
-
-    def _begin(self) -> "_Batch":
-        """Start a batch, which is encoded in the next iteration of the event loop."""
-        loop = asyncio.get_running_loop()
-        batch = _Batch(loop)
-        loop.call_soon(self._close, batch)
-        return batch
-
-    def _close(self, batch: "_Batch") -> None:
-        self._batches.pop()
-        try:
-            encoded = self._encode(batch.texts)
-        except Exception:  # noqa: BLE001 - raised below for the caller of the invalid text
-            batch.answer_each(self._encode)
-        else:
-            batch.answer(encoded)
+        return await self._of_loops.get().add(texts)
 
 
-@dataclass(eq=False, slots=True)
-class _Batch:
-    loop: asyncio.AbstractEventLoop
-    texts: list[str] = field(default_factory=list[str])
-    waiting: list[Waiting] = field(default_factory=list[Waiting])
+class _LoopQueue:
+    """The texts of one event loop that wait to be encoded."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[asyncio.Future[list[list[int]]], Sequence[str]]] = []
+        self._is_busy = False
 
     def add(self, texts: Sequence[str]) -> asyncio.Future[list[list[int]]]:
-        start = len(self.texts)
-        self.texts += texts
-        future: asyncio.Future[list[list[int]]] = self.loop.create_future()
-        self.waiting.append((future, slice(start, len(self.texts))))
+        future: asyncio.Future[list[list[int]]] = self._loop.create_future()
+        self._waiting.append((future, texts))
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._begin)
         return future
 
-    def answer(self, encoded: list[list[int]]) -> None:
-        for future, own in self.waiting:
-            if not future.done():
-                future.set_result(encoded[own])
+    def _begin(self) -> None:
+        """Encode everything that waits: long texts on a thread."""
+        batch, self._waiting = self._waiting, []
+        asked = [texts for _, texts in batch]
+        if sum(len(text) for texts in asked for text in texts) <= MAX_INLINE_CHARACTERS:
+            self._answer(batch, _encode_batch(self._encode, asked))
+            return
+        work = self._loop.run_in_executor(None, _encode_batch, self._encode, asked)
+        work.add_done_callback(lambda done: done.cancelled() or self._answer(batch, done.result()))
 
-    def answer_each(self, encode: Encode) -> None:
-        """Encode each caller's texts separately: an invalid text fails only its own request."""
-        for future, own in self.waiting:
-            if future.done():
+    def _answer(
+        self,
+        batch: list[tuple[asyncio.Future[list[list[int]]], Sequence[str]]],
+        answers: list[list[list[int]] | Exception],
+    ) -> None:
+        for (future, _), answer in zip(batch, answers, strict=True):
+            if future.done():  # cancelled
                 continue
-            try:
-                future.set_result(encode(self.texts[own]))
-            except Exception as error:  # noqa: BLE001 - raised for its caller
-                future.set_exception(error)
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            self._loop.call_soon(self._begin)
+
+
+def _encode_batch(
+    encode: Encode, asked: Sequence[Sequence[str]]
+) -> list[list[list[int]] | Exception]:
+    """Encode the texts of each caller; an invalid text fails only its own caller."""
+    unique = list(dict.fromkeys(text for texts in asked for text in texts))
+    try:
+        ids = dict(zip(unique, encode(unique), strict=True))
+    except Exception as error:  # noqa: BLE001 - raised for its caller
+        return [error] if len(asked) == 1 else [_encode_batch(encode, [t])[0] for t in asked]
+    return [[ids[text] for text in texts] for texts in asked]

@@ -90,7 +90,10 @@ class ParsedTurn:
 
     def numbered(self, first: int) -> "ParsedTurn":
         """Give ids to calls without one. `first` calls precede them in the conversation."""
-        calls = [replace(c, given_id=c.given_id or call_id(first + c.index)) for c in self.calls]
+        calls = [
+            ParsedCall(c.name, c.arguments, c.index, c.span, c.given_id or call_id(first + c.index))
+            for c in self.calls
+        ]
         malformed = [replace(c, given_id=call_id(first + c.index)) for c in self.malformed]
         return ParsedTurn(self.content, calls, malformed)
 

@@ -61,7 +61,8 @@ def batch_metrics(data: DataProto) -> MetricDict:
         data: `response_mask` and, if present, `token_level_scores`, `token_level_rewards`,
             `advantages`, `returns`, `old_log_probs`, `rollout_log_probs`, all `[B, T]`;
             `rejected` `[B, T]`, tokens that the rollout correction removed from the mask;
-            `in_baseline` `[B]` (without it every row counts); `uid` for each row.
+            `in_baseline` `[B]` (without it every row counts); `is_computed` `[B]`, the rows that
+            have `old_log_probs` (without it all have); `uid` for each row.
     """
     if data.batch is None or len(data) == 0:
         return {}
@@ -76,6 +77,8 @@ def batch_metrics(data: DataProto) -> MetricDict:
         if key in tensors:
             metrics |= tensor_mean_max_min(f"critic/{key}", tensors[key][trained])
     sampled = trained | tensors["rejected"] if "rejected" in tensors else trained
+    if "is_computed" in tensors:
+        sampled = sampled & tensors["is_computed"][:, None]
     metrics |= _mismatch_metrics(tensors, sampled)
     if "uid" in data.non_tensor_batch and "advantages" in tensors:
         has_signal: dict[str, bool] = {}

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config.conflicts import longest_sequence
@@ -23,8 +25,44 @@ from agentrl.engines.sglang.arguments import (
 )
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
-from agentrl.errors import MissingExtraError
+from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
+from agentrl.workers.model import PolicyModel
+
+
+class EngineLimits(NamedTuple):
+    """What a training run knows about the size of an embedded engine's cache."""
+
+    max_requests: int
+    """Most requests of this rank at one time."""
+    reserved_bytes: int = 0
+    """Memory of this rank that the run allocates after the engine has started."""
+
+    @classmethod
+    def of(cls, config: RunConfig, policy: PolicyModel) -> "EngineLimits":
+        """Read the limits from a configuration.
+
+        The optimizer's two moments and the reference are allocated later, unless they are offloaded
+        to the host. A validation batch without a size may have any number of rows.
+        """
+        world, rollout, data = policy.world, config.rollout, config.data
+        batches = [config.prompts_per_rollout * rollout.n]
+        if data.val_files:
+            val_rows = data.val_batch_size or rollout.max_concurrent_requests * world.dp_size
+            batches.append(val_rows * rollout.val_kwargs.n)
+        weights = [p.to_local() if isinstance(p, DTensor) else p for p in policy.lm.parameters()]
+        reserved_bytes = 0
+        fsdp = config.actor.fsdp_config
+        if not fsdp.offload_policy:
+            if not fsdp.optimizer_offload:
+                reserved_bytes += 2 * sum(part.numel() * torch.float32.itemsize for part in weights)
+            has_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+            if has_reference and not fsdp.param_offload:
+                reserved_bytes += sum(part.nbytes for part in weights)
+        return cls(
+            max_requests=min(rollout.max_concurrent_requests, -(-max(batches) // world.dp_size)),
+            reserved_bytes=reserved_bytes,
+        )
 
 
 def choose_engine(config: RunConfig) -> EngineName:
@@ -57,6 +95,22 @@ def check_engine(config: RunConfig) -> None:
     check_given(config.rollout.engine.sglang.server_arguments)
 
 
+def check_offload(config: RunConfig, policy: PolicyModel) -> None:
+    """Refuse `param_offload` if the embedded engine computes on the policy's own weights.
+
+    Raises:
+        ConfigError: with the remedies.
+    """
+    is_whole = policy.world.is_alone or config.actor.fsdp_config.fsdp_size == 1
+    is_shared = is_whole and policy.compute_dtype == torch.float32
+    if policy.offload is not None and is_shared and choose_engine(config) == "transformers":
+        raise ConfigError(
+            "the embedded engine computes on the policy's own weights during the rollout",
+            key="actor.fsdp_config.param_offload",
+            expected="false, or model.dtype=bfloat16, or another engine",
+        )
+
+
 def announce_start(config: RunConfig) -> tuple[str, ...]:
     """Return a line that announces a start which takes long, or no line."""
     is_slow = choose_engine(config) == "sglang"
@@ -76,6 +130,7 @@ def build_engine(
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
+    limits: EngineLimits | None = None,
 ) -> Engine:
     """Build the configured engine.
 
@@ -85,6 +140,8 @@ def build_engine(
         tokenizer: For stop strings and scripted answers.
         device: The device of this rank; the model's parameters may be on another one.
         dtype: The dtype that the trainer computes in; None for the module's own.
+        limits: Of an embedded engine; None: as many requests as the configuration allows, and no
+            memory for others.
 
     Raises:
         ConfigError: for settings that the engine does not know.
@@ -111,17 +168,19 @@ def build_engine(
             return connect(config.rollout.engine.sglang_server, needs, tokenizer, source)
         case _:
             own = config.rollout.engine.transformers
+            limits = limits or EngineLimits(max_requests=config.rollout.max_concurrent_requests)
             settings = TransformersEngineSettings(
                 page_size=own.page_size,
                 num_pages=own.num_pages,
                 max_batch_tokens=own.max_batch_tokens,
-                max_batch_size=config.rollout.max_concurrent_requests,
+                max_batch_size=limits.max_requests,
                 max_model_len=_max_model_len(config),
                 seed=config.rollout.seed,
                 fit_memory=not config.rollout.deterministic,
+                reserved_bytes=limits.reserved_bytes,
             )
             return TransformersEngine.from_model(
-                model, tokenizer=tokenizer, dtype=dtype, settings=settings
+                model, tokenizer=tokenizer, dtype=dtype, device=device, settings=settings
             )
 
 

@@ -97,7 +97,9 @@ def warm_up(
             else tools
         )
     ]
-    files = [config.out_dir / "config.json", config.out_dir / "model.safetensors"]
+    index = config.out_dir / "model.safetensors.index.json"  # of a model in several files
+    weights = index if index.is_file() else config.out_dir / "model.safetensors"
+    files = [config.out_dir / "config.json", weights]
 
     def find_arguments() -> dict[str, Any] | None:
         restore_replaced(config.out_dir)

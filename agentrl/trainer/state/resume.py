@@ -13,9 +13,9 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.errors import CheckpointError
 from agentrl.trainer.metrics.sinks import METRICS_FILE, move_metrics_aside
 from agentrl.trainer.rollouts.files import SKIPPED, find_rollouts
-from agentrl.workers.checkpoint import SUPERSEDED, find_latest, set_aside_later
+from agentrl.workers.checkpoint import SUPERSEDED, Checkpoint, set_aside_later
 from agentrl.workers.distributed import World
-from agentrl.workers.snapshot import on_main
+from agentrl.workers.snapshot import find_latest, on_main, verify_together
 
 START_FILE = "started"
 _HASHED_ELSEWHERE: Any = {
@@ -33,18 +33,20 @@ def checkpoint_folder(config: RunConfig) -> Path:
     return config.trainer.default_local_dir / "checkpoints"
 
 
-def find_checkpoint(config: RunConfig) -> Path | None:
+def find_checkpoint(config: RunConfig, world: World) -> Checkpoint | None:
     """Find the checkpoint that `trainer.resume_mode` asks for; None to start from the beginning.
 
+    A collective: the ranks verify it together.
+
     Raises:
-        CheckpointError: if `resume_path` names none.
+        CheckpointError: if `resume_path` names none, or it is damaged.
     """
     trainer = config.trainer
     match trainer.resume_mode:
         case "disable":
             return None
         case "auto":
-            return find_latest(checkpoint_folder(config))
+            return find_latest(checkpoint_folder(config), world)
         case "resume_path":
             path = trainer.resume_from_path
             if path is None or not path.is_dir():
@@ -55,7 +57,7 @@ def find_checkpoint(config: RunConfig) -> Path | None:
                     key="trainer.resume_from_path",
                     expected=f"a checkpoint's folder, such as {example}",
                 )
-            return path
+            return verify_together(path, world)
 
 
 def policy_origin(config: RunConfig) -> str:

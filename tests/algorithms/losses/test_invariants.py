@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithms import LossScale, TrainedTokens, get_policy_loss_fn, with_summary
+from agentrl.algorithms import (
+    LossScale,
+    TrainedTokens,
+    get_policy_loss_fn,
+    policy_loss_facts,
+    policy_loss_names,
+    with_summary,
+)
 from agentrl.algorithms.aggregation import compute_row_weights
 from agentrl.config.schema.training import ActorConfig, LossAggMode
 from tests.fakes.naive_losses import BUDGET, Batch, config_of, invariant_losses, make_batch
@@ -99,6 +106,39 @@ def test_masked_tokens_order_micro_batches_and_ranks_change_nothing(name, mask, 
     wide, log_prob = spread(data, batch, leaf)
     ranks = layout(data, len(mask) + 1)
     assert_same(leaf, alone, add_up(name, mode, wide, log_prob, ranks))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in policy_loss_names() if policy_loss_facts(name).only_advantages]
+)
+@settings(deadline=None, max_examples=40)
+@given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
+def test_rows_without_an_advantage_change_nothing_in_losses_that_say_so(
+    name, mask, seed, mode, data
+):
+    batch = make_batch(mask, seed)
+    silent = torch.tensor([data.draw(st.booleans()) for _ in mask])
+    batch = batch._replace(advantages=torch.where(silent[:, None], 0.0, batch.advantages))
+    leaf, config = batch.new.clone().requires_grad_(), named(name)
+    everything = list(range(len(mask)))
+    scale = with_summary(
+        LossScale.of(mask, loss_scale_factor=BUDGET), [tokens_of(batch, everything)], config
+    )
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rows in (everything, (~silent).nonzero().flatten().tolist()):
+        loss = 0 * leaf.sum()
+        if rows:
+            loss = loss + get_policy_loss_fn(name)(
+                batch.old[rows], leaf[rows], batch.advantages[rows], mask[rows], mode, config,
+                batch.weights[rows], scale=scale,
+            )[0]  # fmt: skip
+        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_losses_with_a_term_of_their_own_need_every_row():
+    needing = {name for name in policy_loss_names() if not policy_loss_facts(name).only_advantages}
+    assert {"dro", "kl_cov", "kl_cov_verl", "clip_cov_verl", "geo_mean_verl"} <= needing
 
 
 @all_losses

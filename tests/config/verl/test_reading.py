@@ -144,7 +144,6 @@ def test_a_run_of_verls_is_read_from_its_file_and_its_command_line(tmp_path: Pat
     assert report is not None
     assert {item.key for item in report.unsupported} >= {
         "hydra.searchpath",
-        f"{A}.fsdp_config.param_offload",
         f"{M}.use_remove_padding",
         "trainer.n_gpus_per_node",
     }
@@ -410,7 +409,6 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
             "actor.ppo_max_token_len_per_gpu",
             3000,
         ),
-        ({"data.max_response_length": 20000}, "actor.ppo_max_token_len_per_gpu", 20512),
         ({f"{A}.optim.lr_warmup_steps": 10}, "actor.optim.lr_warmup_steps", 40),
         (
             {f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 100},

@@ -197,7 +197,7 @@ async def test_update_takes_one_bucket_of_shared_memory_and_leaves_none(running:
     largest = max(p.nbytes for p in model.parameters())
     assert 0 < most <= max(20_000, largest) + 2 * os.sysconf("SC_PAGESIZE")
     gc.collect()
-    assert shared_bytes() == before
+    assert shared_bytes() <= before
     assert not [p for p in psutil.Process().children() if "torch_shm" in p.name()]
 
 

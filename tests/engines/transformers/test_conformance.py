@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.engines.transformers.engine import TransformersEngine, TransformersEngineSettings
+from agentrl.engines import TransformersEngine, TransformersEngineSettings
 from tests.engines.conformance import (
     ModelCase,
     ModelConformance,

@@ -4,8 +4,7 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
@@ -13,12 +12,8 @@ from transformers import Qwen2ForCausalLM
 
 from agentrl.engines import FinishReason, SamplingParams
 from agentrl.engines.protocol import Completion, EngineCall
-from agentrl.engines.transformers.engine import (
-    TransformersEngine,
-    TransformersEngineSettings,
-    choose_attention,
-    choose_limits,
-)
+from agentrl.engines.transformers.cache_size import TransformersEngineSettings
+from agentrl.engines.transformers.engine import TransformersEngine, choose_attention
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
 from agentrl.engines.transformers.requests import TrackedState
 from agentrl.errors import EngineError
@@ -290,19 +285,6 @@ def test_cache_that_cannot_hold_one_sequence_is_refused_by_its_key(model: Qwen2F
     assert "11" in str(caught.value.details["expected"])
 
 
-def test_memory_below_one_sequence_is_reported_with_the_keys_to_change(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
-):
-    free: Callable[[torch.device], int] = lambda _: 100_000  # noqa: E731
-    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
-    settings = TransformersEngineSettings(page_size=16, max_model_len=1000)
-    with pytest.raises(
-        EngineError, match=r"fits into the free memory: 7 pages.* needs 64"
-    ) as caught:
-        TransformersEngine.from_model(model, settings=settings)
-    assert "data.max_response_length" in str(caught.value.details["expected"])
-
-
 async def test_weights_that_change_under_a_call_score_what_follows(
     engine: TransformersEngine, model: Qwen2ForCausalLM
 ):
@@ -423,34 +405,3 @@ def test_full_attention_takes_ours(model: Qwen2ForCausalLM):
 def test_attention_may_be_chosen(model: Qwen2ForCausalLM, attention: str):
     settings = TransformersEngineSettings(attention=attention)
     assert choose_attention(model, settings) == attention
-
-
-def test_cache_is_sized_for_a_full_batch(model: Qwen2ForCausalLM):
-    settings = TransformersEngineSettings(page_size=16, max_batch_size=10)
-    limits = choose_limits(settings, model, max_model_len=100)
-    assert limits.num_pages == 10 * 7 + 1
-    assert (limits.page_size, limits.max_batch_size) == (16, 10)
-
-
-def test_cache_that_may_not_be_cut_to_memory_is_an_error_that_names_its_key(
-    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
-):
-    settings = TransformersEngineSettings(page_size=16, max_batch_size=10, fit_memory=False)
-    assert choose_limits(settings, model, max_model_len=100).num_pages == 10 * 7 + 1
-    # Room for 20 pages of two layers, keys and values, two heads of 8 numbers in 4 bytes.
-    free: Callable[[torch.device], int] = lambda _: 20 * 16 * 2 * 2 * 2 * 8 * 4 * 10 // 3 + 8  # noqa: E731
-    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
-    with pytest.raises(EngineError, match=r"71 pages.*only 20 fit") as caught:
-        choose_limits(settings, model, max_model_len=100)
-    assert caught.value.details["key"] == "rollout.engine.transformers.num_pages"
-    given = replace(settings, num_pages=30)
-    assert choose_limits(given, model, max_model_len=100).num_pages == 30
-
-
-def test_cache_is_sized_within_memory(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch):
-    free: Callable[[torch.device], int] = lambda _: 10_000_000  # noqa: E731
-    monkeypatch.setattr("agentrl.engines.transformers.engine._free_bytes", free)
-    settings = TransformersEngineSettings(page_size=16)
-    limits = choose_limits(settings, model, max_model_len=10_000)
-    page_bytes = 2 * 2 * 2 * 8 * 16 * 4
-    assert limits.num_pages == 3_000_000 // page_bytes

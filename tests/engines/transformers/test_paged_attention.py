@@ -91,9 +91,18 @@ def test_no_mask_is_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(paged_attention, "MAX_MASK_ELEMENTS", 2000)
     _, geometry = make_cache(1)
     pages = deal_pages([40] * 20, seed=0)
-    batch = plan_batch([Span(0, 40, p) for p in pages], geometry, device=CPU)
+    batch = plan_batch([Span(1, 39, p) for p in pages], geometry, device=CPU)
     assert len(batch.chunks) == 20
-    assert all(chunk.mask.numel() <= 2000 for chunk in batch.chunks)
+    masks = [chunk.mask for chunk in batch.chunks]
+    assert all(mask is not None and mask.numel() <= 2000 for mask in masks)
+
+
+def test_sequences_that_begin_need_no_mask():
+    _, geometry = make_cache(1)
+    spans = [Span(past, 8, p) for past, p in zip([0, 4, 0], deal_pages([12] * 3, 0), strict=True)]
+    begin, later = plan_batch(spans, geometry, device=CPU).chunks
+    assert (begin.mask, begin.rows.shape) == (None, (2, 8))
+    assert later.mask is not None
 
 
 def test_short_and_long_sequences_are_not_padded_to_each_other():

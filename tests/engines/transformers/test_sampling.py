@@ -1,5 +1,7 @@
 """Sampling: rows independent of each other, exact truncation, log-probabilities over everything."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,14 @@ draws = st.builds(Draw, params, st.floats(0, 1, exclude_max=True))
 
 def rows_of(*rows: Draw) -> SamplingRows:
     return SamplingRows.of(rows, vocab_size=VOCAB, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_never_samples_a_token_without_probability(dtype: torch.dtype):
+    rows = rows_of(Draw(SamplingParams(max_new_tokens=1), 0.0))
+    rows = replace(rows, uniforms=torch.ones(1, 1, dtype=dtype))
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    assert sample_tokens(logits, rows).token_ids.tolist() == [1]
 
 
 def allowed(logits: torch.Tensor, sampling: SamplingParams) -> set[int]:

@@ -1,9 +1,10 @@
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
 
-from agentrl.rollout.templates.text import EncodingQueue
+from agentrl.rollout.templates.text import MAX_INLINE_CHARACTERS, EncodingQueue
 
 
 class Lengths:
@@ -49,3 +50,23 @@ def test_queue_serves_one_event_loop_after_another():
     queue = EncodingQueue(Lengths())
     assert asyncio.run(queue.encode(["a"])) == [[1]]
     assert asyncio.run(queue.encode(["bb"])) == [[2]]
+
+
+async def test_long_texts_leave_the_event_loop_free_and_later_ones_are_encoded_together():
+    encode, may_end = Lengths(), threading.Event()
+
+    def encode_slowly(texts: Sequence[str]) -> list[list[int]]:
+        assert may_end.wait(10)
+        return encode(texts)
+
+    long = "a" * (MAX_INLINE_CHARACTERS + 1)
+    queue = EncodingQueue(encode_slowly)
+    first = asyncio.create_task(queue.encode([long]))
+    await asyncio.sleep(0.01)
+    later = [asyncio.create_task(queue.encode([text])) for text in ("b", "cc", "b")]
+    await asyncio.sleep(0.01)
+    assert not first.done()
+    may_end.set()
+    assert await first == [[len(long)]]
+    assert await asyncio.gather(*later) == [[[1]], [[2]], [[1]]]
+    assert encode.batches == [[long], ["b", "cc"]]

@@ -1,5 +1,6 @@
 """control tokens: text from outside stays text, in every position of every template."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -265,3 +266,22 @@ def test_control_tokens_a_text_with_lone_surrogates_is_encoded() -> None:
 def test_control_tokens_probing_finds_the_round_trip_exact_in_every_template() -> None:
     for name in NAMES:
         assert load_report(name).round_trip
+
+
+@settings(deadline=None, max_examples=25)
+@given(name=st.sampled_from(["qwen2_5", "llama3_2", "phi3_5"]), texts=st.lists(HOSTILE, min_size=2))
+def test_prompts_encoded_together_have_the_tokens_of_each_one_alone(name: str, texts: list[str]):
+    """Long texts, which are encoded on a thread, too."""
+    texts += [text * 200 for text in texts[:1]]
+    conversations = [[system("Be brief."), user(text)] for text in texts]
+    template = load_template(name)
+    template._runs.clear()
+
+    async def encode_together() -> list[list[int]]:
+        planned = map(template.plan_prompt, conversations)
+        return await asyncio.gather(*map(template.encode_planned, planned))
+
+    together = asyncio.run(encode_together())
+    template._runs.clear()
+    assert together == [template.encode_prompt(messages) for messages in conversations]
+    assert len({tuple(control_tokens(template, ids)) for ids in together}) == 1

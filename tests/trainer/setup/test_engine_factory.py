@@ -1,16 +1,23 @@
 """Which engine a run file means on which machine."""
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.config import RunConfig, parse_config
 from agentrl.config.checks import check_config
 from agentrl.engines.sglang import arguments
 from agentrl.errors import ConfigError
 from agentrl.trainer.setup import engine_factory as engine_choice
-from agentrl.trainer.setup.engine_factory import announce_start, check_engine, choose_engine
+from agentrl.trainer.setup.engine_factory import (
+    EngineLimits,
+    announce_start,
+    check_engine,
+    choose_engine,
+)
 
 
 def config_of(**sections: Any) -> RunConfig:
@@ -82,3 +89,47 @@ def test_an_argument_that_sglang_cannot_be_given_is_refused_before_it_starts(
 def test_only_an_engine_that_takes_long_is_announced():
     assert announce_start(config_of()) == ()
     assert "a minute" in announce_start(config_of(rollout={"engine": {"name": "sglang"}}))[0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, 16),
+        ({"rollout": {"n": 4, "max_concurrent_requests": 5}}, 5),
+        ({"data": {"train_batch_size": 8, "val_files": {"a": "a.jsonl"}}}, 256),
+        (
+            {
+                "data": {
+                    "train_batch_size": 8,
+                    "val_files": {"a": "a.jsonl"},
+                    "val_batch_size": 50,
+                }
+            },
+            25,
+        ),
+    ],
+)
+def test_the_engine_is_sized_by_the_requests_of_a_batch_of_this_rank(
+    sections: dict[str, Any], expected: int
+):
+    data = {"train_files": ["rows.jsonl"], "train_batch_size": 8} | sections.get("data", {})
+    rollout = {"n": 4} | sections.get("rollout", {})
+    policy: Any = SimpleNamespace(world=SimpleNamespace(dp_size=2), lm=torch.nn.Linear(3, 5))
+    limits = EngineLimits.of(config_of(data=data, rollout=rollout), policy)
+    assert limits.max_requests == expected
+
+
+@pytest.mark.parametrize(
+    ("actor", "floats"),
+    [
+        ({}, 2),
+        ({"use_kl_loss": True}, 3),
+        ({"use_kl_loss": True, "fsdp_config": {"offload_policy": True}}, 0),
+    ],
+)
+def test_the_engine_leaves_memory_for_the_moments_and_the_reference(
+    actor: dict[str, Any], floats: int
+):
+    policy: Any = SimpleNamespace(world=SimpleNamespace(dp_size=1), lm=torch.nn.Linear(3, 5))
+    limits = EngineLimits.of(config_of(actor=actor), policy)
+    assert limits.reserved_bytes == (3 * 5 + 5) * 4 * floats

@@ -13,7 +13,9 @@ from agentrl.trainer.state.resume import (
     config_digest,
     find_checkpoint,
 )
+from agentrl.workers.checkpoint import ModelIdentity, RunState
 from agentrl.workers.distributed import start_world, stop_world
+from tests.fakes.checkpoints import write_checkpoint
 
 
 def make_config(folder: Path, **changes: Any) -> RunConfig:
@@ -64,15 +66,20 @@ def test_digest_changes_with_the_length_over_which_the_learning_rate_falls(
 
 
 def test_resume_from_a_path_has_a_short_name(tmp_path: Path):
-    config = make_trainer(tmp_path, resume_mode="path", resume_from_path=tmp_path)
+    path = write_checkpoint(tmp_path, RunState(3, ModelIdentity("Toy", {})), {})
+    config = make_trainer(tmp_path, resume_mode="path", resume_from_path=path)
     assert config.trainer.resume_mode == "resume_path"
-    assert find_checkpoint(config) == tmp_path
+    found = find_checkpoint(config, start_world("cpu", timeout_s=60))
+    stop_world()
+    assert found is not None
+    assert (found.path, found.state.step) == (path, 3)
 
 
 def test_resume_from_a_missing_path_is_reported(tmp_path: Path):
     config = make_trainer(tmp_path, resume_mode="path", resume_from_path=tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"resume_from_path: no folder .*none"):
-        find_checkpoint(config)
+        find_checkpoint(config, start_world("cpu", timeout_s=60))
+    stop_world()
 
 
 def test_warm_up_finds_the_folder_that_a_killed_run_had_moved_away(

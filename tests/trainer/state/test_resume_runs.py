@@ -16,9 +16,10 @@ from agentrl import Trainer
 from agentrl.config import RunConfig, parse_config
 from agentrl.errors import CheckpointError
 from agentrl.trainer.state.resume import START_FILE, check_origin, policy_origin, start_date
-from agentrl.workers import checkpoint
-from agentrl.workers.checkpoint import ModelIdentity, RunState, Snapshot, save_checkpoint
+from agentrl.workers import checkpoint_writer
+from agentrl.workers.checkpoint import ModelIdentity, RunState
 from agentrl.workers.distributed import World, start_world, stop_world
+from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.killed_runs import SCORER
 from tests.fakes.run_differences import differences
 from tests.fakes.runs import read_lines, tiny_run
@@ -41,11 +42,10 @@ def world() -> World:
     return start_world("cpu", timeout_s=60)
 
 
-def write_checkpoint(config: RunConfig) -> Path:
+def write_first_checkpoint(config: RunConfig) -> Path:
     state = RunState(step=1, identity=ModelIdentity("Tiny", {}))
-    tensors = {"weight": torch.zeros(2)}
     root = config.trainer.default_local_dir / "checkpoints"
-    return save_checkpoint(root, Snapshot(state, tensors, tensors))
+    return write_checkpoint(root, state, {"weight/weight": torch.zeros(2)})
 
 
 def test_policy_that_is_made_again_has_another_origin(config: RunConfig) -> None:
@@ -78,7 +78,7 @@ def test_resumed_run_keeps_the_date_on_which_it_began(config: RunConfig, world: 
     path = config.trainer.default_local_dir / START_FILE
     path.parent.mkdir()
     path.write_text(began.isoformat())
-    write_checkpoint(config)
+    write_first_checkpoint(config)
     assert start_date(config, world) == began
 
 
@@ -163,7 +163,7 @@ def test_resume_is_exact_after_a_kill_at_any_step(
     with pytest.raises(Killed):
         train(run, ("roll_out", 1), **steps)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_describe", _end)
+        patch.setattr(checkpoint_writer, "Manifest", _end)
         with pytest.raises(Killed):
             train(run, **steps)
     assert (run / "checkpoints/.writing-global_step_2").is_dir()
@@ -174,7 +174,7 @@ def test_resume_is_exact_after_a_kill_at_any_step(
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
-def _end(_: Path) -> None:
+def _end(*_: object) -> None:
     raise Killed
 
 
@@ -198,13 +198,13 @@ def test_damaged_checkpoint_is_passed_over_and_its_step_is_taken_again(
 ):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    weights = run / "checkpoints/global_step_2/model.safetensors"
+    weights = run / "checkpoints/global_step_2/rank_0.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     (run / ".summary.json.4321.draft").write_text("half of")
     with monkeypatch.context() as patch:
         refuse_pickles(patch)
         train(run)
-    assert "global_step_2 is damaged: model.safetensors is missing or was changed" in caplog.text
+    assert "global_step_2 is damaged: rank_0.safetensors is missing or was changed" in caplog.text
     output = " ".join(capsys.readouterr().out.split())
     assert f"resumed from {run}/checkpoints/global_step_1 at step 1" in output
     aside = run / "checkpoints/superseded/global_step_2"

@@ -1,15 +1,21 @@
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import CheckpointError
-from agentrl.workers import snapshot
+from agentrl.workers import export
 from agentrl.workers.distributed import World
-from agentrl.workers.snapshot import export_hf
+from agentrl.workers.export import export_hf
+from agentrl.workers.model import load_policy
+from tests.fakes.engines import tiny_model
 from tests.fakes.plugins import tiny_tokenizer
 from tests.fakes.training import make_policy, weights
 
@@ -30,7 +36,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(snapshot, "_link_other_files", full)
+    monkeypatch.setattr(export, "_link_other_files", full)
 
 
 def test_export_that_fails_leaves_no_folder(
@@ -62,6 +68,19 @@ def test_export_that_fails_leaves_the_earlier_model_as_it_was(
     assert policy.config._attn_implementation == "agentrl_packed"
 
 
+def test_export_has_the_buffers_of_the_models_files(
+    world: World, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+):
+    policy = make_policy(world)
+    gate = policy.lm.get_submodule("model.layers.1.mlp")
+    gate.register_buffer("bias", torch.tensor([3.0, 4.0]))
+    gate.register_buffer("scratch", torch.zeros(1), persistent=False)
+    export_hf(policy, tokenizer, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found["model.layers.1.mlp.bias"].tolist() == [3.0, 4.0]
+    assert "model.layers.1.mlp.scratch" not in found
+
+
 def test_earlier_model_gives_way_as_a_whole_and_what_is_no_model_stays(
     world: World, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ):
@@ -90,3 +109,30 @@ def test_link_to_a_folder_stays_a_link(
     export_hf(make_policy(world), tokenizer, tmp_path / "out")
     assert (tmp_path / "out").is_symlink()
     assert (tmp_path / "disk/config.json").is_file()
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_exported_weights_have_the_dtype_and_the_files_of_their_model(
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shard_bytes: int,
+):
+    lm = tiny_model(tie_word_embeddings=False)
+    torch.nn.Module.to(lm, torch.bfloat16)
+    lm.save_pretrained(tmp_path / "model")
+    policy = load_policy(ModelConfig(path=str(tmp_path / "model")), world, FsdpConfig())
+    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    export_hf(policy, tokenizer, tmp_path / "out")
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (shard_bytes < 10**9)
+    assert all(file.stat().st_size < shard_bytes for file in files)
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert policy.config.dtype == torch.float32
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, weight in plain.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, lm.get_parameter(name))
+    again = load_policy(ModelConfig(path=str(tmp_path / "out")), world, FsdpConfig())
+    assert all(torch.equal(w, weights(policy)[name]) for name, w in weights(again).items())

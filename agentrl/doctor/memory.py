@@ -1,0 +1,372 @@
+"""Arithmetic of a run's memory on each device, from configurations alone; no weights are read.
+
+`docs/memory.md` has the formulas, and a table that `docs/make_memory.py` writes with this module.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from agentrl.config.conflicts import longest_sequence
+from agentrl.config.schema.engine import EngineName
+from agentrl.config.schema.run import RunConfig
+from agentrl.doctor.report import Checked, SkipCheckError
+from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
+from agentrl.trainer.setup.engine_factory import choose_engine
+from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_TOKENS
+from agentrl.workers.log_probs import CPU_BLOCK_BYTES, DEVICE_BLOCK_BYTES
+from agentrl.workers.model import load_hf_config
+
+USABLE_FRAC = 0.9
+"""Share of a device for what is counted; the rest is for kernels, their libraries and gaps."""
+SGLANG_SHARE = 0.5
+"""SGLang's share of the free memory if the trainer has the same device."""
+MAX_DEVICES = 1024
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """The numbers of a model that its memory depends on."""
+
+    num_weights: int
+    layer_weights: int
+    """Weights of the largest decoder layer."""
+    matrix_weights: int
+    """Weights of the matrices that Muon updates, which have one moment."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    """Width of the MLP; with experts, of all that compute one token."""
+    query_width: int
+    key_width: int
+    """Width of the keys of one token, and of its values."""
+
+    @property
+    def root_weights(self) -> int:
+        """Weights outside of the decoder layers: embeddings, last norm, head."""
+        return self.num_weights - self.num_layers * self.layer_weights
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ModelSize":
+        """Measure a model that is built without memory for its weights."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        kinds = set(model._no_split_modules or [])
+        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+        inner = [weight for layer in layers for weight in layer.parameters() if weight.ndim > 1]
+        values: Mapping[str, Any] = config.to_dict()
+        heads = values["num_attention_heads"]
+        head_dim = values.get("head_dim") or values["hidden_size"] // heads
+        experts = values.get("num_experts_per_tok") or 1
+        width = values.get("moe_intermediate_size") or values.get("intermediate_size")
+        return cls(
+            num_weights=sum(weight.numel() for weight in model.parameters()),
+            layer_weights=max(sizes),
+            matrix_weights=sum(weight.numel() for weight in inner),
+            num_layers=len(layers),
+            hidden=values["hidden_size"],
+            intermediate=experts * (width or 4 * values["hidden_size"]),
+            query_width=heads * head_dim,
+            key_width=(values.get("num_key_value_heads") or heads) * head_dim,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run has."""
+
+    num_devices: int
+    device_bytes: int
+    """Memory of one device; on a CPU, that of the machine."""
+    host_bytes: int
+    """Memory of the machine, which all ranks share."""
+    is_cpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the memory of one rank."""
+
+    name: str
+    num_bytes: int
+    in_update: bool = True
+    in_rollout: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one rank."""
+
+    parts: tuple[Part, ...]
+    """On the device."""
+    host_bytes: int
+    """In host memory: offloaded shards, and the copy from which a checkpoint is written."""
+    engine_bytes: int
+    """What the engine's weights and one sequence need of its part."""
+
+    @property
+    def update_bytes(self) -> int:
+        """Peak of the update."""
+        return sum(part.num_bytes for part in self.parts if part.in_update)
+
+    @property
+    def rollout_bytes(self) -> int:
+        """Peak of the rollout."""
+        return sum(part.num_bytes for part in self.parts if part.in_rollout)
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether both peaks fit into the usable share of the device, the rest into the host."""
+        peak = max(self.update_bytes, self.rollout_bytes)
+        if machine.is_cpu:
+            return peak + self.host_bytes <= USABLE_FRAC * machine.device_bytes
+        share = sum(part.num_bytes for part in self.parts if part.name.startswith("engine"))
+        return (
+            peak <= USABLE_FRAC * machine.device_bytes
+            and self.engine_bytes <= share
+            and self.host_bytes * machine.num_devices <= USABLE_FRAC * machine.host_bytes
+        )
+
+
+def compute_bytes(config: RunConfig, machine: Machine) -> int:
+    """Return the bytes of one number in the compute dtype."""
+    dtype = config.model.dtype
+    is_wide = dtype == "float32" or (dtype == "auto" and machine.is_cpu)
+    return FLOAT32 if is_wide else 2
+
+
+def activation_bytes_per_token(size: ModelSize, num_bytes: int, *, checkpointing: bool) -> int:
+    """Count what the forward pass keeps for the backward pass, for each token.
+
+    A norm keeps its input and its quotient in float32 or the compute dtype, and its output. An
+    attention keeps queries, keys, values and output. A gated MLP keeps four vectors of its width.
+    Checkpointing keeps the input of each layer, and all of one layer while it is computed again.
+    """
+    norm = size.hidden * (FLOAT32 + 2 * num_bytes)
+    attention = num_bytes * 2 * (size.query_width + size.key_width)
+    layer = 2 * norm + attention + num_bytes * 4 * size.intermediate
+    if checkpointing:
+        return size.num_layers * size.hidden * num_bytes + layer + norm
+    return size.num_layers * layer + norm
+
+
+def micro_batch_tokens(config: RunConfig, machine: Machine) -> int:
+    """Return the tokens of the largest micro-batch that one rank computes."""
+    actor = config.actor
+    default = DEVICE_MICRO_BATCH_TOKENS
+    if machine.is_cpu:
+        default = CPU_MICRO_BATCH_TOKENS * (2 if actor.share_prefixes else 1)
+    # A row that is longer than the limit is a micro-batch of its own.
+    tokens = max(actor.ppo_max_token_len_per_gpu or default, longest_sequence(config))
+    return -(-tokens // actor.ulysses_sequence_parallel_size)
+
+
+def plan_memory(
+    size: ModelSize, config: RunConfig, machine: Machine, *, engine: EngineName
+) -> MemoryPlan:
+    """Compute the memory of one rank of a run.
+
+    Args:
+        size: The model.
+        config: The run.
+        machine: Its devices.
+        engine: `rollout.engine.name`, resolved.
+    """
+    width = compute_bytes(config, machine)
+    is_offloaded = config.actor.fsdp_config.offload_policy
+    is_sharded = machine.num_devices > 1 or width < FLOAT32 or is_offloaded
+    state, fixed, host = _trainer_parts(size, config, machine, width, is_sharded=is_sharded)
+    tokens = micro_batch_tokens(config, machine)
+    per_token = activation_bytes_per_token(
+        size, width, checkpointing=config.model.enable_gradient_checkpointing
+    )
+    if config.model.enable_activation_offload and not machine.is_cpu:
+        # Those of one layer are on the device, as if it were the only one; the rest is in the host.
+        one = replace(size, num_layers=1)
+        kept = min(per_token, activation_bytes_per_token(one, width, checkpointing=False))
+        host += tokens * (per_token - kept)
+        per_token = kept
+    block = config.actor.logits_block_bytes
+    block = block or (CPU_BLOCK_BYTES if machine.is_cpu else DEVICE_BLOCK_BYTES)
+    # The gradients of the widest activations of a layer, while it is computed backward.
+    backward = tokens * width * (3 * size.intermediate + 2 * size.hidden)
+    work = (
+        Part("activations", tokens * per_token + backward, in_rollout=False),
+        Part("logits", int(2.5 * block), in_rollout=False),
+    )
+    resident = sum(part.num_bytes for part in state if part.in_rollout)
+    engine_parts, needed = _engine_parts(size, config, machine, engine, resident, is_sharded)
+    return MemoryPlan((*state, *fixed, *work, *engine_parts), host, needed)
+
+
+def _trainer_parts(
+    size: ModelSize, config: RunConfig, machine: Machine, width: int, *, is_sharded: bool
+) -> tuple[list[Part], list[Part], int]:
+    """Return what always stays, what the update adds, and the bytes in host memory."""
+    num_moments = 2 * size.num_weights
+    if config.actor.optim.name == "muon":
+        num_moments -= size.matrix_weights
+    fsdp, num_devices = config.actor.fsdp_config, machine.num_devices
+    num_shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < num_devices else num_devices
+    weights, moments = (FLOAT32 * num // num_shards for num in (size.num_weights, num_moments))
+    has_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    stays, keeps_moments = (
+        machine.is_cpu or not key for key in (fsdp.param_offload, fsdp.optimizer_offload)
+    )
+    state = [
+        Part("weights", weights, in_rollout=stays),
+        Part("moments", moments, in_rollout=keeps_moments),
+    ]
+    state += [Part("reference", weights, in_rollout=stays)] if has_reference else []
+    fixed = [Part("gradients", weights, in_rollout=False)]
+    # Of slices that several ranks hold, each rank copies a part for a checkpoint.
+    host = (weights + moments) * num_shards // num_devices
+    if fsdp.offload_policy:
+        host += sum(part.num_bytes for part in (*state, *fixed))
+        state, fixed = [], []
+    host += sum(part.num_bytes for part in state if not part.in_rollout)
+    if is_sharded:
+        # Two layers (one is gathered ahead) and the rest, and their gradients before they are
+        # reduced: the rest's in the compute dtype, a layer's in float32 too.
+        layers = 2 if fsdp.reshard_after_forward else size.num_layers
+        gathered = (layers * size.layer_weights + size.root_weights) * width
+        reduced = size.root_weights * width + size.layer_weights * (width + FLOAT32)
+        fixed.append(Part("gathered", gathered + reduced, in_rollout=False))
+    return state, fixed, host
+
+
+def _engine_parts(
+    size: ModelSize,
+    config: RunConfig,
+    machine: Machine,
+    engine: EngineName,
+    resident: int,
+    is_sharded: bool,
+) -> tuple[list[Part], int]:
+    """Return the engine's parts, and the bytes without which it cannot answer."""
+    width = compute_bytes(config, machine)
+    in_update = machine.is_cpu or not config.rollout.free_cache_engine
+    token = 2 * size.num_layers * size.key_width * width
+    length = config.rollout.max_model_len or longest_sequence(config)
+    free = max(machine.device_bytes - resident, 0)
+    copy = size.num_weights * width
+    if engine == "sglang":
+        settings = config.rollout.engine.sglang
+        share = int(free * (settings.mem_fraction_static or SGLANG_SHARE))
+        parts = [Part("engine: SGLang", share, in_update=in_update)]
+        return parts, (copy + length * token) // settings.tp_size
+    if engine != "transformers":
+        return [], 0
+    copy = copy if is_sharded else 0
+    token = int(token * (1 + CONTIGUOUS_SHARE)) if machine.is_cpu else token
+    wanted = config.rollout.max_concurrent_requests * length * token
+    cache = min(wanted, int(max(free - copy, 0) * CACHE_MEMORY_FRAC))
+    parts = [Part("engine: weights", copy, in_update), Part("engine: cache", cache, in_update)]
+    return parts, copy + length * token
+
+
+def _checkpointed(config: RunConfig) -> RunConfig:
+    return _changed(config, "model", enable_gradient_checkpointing=True)
+
+
+def _sleeping(config: RunConfig) -> RunConfig:
+    return _changed(config, "rollout", free_cache_engine=True)
+
+
+def _offloaded(config: RunConfig) -> RunConfig:
+    fsdp = config.actor.fsdp_config.model_copy(update={"offload_policy": True})
+    return _changed(config, "actor", fsdp_config=fsdp)
+
+
+def _served(config: RunConfig) -> RunConfig:
+    engine = config.rollout.engine.model_copy(update={"name": "sglang_server"})
+    return _changed(config, "rollout", engine=engine)
+
+
+_REMEDIES: Mapping[str, Callable[[RunConfig], RunConfig]] = {
+    "`model.enable_gradient_checkpointing: true`": _checkpointed,
+    "`rollout.free_cache_engine: true`": _sleeping,
+    "`actor.fsdp_config.offload_policy: true`": _offloaded,
+    "`rollout.engine.name: sglang_server` on other devices": _served,
+}
+
+
+def find_remedy(size: ModelSize, config: RunConfig, machine: Machine, *, engine: EngineName) -> str:
+    """Return the fewest changes with which a run fits: keys first, then more devices."""
+    useful = [text for text, change in _REMEDIES.items() if change(config) != config]
+    while machine.num_devices <= MAX_DEVICES and not machine.is_cpu:
+        for count in range(len(useful) + 1):
+            for texts in combinations(useful, count):
+                if _fits_with(texts, size, config, machine, engine):
+                    number = machine.num_devices
+                    return ", ".join([*texts, f"{number} device{'s' * (number > 1)}"])
+        # More devices are in more machines.
+        machine = replace(
+            machine, num_devices=2 * machine.num_devices, host_bytes=2 * machine.host_bytes
+        )
+    return "a smaller `actor.ppo_max_token_len_per_gpu`, or a smaller model"
+
+
+def _fits_with(
+    texts: Iterable[str],
+    size: ModelSize,
+    config: RunConfig,
+    machine: Machine,
+    engine: EngineName,
+) -> bool:
+    for text in texts:
+        config = _REMEDIES[text](config)
+    is_served = config.rollout.engine.name == "sglang_server"
+    resolved = "sglang_server" if is_served else engine
+    return plan_memory(size, config, machine, engine=resolved).fits(machine)
+
+
+def check_memory(config: RunConfig) -> Checked[None]:
+    """Compute whether the run fits on this machine's devices, before anything is loaded.
+
+    Raises:
+        ConfigError: if the model's configuration cannot be read.
+        SkipCheckError: if the configuration lacks the numbers of a transformer.
+    """
+    try:
+        size = ModelSize.of(load_hf_config(config.model))
+    except (KeyError, ValueError) as error:
+        raise SkipCheckError(f"no arithmetic for this kind of model: {error!r}") from error
+    machine = this_machine(config)
+    engine = choose_engine(config)
+    plan = plan_memory(size, config, machine, engine=engine)
+    found = f"update {_gb(plan.update_bytes)}, rollout {_gb(plan.rollout_bytes)} "
+    found += f"of {_gb(machine.device_bytes)} on each of {machine.num_devices} "
+    found += f"{'CPU ranks' if machine.is_cpu else 'devices'}; {_gb(plan.host_bytes)} in the host"
+    if plan.fits(machine):
+        return Checked(None, found)
+    parts = ", ".join(f"{part.name} {_gb(part.num_bytes)}" for part in plan.parts)
+    fault = f"does not fit ({parts}): try {find_remedy(size, config, machine, engine=engine)}"
+    return Checked(None, found, faults=(fault,))
+
+
+def this_machine(config: RunConfig) -> Machine:
+    """Return the devices that a run on this machine would have."""
+    host_bytes = psutil.virtual_memory().available
+    if config.trainer.device == "cpu" or not torch.accelerator.is_available():
+        return Machine(num_devices=1, device_bytes=host_bytes, host_bytes=host_bytes, is_cpu=True)
+    return Machine(
+        num_devices=torch.accelerator.device_count(),
+        device_bytes=torch.get_device_module().mem_get_info()[1],
+        host_bytes=host_bytes,
+    )
+
+
+def _changed(config: RunConfig, section: str, **update: Any) -> RunConfig:
+    changed = dict(config)[section].model_copy(update=update)
+    return config.model_copy(update={section: changed})
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -1,0 +1,229 @@
+"""Weights of a Hugging Face folder, read by rows: each rank reads only its own.
+
+The files are read, not mapped: mapped pages would count as memory of the process.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+PIECE_BYTES = 2**24
+"""Bytes that are read and converted at once."""
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Index of its first byte in the file."""
+
+    def read_rows(self, first: int, out: Tensor) -> None:
+        """Read rows into a tensor, converted to its type and device.
+
+        Args:
+            first: Index of the first row.
+            out: The rows, in memory of the caller.
+        """
+        if not out.numel():
+            return
+        rows = out if out.ndim else out.view(1)
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        pieces = rows.split(max(1, PIECE_BYTES // row_bytes))
+        buffer = torch.empty(len(pieces[0]) * row_bytes, dtype=torch.uint8)
+        with self.file.open("rb") as stream:
+            stream.seek(self.start + first * row_bytes)
+            for piece in pieces:
+                raw = buffer[: len(piece) * row_bytes]
+                if stream.readinto(raw.numpy().data) != len(raw):
+                    raise OSError(f"{self.file} is shorter than its header says")
+                piece.copy_(raw.view(self.dtype).view(piece.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The tensors in the safetensors files of a model, by the model's own names."""
+
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def find(cls, path: str, lm: PreTrainedModel) -> "WeightFiles | None":
+        """Find a model's weights.
+
+        Args:
+            path: A folder or a hub name.
+            lm: The model, on any device.
+
+        Returns:
+            None if the files do not have exactly the model's weights under its names: then only
+            transformers can load them, or report what is wrong.
+        """
+        if getattr(lm.config, "quantization_config", None) is not None:
+            return None
+        try:
+            stored = _read_headers(_list_files(path))
+        except (OSError, ValueError, KeyError):
+            return None
+        prefix = f"{lm.base_model_prefix}."
+        shapes = {name: tuple(tensor.shape) for name, tensor in lm.state_dict().items()}
+        named = {
+            name if name in shapes or prefix + name not in shapes else prefix + name: tensor
+            for name, tensor in stored.items()
+        }
+        is_whole = all(
+            sum(name in named and named[name].shape == shapes[name] for name in names) == 1
+            for names in _names_of_each(lm)
+        )
+        return cls(named) if is_whole and not _is_converted(lm, stored) else None
+
+    def dtype(self) -> torch.dtype:
+        """Return the type of most of the bytes."""
+        sizes = dict.fromkeys((tensor.dtype for tensor in self.tensors.values()), 0)
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += math.prod(tensor.shape) * tensor.dtype.itemsize
+        return max(sizes, key=sizes.__getitem__)
+
+    @torch.no_grad()
+    def fill(self, lm: PreTrainedModel) -> None:
+        """Read this rank's slices of all weights and saved buffers."""
+        for names in _names_of_each(lm):
+            name = next(name for name in names if name in self.tensors)
+            target = lm.get_parameter_or_buffer(name)
+            first = 0
+            if isinstance(target, DTensor):
+                first = compute_local_shape_and_global_offset(
+                    target.shape, target.device_mesh, target.placements
+                )[1][0]
+                target = target.to_local()
+            self.tensors[name].read_rows(first, target.detach())
+
+
+def init_buffers(lm: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers of a model on the meta device, such as rotary frequencies.
+
+    Buffers that a checkpoint holds get a value of no meaning. The weights stay without memory.
+    """
+    for module in lm.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = torch.empty_like(buffer, device=device)
+        module._is_hf_initialized = False  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    lm.initialize_weights()
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give the weights of a module on the meta device memory. Tied weights stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for leaf, weight in owner._parameters.items():
+            if weight is not None and weight.is_meta:
+                if weight not in made:
+                    made[weight] = nn.Parameter(torch.empty_like(weight, device=device))
+                owner._parameters[leaf] = made[weight]
+    # FSDP2 keeps references to its shards, which it reads again whenever a module is converted.
+    module._apply(lambda tensor: tensor)
+
+
+_POOL = 1_048_573
+"""Random numbers of stand-in weights; prime, so that no two rows of a matrix are equal."""
+
+
+@contextmanager
+def stand_in_weights(
+    lm: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
+    """Give a model random weights while the block runs, the same on every rank.
+
+    All weights share the memory of the largest one. Activations keep their size through the layers.
+    The buffers move to the device, and stay there.
+    """
+    own = [(module, dict(module._parameters)) for module in lm.modules()]
+    weights = {weight for _, held in own for weight in held.values() if weight is not None}
+    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    pool = pool.repeat(2 + max(weight.numel() for weight in weights) // _POOL)
+    embeddings = cast("nn.Embedding", lm.get_input_embeddings())
+    pool *= embeddings.weight.shape[-1] ** -0.5
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    try:
+        for module, held in own:
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[leaf] = buffer.to(device)
+            for leaf, weight in held.items():
+                if weight is None:
+                    continue
+                if weight not in made:
+                    # Aligned for every kernel, and not equal to the weight before it.
+                    start = len(made) % 1024 * 64
+                    random = pool[start : start + weight.numel()].view(weight.shape)
+                    is_scale = weight.ndim == 1 and not leaf.endswith("bias")
+                    made[weight] = nn.Parameter(torch.ones_like(random) if is_scale else random)
+                module._parameters[leaf] = made[weight]
+        with torch.no_grad():
+            yield
+    finally:
+        for module, held in own:
+            module._parameters.update(held)
+
+
+def _names_of_each(lm: PreTrainedModel) -> list[list[str]]:
+    """List the names of each weight and saved buffer; tied weights have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def _list_files(path: str) -> list[str]:
+    one = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    if one is not None:
+        return [one]
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    return (get_checkpoint_shard_files(path, index)[0] or []) if index is not None else []
+
+
+def _read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """Read the headers of safetensors files.
+
+    Raises:
+        KeyError: for a type that has no counterpart.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in map(Path, files):
+        with file.open("rb") as stream:
+            num_bytes = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(num_bytes))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start = 8 + num_bytes + entry["data_offsets"][0]
+            found[name] = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return found
+
+
+def _is_converted(lm: PreTrainedModel, names: Iterable[str]) -> bool:
+    """Return whether transformers would rename or recompute one of the tensors."""
+    conversions = get_model_conversion_mapping(lm)
+    return any(
+        conversion.rename_source_key(name) != (name, None)
+        for name in names
+        for conversion in conversions
+    )

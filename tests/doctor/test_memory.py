@@ -1,0 +1,181 @@
+"""The arithmetic of memory, against the bytes of the tensors of real updates."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from agentrl.config import parse_config
+from agentrl.config.schema.run import RunConfig
+from agentrl.doctor.memory import (
+    Machine,
+    ModelSize,
+    activation_bytes_per_token,
+    check_memory,
+    find_remedy,
+    plan_memory,
+)
+
+TOKENS = 256
+HOST = 2 * 10**12
+DATA = {"train_files": ["none.parquet"]}
+SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+LARGER = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+          "num_attention_heads": 6, "num_key_value_heads": 6}  # fmt: skip
+BIG = Qwen2Config(
+    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def tiny_config(**settings: Any) -> Qwen2Config:
+    return Qwen2Config(vocab_size=64, tie_word_embeddings=False, **settings)
+
+
+def run_config(**sections: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "data": DATA,
+        "model": {"path": "none", "enable_gradient_checkpointing": True},
+    }
+    return parse_config(given | sections)
+
+
+def plan(devices: int, config: RunConfig, device_bytes: float = 80e9):
+    machine = Machine(num_devices=devices, device_bytes=int(device_bytes), host_bytes=HOST)
+    return plan_memory(ModelSize.of(BIG), config, machine, engine="sglang"), machine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [SMALL, LARGER])
+def test_activations_are_the_tensors_that_a_forward_pass_keeps(settings, dtype):
+    model = Qwen2ForCausalLM(tiny_config(**settings)).to(dtype)
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    measured = sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    size = ModelSize.of(model.config)
+    computed = TOKENS * activation_bytes_per_token(size, dtype.itemsize, checkpointing=False)
+    assert computed == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("settings", [SMALL, LARGER])
+def test_the_peak_of_an_update_is_that_of_its_tensors(settings, checkpointing):
+    model = Qwen2ForCausalLM(tiny_config(**settings))
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = sum(weight.nbytes for weight in model.parameters())
+    with LiveBytes() as live:
+        for _ in range(2):  # the second one has moments
+            optimizer.zero_grad()
+            ids = torch.zeros(1, TOKENS, dtype=torch.long)
+            model.model(ids, use_cache=False).last_hidden_state.sum().backward()
+            model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+            optimizer.step()
+    config = run_config(
+        model={"path": "none", "enable_gradient_checkpointing": checkpointing, "dtype": "float32"},
+        actor={"ppo_max_token_len_per_gpu": TOKENS, "logits_block_bytes": 1},
+        data={**DATA, "max_prompt_length": 16, "max_response_length": 16},
+    )
+    machine = Machine(num_devices=1, device_bytes=10**9, host_bytes=10**9, is_cpu=True)
+    found = plan_memory(ModelSize.of(model.config), config, machine, engine="scripted")
+    assert found.update_bytes == pytest.approx(held + live.peak, rel=0.15)
+
+
+def test_more_devices_share_the_states_and_a_larger_model_does_not_fit():
+    one, alone = plan(1, run_config())
+    eight, many = plan(8, run_config())
+    assert not one.fits(alone)
+    assert eight.fits(many)
+    assert eight.parts[0].num_bytes == one.parts[0].num_bytes // 8
+    assert eight.host_bytes == pytest.approx(one.host_bytes / 8, rel=0.01)
+
+
+def test_each_setting_has_its_effect():
+    base, _ = plan(8, run_config())
+    fsdp = {"fsdp_config": {"offload_policy": True}}
+    offloaded, _ = plan(8, run_config(actor=fsdp))
+    assert offloaded.update_bytes < base.update_bytes
+    assert offloaded.host_bytes > base.host_bytes
+    kept, _ = plan(8, run_config(model={"path": "none"}))
+    assert kept.update_bytes > 2 * base.update_bytes
+    reference, _ = plan(8, run_config(actor={"use_kl_loss": True}))
+    assert reference.update_bytes - base.update_bytes == base.parts[0].num_bytes
+    muon, _ = plan(8, run_config(actor={"optim": {"name": "muon"}}))
+    assert muon.update_bytes < base.update_bytes
+    copies, _ = plan(8, run_config(actor={"fsdp_config": {"fsdp_size": 2}}))
+    assert copies.parts[0].num_bytes == 4 * base.parts[0].num_bytes
+    assert copies.host_bytes == pytest.approx(base.host_bytes, rel=0.01)
+    awake, _ = plan(8, run_config(rollout={"free_cache_engine": False}))
+    assert awake.update_bytes > base.update_bytes
+
+
+def test_a_row_longer_than_the_limit_is_a_micro_batch():
+    long = {**DATA, "max_prompt_length": 20_000, "max_response_length": 20_000}
+    short, _ = plan(8, run_config(data=long, actor={"ppo_max_token_len_per_gpu": 1024}))
+    assert short.update_bytes == plan(8, run_config(data=long))[0].update_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "gigabytes", "remedy"),
+    [
+        (8, 48, "`model.enable_gradient_checkpointing: true`, 8 devices"),
+        (1, 80, "`model.enable_gradient_checkpointing: true`, "
+                "`actor.fsdp_config.offload_policy: true`, 1 device"),
+        (8, 1, "a smaller `actor.ppo_max_token_len_per_gpu`, or a smaller model"),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_the_smallest_that_fits(num_devices, gigabytes, remedy):
+    config = run_config(model={"path": "none"})
+    machine = Machine(num_devices=num_devices, device_bytes=gigabytes * 10**9, host_bytes=HOST)
+    assert find_remedy(ModelSize.of(BIG), config, machine, engine="sglang") == remedy
+
+
+def test_the_doctor_names_the_parts_of_a_run_that_does_not_fit(tmp_path):
+    BIG.save_pretrained(tmp_path)  # a configuration; there are no weights
+    config = run_config(model={"path": str(tmp_path)}, trainer={"device": "cpu"})
+    checked = check_memory(config)
+    assert len(checked.faults) == 1
+    assert "weights 30.5 GB" in checked.faults[0]

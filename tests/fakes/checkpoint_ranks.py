@@ -1,0 +1,165 @@
+"""What each rank of `tests/workers/test_checkpoint_ranks.py` runs: saves, loads and faults."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from agentrl.cli import leave_rank
+from agentrl.errors import AgentRLError
+from agentrl.workers import checkpoint_writer, snapshot
+from agentrl.workers.actor import Actor
+from agentrl.workers.checkpoint import RunState
+from agentrl.workers.checkpoint_writer import copy_to_host
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.shards import local_slice
+from agentrl.workers.snapshot import (
+    find_latest,
+    identify,
+    load_run,
+    save_run,
+    start_save,
+    verify_together,
+)
+from tests.fakes.fault_runs import limit_file_size
+from tests.fakes.training import make_actor, make_batch, make_policy, random_rows
+
+OPTIMIZERS = ("adamw", "muon")
+LARGE = 30_000
+"""Bytes that a rank's file has at least."""
+
+
+def new_actor(world: World, optimizer: str, *, seed: int = 0) -> Actor:
+    """An actor without a step."""
+    optim = {"name": optimizer, "lr": 1e-2, "muon_lr": 1e-2}
+    return make_actor(make_policy(world, seed=seed), optim=optim)
+
+
+def trained(world: World, optimizer: str) -> Actor:
+    """An actor after one step."""
+    actor = new_actor(world, optimizer)
+    actor.update_policy(make_batch(random_rows(4, seed=world.rank)), temperature=1.0)
+    return actor
+
+
+def state_of(step: int, actor: Actor) -> RunState:
+    """A run's state without a trainer."""
+    return RunState(step, identify(actor.policy))
+
+
+def save_all(world: World, folder: Path) -> None:
+    """Save an actor of each optimizer."""
+    for optimizer in OPTIMIZERS:
+        actor = trained(world, optimizer)
+        save_run(folder / optimizer, actor, state_of(1, actor))
+
+
+def resave_all(world: World, source: Path, folder: Path) -> None:
+    """Load the checkpoints that other ranks saved, and save them from these ranks."""
+    for optimizer in OPTIMIZERS:
+        actor = new_actor(world, optimizer, seed=5)
+        load_run(verify_together(source / optimizer / "global_step_1", world), actor)
+        save_run(folder / optimizer, actor, state_of(1, actor))
+
+
+def harm(path: Path, how: Callable[[Path], None], world: World) -> None:
+    """Let the last rank harm a file."""
+    if world.rank == world.size - 1:
+        how(path)
+    world.gather(None)
+
+
+def flip_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def meet_faults(world: World, folder: Path) -> dict[str, Any]:
+    """Save to a full disk; find what is left after harm; return what each rank saw."""
+    seen: dict[str, Any] = {}
+    actor = trained(world, "adamw")
+    root = folder / "faults"
+    save_run(root, actor, state_of(1, actor))
+    save_run(root, actor, state_of(2, actor))
+    for full in range(world.size):
+        with limit_file_size(LARGE // 10 if world.rank == full else None):
+            try:
+                save_run(root, actor, state_of(3, actor))
+            except AgentRLError as error:
+                seen[f"disk of rank {full} is full"] = f"{type(error).__name__}: {error}"
+        world.gather(None)
+        seen[f"after {full}"] = sorted(path.name for path in root.iterdir())
+    running = start_save(root, actor, state_of(4, actor))
+    while not running.is_done():
+        pass
+    seen["finished"] = running.finish().name
+    for name, how in (("rank_1", flip_last_byte), ("rank_0", Path.unlink)):
+        newest = find_latest(root, world)
+        assert newest is not None
+        harm(newest.path / f"{name}.safetensors", how, world)
+    newest = find_latest(root, world)
+    assert newest is not None
+    seen["latest"] = newest.path.name
+    return seen
+
+
+def count_copies(world: World) -> dict[str, Any]:
+    """Which rank of a 2 x 2 mesh writes which replicated slice."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = [torch.arange(10.0).reshape(5, 2) + number for number in range(6)]
+    sharded = [distribute_tensor(one, mesh, [Replicate(), Shard(0)]) for one in whole]
+    slices = {f"weight/{n}": local_slice(one, world) for n, one in enumerate(sharded)}
+    slices["step/w"] = local_slice(torch.tensor(1.0), world)
+    return {name: one._asdict() for name, one in copy_to_host(slices, world.rank).slices.items()}
+
+
+def die_in_write(world: World, folder: Path, rank: int) -> None:
+    """Save once; then a rank is killed while its thread writes."""
+    actor = trained(world, "adamw")
+    save_run(folder / "killed", actor, state_of(1, actor))
+    checkpoint_writer.GRACE_S = snapshot.GRACE_S = 0.3  # pyright: ignore[reportConstantRedefinition]
+    write = checkpoint_writer._write_file
+
+    def killed(path: Path, pieces: Any) -> Any:
+        path.write_bytes(next(iter(pieces)))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, pieces)
+
+    if world.rank == rank:
+        checkpoint_writer._write_file = killed
+    running = start_save(folder / "killed", actor, state_of(2, actor))
+    with world.status.explain_errors():
+        running.finish()
+
+
+def main(task: str, folder: Path, *rest: str) -> None:
+    torch.set_num_threads(1)
+    world = start_world("cpu", timeout_s=60)
+    seen: dict[str, Any] = {}
+    if task == "two":
+        resave_all(world, folder / "one", folder / "two_of_one")
+        save_all(world, folder / "two")
+        seen = meet_faults(world, folder)
+    elif task == "four":
+        resave_all(world, folder / "two", folder / "four_of_two")
+        seen = count_copies(world)
+    else:
+        die_in_write(world, folder, int(rest[0]))
+    (folder / f"{task}_{world.rank}.json").write_text(json.dumps(seen))
+    stop_world()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    except AgentRLError as error:
+        print(type(error).__name__, error, file=sys.stderr)
+        leave_rank(SystemExit(2))
+    leave_rank(SystemExit(0))

@@ -1,0 +1,103 @@
+"""A model that mixes the sequences of a micro-batch is refused when it is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+
+from agentrl.config.schema.run import ModelConfig
+from agentrl.config.schema.training import FsdpConfig
+from agentrl.errors import ConfigError
+from agentrl.workers.distributed import World
+from agentrl.workers.model import PolicyModel, check_packed_scores, load_policy
+from agentrl.workers.packing import PackedBatch
+from agentrl.workers.packing_probe import measure_crossing
+from tests.fakes.engines import tiny_model
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+USUAL: dict[str, Any] = {**SIZES, "intermediate_size": 64, "num_attention_heads": 2}
+MIXING: list[tuple[type[PreTrainedModel], Any]] = [
+    (FalconForCausalLM, FalconConfig(**SIZES, num_attention_heads=2)),
+    (BloomForCausalLM, BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)),
+    (MptForCausalLM, MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=99)),
+    (RwkvForCausalLM, RwkvConfig(**SIZES, context_length=99)),
+]
+APART: list[tuple[type[PreTrainedModel], Any]] = [
+    (LlamaForCausalLM, LlamaConfig(**USUAL, num_key_value_heads=1)),
+    (MistralForCausalLM, MistralConfig(**USUAL, num_key_value_heads=1, sliding_window=4)),
+]
+
+
+def make(kind: type[PreTrainedModel], config: Any, folder: Path) -> ModelConfig:
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), MIXING, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_model_whose_sequences_mix_is_refused(
+    world: World, tmp_path: Path, kind: type[PreTrainedModel], config: Any
+):
+    with pytest.raises(ConfigError, match=f"{kind.__name__}: sequences in one micro-batch change"):
+        load_policy(make(kind, config, tmp_path), world, FsdpConfig())
+
+
+def test_deep_model_whose_sequences_mix_is_refused_in_bfloat16(world: World, tmp_path: Path):
+    config = RwkvConfig(**{**SIZES, "num_hidden_layers": 24}, context_length=99)
+    model = make(RwkvForCausalLM, config, tmp_path).model_copy(update={"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="sequences in one micro-batch change"):
+        load_policy(model, world, FsdpConfig())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), APART, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_model_that_keeps_sequences_apart_is_accepted(
+    world: World, tmp_path: Path, kind: type[PreTrainedModel], config: Any
+):
+    assert load_policy(make(kind, config, tmp_path), world, FsdpConfig()).kernel.shares
+
+
+def test_shared_prefix_is_compared_too(world: World):
+    policy = PolicyModel(tiny_model(initializer_range=0.1), world, torch.float32, FsdpConfig())
+
+    class NoPrefix:
+        """A kernel of which a segment does not attend to its parent."""
+
+        name, shares = "no_prefix", True
+
+        def __call__(self, query, key, value, plan, window, scale):
+            alone = type(plan)(plan.lengths)
+            return kernel(query, key, value, alone, window, scale)
+
+    check_packed_scores(policy)
+    kernel, policy.kernel = policy.kernel, NoPrefix()
+    with pytest.raises(ConfigError, match="sequences that share a prefix change"):
+        check_packed_scores(policy)
+
+
+def test_every_row_is_compared():
+    def score(packed: PackedBatch) -> torch.Tensor:
+        # Scores depend on the number of rows in the last one only.
+        return (packed.rows == len(packed.row_index) - 1) * float(len(packed.row_index) - 1)
+
+    found = measure_crossing(score, vocab_size=9, device=torch.device("cpu"), max_sharing_length=0)
+    assert found == (2.0, 0.0)

@@ -1,0 +1,260 @@
+"""The training path on a CUDA device that does not exist (`tests/fakes/pretend_cuda.py`).
+
+The rank's device is `cuda:1`, so that code that uses the first device is found too.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from agentrl.config.schema.run import ModelConfig, RunConfig
+from agentrl.config.schema.training import ActorConfig, FsdpConfig
+from agentrl.engines import SamplingParams
+from agentrl.trainer.setup.engine_factory import build_engine
+from agentrl.workers.actor import Actor
+from agentrl.workers.checkpoint import RunState, open_checkpoint
+from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.model import PolicyModel, load_policy
+from agentrl.workers.scoring import Reference, find_implausible
+from agentrl.workers.snapshot import identify, load_run, save_run
+from agentrl.workers.weight_sync import sync_weights
+from tests.fakes.engines import tiny_model
+from tests.fakes.flash_attention import install_flash_attention
+from tests.fakes.pretend_cuda import (
+    CurrentDeviceError,
+    DeviceMixError,
+    PretendCuda,
+    device_of,
+    pretend_cuda,
+)
+from tests.fakes.training import make_batch, random_rows
+
+DEVICE = torch.device("cuda", 1)
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture
+def local_rank(request: pytest.FixtureRequest) -> int:
+    return getattr(request, "param", 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> Iterator[PretendCuda]:
+    monkeypatch.setenv("LOCAL_RANK", f"{local_rank}")
+    with pretend_cuda() as pretend:
+        yield pretend
+
+
+@pytest.fixture
+def cuda_world(cuda: PretendCuda) -> Iterator[World]:
+    yield start_world("cuda", timeout_s=60)
+    stop_world()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(initializer_range=0.1, tie_word_embeddings=False).save_pretrained(path)
+    return path
+
+
+def load(folder: Path, world: World, dtype: str = "float32", **fsdp: bool) -> PolicyModel:
+    return load_policy(ModelConfig(path=str(folder), dtype=dtype), world, FsdpConfig(**fsdp))
+
+
+def new_actor(policy: PolicyModel, **config: object) -> Actor:
+    return Actor(
+        policy, ActorConfig(ppo_max_token_len_per_gpu=40, **config), total_steps=10,
+        response_budget=16,
+    )  # fmt: skip
+
+
+def whole(policy: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return a copy of each weight on the CPU."""
+    return {
+        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight)
+        .detach().cpu().clone()
+        for name, weight in policy.named_weights()
+    }  # fmt: skip
+
+
+def state_devices(actor: Actor) -> set[torch.device]:
+    """Return the devices of everything that the optimizer keeps."""
+    return {
+        device_of(value)
+        for part in actor.optimizer._parts
+        for state in part.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_tool_finds_a_mix_of_devices_and_keeps_torchs_exceptions(cuda: PretendCuda):
+    torch.cuda.set_device(1)
+    on_device, on_host = torch.arange(3, device="cuda"), torch.arange(3)
+    assert on_device[1:].device == (on_device * 2).float().device == DEVICE
+    assert on_host.to(DEVICE).device == DEVICE
+    assert on_device.cpu().device == torch.device("cpu")
+    assert torch.equal(on_device[on_host].cpu(), on_host)
+    assert (on_device + torch.tensor(1)).device == DEVICE
+    for mix in (
+        lambda: on_device + on_host,
+        lambda: on_host[on_device],
+        lambda: on_device.index_select(0, on_host),
+        lambda: torch.cat([on_device, torch.ones(1)]),
+    ):
+        with pytest.raises(DeviceMixError):
+            mix()
+    with pytest.raises(TypeError, match="numpy"):
+        on_device.numpy()
+    with pytest.raises(CurrentDeviceError):
+        torch.ones(1, device="cuda:0")
+    before = sum(cuda.num_waits.values())
+    on_device[on_device > 1].sum().item()
+    assert sum(cuda.num_waits.values()) == before + 2
+
+
+def test_attention_makes_no_plan_for_each_shape(cuda: PretendCuda, monkeypatch: pytest.MonkeyPatch):
+    chosen: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    start_world("cuda", timeout_s=60)
+    stop_world()
+    assert chosen == [False]
+
+
+def test_first_prompt_is_scored(cuda_world: World, folder: Path):
+    find_implausible(load(folder, cuda_world), list(range(2, 20)), budget=64)
+
+
+def test_packed_attention_is_one_call_for_16_bits(cuda_world: World, folder: Path):
+    assert load(folder, cuda_world, "bfloat16").kernel.name == "varlen"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step_is_that_of_a_cpu(cuda_world: World, folder: Path, dtype: str):
+    cpu_world = World(
+        rank=0, size=1, device=torch.device("cpu"),
+        mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), status=cuda_world.status,
+    )  # fmt: skip
+    results = []
+    for world in (cpu_world, cuda_world):
+        policy = load(folder, world, dtype)
+        reference = Reference(load(folder, world, dtype), budget=64)
+        batch = make_batch(random_rows(10))
+        assert policy.world.device == next(policy.parameters()).device == world.device
+        batch.batch["ref_log_prob"] = reference.compute_ref_log_prob(batch, temperature=1.0)
+        actor = new_actor(policy, use_kl_loss=True, entropy_coeff=0.01)
+        scores = actor.compute_log_probs(batch, temperature=0.7, with_sum_pi_squared=True)
+        metrics = actor.update_policy(batch, temperature=0.7).metrics
+        assert state_devices(actor) == {world.device}
+        results.append((scores, metrics, whole(policy)))
+    (scores, metrics, weights), (cuda_scores, cuda_metrics, cuda_weights) = results
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.01}
+    for mine, theirs in zip(scores, cuda_scores, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    assert metrics == pytest.approx(cuda_metrics, rel=0.05, abs=0.01)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, cuda_weights[name], **tolerance)
+
+
+def resume(cuda_world: World, folder: Path, root: Path, optimizer: str, **fsdp: bool) -> None:
+    """Save after one step, resume, and take a second one in both."""
+    batch = make_batch(random_rows(10))
+    actors = [new_actor(load(folder, cuda_world, **fsdp), optim={"name": optimizer}) for _ in "ab"]
+    actors[0].update_policy(batch, temperature=1.0)
+    state = RunState(step=1, identity=identify(actors[0].policy))
+    path = save_run(root, actors[0], state)
+    load_run(open_checkpoint(path), actors[1])
+    assert state_devices(actors[1]) == state_devices(actors[0])
+    for actor in actors:
+        actor.update_policy(batch, temperature=1.0)
+    first, second = (whole(actor.policy) for actor in actors)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimizer_state_is_on_the_device_after_a_resume(
+    cuda_world: World, folder: Path, tmp_path: Path, optimizer: str
+):
+    resume(cuda_world, folder, tmp_path, optimizer)
+
+
+def test_offloaded_shards_resume_in_host_memory(cuda_world: World, folder: Path, tmp_path: Path):
+    resume(cuda_world, folder, tmp_path, "adamw", offload_policy=True)
+
+
+async def generate(policy: PolicyModel) -> None:
+    """Generate, sync the weights, sleep, wake, and generate again, with the engine of a run."""
+    config = RunConfig.model_validate(
+        {
+            "data": {"train_files": ["none.jsonl"], "train_batch_size": 1},
+            "model": {"path": "none"},
+            "rollout": {
+                "max_model_len": 64,
+                "max_concurrent_requests": 4,
+                "engine": {"name": "transformers", "transformers": {"page_size": 4}},
+            },
+        }
+    )
+    device, dtype = policy.world.device, policy.compute_dtype
+    engine = build_engine(config, policy.lm, None, device=device, dtype=dtype)
+    try:
+        sampling = SamplingParams(max_new_tokens=6, top_k=20, top_p=0.9)
+        for version in (1, 2):
+            await sync_weights(policy, engine, version=version)
+            assert {device_of(p) for p in engine._weights.module.parameters()} == {device}
+            calls = [
+                engine.generate([5, 6, 7 + n], sampling, request_id=f"{n}") for n in range(version)
+            ]
+            for completion in await asyncio.gather(*calls):
+                assert len(completion.token_ids) == 6
+            await engine.sleep()
+            await engine.wake()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_engine_generates_on_the_ranks_device(cuda_world: World, folder: Path, dtype: str):
+    await generate(load(folder, cuda_world, dtype))
+
+
+async def test_engine_generates_on_the_device_from_offloaded_shards(
+    cuda_world: World, folder: Path
+):
+    await generate(load(folder, cuda_world, "bfloat16", offload_policy=True))
+
+
+async def test_engine_uses_the_librarys_attention_for_sliding_windows(
+    cuda_world: World, tmp_path: Path
+):
+    tiny_model(
+        initializer_range=0.1, tie_word_embeddings=False, use_sliding_window=True, sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    await generate(load(tmp_path, cuda_world, "bfloat16"))
+
+
+@pytest.fixture
+def flash_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return install_flash_attention(monkeypatch)
+
+
+@pytest.mark.parametrize("local_rank", [0], indirect=True)
+async def test_flash_attention_is_used_for_16_bits(
+    cuda_world: World, folder: Path, flash_attention: list[int]
+):
+    await generate(load(folder, cuda_world, "bfloat16"))
+    assert max(flash_attention) == 2
+
+
+@pytest.mark.parametrize("local_rank", [0], indirect=True)
+async def test_flash_attention_is_not_used_for_float32(
+    cuda_world: World, folder: Path, flash_attention: list[int]
+):
+    await generate(load(folder, cuda_world, "float32"))
+    assert not flash_attention

@@ -1,0 +1,62 @@
+"""The same batch gives the same losses and gradients in every configuration of the update."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.workers.distributed import World
+from tests.fakes.torchrun import ranks_of
+from tests.fakes.update_equality import (
+    CASES,
+    PLAIN,
+    RANK_CASES,
+    TERMS,
+    Case,
+    Update,
+    naive_update,
+    packed_update,
+)
+
+of_terms = pytest.mark.parametrize("terms", [PLAIN, TERMS], ids=["policy_loss", "all_terms"])
+
+
+def assert_equal(found: Update, naive: Update) -> None:
+    assert math.isclose(found.loss, naive.loss, rel_tol=1e-5, abs_tol=1e-6)
+    assert found.gradients.keys() == naive.gradients.keys()
+    assert any(gradient.abs().max() > 1e-3 for gradient in naive.gradients.values())
+    for name, gradient in naive.gradients.items():
+        assert torch.allclose(found.gradients[name], gradient, rtol=1e-5, atol=1e-6), name
+
+
+@of_terms
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_layout_is_invisible_update_equals_the_naive_padded_one(
+    world: World, case: Case, terms: Mapping[str, Any]
+):
+    assert_equal(packed_update(world, case, terms), naive_update(terms))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def of_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    """What each of 2 or 4 ranks computed, by case."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    with ranks_of("tests.fakes.update_equality", str(folder), size=request.param) as ranks:
+        ended = [rank.wait() for rank in ranks]
+    assert not any(rank.code for rank in ended), "\n".join(rank.err for rank in ended)
+    return [torch.load(folder / f"rank_{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.slow
+@of_terms
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_layout_is_invisible_update_of_several_ranks_equals_the_naive_padded_one(
+    of_ranks: list[dict[tuple[str, bool], dict[str, Any]]], name: str, terms: Mapping[str, Any]
+):
+    for found in of_ranks:
+        assert_equal(Update(**found[name, bool(terms)]), naive_update(terms))
