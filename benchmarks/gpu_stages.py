@@ -27,8 +27,9 @@ from agentrl.workers.actor import Actor
 from agentrl.workers.batches import read_padded_rows
 from agentrl.workers.checkpoint import RunState, open_checkpoint
 from agentrl.workers.distributed import World, start_world, stop_world
+from agentrl.workers.load import enable_checkpointing
 from agentrl.workers.log_probs import HeadTransform, score_tokens
-from agentrl.workers.model import PolicyModel, ScoringParams, enable_checkpointing
+from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.packing import pack_rows
 from agentrl.workers.rng import choose_exact_kernels
 from agentrl.workers.snapshot import identify, load_run, save_run

@@ -50,7 +50,7 @@ from agentrl.config.schema.training import ActorConfig, FsdpConfig
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import RunState
 from agentrl.workers.distributed import World, start_world, stop_world
-from agentrl.workers.model import load_policy
+from agentrl.workers.load import load_policy
 from agentrl.workers.shards import LocalSlice
 from agentrl.workers.snapshot import find_latest, identify, load_run, start_save, weight_slices
 

@@ -18,7 +18,7 @@ from agentrl.trainer.setup.plugins import Plugins
 from agentrl.trainer.setup.preflight import find_trained_validation, find_undescribed
 from agentrl.trainer.state.resume import find_checkpoint
 from agentrl.workers.distributed import start_world, stop_world
-from agentrl.workers.model import load_causal_lm
+from agentrl.workers.load import load_causal_lm
 from agentrl.workers.tokenizer import load_tokenizer
 from tests.fakes.runs import write_yaml
 

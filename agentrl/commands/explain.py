@@ -14,7 +14,7 @@ from agentrl.trainer.setup.datasets import load_run_data
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.preflight import is_made_later
 from agentrl.trainer.setup.rollout_setup import make_rollout_setup, probe_model
-from agentrl.workers.model import load_hf_config
+from agentrl.workers.load import load_hf_config
 
 
 def explain_config(file: RunFile, console: Console) -> None:

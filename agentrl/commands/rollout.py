@@ -37,7 +37,7 @@ from agentrl.trainer.setup.rollout_setup import (
     probe_model,
 )
 from agentrl.workers.distributed import World
-from agentrl.workers.model import load_causal_lm, resolve_dtype
+from agentrl.workers.load import load_causal_lm, resolve_dtype
 from agentrl.workers.rng import seed_everything
 from agentrl.workers.tokenizer import check_tokenizer
 

@@ -15,7 +15,7 @@ from agentrl.trainer.setup.engine_factory import sglang_needs
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.plugins import import_plugins
 from agentrl.trainer.setup.preflight import check_model_folders, is_made_later
-from agentrl.workers.model import resolve_dtype
+from agentrl.workers.load import resolve_dtype
 
 
 def serve_from_file(

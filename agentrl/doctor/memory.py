@@ -19,8 +19,8 @@ from agentrl.doctor.report import Checked, SkipCheckError
 from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
 from agentrl.trainer.setup.engine_factory import choose_engine
 from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_TOKENS
+from agentrl.workers.load import load_hf_config
 from agentrl.workers.log_probs import CPU_BLOCK_BYTES, DEVICE_BLOCK_BYTES
-from agentrl.workers.model import load_hf_config
 
 USABLE_FRAC = 0.9
 """Share of a device for what is counted; the rest is for kernels, their libraries and gaps."""

@@ -19,7 +19,8 @@ from agentrl.trainer.setup.rollout_setup import (
     template_needs,
 )
 from agentrl.workers.distributed import World
-from agentrl.workers.model import PolicyModel, load_hf_config, load_policy
+from agentrl.workers.load import load_hf_config, load_policy
+from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import seed_everything
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
 

@@ -49,7 +49,8 @@ from agentrl.trainer.state.resume import start_date
 from agentrl.workers.actor import Actor
 from agentrl.workers.attention import has_dropout
 from agentrl.workers.distributed import World, start_world
-from agentrl.workers.model import PolicyModel, load_hf_config, load_policy
+from agentrl.workers.load import load_hf_config, load_policy
+from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import choose_exact_kernels, seed_everything
 from agentrl.workers.scoring import Reference, find_implausible, load_reference_policy
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements

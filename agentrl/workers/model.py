@@ -6,13 +6,11 @@ weight are in `PolicyModel.forward`, so that FSDP2 gathers it first.
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -21,17 +19,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.attention import PACKED_ATTENTION, check_packable, max_sharing_length
@@ -43,7 +36,8 @@ from agentrl.workers.offload import OffloadedMemory, offload_activations
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.packing_probe import measure_crossing
 from agentrl.workers.sequence_parallel import SequenceShard
-from agentrl.workers.weight_files import WeightFiles, allocate, init_buffers, stand_in_weights
+from agentrl.workers.shards import local_tensor
+from agentrl.workers.weight_files import WeightFiles, allocate, stand_in_weights
 
 logger = logging.getLogger(__name__)
 
@@ -177,165 +171,6 @@ class PolicyModel(nn.Module):
         return self.lm.config
 
 
-def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyModel:
-    """Load a model folder as a sharded policy. A collective.
-
-    Each rank reads its slices of safetensors files. If transformers converts the weights, or the
-    files have another format, every rank reads the whole model and keeps its shard.
-
-    Raises:
-        ConfigError: if there is no such model, its weights are incomplete, `override_config` has a
-            key that it does not have, or it cannot be trained packed.
-    """
-    stored = load_hf_config(config).dtype
-    lm = make_empty_lm(config, world.device)
-    if (files := WeightFiles.find(config.path, lm)) is not None:
-        stored = files.dtype()
-    else:
-        lm = load_causal_lm(config)
-        if not world.is_alone and world.is_main:
-            logger.info("every rank reads all weights of %s, which are converted", config.path)
-    if config.enable_gradient_checkpointing:
-        enable_checkpointing(lm)
-    policy = PolicyModel(
-        lm,
-        world,
-        resolve_dtype(config, world.device),
-        fsdp,
-        files=files,
-        stored_dtype=stored if isinstance(stored, torch.dtype) else None,
-    )
-    policy.offloads_activations = config.enable_activation_offload and world.device.type != "cpu"
-    return policy
-
-
-def enable_checkpointing(lm: PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward pass."""
-    enable = getattr(lm, "activation_checkpointing_enable", None)  # named so from 5.23 on
-    (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def load_hf_config(config: ModelConfig) -> PretrainedConfig:
-    """Load a model's configuration with the run's `override_config`, without its weights.
-
-    Raises:
-        ConfigError: if there is no such model, or `override_config` has a key that it does not
-            have.
-    """
-    try:
-        loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _no_model(config.path, error) from error
-    refuse_multimodal(loaded, config.path)
-    override_config(loaded, config.override_config)
-    return loaded
-
-
-def refuse_multimodal(loaded: PretrainedConfig, path: str) -> None:
-    """Refuse a multimodal model: only its language part would be trained.
-
-    Raises:
-        ConfigError: with the model's type.
-    """
-    if loaded.get_text_config() is not loaded:
-        raise ConfigError(
-            f"the model at {path} is a {loaded.model_type}, which reads images or other media; "
-            "agentrl trains text models only",
-            key="model.path",
-            expected="a causal language model of text",
-        )
-
-
-def make_empty_lm(config: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """Make a Hugging Face causal LM whose weights have no memory yet.
-
-    Raises:
-        ConfigError: if there is no such model.
-    """
-    hf_config = load_hf_config(config)
-    try:
-        with torch.device("meta"):
-            lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-                hf_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-            )
-    except (OSError, ValueError) as error:
-        raise _no_model(config.path, error) from error
-    with suppress(OSError):
-        lm.generation_config = GenerationConfig.from_pretrained(config.path)
-    init_buffers(lm, device)
-    return lm.eval()
-
-
-def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
-    """Load a Hugging Face causal LM in float32.
-
-    Raises:
-        ConfigError: if there is no such model, or weights are missing.
-    """
-    try:
-        hf_config = load_hf_config(config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=hf_config,
-            dtype=torch.float32,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise _no_model(config.path, error) from error
-    lm, info = loaded
-    missing = sorted(info.get("missing_keys") or [])
-    missing += sorted(str(key) for key in info.get("mismatched_keys") or [])
-    if missing:
-        raise ConfigError(
-            f"{config.path!r} lacks weights, which would be random: {', '.join(missing[:5])}",
-            key="model.path",
-            expected="a complete causal language model",
-        )
-    return lm
-
-
-def override_config(hf_config: PretrainedConfig, overrides: dict[str, Any]) -> None:
-    """Replace keys of a Hugging Face configuration.
-
-    Raises:
-        ConfigError: for a key that the configuration does not have.
-    """
-    for key, value in overrides.items():
-        if not hasattr(hf_config, key):
-            raise ConfigError(
-                f"a {hf_config.model_type} configuration has no {key!r}",
-                key=f"model.override_config.{key}",
-            )
-        setattr(hf_config, key, value)
-
-
-def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that `model.dtype` means on a device."""
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-
-
-def full_tensor(shard: Tensor) -> Tensor:
-    """Gather a sharded tensor; on one rank, return the shard itself, not a copy.
-
-    A collective: every rank must call it, in the same order.
-    """
-    if not isinstance(shard, DTensor):
-        return shard
-    if shard.device_mesh.size() == 1:
-        return shard.to_local()
-    return shard.full_tensor()
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard; a tensor that is not sharded is returned as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def probe_head(lm: PreTrainedModel) -> HeadTransform:
     """Read a model's transform of its logits, and check it against the model's own logits.
@@ -424,14 +259,6 @@ def _head_agrees(
     ).log_probs
     rounding = torch.finfo(hidden.dtype).eps * float(logits.abs().max())
     return torch.allclose(found, expected.amax(-1), atol=1e-3 + 2 * rounding)
-
-
-def _no_model(path: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"no model can be loaded from {path!r}: {error}",
-        key="model.path",
-        expected="a Hugging Face folder with config.json and safetensors, or a hub name",
-    )
 
 
 def _head(lm: PreTrainedModel) -> nn.Linear:

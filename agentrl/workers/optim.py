@@ -22,7 +22,7 @@ from agentrl.config.schema.training import OptimConfig
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.workers.distributed import World
 from agentrl.workers.muon import StackedMuon
-from agentrl.workers.shards import LocalSlice, local_slice
+from agentrl.workers.shards import LocalSlice, local_slice, local_tensor
 
 _LAYER = re.compile(r"\.\d+\.")
 """In the name of a decoder layer's weight: `model.layers.0.`, `transformer.h.0.`."""
@@ -43,7 +43,7 @@ class TrainedWeight:
         """Give the optimizer the gradient of the backward pass."""
         grad = self.weight.grad
         if grad is not None and not isinstance(self.local, DTensor):
-            grad = _local(grad)
+            grad = local_tensor(grad)
         self.local.grad = grad
 
     def drop_gradient(self) -> None:
@@ -153,7 +153,7 @@ class PolicyOptimizer:
     def state_tensors(self) -> list[Tensor]:
         """Return this rank's moments and counters."""
         states = (state for part in self._parts for state in part.optimizer.state.values())
-        return [_local(value) for state in states for value in state.values()]
+        return [local_tensor(value) for state in states for value in state.values()]
 
     def allocate_state(self, names: Iterable[str], num_steps: int) -> dict[str, LocalSlice]:
         """Replace moments and counters by memory without values, for those of a checkpoint.
@@ -193,7 +193,7 @@ class PolicyOptimizer:
         return {name: part for name, part in self.state_slices().items() if name in set(names)}
 
     def _local_gradients(self) -> list[Tensor]:
-        return [_local(w.weight.grad) for w in self.weights if w.weight.grad is not None]
+        return [local_tensor(w.weight.grad) for w in self.weights if w.weight.grad is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +239,4 @@ def _adamw(weights: list[TrainedWeight], config: OptimConfig) -> torch.optim.Ada
 
 
 def _alias(weight: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_local(weight.detach()))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return nn.Parameter(local_tensor(weight.detach()))

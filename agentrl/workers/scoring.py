@@ -16,9 +16,10 @@ from agentrl.workers.batches import (
     split_micro_batches,
 )
 from agentrl.workers.distributed import World
+from agentrl.workers.load import load_policy
 from agentrl.workers.log_probs import TokenScores
 from agentrl.workers.memory import explain_out_of_memory
-from agentrl.workers.model import PolicyModel, ScoringParams, load_policy
+from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.packing import PackedBatch, PaddedRows, count_tokens
 from agentrl.workers.row_exchange import plan_exchange
 

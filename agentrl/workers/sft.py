@@ -23,7 +23,8 @@ from agentrl.workers.batches import split_micro_batches
 from agentrl.workers.demonstrations import Demonstration, Demonstrations, pad_demonstrations
 from agentrl.workers.distributed import World
 from agentrl.workers.export import export_hf
-from agentrl.workers.model import PolicyModel, ScoringParams, load_policy
+from agentrl.workers.load import load_policy
+from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.optim import PolicyOptimizer
 from agentrl.workers.packing import PaddedRows, count_tokens, partition_balanced
 from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer

@@ -82,3 +82,20 @@ def overlap(
 def byte_view(tensor: Tensor) -> Tensor:
     """View a tensor's elements as bytes, in row-major order."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def full_tensor(shard: Tensor) -> Tensor:
+    """Gather a sharded tensor; on one rank, return the shard itself, not a copy.
+
+    A collective: every rank must call it, in the same order.
+    """
+    if not isinstance(shard, DTensor):
+        return shard
+    if shard.device_mesh.size() == 1:
+        return shard.to_local()
+    return shard.full_tensor()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard; a tensor that is not sharded is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

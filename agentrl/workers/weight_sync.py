@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from agentrl.engines.protocol import FollowsUpdates, SyncFigures
-from agentrl.workers.model import PolicyModel, full_tensor
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.shards import full_tensor
 
 if TYPE_CHECKING:
     from agentrl.engines.protocol import Engine

@@ -19,7 +19,9 @@ from agentrl.engines import ScriptedEngine, TransformersEngine
 from agentrl.engines.protocol import SyncFigures
 from agentrl.errors import ConfigError, EngineError
 from agentrl.trainer.engine_sync import EngineSync
-from agentrl.workers.model import PolicyModel, full_tensor, load_causal_lm, load_policy
+from agentrl.workers.load import load_causal_lm, load_policy
+from agentrl.workers.model import PolicyModel
+from agentrl.workers.shards import full_tensor
 from tests.fakes.runs import CALCULATOR, CALL, put, run_agentrl, scripted, tiny_run, write_yaml
 
 Capture = pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import start_world, stop_world
 from agentrl.workers.export import export_hf
-from agentrl.workers.model import load_causal_lm, load_policy
+from agentrl.workers.load import load_causal_lm, load_policy
 from tests.fakes.plugins import tiny_tokenizer
 from tests.fakes.training import gradients, make_actor, make_batch, random_rows, weights
 

@@ -20,8 +20,10 @@ from agentrl.config.schema.training import FsdpConfig, PolicyLossConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World, start_world, stop_world
-from agentrl.workers.model import PolicyModel, enable_checkpointing, local_tensor
+from agentrl.workers.load import enable_checkpointing
+from agentrl.workers.model import PolicyModel
 from agentrl.workers.offload import OffloadedMemory
+from agentrl.workers.shards import local_tensor
 from tests.fakes.engines import VOCAB_SIZE, tiny_model
 from tests.fakes.training import GradientTrap, Layout, Row, make_actor, make_batch
 

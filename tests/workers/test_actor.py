@@ -13,9 +13,10 @@ from agentrl.protocol import DataProto
 from agentrl.workers.actor import Actor, MetricSums
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import TokenScores
-from agentrl.workers.model import ScoringParams, full_tensor
+from agentrl.workers.model import ScoringParams
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.scoring import Reference
+from agentrl.workers.shards import full_tensor
 from tests.fakes.engines import tiny_model
 from tests.fakes.training import (
     GradientTrap,

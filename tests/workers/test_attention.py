@@ -6,7 +6,7 @@ from agentrl.errors import ConfigError
 from agentrl.workers.attention import PACKED_ATTENTION, check_packable
 from agentrl.workers.attention_plan import AttentionPlan
 from agentrl.workers.distributed import World
-from agentrl.workers.model import enable_checkpointing
+from agentrl.workers.load import enable_checkpointing
 from tests.fakes.engines import VOCAB_SIZE, tiny_model
 
 LENGTHS = (7, 12, 1, 3)

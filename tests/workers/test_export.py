@@ -14,7 +14,7 @@ from agentrl.errors import CheckpointError
 from agentrl.workers import export
 from agentrl.workers.distributed import World
 from agentrl.workers.export import export_hf
-from agentrl.workers.model import load_policy
+from agentrl.workers.load import load_policy
 from tests.fakes.engines import tiny_model
 from tests.fakes.plugins import tiny_tokenizer
 from tests.fakes.training import make_policy, weights

@@ -15,17 +15,10 @@ from agentrl.errors import ConfigError
 from agentrl.workers.batches import read_padded_rows
 from agentrl.workers.distributed import World, resolve_device
 from agentrl.workers.export import export_hf
-from agentrl.workers.model import (
-    PolicyModel,
-    ScoringParams,
-    full_tensor,
-    load_causal_lm,
-    load_hf_config,
-    load_policy,
-    make_mesh,
-    resolve_dtype,
-)
+from agentrl.workers.load import load_causal_lm, load_hf_config, load_policy, resolve_dtype
+from agentrl.workers.model import PolicyModel, ScoringParams, make_mesh
 from agentrl.workers.packing import pack_rows
+from agentrl.workers.shards import full_tensor
 from agentrl.workers.tokenizer import check_tokenizer, load_tokenizer
 from agentrl.workers.weight_sync import sync_weights
 from tests.fakes.engines import tiny_model

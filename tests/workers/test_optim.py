@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from agentrl.config.schema.training import OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
-from agentrl.workers.model import full_tensor
 from agentrl.workers.optim import PolicyOptimizer, make_schedule
+from agentrl.workers.shards import full_tensor
 from tests.fakes.engines import tiny_model
 from tests.fakes.training import make_policy, weights
 

@@ -25,7 +25,8 @@ from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
-from agentrl.workers.model import PolicyModel, check_packed_scores, load_policy
+from agentrl.workers.load import load_policy
+from agentrl.workers.model import PolicyModel, check_packed_scores
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.packing_probe import measure_crossing
 from tests.fakes.engines import tiny_model

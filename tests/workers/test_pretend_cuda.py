@@ -18,7 +18,8 @@ from agentrl.trainer.setup.engine_factory import build_engine
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import RunState, open_checkpoint
 from agentrl.workers.distributed import World, start_world, stop_world
-from agentrl.workers.model import PolicyModel, load_policy
+from agentrl.workers.load import load_policy
+from agentrl.workers.model import PolicyModel
 from agentrl.workers.scoring import Reference, find_implausible
 from agentrl.workers.snapshot import identify, load_run, save_run
 from agentrl.workers.weight_sync import sync_weights

@@ -14,7 +14,7 @@ from agentrl.messages import Message, OpenAIFunctionToolSchema
 from agentrl.quickstart.arithmetic import prepare_arithmetic
 from agentrl.quickstart.tiny_policy import make_tiny_policy, train_tokenizer
 from agentrl.rollout.templates import ChatTemplate, encode_conversation
-from agentrl.workers.model import load_policy
+from agentrl.workers.load import load_policy
 
 CALCULATOR = OpenAIFunctionToolSchema.model_validate(
     {

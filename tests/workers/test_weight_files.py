@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
-from agentrl.workers import model as model_module
+from agentrl.workers import load as load_module
 from agentrl.workers.distributed import World
-from agentrl.workers.model import load_causal_lm, load_policy, make_empty_lm
+from agentrl.workers.load import load_causal_lm, load_policy, make_empty_lm
 from agentrl.workers.weight_files import StoredTensor, WeightFiles, stand_in_weights
 from tests.fakes.engines import tiny_model
 from tests.fakes.torchrun import ranks_of
@@ -44,7 +44,7 @@ def test_weights_and_buffers_are_those_that_transformers_loads(
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     config = ModelConfig(path=str(tmp_path))
     whole = load_causal_lm(config)
-    monkeypatch.setattr(model_module, "load_causal_lm", None)  # not used
+    monkeypatch.setattr(load_module, "load_causal_lm", None)  # not used
     monkeypatch.setattr("agentrl.workers.weight_files.PIECE_BYTES", 1000)
     policy = load_policy(config, world, FsdpConfig())
     assert policy.stored_dtype == dtype

@@ -34,6 +34,7 @@ def train(home: Path, folder: Path, engine: dict[str, Any]) -> None:
         rollout__n=3,
         rollout__engine=engine,
         actor__ppo_mini_batch_size=None,
+        actor__entropy_coeff=1e-3,  # every row is computed, also without a reward
         trainer__rollout_data_dir=f"{folder}/rollouts",
         trainer__collective_timeout_s=240,
     )
