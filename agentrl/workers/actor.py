@@ -211,7 +211,7 @@ class Actor:
         fsdp, is_cpu = config.fsdp_config, policy.world.device.type == "cpu"
         moves_moments = fsdp.optimizer_offload and not fsdp.offload_policy and not is_cpu
         self.optimizer = PolicyOptimizer(
-            policy.named_weights(), config.optim, policy.world, total_steps
+            policy.trained_weights(), config.optim, policy.world, total_steps
         )
         self.offload = OffloadedMemory(self.optimizer.state_tensors) if moves_moments else None
         self.response_budget = response_budget

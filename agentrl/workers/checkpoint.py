@@ -61,7 +61,7 @@ class ModelIdentity:
     architecture: str
     """The Hugging Face class."""
     shapes: dict[str, list[int]]
-    """Shape of every weight."""
+    """Shape of every trained weight."""
 
 
 @with_config(ConfigDict(extra="forbid"))

@@ -155,6 +155,10 @@ class PolicyModel(nn.Module):
         self.release_gathered()
         return self.lm.named_parameters()
 
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the weights that have gradients: what an optimizer and a checkpoint hold."""
+        return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
+
     def release_gathered(self) -> None:
         """Free gathered weights, so that the modules hold the optimizer's shards again.
 

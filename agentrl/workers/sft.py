@@ -102,7 +102,7 @@ def run_sft(
     policy = load_policy(model, world, FsdpConfig())
     check_tokenizer(tokenizer, policy.config)
     dataset = Demonstrations(config, template, tools)
-    optimizer = PolicyOptimizer(policy.named_weights(), config.optim, world, config.steps)
+    optimizer = PolicyOptimizer(policy.trained_weights(), config.optim, world, config.steps)
     policy.train()
     last: SftStep | None = None
     with _open_halves(policy) as halves:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def identify(policy: PolicyModel) -> ModelIdentity:
     """Return the identity of a policy's model."""
-    shapes = {name: list(weight.shape) for name, weight in policy.named_weights()}
+    shapes = {name: list(weight.shape) for name, weight in policy.trained_weights()}
     return ModelIdentity(type(policy.lm).__name__, shapes)
 
 
@@ -207,9 +207,10 @@ def load_run(checkpoint: Checkpoint, actor: Actor) -> RunState:
 
 
 def weight_slices(policy: PolicyModel) -> dict[str, LocalSlice]:
-    """Return this rank's slices of the weights, named as in a checkpoint."""
+    """Return this rank's slices of the trained weights, named as in a checkpoint."""
     return {
-        WEIGHT + name: local_slice(weight, policy.world) for name, weight in policy.named_weights()
+        WEIGHT + name: local_slice(weight, policy.world)
+        for name, weight in policy.trained_weights()
     }
 
 
