@@ -39,9 +39,10 @@ from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.trainer.metrics.step import Timer
-from agentrl.workers.actor import Actor, ComputedLogProbs
+from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World
 from agentrl.workers.scoring import Reference
+from agentrl.workers.update import RowOutputs
 
 CREDIT = "credit"
 """Key of the state in a checkpoint."""
@@ -174,7 +175,7 @@ class Credit:
         return metrics
 
     def add_log_probs_of_update(
-        self, batch: DataProto, found: ComputedLogProbs | None
+        self, batch: DataProto, found: RowOutputs | None
     ) -> dict[str, float]:
         """Add the `old_log_probs` that the update computed, and compare them with the engine's.
 
@@ -190,7 +191,7 @@ class Credit:
         if found is None:
             return {}
         tensors = tensors_of(batch)
-        tensors["old_log_probs"], tensors[IS_COMPUTED] = found.log_probs, found.is_computed
+        tensors["old_log_probs"], tensors[IS_COMPUTED] = found.values, found.is_computed
         names = [*CORRECTED[:2], "response_mask", IS_COMPUTED]
         if not {*names} <= set(tensors.keys()):
             return {}

@@ -46,7 +46,7 @@ from agentrl.trainer.setup.preflight import with_absolute_paths
 from agentrl.trainer.state.last_step import LastCompletedStep
 from agentrl.trainer.state.summary import Summary
 from agentrl.trainer.validation import describe_success, read_outcome, validation_metrics
-from agentrl.workers.actor import UpdateResult
+from agentrl.workers.update import UpdateResult
 
 
 class Trainer:
@@ -178,7 +178,7 @@ class Trainer:
             credit = self.compute_advantages(batch)
             self._interruption.check()
             update = self.update_actor(batch)
-            credit |= parts.credit.add_log_probs_of_update(batch, update.log_probs)
+            credit |= parts.credit.add_log_probs_of_update(batch, update.outputs)
             if update.metrics["actor/optimizer_steps"]:
                 parts.credit.commit()
             # Recorded before the sync: if the engine fails now, the step can still be saved.

@@ -4,9 +4,9 @@ Modules of this package that use these records need no string keys.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -33,20 +33,11 @@ DEVICE_MICRO_BATCH_TOKENS = 16384
 """Matrix products of this number of tokens run at full speed on an accelerator."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRows:
-    """The rows of one update, `[B, T]` each unless said otherwise."""
+    """The rows of one update, with the columns that every update reads."""
 
     padded: PaddedRows
-    old_log_probs: Tensor | None
-    """float32, of the policy before the update; None: those of the update's own forward pass, which
-    are the same in the first optimizer step of a batch."""
-    advantages: Tensor
-    """float32."""
-    ref_log_prob: Tensor | None
-    """float32, of the frozen reference; None if no KL term needs it."""
-    rollout_is_weights: Tensor | None
-    """float32, importance weights of the rollout's correction; None: no correction."""
     row_weights: Tensor | None
     """`[B]` float64, each row's share of its trajectory's tokens; None: 1 each."""
     uids: tuple[Hashable, ...]
@@ -62,11 +53,7 @@ class UpdateRows:
         """`[B, T]`, 1 on trained tokens."""
         return self.padded.response_mask
 
-    def find_signal(self) -> list[bool]:
-        """Return for each row whether a trained token has an advantage."""
-        return (self.advantages.ne(0) & self.response_mask.ne(0)).any(dim=1).tolist()
-
-    def move(self, exchange: RowExchange) -> "UpdateRows":
+    def move(self, exchange: RowExchange) -> Self:
         """Return the rows that this rank computes. A collective."""
         if not exchange.is_needed:
             return self
@@ -74,20 +61,79 @@ class UpdateRows:
             zip(self.uids, self.prompt_indices, self.request_ids, strict=True)
         )
         computed = [keys[row] for row in exchange.computed]
-
-        def send(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else exchange.send(tensor)
-
-        return UpdateRows(
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: exchange.send(column)
+            for name, column in columns.items()
+            if isinstance(column, Tensor)
+        }
+        return replace(
+            self,
+            **moved,
             padded=move_padded_rows(self.padded, exchange),
-            old_log_probs=send(self.old_log_probs),
-            advantages=exchange.send(self.advantages),
-            ref_log_prob=send(self.ref_log_prob),
-            rollout_is_weights=send(self.rollout_is_weights),
-            row_weights=send(self.row_weights),
             uids=tuple(uid for uid, _, _ in computed),
             prompt_indices=tuple(index for _, index, _ in computed),
             request_ids=tuple(name for _, _, name in computed),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRows(UpdateRows):
+    """The rows of an update of the policy, `[B, T]` float32 each."""
+
+    old_log_probs: Tensor | None
+    """Of the policy before the update; None: those of the update's own forward pass, which are the
+    same in the first optimizer step of a batch."""
+    advantages: Tensor
+    ref_log_prob: Tensor | None
+    """Of the frozen reference; None if no KL term needs it."""
+    rollout_is_weights: Tensor | None
+    """Importance weights of the rollout's correction; None: no correction."""
+
+    @classmethod
+    def read(cls, batch: DataProto, *, with_reference: bool) -> Self:
+        """Read the columns of a batch with advantages.
+
+        Args:
+            batch: The rows.
+            with_reference: Whether `ref_log_prob` is needed.
+
+        Raises:
+            DataError: for the first missing column.
+        """
+        return cls(
+            **read_shared_columns(batch),
+            old_log_probs=_optional(batch, "old_log_probs"),
+            advantages=_tensor(batch, "advantages"),
+            ref_log_prob=_tensor(batch, "ref_log_prob") if with_reference else None,
+            rollout_is_weights=_optional(batch, "rollout_is_weights"),
+        )
+
+    def find_signal(self) -> list[bool]:
+        """Return for each row whether a trained token has an advantage."""
+        return (self.advantages.ne(0) & self.response_mask.ne(0)).any(dim=1).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRows(UpdateRows):
+    """The rows of an update of the critic, `[B, T]` float32 each."""
+
+    values: Tensor
+    """Of the critic before the update."""
+    returns: Tensor
+    """What the critic learns."""
+
+    @classmethod
+    def read(cls, batch: DataProto) -> Self:
+        """Read the columns of a batch with values and returns.
+
+        Raises:
+            DataError: for the first missing column.
+        """
+        return cls(
+            **read_shared_columns(batch),
+            values=_tensor(batch, "values"),
+            returns=_tensor(batch, "returns"),
         )
 
 
@@ -115,15 +161,11 @@ def read_groups(batch: DataProto) -> tuple[Hashable, ...]:
     return tuple(batch.non_tensor_batch.get("uid", np.arange(count)).tolist())
 
 
-def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
-    """Read the columns that an update is computed from.
-
-    Args:
-        batch: Rows with advantages.
-        with_reference: Whether `ref_log_prob` is needed.
+def read_shared_columns(batch: DataProto) -> dict[str, Any]:
+    """Read the fields of `UpdateRows`.
 
     Raises:
-        DataError: for the first missing key.
+        DataError: for the first missing column.
     """
     padded = read_padded_rows(batch)
     mask, trajectories = padded.response_mask, _optional(batch, "trajectory_ids")
@@ -133,17 +175,13 @@ def read_update_rows(batch: DataProto, *, with_reference: bool) -> UpdateRows:
     known = _optional(batch, "batch_data_id")
     number = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
     prompt_indices = [number[uid] for uid in uids] if known is None else known.tolist()
-    return UpdateRows(
-        padded=padded,
-        old_log_probs=_optional(batch, "old_log_probs"),
-        advantages=_tensor(batch, "advantages"),
-        ref_log_prob=_tensor(batch, "ref_log_prob") if with_reference else None,
-        rollout_is_weights=_optional(batch, "rollout_is_weights"),
-        row_weights=None if trajectories is None else compute_row_weights(mask, trajectories),
-        uids=uids,
-        prompt_indices=tuple(prompt_indices),
-        request_ids=tuple(str(name) for name in request_ids.tolist()),
-    )
+    return {
+        "padded": padded,
+        "row_weights": None if trajectories is None else compute_row_weights(mask, trajectories),
+        "uids": uids,
+        "prompt_indices": tuple(prompt_indices),
+        "request_ids": tuple(str(name) for name in request_ids.tolist()),
+    }
 
 
 class SampleIndex(NamedTuple):

@@ -40,12 +40,15 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def explain_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
+def explain_out_of_memory(
+    doing: str, packed: PackedBatch, *, section: str = "actor"
+) -> Iterator[None]:
     """Replace an out-of-memory error of the block by one with the micro-batch and remedies.
 
     Args:
         doing: Name of the computation, for the message.
         packed: Its micro-batch.
+        section: The section of the run file that has its keys.
 
     Raises:
         OutOfMemoryError: instead of the error of torch or Python.
@@ -57,7 +60,7 @@ def explain_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
     with _replace_error(
         doing,
         micro_batch=micro_batch,
-        expected="a smaller actor.ppo_max_token_len_per_gpu (a micro-batch holds at least its "
+        expected=f"a smaller {section}.ppo_max_token_len_per_gpu (a micro-batch holds at least its "
         "longest sequence), actor.logits_block_bytes or, for the engine's cache, "
         "rollout.engine.transformers.num_pages; model.enable_gradient_checkpointing=true; "
         "more ranks",
@@ -66,8 +69,11 @@ def explain_out_of_memory(doing: str, packed: PackedBatch) -> Iterator[None]:
 
 
 @contextmanager
-def explain_out_of_memory_in_step() -> Iterator[None]:
+def explain_out_of_memory_in_step(section: str) -> Iterator[None]:
     """Do the same for the optimizer's step; the first step allocates the moments.
+
+    Args:
+        section: The section of the run file that has its keys.
 
     Raises:
         OutOfMemoryError: instead of the error of torch or Python.
@@ -75,7 +81,7 @@ def explain_out_of_memory_in_step() -> Iterator[None]:
     with _replace_error(
         "the optimizer's step",
         expected="memory for two float32 moments of each weight: more ranks, "
-        "actor.fsdp_config.offload_policy=true, or a smaller "
+        f"{section}.fsdp_config.offload_policy=true, or a smaller "
         "rollout.engine.transformers.num_pages",
     ):
         yield

@@ -1,14 +1,14 @@
-"""The policy's module: a Hugging Face causal LM, sharded by FSDP2, that scores packed batches.
+"""Modules that compute packed batches: a Hugging Face causal LM, sharded by FSDP2.
 
 Master weights are float32; the layers compute in FSDP2's mixed precision. All uses of a sharded
-weight are in `PolicyModel.forward`, so that FSDP2 gathers it first.
+weight are in a module's `forward`, so that FSDP2 gathers it first.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +56,21 @@ class ScoringParams:
     """Whether a prefix that rows share is computed once."""
 
 
-class PolicyModel(nn.Module):
-    """A causal LM that computes the scores of the trained tokens of a packed batch.
+Score = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
+"""Computes numbers of the trained tokens, `[n]` each, from the states before them, `[n, H]`, and
+their ids, `[n]`."""
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face causal LM, sharded, of which the body runs on packed batches.
+
+    Subclasses compute something from the last hidden states. Their constructors check the model
+    with stand-in weights, and then call `place`.
 
     Args:
-        lm: The Hugging Face model, float32. Weights that are on another device are moved, layer by
-            layer.
+        lm: The Hugging Face model, float32.
         world: The ranks that shard it.
         compute_dtype: The dtype of its layers.
-        fsdp: Settings of the sharding.
-        files: The weights of a model that is on the meta device; each rank reads its slices.
         stored_dtype: The dtype of an export; None: that of `lm`.
     """
 
@@ -74,9 +79,7 @@ class PolicyModel(nn.Module):
         lm: PreTrainedModel,
         world: World,
         compute_dtype: torch.dtype,
-        fsdp: FsdpConfig,
         *,
-        files: WeightFiles | None = None,
         stored_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -88,31 +91,35 @@ class PolicyModel(nn.Module):
         self.stored_dtype = stored_dtype or lm.dtype
         self.offload: OffloadedMemory | None = None
         self.offloads_activations = False
-        # Before weights are read: no rank has the memory of a gathered weight.
-        with stand_in_weights(lm, world.device, torch.float32):
-            self.transform = probe_head(lm)
-            lm.set_attn_implementation(PACKED_ATTENTION)
-            check_packed_scores(self)
+
+    def place(self, fsdp: FsdpConfig, files: WeightFiles | None) -> None:
+        """Shard the weights, and read those of a model that is on the meta device. A collective.
+
+        Args:
+            fsdp: Settings of the sharding.
+            files: The weights; each rank reads its slices. None: `lm` has them.
+        """
         _shard(self, fsdp)
         if files is not None:
-            with world.raise_on_all_ranks():
-                allocate(self, torch.device("cpu") if fsdp.offload_policy else world.device)
-                files.fill(lm)
-        if fsdp.param_offload and not fsdp.offload_policy and world.device.type != "cpu":
+            with self.world.raise_on_all_ranks():
+                on_host = torch.device("cpu") if fsdp.offload_policy else self.world.device
+                allocate(self, on_host)
+                files.fill(self.lm)
+        if fsdp.param_offload and not fsdp.offload_policy and self.world.device.type != "cpu":
             self.offload = OffloadedMemory(
                 lambda: [local_tensor(weight.detach()) for _, weight in self.named_weights()]
             )
 
-    def forward(self, packed: PackedBatch, params: ScoringParams) -> TokenScores:
-        """Score the trained tokens of a micro-batch, `[N]` each."""
+    def run(self, packed: PackedBatch, score: Score) -> Sequence[Tensor | None]:
+        """Compute numbers of the trained tokens of a micro-batch, `[N]` each."""
         shard = self.world.sequence_shard(packed.input_ids.shape[1])
         if shard is None:
             hidden = self._run_body(packed.input_ids, packed.position_ids, packed.plan)
-            return self._score(hidden[0, packed.head_positions], packed.targets, params)
+            return score(hidden[0, packed.head_positions], packed.targets)
         ids, positions = shard.take(packed.input_ids), shard.take(packed.position_ids)
         hidden = self._run_body(ids, positions, packed.plan, sequence_shard=shard)
         index, columns = shard.find_own(packed.head_positions)
-        own = self._score(hidden[0, columns], packed.targets[index], params)
+        own = score(hidden[0, columns], packed.targets[index])
         return shard.gather_scores(own, index, len(packed.targets))
 
     def _run_body(
@@ -129,22 +136,47 @@ class PolicyModel(nn.Module):
                 **extra,
             ).last_hidden_state
 
-    def _score(self, hidden: Tensor, targets: Tensor, params: ScoringParams) -> TokenScores:
-        head = _head(self.lm)
-        return score_tokens(
-            hidden,
-            head.weight,
-            head.bias,
-            targets,
-            temperature=params.temperature,
-            transform=self.transform,
-            block_bytes=params.logits_block_bytes,
-            with_sum_pi_squared=params.with_sum_pi_squared,
-        )
+    def check_packing(self, score: Callable[[PackedBatch], Tensor]) -> None:
+        """Refuse a model that lets the sequences of a micro-batch change each other. A collective.
 
-    def max_sharing_length(self, params: ScoringParams) -> int:
+        The weights are float32 here, for any compute dtype: in 16 bits, rounding in a deep model is
+        as large as what some models mix.
+
+        Args:
+            score: Computes a number of each trained token, `[N]`, of the size of its nats.
+
+        Raises:
+            ConfigError: with the difference of these numbers.
+        """
+        self.lm.set_attn_implementation(PACKED_ATTENTION)
+        was_training, kernel = self.training, self.kernel
+        sharing = self.max_sharing_length(share_prefixes=True)
+        self.eval()
+        if self.compute_dtype != torch.float32:  # a kernel of 16-bit types; it equals this one
+            self.kernel = SdpaKernel()
+        packed, shared = measure_crossing(
+            score,
+            vocab_size=self.config.vocab_size,
+            device=self.world.device,
+            max_sharing_length=sharing,
+        )
+        self.kernel = kernel
+        self.train(was_training)
+        limit = 5e-4
+        # Not a number: the weights are broken, which the first step reports.
+        if packed > limit or shared > limit:
+            how = "in one micro-batch" if packed > limit else "that share a prefix"
+            raise ConfigError(
+                f"{type(self.lm).__name__}: sequences {how} change each other's log-probabilities, "
+                f"by {max(packed, shared):.2g} nats per token",
+                key="model.path",
+                expected="a model that computes attention by the attention interface of "
+                "transformers and reads position_ids",
+            )
+
+    def max_sharing_length(self, *, share_prefixes: bool) -> int:
         """Return the most tokens of a row that shares prefixes with others; 0: none does."""
-        return max_sharing_length(self.lm, self.kernel) if params.share_prefixes else 0
+        return max_sharing_length(self.lm, self.kernel) if share_prefixes else 0
 
     def on_device(self) -> AbstractContextManager[None]:
         """Have the weights in their own memory while the block runs (`param_offload`)."""
@@ -175,6 +207,56 @@ class PolicyModel(nn.Module):
         return self.lm.config
 
 
+class PolicyModel(PackedModel):
+    """A causal LM that computes the scores of the trained tokens of a packed batch.
+
+    Args:
+        lm: The Hugging Face model, float32. Weights that are on another device are moved, layer by
+            layer.
+        world: The ranks that shard it.
+        compute_dtype: The dtype of its layers.
+        fsdp: Settings of the sharding.
+        files: The weights of a model that is on the meta device; each rank reads its slices.
+        stored_dtype: The dtype of an export; None: that of `lm`.
+    """
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        world: World,
+        compute_dtype: torch.dtype,
+        fsdp: FsdpConfig,
+        *,
+        files: WeightFiles | None = None,
+        stored_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(lm, world, compute_dtype, stored_dtype=stored_dtype)
+        # Before weights are read: no rank has the memory of a gathered weight.
+        with stand_in_weights(lm, world.device, torch.float32):
+            self.transform = probe_head(lm)
+            params = ScoringParams(temperature=1.0)
+            self.check_packing(lambda batch: self(batch, params).log_probs)
+        self.place(fsdp, files)
+
+    def forward(self, packed: PackedBatch, params: ScoringParams) -> TokenScores:
+        """Score the trained tokens of a micro-batch, `[N]` each."""
+        head = _head(self.lm)
+
+        def score(hidden: Tensor, targets: Tensor) -> TokenScores:
+            return score_tokens(
+                hidden,
+                head.weight,
+                head.bias,
+                targets,
+                temperature=params.temperature,
+                transform=self.transform,
+                block_bytes=params.logits_block_bytes,
+                with_sum_pi_squared=params.with_sum_pi_squared,
+            )
+
+        return TokenScores(*cast("TokenScores", self.run(packed, score)))
+
+
 @torch.no_grad()
 def probe_head(lm: PreTrainedModel) -> HeadTransform:
     """Read a model's transform of its logits, and check it against the model's own logits.
@@ -198,41 +280,6 @@ def probe_head(lm: PreTrainedModel) -> HeadTransform:
             expected="plain logits, logit_scale, logits_scaling or final_logit_softcapping",
         )
     return transform
-
-
-def check_packed_scores(policy: PolicyModel) -> None:
-    """Refuse a model that lets the sequences of a micro-batch change each other. A collective.
-
-    The weights are float32 here, for any compute dtype: in 16 bits, rounding in a deep model is as
-    large as what some models mix.
-
-    Raises:
-        ConfigError: with the difference of the log-probabilities.
-    """
-    params, was_training, kernel = ScoringParams(temperature=1.0), policy.training, policy.kernel
-    sharing = policy.max_sharing_length(params)
-    policy.eval()
-    if policy.compute_dtype != torch.float32:  # a kernel of 16-bit types; it equals this one
-        policy.kernel = SdpaKernel()
-    packed, shared = measure_crossing(
-        lambda batch: policy(batch, params).log_probs,
-        vocab_size=policy.config.vocab_size,
-        device=policy.world.device,
-        max_sharing_length=sharing,
-    )
-    policy.kernel = kernel
-    policy.train(was_training)
-    limit = 5e-4
-    # Not a number: the weights are broken, which the first step reports.
-    if packed > limit or shared > limit:
-        how = "in one micro-batch" if packed > limit else "that share a prefix"
-        raise ConfigError(
-            f"{type(policy.lm).__name__}: sequences {how} change each other's log-probabilities, "
-            f"by {max(packed, shared):.2g} nats per token",
-            key="model.path",
-            expected="a model that computes attention by the attention interface of transformers "
-            "and reads position_ids",
-        )
 
 
 def _skip_body(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
@@ -290,38 +337,38 @@ def make_mesh(world: World, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(policy: PolicyModel, fsdp: FsdpConfig) -> None:
+def _shard(model: PackedModel, fsdp: FsdpConfig) -> None:
     """Shard each decoder layer, then the rest (embeddings, last norm, head) as one group.
 
     FSDP2 copies every weight for the forward pass and every gradient after the backward pass, also
     on one rank. If a single rank computes in the dtype of its weights, nothing is sharded.
     """
-    low = policy.compute_dtype != torch.float32
-    if policy.world.is_alone and not low and not fsdp.offload_policy:
-        if policy.lm.device.type != "meta":
-            nn.Module.to(policy.lm, policy.world.device)
+    low = model.compute_dtype != torch.float32
+    if model.world.is_alone and not low and not fsdp.offload_policy:
+        if model.lm.device.type != "meta":
+            nn.Module.to(model, model.world.device)
         return
     shared: dict[str, Any] = {
-        "mesh": make_mesh(policy.world, fsdp.fsdp_size),
+        "mesh": make_mesh(model.world, fsdp.fsdp_size),
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=policy.compute_dtype if low else None,
+            param_dtype=model.compute_dtype if low else None,
             reduce_dtype=torch.float32 if low else None,
         ),
     }
     if fsdp.offload_policy:
-        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=policy.world.device.type == "cuda")
-    layer_types = set(policy.lm._no_split_modules or [])
-    for module in list(policy.lm.modules()):
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=model.world.device.type == "cuda")
+    layer_types = set(model.lm._no_split_modules or [])
+    for module in list(model.lm.modules()):
         if type(module).__name__ in layer_types:
             fully_shard(module, reshard_after_forward=fsdp.reshard_after_forward, **shared)
     # The backward pass begins with the head, so the last group stays gathered until then.
-    fully_shard(policy, reshard_after_forward=False, **shared)
-    if any(isinstance(one, nn.ModuleList) for one in _experts(policy.lm)):
+    fully_shard(model, reshard_after_forward=False, **shared)
+    if any(isinstance(one, nn.ModuleList) for one in _experts(model.lm)):
         # An expert without a token has no gradient, and the ranks would reduce different sizes.
-        reduce_unused = getattr(policy, "set_reduce_scatter_unused_params", None)
-        if reduce_unused is None and not policy.world.is_alone:
+        reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
+        if reduce_unused is None and not model.world.is_alone:
             raise ConfigError(
-                f"{type(policy.lm).__name__} has one module for each expert, which torch "
+                f"{type(model.lm).__name__} has one module for each expert, which torch "
                 f"{torch.__version__} cannot train on several ranks",
                 key="model.path",
                 expected="torch 2.13 or later, or one rank",

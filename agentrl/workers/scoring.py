@@ -59,7 +59,7 @@ def score_rows(
     found: list[tuple[PackedBatch, TokenScores]] = []
     policy.eval()
     try:
-        sharing = policy.max_sharing_length(params)
+        sharing = policy.max_sharing_length(share_prefixes=params.share_prefixes)
         micros = split_micro_batches(
             rows, range(shape[0]), budget, policy.world, max_sharing_length=sharing
         )

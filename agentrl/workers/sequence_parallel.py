@@ -10,6 +10,7 @@ Shape key: P ranks of the group, S packed tokens, s = ceil(S / P), H heads, D he
 positions.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from agentrl.errors import ConfigError
-from agentrl.workers.log_probs import TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +86,25 @@ class SequenceShard:
         index = (positions // self.width == self.rank).nonzero().flatten()
         return index, positions[index] - self.rank * self.width
 
-    def gather_scores(self, own: TokenScores, index: Tensor, num_positions: int) -> TokenScores:
+    def gather_scores(
+        self, own: Iterable[Tensor | None], index: Tensor, num_positions: int
+    ) -> list[Tensor]:
         """Give every rank the scores of all positions.
 
         The gradient is not exchanged: each rank computes the same loss from the same scores, and
         its gradient is that of its own tokens. The sum over the ranks is the gradient of the loss.
 
         Args:
-            own: `[n]`, of this rank's positions.
+            own: `[n]` each, of this rank's positions; None is left out.
             index: `[n]`, from `find_own`.
             num_positions: N.
 
         Returns:
-            `[N]`.
+            `[N]` each.
         """
         columns = torch.stack([scores for scores in own if scores is not None])
         gathered = _GatherScores.apply(columns, index, num_positions, self.group)
-        return TokenScores(*(scores.clone() for scores in gathered))
+        return [scores.clone() for scores in gathered]
 
 
 class _AllToAll(torch.autograd.Function):

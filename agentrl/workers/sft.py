@@ -135,7 +135,7 @@ def _micro_batch_losses(
 ) -> Iterator[Tensor]:
     """Compute the share that the rows `index` have in the weighted mean loss, by micro-batch."""
     world, params = policy.world, ScoringParams(temperature=1.0)
-    sharing = policy.max_sharing_length(params)
+    sharing = policy.max_sharing_length(share_prefixes=params.share_prefixes)
     for packed in split_micro_batches(rows, index, None, world, max_sharing_length=sharing):
         scores = policy(packed, params)
         own = weights[list(packed.row_index)] if packed.row_index else weights[:0]
@@ -157,7 +157,7 @@ def _open_halves(policy: PolicyModel) -> Iterator[ThreadPoolExecutor | None]:
     )
     small = world.device.type == "cpu" and hidden_size <= _SMALL_HIDDEN_SIZE
     plain = world.is_alone and not isinstance(policy, FSDPModule)
-    draws = not policy.max_sharing_length(ScoringParams(temperature=1.0))
+    draws = not policy.max_sharing_length(share_prefixes=True)
     if num_threads == 1 or not small or not plain or draws:
         yield None
         return

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from agentrl.atomic_io import restore_all_replaced
 from agentrl.errors import CheckpointError
-from agentrl.workers.actor import Actor, ActorCounters
+from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import (
     SUPERSEDED,
     WEIGHT,
@@ -24,6 +24,7 @@ from agentrl.workers.distributed import World
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import capture_random_state, restore_random_state
 from agentrl.workers.shards import LocalSlice, local_slice
+from agentrl.workers.update import UpdateCounters
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -194,13 +195,13 @@ def load_run(checkpoint: Checkpoint, actor: Actor) -> RunState:
     """
     checkpoint.check_model(identify(actor.policy))
     state = checkpoint.state
-    counters = ActorCounters(**state.actor)
+    counters = UpdateCounters(**state.actor)
     moments = [name for name in checkpoint.manifest.tensors if not name.startswith(WEIGHT)]
     with actor.on_device():
         targets = actor.optimizer.allocate_state(moments, counters.num_optimizer_steps)
         targets |= weight_slices(actor.policy)
         on_every_rank(actor.world, lambda: checkpoint.read(targets))
-    actor.num_updates = counters.num_updates
+    actor.updater.num_updates = counters.num_updates
     if actor.world.rank < len(state.random):
         restore_random_state(state.random[actor.world.rank])
     return state

@@ -10,13 +10,14 @@ from agentrl.algorithms.kl import kl_penalty
 from agentrl.config.schema.training import OptimConfig
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
-from agentrl.workers.actor import Actor, MetricSums
+from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import TokenScores
 from agentrl.workers.model import ScoringParams
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.scoring import Reference
 from agentrl.workers.shards import full_tensor
+from agentrl.workers.update import MetricSums
 from tests.fakes.engines import tiny_model
 from tests.fakes.training import (
     GradientTrap,
@@ -232,11 +233,11 @@ def test_old_log_probs_of_the_update_give_the_gradients_of_a_pass_before_it(
     ]
     assert_close(*(packed_gradients(actor, one, 0.8)
                    for actor, one in zip(actors, (batch, without), strict=True)))  # fmt: skip
-    found = actors[1].update_policy(without, temperature=0.8).log_probs
+    found = actors[1].update_policy(without, temperature=0.8).outputs
     assert found is not None
     assert found.is_computed.any()
     expected = torch.where(found.is_computed[:, None], before, 0.0)
-    assert torch.allclose(found.log_probs, expected, atol=1e-6)
+    assert torch.allclose(found.values, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{"ppo_epochs": 2}, {"ppo_mini_batch_size": 1}])

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workers.batches import (
+    PolicyRows,
     SampleIndex,
-    UpdateRows,
     read_padded_rows,
-    read_update_rows,
     shard_samples,
     split_micro_batches,
     split_mini_batches,
@@ -33,11 +32,11 @@ class KnownWorld:
         return self.others
 
 
-def rows_of(uids: Sequence[str], places: Sequence[int] | None = None) -> UpdateRows:
+def rows_of(uids: Sequence[str], places: Sequence[int] | None = None) -> PolicyRows:
     batch = make_batch([Row([1], [2], [1], uid) for uid in uids])
     if places is not None:
         batch.batch["batch_data_id"] = torch.tensor(places)
-    return read_update_rows(batch, with_reference=False)
+    return PolicyRows.read(batch, with_reference=False)
 
 
 def test_mini_batches_count_prompts_and_keep_groups_whole(world: World):

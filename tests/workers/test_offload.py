@@ -27,7 +27,7 @@ def test_moments_are_in_the_host_between_updates(world: World):
         torch.manual_seed(0)
         actor = Actor(make_policy(world), ActorConfig(), total_steps=9, response_budget=16)
         if offloads:
-            actor.offload = OffloadedMemory(actor.optimizer.state_tensors)
+            actor.updater.offload = OffloadedMemory(actor.optimizer.state_tensors)
         for seed in range(2):
             rows = make_batch(random_rows(4, seed=seed))
             rows.batch["old_log_probs"] = torch.zeros_like(rows.batch["advantages"])

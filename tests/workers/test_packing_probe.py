@@ -26,7 +26,7 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
 from agentrl.workers.load import load_policy
-from agentrl.workers.model import PolicyModel, check_packed_scores
+from agentrl.workers.model import PolicyModel, ScoringParams
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.packing_probe import measure_crossing
 from tests.fakes.engines import tiny_model
@@ -89,10 +89,13 @@ def test_shared_prefix_is_compared_too(world: World):
             alone = type(plan)(plan.lengths)
             return kernel(query, key, value, alone, window, scale)
 
-    check_packed_scores(policy)
+    def score(packed: PackedBatch) -> torch.Tensor:
+        return policy(packed, ScoringParams(temperature=1.0)).log_probs
+
+    policy.check_packing(score)
     kernel, policy.kernel = policy.kernel, NoPrefix()
     with pytest.raises(ConfigError, match="sequences that share a prefix change"):
-        check_packed_scores(policy)
+        policy.check_packing(score)
 
 
 def test_every_row_is_compared():

@@ -102,8 +102,8 @@ def _named_loss(given: Any) -> Any:
     return {"loss_mode": given} if isinstance(given, str) else given
 
 
-class ActorConfig(Section):
-    """The update of the policy."""
+class UpdateConfig(Section):
+    """The update of a model: mini-batches, micro-batches, optimizer, sharding."""
 
     ppo_mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts (not samples) of one optimizer step, over all ranks; null: the whole batch."""
@@ -112,9 +112,25 @@ class ActorConfig(Section):
     4,096 there if rows share prefixes, else 16,384, and the longest row if that is more."""
     share_prefixes: bool = True
     """Compute the tokens with which several rows begin (the prompt of a group, and more) once, in
-    log-probabilities and update; not in rows longer than a sliding window, and not with dropout."""
+    each pass; not in rows longer than a sliding window, and not with dropout."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How the losses of tokens become one number (docs/algorithms/policy_losses.md)."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
+    shuffle: bool = False
+    """Draw mini-batches in random order (seeded), not in the order of the batch."""
+    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that compute each sequence together, a part of its tokens each, for sequences that are
+    longer than one device can hold; a divisor of the number of ranks and of attention heads."""
+    optim: OptimConfig = OptimConfig()
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+
+class ActorConfig(UpdateConfig):
+    """The update of the policy."""
+
     clip_ratio: float = Field(default=0.2, gt=0)
     """Symmetric clip, if the two keys below are null."""
     clip_ratio_low: float | None = Field(default=None, gt=0)
@@ -129,8 +145,6 @@ class ActorConfig(Section):
     """`sapo`: temperature of the gate if the advantage is positive."""
     tau_neg: float = Field(default=1.05, gt=0)
     """`sapo`: temperature of the gate if it is not."""
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How the losses of tokens become one number (docs/algorithms/policy_losses.md)."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False
@@ -139,21 +153,12 @@ class ActorConfig(Section):
     """Weight of the KL to the reference in the loss; read under `use_kl_loss`."""
     kl_loss_type: KlLossType = "k3"
     """Estimate of the KL; `<name>+` has the value of `<name>` and the gradient of k2."""
-    grad_clip: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient."""
     max_skipped_updates: int | None = Field(default=5, ge=1)
     """End the run after this many updates in a row without an optimizer step, because no loss or
     gradient was finite; null: continue."""
-    shuffle: bool = False
-    """Draw mini-batches in random order (seeded), not in the order of the batch."""
     logits_block_bytes: int | None = Field(default=None, ge=1)
     """Bytes of one block of logits (trained positions times vocabulary); null: 2 MiB on a CPU,
     so that a block fits into the cache, else 256 MiB."""
-    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that compute each sequence together, a part of its tokens each, for sequences that are
-    longer than one device can hold; a divisor of the number of ranks and of attention heads."""
-    optim: OptimConfig = OptimConfig()
-    fsdp_config: FsdpConfig = FsdpConfig()
 
 
 class RefConfig(Section):

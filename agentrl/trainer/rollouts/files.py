@@ -30,8 +30,8 @@ from agentrl.rewards import combine_rewards
 from agentrl.rollout.records import to_plain
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.run_logger import RunLogger
-from agentrl.workers.actor import SkippedStep
 from agentrl.workers.distributed import World
+from agentrl.workers.update import SkippedStep
 
 LINE_VERSION = 1
 """Version of a line; the request in it has its own (`RECORD_VERSION`)."""

@@ -5,8 +5,9 @@ from typing import Any
 
 from agentrl.data.order import DataOrder
 from agentrl.trainer.state.summary import Summary
-from agentrl.workers.actor import Actor, ActorCounters
+from agentrl.workers.actor import Actor
 from agentrl.workers.rng import RandomState, capture_random_state, restore_random_state
+from agentrl.workers.update import UpdateCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class StepSnapshot:
     """State of the data's order."""
     random: RandomState
     """Random state of this rank."""
-    counters: ActorCounters
+    counters: UpdateCounters
 
 
 class LastCompletedStep:

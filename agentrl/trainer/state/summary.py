@@ -9,7 +9,7 @@ from typing import Self
 from agentrl.atomic_io import atomic_file
 from agentrl.errors import TrainingError
 from agentrl.trainer.metrics.sinks import has_no_signal
-from agentrl.workers.actor import UpdateResult
+from agentrl.workers.update import UpdateResult
 
 
 @dataclass(slots=True)

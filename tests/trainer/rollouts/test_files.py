@@ -23,7 +23,7 @@ from agentrl.trainer.rollouts.files import (
     rollout_path,
     save_rollouts,
 )
-from agentrl.workers.actor import BrokenRow, SkippedStep
+from agentrl.workers.update import BrokenRow, SkippedStep
 from tests.fakes.finished_requests import finished_requests, make_tool_request
 
 
@@ -57,7 +57,7 @@ def test_values_that_cannot_be_sent_are_saved_as_text(tmp_path: Path):
     assert [one.batch_data_id for one in saved] == [0, 0, 1, 1]
     assert "lock object" in saved[2].reward_extra_info["lock"]
     rows = (BrokenRow(first.request_id, {"log_probs": (1,)}),)
-    skip = SkippedStep(update=2, mini_batch=0, loss=math.nan, grad_norm=1.0, rows=rows)
+    skip = SkippedStep("actor", update=2, mini_batch=0, loss=math.nan, grad_norm=1.0, rows=rows)
     files.save_skipped(3, [first], [skip])
     skipped = list(read_trajectories(rollout_path(tmp_path / "skipped", 3)))
     assert [one.skipped.not_finite for one in skipped if one.skipped] == 2 * [{"log_probs": [1]}]
