@@ -16,6 +16,7 @@ from agentrl.config.conflicts import longest_sequence
 from agentrl.config.schema.engine import EngineName
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.report import Checked, SkipCheckError
+from agentrl.engines.attention_shape import AttentionShape
 from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
 from agentrl.trainer.setup.engine_factory import choose_engine
 from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_TOKENS
@@ -61,20 +62,19 @@ class ModelSize:
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
         inner = [weight for layer in layers for weight in layer.parameters() if weight.ndim > 1]
-        values: Mapping[str, Any] = config.to_dict()
-        heads = values["num_attention_heads"]
-        head_dim = values.get("head_dim") or values["hidden_size"] // heads
-        experts = values.get("num_experts_per_tok") or 1
-        width = values.get("moe_intermediate_size") or values.get("intermediate_size")
+        attention = AttentionShape.of(config)
+        experts = getattr(config, "num_experts_per_tok", None) or 1
+        width = getattr(config, "moe_intermediate_size", None)
+        width = width or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         return cls(
             num_weights=sum(weight.numel() for weight in model.parameters()),
             layer_weights=max(sizes),
             matrix_weights=sum(weight.numel() for weight in inner),
             num_layers=len(layers),
-            hidden=values["hidden_size"],
-            intermediate=experts * (width or 4 * values["hidden_size"]),
-            query_width=heads * head_dim,
-            key_width=(values.get("num_key_value_heads") or heads) * head_dim,
+            hidden=config.hidden_size,
+            intermediate=experts * width,
+            query_width=attention.query_width,
+            key_width=attention.key_width,
         )
 
 
@@ -336,7 +336,7 @@ def check_memory(config: RunConfig) -> Checked[None]:
     """
     try:
         size = ModelSize.of(load_hf_config(config.model))
-    except (KeyError, ValueError) as error:
+    except (AttributeError, ValueError) as error:
         raise SkipCheckError(f"no arithmetic for this kind of model: {error!r}") from error
     machine = this_machine(config)
     engine = choose_engine(config)

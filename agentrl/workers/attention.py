@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.workers.attention_kernels import PackedKernel, SdpaKernel
+from agentrl.workers.attention_kernels import AttentionInputs, PackedKernel, SdpaKernel
 from agentrl.workers.attention_plan import AttentionPlan
 from agentrl.workers.sequence_parallel import SequenceShard
 
@@ -105,12 +105,13 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if dropout or not isinstance(kernel, PackedKernel):
         kernel = SdpaKernel(dropout)
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    parts = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     shard = kwargs.get("sequence_shard")
     if not isinstance(shard, SequenceShard):
-        return kernel(query, key, value, plan, window, scale)[None], None
-    query, key, value = map(shard.scatter_heads, (query, key, value))
-    return shard.gather_heads(kernel(query, key, value, plan, window, scale))[None], None
+        return kernel(AttentionInputs(*parts, plan=plan, window=window, scale=scale))[None], None
+    parts = map(shard.scatter_heads, parts)
+    out = kernel(AttentionInputs(*parts, plan=plan, window=window, scale=scale))
+    return shard.gather_heads(out)[None], None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

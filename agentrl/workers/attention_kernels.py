@@ -2,14 +2,15 @@
 
 import logging
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PretrainedConfig
 
+from agentrl.engines.attention_shape import AttentionShape
 from agentrl.workers.attention_flash import (
     CpuFlash,
     FlashBackend,
@@ -22,6 +23,23 @@ from agentrl.workers.attention_plan import AttentionPlan
 logger = logging.getLogger(__name__)
 
 
+class AttentionInputs(NamedTuple):
+    """Packed tokens, and who attends to whom."""
+
+    query: Tensor
+    """`[S, H, D]`."""
+    key: Tensor
+    """`[S, H_kv, D]`."""
+    value: Tensor
+    """`[S, H_kv, D_v]`."""
+    plan: AttentionPlan
+    window: int | None
+    """Tokens that a query sees, with its own; None: all. Segments that share a prefix are not
+    longer."""
+    scale: float
+    """Factor of the scores."""
+
+
 @runtime_checkable
 class PackedKernel(Protocol):
     """Attention of packed tokens."""
@@ -30,29 +48,8 @@ class PackedKernel(Protocol):
     shares: bool
     """Whether shared prefixes are fast."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        window: int | None,
-        scale: float,
-    ) -> Tensor:
-        """Attend as the plan says.
-
-        Args:
-            query: `[S, H, D]`.
-            key: `[S, H_kv, D]`.
-            value: `[S, H_kv, D_v]`.
-            plan: Who attends to whom.
-            window: Tokens that a query sees, with its own; None: all. Segments that share a prefix
-                are not longer.
-            scale: Factor of the scores.
-
-        Returns:
-            `[S, H, D_v]`.
-        """
+    def __call__(self, given: AttentionInputs) -> Tensor:
+        """Attend as the plan says; returns `[S, H, D_v]`."""
         ...
 
 
@@ -65,16 +62,9 @@ class FlashKernel:
         self.name = name
         self.flash = flash
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        window: int | None,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, given: AttentionInputs) -> Tensor:
         """Attend as the plan says."""
+        query, key, value, plan, window, scale = given
         # The kernels have one size for keys and values; a smaller value is filled up with zeros.
         size = value.shape[-1]
         value = pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
@@ -92,26 +82,55 @@ class FlexKernel:
     name = "flex_attention"
     shares = True
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        window: int | None,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, given: AttentionInputs) -> Tensor:
         """Attend as the plan says."""
+        query, key, value, plan, window, scale = given
         at = (self.name, window, query.device)
         mask = plan.cache.get(at)
         if mask is None:
-            sees, size = plan.see(window, query.device), plan.ends[-1]
-            mask = create_block_mask(sees, None, None, size, size, device=str(query.device))
-            plan.cache[at] = mask
+            mask = plan.cache[at] = make_block_mask(plan, window, query.device)
         attend = _compiled_flex() if query.is_cuda else flex_attention
         query, key, value = map(batched, (query, key, value))
         out: Any = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+
+def make_block_mask(
+    plan: AttentionPlan, window: int | None, device: torch.device, *, block_size: int = 128
+) -> BlockMask:
+    """Return what `create_block_mask` does, without a table of all pairs of tokens.
+
+    A block of queries may have keys that it only masks, if a window ends within a shared prefix.
+    """
+    size = plan.ends[-1]
+    num_blocks = -(-size // block_size)
+    first = torch.arange(num_blocks, device=device) * block_size
+    last = first + block_size - 1
+    lengths = torch.tensor([*plan.lengths, num_blocks * block_size - size], device=device)
+    until = torch.tensor([*plan.family_ends, size], device=device).repeat_interleave(lengths)
+    until = until.view(num_blocks, block_size)
+    below = first[:, None] > first  # [query blocks, key blocks]
+    some = below & (until.amax(1) > first[:, None])
+    every = below & (until.amin(1) > last[:, None])
+    if window is not None:
+        # At most the distance in a sequence, and less only in one that shares a prefix.
+        every &= last[:, None] - first < window
+        if not plan.generations:
+            some &= first[:, None] - last < window
+    some |= torch.eye(num_blocks, dtype=torch.bool, device=device)
+    some &= ~every
+
+    def in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        index = blocks.int().argsort(dim=1, descending=True, stable=True)
+        return blocks.sum(1, dtype=torch.int32)[None, None], index.int()[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *in_order(some),
+        *in_order(every),
+        BLOCK_SIZE=block_size,
+        mask_mod=plan.see(window, device),
+        seq_lengths=(size, size),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -131,16 +150,9 @@ class SdpaKernel:
     def __init__(self, dropout: float = 0.0) -> None:
         self.dropout = dropout
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        window: int | None,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, given: AttentionInputs) -> Tensor:
         """Attend as the plan says."""
+        query, key, value, plan, window, scale = given
         lengths = [plan.ends[-1]] if plan.generations else list(plan.lengths)
         parts = list[Tensor]()
         for q, k, v in zip(*(one.split(lengths) for one in (query, key, value)), strict=True):
@@ -197,17 +209,18 @@ def _distance_to_reference(
     kernel: PackedKernel, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> float:
     """Return the largest difference of results and gradients, for random inputs and both masks."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # A model without heads does not call the kernel; it is refused for mixing sequences.
+    has_heads = hasattr(config, "num_attention_heads")
+    shape = AttentionShape.of(config) if has_heads else AttentionShape(1, 1, 16)
+    heads, groups, size = shape
     draw = torch.Generator().manual_seed(0)
     shapes = [(_PROBED.ends[-1], count, size) for count in (heads, groups, groups, heads)]
     query, key, value, weight = (torch.randn(one, generator=draw) for one in shapes)
 
     def run(one: PackedKernel, plan: AttentionPlan, window: int | None) -> list[Tensor]:
-        inputs = [part.to(device, dtype).requires_grad_() for part in (query, key, value)]
-        out = one(inputs[0], inputs[1], inputs[2], plan, window, size**-0.5)
-        grads = torch.autograd.grad(out, inputs, weight.to(out))
+        parts = [part.to(device, dtype).requires_grad_() for part in (query, key, value)]
+        out = one(AttentionInputs(*parts, plan=plan, window=window, scale=size**-0.5))
+        grads = torch.autograd.grad(out, parts, weight.to(out))
         return [out.detach(), *grads]
 
     apart = 0.0

@@ -1,16 +1,19 @@
 """FlashAttention on a CPU: torch's operators, and a package `flash_attn`.
 
-As the real ones, they refuse float32.
+As the real ones, `KERNELS` and the package refuse float32.
 """
 
 import sys
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel, modeling_flash_attention_utils
@@ -60,10 +63,12 @@ class _Part:
 
 
 def _parts(
-    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], causal: bool, rest: Any
-) -> Iterator[tuple[slice, slice, _Part]]:
-    check_dtype(query)
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int], causal: bool, rest: Any,
+) -> Iterator[tuple[slice, slice, _Part]]:  # fmt: skip
     assert all(one.dtype == torch.int32 for one in ends)
+    assert [int(one[-1]) for one in ends] == [len(query), len(key)]
+    assert tuple(int(one.diff().max()) for one in ends) == longest
     left = rest.get("window_size_left")
     for start, end, key_start, key_end in zip(
         *(one[cut].tolist() for one in ends for cut in (slice(-1), slice(1, None))), strict=True
@@ -77,12 +82,13 @@ def _parts(
 
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor,
-    _max_q: int, _max_k: int, _dropout: float, causal: bool, *_: Any, **rest: Any,
+    max_q: int, max_k: int, _dropout: float, causal: bool, *_: Any, **rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `aten::_flash_attention_forward` of packed sequences."""
+    ends, longest = (ends_q, ends_k), (max_q, max_k)
     out = torch.empty_like(query)
     logsumexp = torch.empty(query.shape[1], query.shape[0])
-    for rows, _keys, part in _parts(query, key, value, (ends_q, ends_k), causal, rest):
+    for rows, _keys, part in _parts(query, key, value, ends, longest, causal, rest):
         result, logsumexp[:, rows] = part.attend()
         out[rows] = result.to(out.dtype)
     unused = torch.empty(2, dtype=torch.uint64)
@@ -91,12 +97,13 @@ def flash_forward(
 
 def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    ends_q: Tensor, ends_k: Tensor, _max_q: int, _max_k: int, _dropout: float, causal: bool,
+    ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, _dropout: float, causal: bool,
     *_: Any, **rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `aten::_flash_attention_backward` of packed sequences."""
+    ends, longest = (ends_q, ends_k), (max_q, max_k)
     grads = tuple(torch.zeros_like(one) for one in (query, key, value))
-    for rows, keys, part in _parts(query, key, value, (ends_q, ends_k), causal, rest):
+    for rows, keys, part in _parts(query, key, value, ends, longest, causal, rest):
         found = part.differentiate(grad[rows], out[rows], logsumexp[:, rows])
         for whole, index, one in zip(grads, (rows, keys, keys), found, strict=True):
             heads = whole.shape[1]
@@ -104,11 +111,37 @@ def flash_backward(
     return grads
 
 
-KERNELS = {
+def _of_16_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(query: Tensor, *rest: Any, **options: Any) -> Any:
+        check_dtype(query)
+        return kernel(query, *rest, **options)
+
+    return checked
+
+
+_PLAIN_KERNELS = {
     "_flash_attention_forward": flash_forward,
     "_flash_attention_backward": flash_backward,
 }
+KERNELS = {name: _of_16_bits(kernel) for name, kernel in _PLAIN_KERNELS.items()}
 """Operators of CUDA, by name."""
+
+
+@contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Have the operators of CUDA on a CPU, in any dtype, and the gradient of `flex_attention`.
+
+    Torch has code for that gradient on a CPU, and refuses to use it.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in _PLAIN_KERNELS.items():
+        library.impl(name, kernel, "CPU")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # of its tracing
+        patch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+        yield
+    library._destroy()
 
 
 def install_flash_attention(patch: pytest.MonkeyPatch) -> list[int]:

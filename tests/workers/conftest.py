@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from agentrl.workers.distributed import World, start_world, stop_world
+from tests.fakes.flash_attention import kernels_of_cuda
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +15,10 @@ def world() -> Iterator[World]:
     yield start_world("cpu", timeout_s=60)
     stop_world()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cuda_kernels() -> Iterator[None]:
+    """Have the attention kernels of CUDA on a CPU."""
+    with kernels_of_cuda():
+        yield

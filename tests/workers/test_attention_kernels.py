@@ -1,8 +1,5 @@
 """Every kernel of packed attention gives the results and gradients of plain attention."""
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,11 +9,13 @@ from transformers import Qwen2Config
 
 from agentrl.workers.attention_flash import CpuFlash, VarlenFlash
 from agentrl.workers.attention_kernels import (
+    AttentionInputs,
     FlashKernel,
     FlexKernel,
     PackedKernel,
     SdpaKernel,
     choose_kernel,
+    make_block_mask,
 )
 from agentrl.workers.attention_plan import AttentionPlan
 
@@ -35,7 +34,7 @@ def attend(
     inputs = [
         torch.randn(plan.ends[-1], *shape, generator=draw).requires_grad_() for shape in shapes
     ]
-    out = kernel(*inputs, plan, window, 0.3)
+    out = kernel(AttentionInputs(*inputs, plan, window, 0.3))
     weight = torch.randn(out.shape, generator=draw)
     return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
 
@@ -109,88 +108,13 @@ def test_values_may_be_smaller_than_keys():
     assert_equal(found, attend(SdpaKernel(), TREE, value_size=8))
 
 
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("window", [None, 6])
 def test_flex_attention_equals_plain_attention(window: int | None):
-    # It has no backward pass on a CPU.
-    draw = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(TREE.ends[-1], heads, 16, generator=draw) for heads in (4, 2, 2)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = FlexKernel()(*inputs, TREE, window, 0.3)
-    assert torch.allclose(found, SdpaKernel()(*inputs, TREE, window, 0.3), atol=5e-6)
+    assert_equal(attend(FlexKernel(), TREE, window), attend(SdpaKernel(), TREE, window))
 
 
-@pytest.fixture
-def varlen_on_cpu() -> Iterator[None]:
-    """Give the operators of the CUDA kernel a plain implementation on a CPU."""
-
-    def dense(
-        query: Tensor, key: Tensor, causal: bool, scale: float, left: int, right: int
-    ) -> Tensor:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-        distance = torch.arange(len(query))[:, None] - torch.arange(len(key))
-        hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
-        hidden = hidden | ((distance > left) if left >= 0 else hidden)
-        hidden = hidden | ((-distance > right) if right >= 0 else hidden)
-        return scores.masked_fill(hidden, -torch.inf)
-
-    def forward(
-        query, key, value, ends_q, ends_k, max_q, max_k, dropout, causal, debug, *,
-        scale=None, window_size_left=None, window_size_right=None, seqused_k=None,
-        alibi_slopes=None, block_table=None, num_splits=None,
-    ):  # fmt: skip
-        assert (ends_q.dtype, ends_k.dtype) == (torch.int32, torch.int32)
-        assert (int(ends_q[-1]), int(ends_k[-1])) == (len(query), len(key))
-        assert (int(ends_q.diff().max()), int(ends_k.diff().max())) == (max_q, max_k)
-        outs, sums = [], []
-        value = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        for (q0, q1), (k0, k1) in zip(
-            torch.stack([ends_q[:-1], ends_q[1:]], 1).tolist(),
-            torch.stack([ends_k[:-1], ends_k[1:]], 1).tolist(),
-            strict=True,
-        ):
-            scores = dense(
-                query[q0:q1], key[k0:k1], causal, scale, window_size_left, window_size_right
-            )
-            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[k0:k1]))
-            sums.append(scores.logsumexp(-1))
-        empty = torch.empty(0)
-        return torch.cat(outs), torch.cat(sums, 1), empty, empty, empty
-
-    def backward(
-        grad, query, key, value, out, logsumexp, ends_q, ends_k, max_q, max_k, dropout, causal,
-        seed, unused, *, scale=None, window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
-        copies = query.shape[1] // key.shape[1]
-        grads = [torch.zeros_like(one) for one in (query, key, value)]
-        delta = (grad * out).sum(-1).T
-        for q0, q1, k0, k1 in zip(
-            *(x.tolist() for x in (ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:])), strict=True
-        ):
-            scores = dense(
-                query[q0:q1], key[k0:k1], causal, scale, window_size_left, window_size_right
-            )
-            weights = (scores - logsumexp[:, q0:q1, None]).exp()
-            wide = value[k0:k1].repeat_interleave(copies, dim=1)
-            slopes = torch.einsum("qhd,khd->hqk", grad[q0:q1], wide) - delta[:, q0:q1, None]
-            slopes = weights * slopes * scale
-            wide = key[k0:k1].repeat_interleave(copies, dim=1)
-            grads[0][q0:q1] = torch.einsum("hqk,khd->qhd", slopes, wide)
-            by_key = torch.einsum("hqk,qhd->khd", slopes, query[q0:q1])
-            by_value = torch.einsum("hqk,qhd->khd", weights, grad[q0:q1])
-            grads[1][k0:k1] = by_key.unflatten(1, (-1, copies)).sum(2)
-            grads[2][k0:k1] = by_value.unflatten(1, (-1, copies)).sum(2)
-        return tuple(grads)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield
-    library._destroy()
-
-
-@pytest.mark.usefixtures("varlen_on_cpu")
+@pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(
     ("plan", "window"),
     [(RAGGED, None), (RAGGED, 4), (TREE, None)],
@@ -201,13 +125,34 @@ def test_boundaries_of_the_variable_length_kernel(plan: AttentionPlan, window: i
     assert_equal(found, attend(SdpaKernel(), plan, window))
 
 
+def listed(counts: Tensor, blocks: Tensor) -> Tensor:
+    """The table `[query blocks, key blocks]` of a block mask's lists."""
+    table = torch.zeros(blocks.shape[2:], dtype=torch.bool)
+    for row, (count, columns) in enumerate(zip(counts[0, 0], blocks[0, 0], strict=True)):
+        table[row, columns[:count].long()] = True
+    return table
+
+
+@given(plans(), st.none() | st.integers(1, 12), st.sampled_from([2, 4]))
+def test_block_mask_has_the_blocks_of_the_plan(plan: AttentionPlan, window: int | None, size: int):
+    mask = make_block_mask(plan, window, CPU, block_size=size)
+    seen = torch.nn.functional.pad(plan.visible(window, CPU), 2 * (0, -plan.ends[-1] % size))
+    seen = seen.unflatten(1, (-1, size)).unflatten(0, (-1, size)).transpose(1, 2).flatten(2)
+    every = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    some = listed(mask.kv_num_blocks, mask.kv_indices) | every
+    assert (seen.any(2) <= some).all()
+    assert (every <= seen.all(2)).all()
+    if window is None or not plan.generations:
+        assert torch.equal(some, seen.any(2))
+        assert torch.equal(every, seen.all(2))
+
+
 def test_variable_length_kernel_keeps_device_shapes_and_types():
     shapes = [(TREE.ends[-1], heads, 16) for heads in (4, 2, 2)]
     inputs = [torch.empty(one, device="meta", dtype=torch.bfloat16) for one in shapes]
     plan = AttentionPlan(TREE.lengths, TREE.parents)
-    out = FlashKernel("varlen", VarlenFlash())(
-        *(one.requires_grad_() for one in inputs), plan, None, 0.3
-    )
+    parts = [one.requires_grad_() for one in inputs]
+    out = FlashKernel("varlen", VarlenFlash())(AttentionInputs(*parts, plan, None, 0.3))
     grads = torch.autograd.grad(out.sum(), inputs)
     assert [one.shape for one in (out, *grads)] == [shapes[0], *shapes]
     found = {(one.device.type, one.dtype) for one in (out, *grads)}

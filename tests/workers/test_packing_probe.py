@@ -85,9 +85,8 @@ def test_shared_prefix_is_compared_too(world: World):
 
         name, shares = "no_prefix", True
 
-        def __call__(self, query, key, value, plan, window, scale):
-            alone = type(plan)(plan.lengths)
-            return kernel(query, key, value, alone, window, scale)
+        def __call__(self, given):
+            return kernel(given._replace(plan=type(given.plan)(given.plan.lengths)))
 
     def score(packed: PackedBatch) -> torch.Tensor:
         return policy(packed, ScoringParams(temperature=1.0)).log_probs

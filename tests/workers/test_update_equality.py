@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from agentrl.workers.actor import Actor
+from agentrl.workers.attention_flash import VarlenFlash
+from agentrl.workers.attention_kernels import FlashKernel, FlexKernel, SdpaKernel
 from agentrl.workers.distributed import World
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.update_equality import (
@@ -17,6 +21,7 @@ from tests.fakes.update_equality import (
     TERMS,
     Case,
     Update,
+    build,
     naive_update,
     packed_update,
 )
@@ -38,6 +43,29 @@ def test_layout_is_invisible_update_equals_the_naive_padded_one(
     world: World, case: Case, terms: Mapping[str, Any]
 ):
     assert_equal(packed_update(world, case, terms), naive_update(terms))
+
+
+KERNELS = {
+    "varlen": partial(FlashKernel, "varlen", VarlenFlash()),
+    "flex_attention": FlexKernel,
+    "scaled_dot_product_attention": SdpaKernel,
+}
+"""The kernels of CUDA, and the fallback; the cases above have that of a CPU."""
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_layout_is_invisible_update_with_each_kernel_equals_the_naive_padded_one(
+    world: World, name: str, shared: bool
+):
+    def case(world: World, terms: Mapping[str, Any]) -> Actor:
+        actor = build(world, terms, share_prefixes=shared)
+        actor.policy.kernel = KERNELS[name]()
+        actor.policy.kernel.shares = True
+        return actor
+
+    assert_equal(packed_update(world, case, TERMS), naive_update(TERMS))
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -10,6 +10,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
+from agentrl.engines.attention_shape import AttentionShape
 from agentrl.errors import ConfigError, EngineError, MissingExtraError, did_you_mean
 from agentrl.plugins.environment import install_command
 
@@ -180,10 +181,9 @@ def cpu_pool_tokens(needs: SGLangNeeds) -> int:
         needs.model_path, trust_remote_code=needs.trust_remote_code, **needs.override_config
     )
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = getattr(torch, needs.dtype, torch.float32).itemsize
-    size = 2 * text.num_hidden_layers * heads * head_dim * itemsize  # bytes of one token
+    width = AttentionShape.of(text).key_width
+    size = 2 * text.num_hidden_layers * width * itemsize  # bytes of one token
     capacity = int(psutil.virtual_memory().available * CPU_MEMORY_FRAC) // size
     if capacity < longest:
         raise EngineError(

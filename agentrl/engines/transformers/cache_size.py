@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from agentrl.engines.attention_shape import AttentionShape
 from agentrl.engines.transformers.continuous_batching import BatchLimits
 from agentrl.engines.transformers.paged_attention import ATTENTION_NAME
 from agentrl.errors import EngineError
@@ -110,11 +111,8 @@ def _cache_too_small(
 def _affordable_pages(model: nn.Module, page_size: int, reserved_bytes: int) -> int:
     parameter = next(model.parameters())
     config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    page_bytes = (
-        2 * config.num_hidden_layers * heads * head_dim * page_size * parameter.dtype.itemsize
-    )
+    width = AttentionShape.of(config).key_width
+    page_bytes = 2 * config.num_hidden_layers * width * page_size * parameter.dtype.itemsize
     if parameter.device.type == "cpu":
         page_bytes *= 1 + CONTIGUOUS_SHARE
     free_bytes = max(0, _free_bytes(parameter.device) - reserved_bytes)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentrl.engines.attention_shape import AttentionShape
 from agentrl.engines.transformers import paged_attention
 
 logger = logging.getLogger(__name__)
@@ -131,10 +132,8 @@ def find_paged_kernel(
 @torch.inference_mode()
 def _distance(kernel: PagedKernel, model: Any, page_size: int) -> float:
     """Return the largest difference from the copying path, over random numbers."""
-    config, device = model.config.get_text_config(), model.device
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    device = model.device
+    heads, key_heads, head_dim = AttentionShape.of(model.config)
     shapes = ((0, 5), (3, 1), (page_size + 2, 4), (2 * page_size - 1, 1))
     num_tokens = sum(count for _, count in shapes)
     generator = torch.Generator().manual_seed(0)
