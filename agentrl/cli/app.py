@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import agentrl
-from agentrl.commands.run_file import read_run_file
+from agentrl.commands.run_file import num_ranks, read_run_file
 from agentrl.config import Purpose
 from agentrl.errors import ConfigError
 from agentrl.trainer.process_exit import importing, print_interrupted
@@ -123,7 +123,7 @@ _ROLLOUT_HELP = (
 @app.command(help=_TRAIN_HELP)
 def train(run_file: RunFile, overrides: Overrides = None) -> None:
     """Train a policy."""
-    file = read_run_file(run_file, overrides or [], Purpose.TRAIN)
+    file = read_run_file(run_file, overrides or [], Purpose.TRAIN, world_size=num_ranks())
     with importing():
         from agentrl.commands.train import train_from_file
 
@@ -133,7 +133,7 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
 @app.command()
 def sft(run_file: RunFile, overrides: Overrides = None) -> None:
     """Run the supervised warm-up of a run file (prepare.sft), and make what it needs first."""
-    file = read_run_file(run_file, overrides or [], Purpose.SFT)
+    file = read_run_file(run_file, overrides or [], Purpose.SFT, world_size=num_ranks())
     with importing():
         from agentrl.commands.train import sft_from_file
 
@@ -159,7 +159,7 @@ def rollout(
     ] = None,
 ) -> None:
     """Show whole conversations without training."""
-    file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT)
+    file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT, world_size=num_ranks())
     with importing():
         from agentrl.commands.rollout import RolloutOptions, rollout_from_file
 
@@ -211,7 +211,7 @@ def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
 @config_app.command("check")
 def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
     """Print the resolved configuration, batch arithmetic, and what the chat template supports."""
-    file = read_run_file(run_file, overrides or [], Purpose.TRAIN)
+    file = read_run_file(run_file, overrides or [], Purpose.TRAIN, world_size=None)
     with importing():
         from agentrl.commands.explain import explain_config
 

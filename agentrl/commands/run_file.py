@@ -25,8 +25,21 @@ class RunFile:
     """Notes for the user."""
 
 
-def read_run_file(path: Path, overrides: Sequence[str], purpose: Purpose) -> RunFile:
+def num_ranks() -> int:
+    """Return the number of ranks that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def read_run_file(
+    path: Path, overrides: Sequence[str], purpose: Purpose, *, world_size: int | None
+) -> RunFile:
     """Read a run file, and refuse a run that cannot succeed.
+
+    Args:
+        path: The file.
+        overrides: `key=value` each.
+        purpose: The purpose of the run.
+        world_size: Ranks of the run; None: unknown.
 
     Raises:
         AgentRLError: if the file or a plug-in cannot be used; see `check_run`.
@@ -35,7 +48,6 @@ def read_run_file(path: Path, overrides: Sequence[str], purpose: Purpose) -> Run
     # Imported late, so that a wrong key is reported before the plug-ins' packages are imported.
     from agentrl.trainer.setup.preflight import check_run
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with naming_origin(overrides, report):
         checked = check_run(config, world_size=world_size, file=path, purpose=purpose)
     return RunFile(

@@ -20,7 +20,7 @@ class Bias(KeyNote):
 def check_config(
     config: RunConfig,
     *,
-    world_size: int = 1,
+    world_size: int | None = 1,
     file: str | Path | None = None,
     purpose: Purpose = Purpose.TRAIN,
 ) -> list[KeyNote]:
@@ -28,7 +28,7 @@ def check_config(
 
     Args:
         config: A run file with valid single keys.
-        world_size: Ranks that share each batch.
+        world_size: Ranks that share each batch; None: unknown.
         file: The run file, for the error.
         purpose: What the run file is read for.
 
@@ -40,7 +40,9 @@ def check_config(
         ConfigError: with every conflict, a line for each.
     """
     problems = find_conflicts(config, purpose=purpose)
-    if problems := [*problems, *find_overlaps(config, world_size)]:
+    if world_size is not None and purpose is Purpose.TRAIN:
+        problems += find_rank_conflicts(config, world_size)
+    if problems:
         raise_problems(problems, file)
     dead = find_dead_keys(config)
     silent = {key.key for key in dead}
@@ -48,7 +50,7 @@ def check_config(
         *dead,
         *(bias for bias in find_biases(config) if bias.key not in silent),
         *find_idle_tools(config),
-        *find_idle_ranks(config, world_size),
+        *([] if world_size is None else find_idle_ranks(config, world_size)),
         *find_limits_of_determinism(config),
     ]
 
@@ -106,8 +108,19 @@ def find_limits_of_determinism(config: RunConfig) -> list[KeyNote]:
     return [KeyNote(key, reason) for key, reason, is_so in found if is_so]
 
 
-def find_overlaps(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Find engines of several ranks that would use the same devices."""
+def find_rank_conflicts(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Find groups that the ranks cannot be divided into, and engines that share devices."""
+    actor = config.actor
+    sizes = {
+        "actor.ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size,
+        # More than there are means all ranks.
+        "actor.fsdp_config.fsdp_size": min(max(actor.fsdp_config.fsdp_size, 1), world_size),
+    }
+    for key, size in sizes.items():
+        if world_size % size:
+            ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+            reason = f"is {size}, and the {ranks} of the run cannot be divided into such groups"
+            yield Problem(key, reason, f"a divisor of {world_size}, or another number of ranks")
     engine = config.rollout.engine
     if world_size > 1 and engine.name in ("auto", "sglang") and engine.sglang.tp_size > 1:
         reason = f"is {engine.sglang.tp_size}, and each of {world_size} ranks has its own engine"
@@ -116,18 +129,20 @@ def find_overlaps(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def find_idle_ranks(config: RunConfig, world_size: int) -> list[KeyNote]:
-    """Find ranks without work in an update, or, with one rank, the time-out of their waits."""
-    if world_size == 1:
-        key = "trainer.collective_timeout_s"
-        waits = "a run on one rank waits for no other"
-        return [DeadKey(key, waits)] if key in set_keys(config) else []
+    """Find ranks without work in an update, and keys that only more ranks would read."""
+    found, given = list[KeyNote](), set(set_keys(config))
+    if world_size == 1 and (key := "trainer.collective_timeout_s") in given:
+        found.append(DeadKey(key, "a run on one rank waits for no other"))
+    if (size := config.actor.fsdp_config.fsdp_size) > world_size:
+        shared = f"it is {size}, and all ranks ({world_size}) share one copy of the weights"
+        found.append(DeadKey("actor.fsdp_config.fsdp_size", shared))
     mini = config.actor.ppo_mini_batch_size
     key = "data.train_batch_size" if mini is None else "actor.ppo_mini_batch_size"
     samples = (mini or config.data.train_batch_size) * config.rollout.n
-    if samples >= world_size or config.trainer.val_only:
-        return []
-    idle = world_size - samples
-    return [KeyNote(key, f"its {samples} samples leave {idle} of {world_size} ranks without work")]
+    if samples < world_size and not config.trainer.val_only:
+        idle = f"its {samples} samples leave {world_size - samples} of {world_size} ranks"
+        found.append(KeyNote(key, f"{idle} without work"))
+    return found
 
 
 def check_model_length(

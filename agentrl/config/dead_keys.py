@@ -67,6 +67,25 @@ def find_dead_keys(config: RunConfig) -> list[DeadKey]:
     return found
 
 
+def find_dead_keys_here(config: RunConfig, *, device: str, engine: str) -> list[DeadKey]:
+    """Find the keys that have no effect because of what `auto` means on this machine.
+
+    Args:
+        config: The run.
+        device: What `trainer.device` means.
+        engine: What `rollout.engine.name` means.
+    """
+    chosen = config.rollout.engine.model_copy(update={"name": engine})
+    here = config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"device": device}),
+            "rollout": config.rollout.model_copy(update={"engine": chosen}),
+        }
+    )
+    known = {dead.key for dead in find_dead_keys(config)}
+    return [dead for dead in find_dead_keys(here) if dead.key not in known]
+
+
 def set_keys(section: Section, prefix: str = "") -> Iterator[str]:
     """List the leaf keys that were given (not defaulted), dotted, in the schema's order."""
     for name in type(section).model_fields:

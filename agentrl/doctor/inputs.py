@@ -9,10 +9,11 @@ from typing import Protocol, runtime_checkable
 
 from jsonschema import SchemaError
 
-from agentrl.config import RunConfig, check_config, naming_origin, read_config
+from agentrl.config import KeyNote, RunConfig, check_config, naming_origin, read_config
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.data.prepare.manifest import is_made
 from agentrl.data.rows import Prompt
+from agentrl.doctor.memory import this_machine
 from agentrl.doctor.report import Checked, Result
 from agentrl.errors import AgentRLError
 from agentrl.messages import schema_validator, without_nulls
@@ -59,10 +60,14 @@ def check_run_file(run_file: Path, overrides: Sequence[str]) -> Checked[RunConfi
     notes: list[str] = []
     faults: list[str] = []
 
+    def check_keys(config: RunConfig) -> list[KeyNote]:
+        num_devices = this_machine(config).num_devices
+        return check_config(config, world_size=num_devices if num_devices > 1 else None)
+
     def import_named(config: RunConfig) -> None:
         import_plugins(config.plugins)
 
-    for check in (check_config, import_named, check_names, check_inputs, check_engine):
+    for check in (check_keys, import_named, check_names, check_inputs, check_engine):
         try:
             with naming_origin(overrides, report):
                 notes += map(str, check(config) or ())

@@ -13,11 +13,13 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from agentrl.config.dead_keys import find_dead_keys_here
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.report import Checked
 from agentrl.engines.sglang.arguments import TESTED_VERSION
 from agentrl.errors import ConfigError
 from agentrl.plugins.environment import DISTRIBUTION, num_cores
+from agentrl.trainer.setup.engine_factory import choose_engine
 from agentrl.workers.distributed import World, start_world
 
 _SHOWN = (DISTRIBUTION, "torch", "transformers", "sglang")
@@ -109,7 +111,8 @@ def check_device(config: RunConfig) -> Checked[World]:
         )
     trainer = config.trainer
     world = start_world(trainer.device, timeout_s=trainer.collective_timeout_s)
-    return Checked(world, f"trains on {world.device}")
+    dead = find_dead_keys_here(config, device=world.device.type, engine=choose_engine(config))
+    return Checked(world, f"trains on {world.device}", tuple(map(str, dead)))
 
 
 def _accelerators() -> Iterator[tuple[str, float]]:

@@ -22,6 +22,7 @@ from agentrl.workers.distributed import World
 from agentrl.workers.load import load_hf_config, load_policy
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import seed_everything
+from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
 
 
@@ -101,10 +102,11 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
         ConfigError: if it cannot be loaded or trained, or if the disk is full.
     """
     seed_everything(config.trainer.seed)
-    groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
+    if (ranks_per_row := config.actor.ulysses_sequence_parallel_size) > 1:
+        check_heads(load_hf_config(config.model), ranks_per_row)
     # The checks use the weights as they are.
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
-    policy = load_policy(config.model, groups, fsdp)
+    policy = load_policy(config.model, world, fsdp)
     num_weights = count_weights(policy)
     if not config.trainer.val_only:
         check_disk_space(nearest_folder(config.trainer.default_local_dir), num_weights, config)

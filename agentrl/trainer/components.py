@@ -7,6 +7,7 @@ from itertools import chain
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose
 from agentrl.config.checks import check_model_length
+from agentrl.config.dead_keys import find_dead_keys_here
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import ActorConfig
 from agentrl.data.order import DataOrder
@@ -120,6 +121,11 @@ def prepare_components(
     Raises:
         AgentRLError: if the configuration, a file or an object cannot be used.
     """
+    run_logger.notes(
+        map(
+            str, find_dead_keys_here(config, device=world.device.type, engine=choose_engine(config))
+        )
+    )
     claim_folders(config)
     with world.raise_on_all_ranks():
         run_logger.lock_folder()

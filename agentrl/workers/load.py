@@ -20,6 +20,7 @@ from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.weight_files import WeightFiles, init_buffers
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,13 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
 
     Raises:
         ConfigError: if there is no such model, its weights are incomplete, `override_config` has a
-            key that it does not have, or it cannot be trained packed.
+            key that it does not have, it cannot be trained packed, or the ranks that compute a
+            sequence together cannot divide its heads.
     """
-    stored = load_hf_config(config).dtype
+    hf_config = load_hf_config(config)
+    if (ranks_per_row := world.size // world.dp_size) > 1:
+        check_heads(hf_config, ranks_per_row)
+    stored = hf_config.dtype
     lm = make_empty_lm(config, world.device)
     if (files := WeightFiles.find(config.path, lm)) is not None:
         stored = files.dtype()

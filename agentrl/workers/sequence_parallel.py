@@ -18,8 +18,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PretrainedConfig
 
+from agentrl.engines.attention_shape import AttentionShape
 from agentrl.errors import ConfigError
+
+
+def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
+    """Refuse a model with heads that a group of ranks cannot divide.
+
+    Args:
+        config: The model's.
+        num_ranks: P.
+
+    Raises:
+        ConfigError: with the numbers that can be used.
+    """
+    heads, key_heads, _ = AttentionShape.of(config)
+    usable = [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+    ]
+    if num_ranks not in usable:
+        raise ConfigError(
+            f"{num_ranks} ranks cannot divide the heads of the model: {heads} of queries, "
+            f"{key_heads} of keys",
+            key="actor.ulysses_sequence_parallel_size",
+            expected=" or ".join(map(str, usable)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +82,8 @@ class SequenceShard:
 
         Returns:
             `[S, max(H, P) / P, D]`.
-
-        Raises:
-            ConfigError: if neither H divides by P, nor P by H.
         """
-        num_heads = tokens.shape[1]
-        if num_heads % self.size and self.size % num_heads:
-            raise ConfigError(
-                f"{num_heads} attention heads cannot be divided among {self.size} ranks",
-                key="actor.ulysses_sequence_parallel_size",
-                expected="a divisor of the number of heads",
-            )
-        if num_heads < self.size:
+        if (num_heads := tokens.shape[1]) < self.size:
             tokens = tokens.repeat_interleave(self.size // num_heads, dim=1)
         blocks = tokens.unflatten(1, (self.size, -1)).transpose(0, 1)  # [P, s, h, D], by heads
         return _AllToAll.apply(blocks, self.group).flatten(0, 1)[: self.num_tokens]

@@ -19,8 +19,9 @@ from agentrl.config import (
     find_idle_tools,
     parse_config,
 )
-from agentrl.config.dead_keys import CONDITIONS, RULES, set_keys
+from agentrl.config.dead_keys import CONDITIONS, RULES, find_dead_keys_here, set_keys
 from agentrl.config.problems import known_keys
+from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import KlLossType
 from agentrl.config.tables import load_table
 from agentrl.errors import ConfigError
@@ -346,6 +347,73 @@ def test_unused_keys_where_nothing_is_trained_the_keys_of_training_are_dead():
         "actor.optim.lr", "algorithm.adv_estimator", "trainer.total_training_steps",
         "trainer.save_freq", "trainer.total_epochs",
     }  # fmt: skip
+
+
+OFFLOAD_KEYS = {
+    "actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload",
+    "model.enable_activation_offload",
+}  # fmt: skip
+
+
+def offloading(device: str, **fsdp) -> RunConfig:
+    fsdp = {"param_offload": True, "optimizer_offload": True} | fsdp
+    return config_of(
+        actor={"fsdp_config": fsdp}, trainer={"device": device},
+        model={"enable_activation_offload": True},
+    )  # fmt: skip
+
+
+def test_offload_has_no_effect_on_a_cpu():
+    found = {note.key: note.reason for note in find_dead_keys(offloading("cpu"))}
+    assert found == dict.fromkeys(OFFLOAD_KEYS, "on a CPU all memory is host memory")
+    assert not find_dead_keys(offloading("cuda"))
+
+
+def test_offload_between_uses_has_no_effect_if_the_shards_are_always_in_the_host():
+    found = find_dead_keys(offloading("cuda", offload_policy=True))
+    assert {note.key for note in found} == OFFLOAD_KEYS - {"model.enable_activation_offload"}
+
+
+def test_keys_without_effect_on_the_device_and_engine_of_this_machine_are_found():
+    config = offloading("auto")
+    assert not find_dead_keys(config)
+    found = find_dead_keys_here(config, device="cpu", engine="transformers")
+    assert {note.key for note in found} == OFFLOAD_KEYS
+    assert not find_dead_keys_here(config, device="cuda", engine="transformers")
+    assert not find_dead_keys_here(offloading("cpu"), device="cpu", engine="transformers")
+    settings = {"sglang": {"mem_fraction_static": 0.3}}
+    config = config_of(rollout={"engine": settings})
+    found = find_dead_keys_here(config, device="cuda", engine="transformers")
+    assert {note.key for note in found} == {"rollout.engine.sglang.mem_fraction_static"}
+
+
+def test_copies_of_more_ranks_than_there_are_have_no_effect():
+    config = config_of(actor={"fsdp_config": {"fsdp_size": 3}})
+    for world_size, is_dead in ((2, True), (1, True), (3, False)):
+        found = {note.key for note in find_idle_ranks(config, world_size)}
+        assert ("actor.fsdp_config.fsdp_size" in found) is is_dead
+
+
+@pytest.mark.parametrize(
+    ("actor", "world_size", "key"),
+    [
+        ({"fsdp_config": {"fsdp_size": 3}}, 2, None),
+        ({"fsdp_config": {"fsdp_size": 2}}, 4, None),
+        ({"fsdp_config": {"fsdp_size": 3}}, 4, "actor.fsdp_config.fsdp_size"),
+        ({"ulysses_sequence_parallel_size": 2}, 4, None),
+        ({"ulysses_sequence_parallel_size": 2}, None, None),
+        ({"ulysses_sequence_parallel_size": 2}, 1, "actor.ulysses_sequence_parallel_size"),
+        ({"ulysses_sequence_parallel_size": 4}, 6, "actor.ulysses_sequence_parallel_size"),
+    ],
+)
+def test_groups_into_which_the_ranks_cannot_be_divided_are_refused(actor, world_size, key):
+    config = config_of(actor=actor)
+    if key is None:
+        check_config(config, world_size=world_size)
+        return
+    with pytest.raises(ConfigError, match="cannot be divided into such groups") as caught:
+        check_config(config, world_size=world_size)
+    assert caught.value.key == key
 
 
 def test_a_key_that_may_have_an_effect_is_not_called_dead():

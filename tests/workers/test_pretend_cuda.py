@@ -21,6 +21,7 @@ from agentrl.workers.distributed import World, start_world, stop_world
 from agentrl.workers.load import load_policy
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.scoring import Reference, find_implausible
+from agentrl.workers.shards import local_tensor
 from agentrl.workers.snapshot import identify, load_run, save_run
 from agentrl.workers.weight_sync import sync_weights
 from tests.fakes.engines import tiny_model
@@ -165,15 +166,21 @@ def test_step_is_that_of_a_cpu(cuda_world: World, folder: Path, dtype: str):
 def resume(cuda_world: World, folder: Path, root: Path, optimizer: str, **fsdp: bool) -> None:
     """Save after one step, resume, and take a second one in both."""
     batch = make_batch(random_rows(10))
-    actors = [new_actor(load(folder, cuda_world, **fsdp), optim={"name": optimizer}) for _ in "ab"]
+    actors = [
+        new_actor(load(folder, cuda_world, **fsdp), optim={"name": optimizer}, fsdp_config=fsdp)
+        for _ in "ab"
+    ]
     actors[0].update_policy(batch, temperature=1.0)
     state = RunState(step=1, identity=identify(actors[0].policy))
     path = save_run(root, actors[0], state)
     load_run(open_checkpoint(path), actors[1])
     assert state_devices(actors[1]) == state_devices(actors[0])
+    ended = []
     for actor in actors:
         actor.update_policy(batch, temperature=1.0)
-    first, second = (whole(actor.policy) for actor in actors)
+        with actor.on_device():
+            ended.append(whole(actor.policy))
+    first, second = ended
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
@@ -186,6 +193,70 @@ def test_optimizer_state_is_on_the_device_after_a_resume(
 
 def test_offloaded_shards_resume_in_host_memory(cuda_world: World, folder: Path, tmp_path: Path):
     resume(cuda_world, folder, tmp_path, "adamw", offload_policy=True)
+
+
+OFFLOADS = {"param_offload": True, "optimizer_offload": True}
+
+
+def device_bytes(actor: Actor) -> int:
+    """The memory of weights and moments on the device."""
+    weights = [local_tensor(weight.detach()) for _, weight in actor.policy.named_weights()]
+    tensors = [*weights, *(moment for moment in actor.optimizer.state_tensors() if moment.ndim)]
+    assert {device_of(tensor) for tensor in tensors} == {DEVICE}
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_and_moments_are_on_the_device_only_during_an_update(
+    cuda_world: World, folder: Path, dtype: str
+):
+    batch, ended = make_batch(random_rows(10)), []
+    for settings in ({}, OFFLOADS):
+        policy = load(folder, cuda_world, dtype, **settings)
+        actor = new_actor(policy, fsdp_config=FsdpConfig(**settings))
+        for _ in range(2):
+            actor.update_policy(batch, temperature=1.0)
+        assert bool(device_bytes(actor)) is not bool(settings)
+        with actor.on_device():
+            assert device_bytes(actor)
+            ended.append(whole(policy))
+    assert all(torch.equal(weight, ended[1][name]) for name, weight in ended[0].items())
+
+
+def test_reference_is_on_the_device_only_while_it_scores(cuda_world: World, folder: Path):
+    batch, found = make_batch(random_rows(10)), []
+    for offloads in (False, True):
+        policy = load(folder, cuda_world, param_offload=offloads)
+        reference = Reference(policy, budget=64)
+        found.append(reference.compute_ref_log_prob(batch, temperature=1.0))
+        on_device = sum(weight.untyped_storage().nbytes() for weight in policy.parameters())
+        assert bool(on_device) is not offloads
+    assert torch.equal(*found)
+
+
+def test_offloaded_weights_and_moments_are_saved_and_resumed(
+    cuda_world: World, folder: Path, tmp_path: Path
+):
+    resume(cuda_world, folder, tmp_path, "adamw", **OFFLOADS)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_in_host_memory_between_the_passes(
+    cuda: PretendCuda, cuda_world: World, folder: Path, checkpointing: bool
+):
+    ended, num_copies = [], []
+    for offloads in (False, True):
+        model = ModelConfig(
+            path=str(folder), dtype="float32", enable_activation_offload=offloads,
+            enable_gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        policy = load_policy(model, cuda_world, FsdpConfig())
+        before = cuda.num_waits["copy_"]
+        new_actor(policy).update_policy(make_batch(random_rows(10)), temperature=1.0)
+        num_copies.append(cuda.num_waits["copy_"] - before)
+        ended.append(whole(policy))
+    assert num_copies[1] - num_copies[0] > 2  # at least the input of each of two layers
+    assert all(torch.equal(weight, ended[1][name]) for name, weight in ended[0].items())
 
 
 async def generate(policy: PolicyModel) -> None:
@@ -202,7 +273,8 @@ async def generate(policy: PolicyModel) -> None:
         }
     )
     device, dtype = policy.world.device, policy.compute_dtype
-    engine = build_engine(config, policy.lm, None, device=device, dtype=dtype)
+    with policy.on_device():
+        engine = build_engine(config, policy.lm, None, device=device, dtype=dtype)
     try:
         sampling = SamplingParams(max_new_tokens=6, top_k=20, top_p=0.9)
         for version in (1, 2):
@@ -224,10 +296,11 @@ async def test_engine_generates_on_the_ranks_device(cuda_world: World, folder: P
     await generate(load(folder, cuda_world, dtype))
 
 
-async def test_engine_generates_on_the_device_from_offloaded_shards(
-    cuda_world: World, folder: Path
+@pytest.mark.parametrize("key", ["offload_policy", "param_offload"])
+async def test_engine_generates_on_the_device_from_offloaded_weights(
+    cuda_world: World, folder: Path, key: str
 ):
-    await generate(load(folder, cuda_world, "bfloat16", offload_policy=True))
+    await generate(load(folder, cuda_world, "bfloat16", **{key: True}))
 
 
 async def test_engine_uses_the_librarys_attention_for_sliding_windows(

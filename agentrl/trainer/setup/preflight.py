@@ -38,7 +38,7 @@ class CheckedRun:
 def check_run(
     config: RunConfig,
     *,
-    world_size: int = 1,
+    world_size: int | None = 1,
     file: Path | None = None,
     purpose: Purpose = Purpose.TRAIN,
     build: Callable[[RunConfig], Plugins] = load_plugins,
@@ -47,7 +47,7 @@ def check_run(
 
     Args:
         config: The run's configuration.
-        world_size: Ranks that share each batch.
+        world_size: Ranks that share each batch; None: unknown.
         file: The run file, for errors.
         purpose: The purpose of the run.
         build: Builds the run's plug-ins.
