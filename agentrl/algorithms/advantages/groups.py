@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from agentrl.algorithms.masked import WHITENING_EPSILON
+from agentrl.algorithms.masked import WHITENING_EPSILON, count_trained, zero_masked
 
 _BLOCK_TOKENS = 2**18
 """Tokens that are converted to float64 at a time."""
@@ -113,7 +113,7 @@ class GroupScores:
     @property
     def lengths(self) -> torch.Tensor:
         """`[B]` int32: trained tokens of each row."""
-        return _count_trained(self.mask)
+        return count_trained(self.mask)
 
     def num_in_group(self) -> torch.Tensor:
         """Return `[B]` float64: the number of rows that count in each row's group."""
@@ -151,7 +151,7 @@ class GroupScores:
 
     def spread(self, values: torch.Tensor) -> AdvantagesAndReturns:
         """Put each row's value `[B]` on its trained tokens; advantages and returns are the same."""
-        advantages = torch.where(self.mask, values[:, None].to(self.dtype), 0.0)
+        advantages = zero_masked(values[:, None].to(self.dtype), self.mask)
         return advantages, advantages
 
 
@@ -171,10 +171,5 @@ def compute_outcome_scores(rewards: torch.Tensor, mask: torch.Tensor) -> torch.T
     # Blocks of rows stay in the CPU cache while they are converted: a fifth of the time.
     num_rows = max(_BLOCK_TOKENS // max(rewards.shape[-1], 1), 1)
     blocks = zip(rewards.split(num_rows), mask.split(num_rows), strict=True)
-    sums = [torch.where(inside, block, 0.0).double().sum(dim=-1) for block, inside in blocks]
+    sums = [zero_masked(block, inside).double().sum(dim=-1) for block, inside in blocks]
     return torch.cat(sums).to(rewards.dtype).double()
-
-
-def _count_trained(mask: torch.Tensor) -> torch.Tensor:
-    # Bytes, summed as int32: a sum of booleans, or as int64, converts the whole mask first.
-    return mask.view(torch.uint8).sum(dim=-1, dtype=torch.int32)

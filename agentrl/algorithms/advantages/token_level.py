@@ -8,7 +8,12 @@ from torch.nn.functional import pad
 
 from agentrl.algorithms.advantages.groups import AdvantagesAndReturns
 from agentrl.algorithms.advantages.registry import register_adv_est
-from agentrl.algorithms.masked import TrainedTokenIndex, compute_discounted_sums, whiten
+from agentrl.algorithms.masked import (
+    TrainedTokenIndex,
+    compute_discounted_sums,
+    whiten,
+    zero_masked,
+)
 from agentrl.config.schema.training import AlgorithmConfig
 
 
@@ -38,11 +43,14 @@ def compute_gae_advantage_return(
         learns), both `[B, T]`; 0 at masked positions.
     """
     tokens = TrainedTokenIndex.of(response_mask)
-    known = tokens.take(values)
-    rewards = tokens.pack(token_level_rewards)
-    advantages = compute_gae(rewards, tokens.pack_taken(known), gamma, lam)
-    taken = tokens.take_packed(advantages)
-    return tokens.put(whiten(taken)), tokens.put(taken + known)
+    advantages, returns = [], torch.empty_like(values)
+    for rows, block in tokens.split():
+        known = block.take(values[rows])
+        following = block.following(known)
+        deltas = block.take(token_level_rewards[rows]).add_(following, alpha=gamma).sub_(known)
+        advantages.append(block.sum_discounted(deltas, gamma * lam))
+        returns[rows] = block.put(advantages[-1] + known)
+    return tokens.put(whiten(torch.cat([values.new_empty(0), *advantages]))), returns
 
 
 def compute_gae(
@@ -82,8 +90,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
         Advantages and returns, `[B, T]`; 0 at masked positions.
     """
     tokens = TrainedTokenIndex.of(response_mask)
-    rewards = tokens.pack(token_level_rewards)
-    taken = tokens.take_packed(compute_discounted_sums(rewards, config.gamma))
+    rewards = token_level_rewards
+    sums = [b.sum_discounted(b.take(rewards[rows]), config.gamma) for rows, b in tokens.split()]
+    taken = torch.cat([rewards.new_empty(0), *sums])
     return tokens.put(whiten(taken)), tokens.put(taken)
 
 
@@ -108,8 +117,7 @@ def compute_remax_outcome_advantage(
     """
     mask = response_mask.bool()
     returns = compute_returns_to_go(token_level_rewards, mask)
-    advantages = torch.where(mask, returns - reward_baselines[:, None], 0.0)
-    return advantages, torch.where(mask, returns, 0.0)
+    return zero_masked(returns - reward_baselines[:, None], mask), zero_masked(returns, mask)
 
 
 def compute_returns_to_go(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -119,4 +127,4 @@ def compute_returns_to_go(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Te
         rewards: `[B, T]`.
         mask: `[B, T]` bool.
     """
-    return compute_discounted_sums(torch.where(mask, rewards, 0.0), 1.0)
+    return compute_discounted_sums(zero_masked(rewards, mask), 1.0)

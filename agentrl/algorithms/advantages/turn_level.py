@@ -48,9 +48,9 @@ class TrainedTurns:
         begins[1:] = ids[1:] != ids[:-1]
         begins[_starts_of_rows(tokens.lengths)[tokens.lengths > 0]] = True
         starts = begins.nonzero().squeeze(dim=1)
-        end = starts.new_tensor([len(tokens.sources)])
-        rows = tokens.sources[starts] // max(tokens.shape[1], 1)
-        lengths = torch.bincount(rows, minlength=tokens.shape[0])
+        end = starts.new_tensor([len(ids)])
+        rows = torch.searchsorted(tokens.lengths.cumsum(dim=0), starts, right=True)
+        lengths = torch.bincount(rows, minlength=len(tokens.lengths))
         order = torch.arange(len(rows), device=rows.device) - _starts_of_rows(lengths)[rows]
         return cls(tokens, starts, starts.diff(append=end), rows, order, lengths)
 
