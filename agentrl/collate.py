@@ -17,6 +17,8 @@ tensor               shape, dtype   what
                                     `compute_turn_states`; -1 on other tokens
 `policy_versions`    [B, T] int64   version of the weights that sampled a token; -1 on other tokens
 `token_level_scores` [B, T] float32 rewards, on trained tokens (see `agentrl.rewards.placement`)
+`rm_scores`          [B, T] float32 the reward model's weighted score on the last trained token;
+                                    only if the run has a reward model
 `in_baseline`        [B] bool       whether the statistics of the group count the row
 `batch_data_id`      [B] int64      index of the prompt in the global batch
 ==================== ============== ===========================================================
@@ -46,7 +48,7 @@ from agentrl.config.schema.run import DataConfig
 from agentrl.data.rows import RowReader
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
-from agentrl.rewards.combination import TRAJECTORY_ALONE
+from agentrl.rewards.combination import TRAJECTORY_ALONE, Source, combine_rewards
 from agentrl.rewards.placement import RewardPlacement, place_rewards
 from agentrl.rollout.manager import RolloutManager, SamplingPlan
 from agentrl.rollout.records import Turn, to_plain
@@ -102,6 +104,8 @@ def collate(
     )
     tensors = _layout(rows, pad_token_id, prompt_width, response_width)
     tensors["in_baseline"] = torch.tensor([r.in_baseline for r in requests], dtype=torch.bool)
+    if reward.model is not None:
+        tensors["rm_scores"] = _place_rm_scores(requests, tensors["response_mask"], reward)
     indices = [request.batch_data_id for request in requests]
     tensors["batch_data_id"] = torch.tensor(indices, dtype=torch.int64)
     names = dict.fromkeys(name for request in requests for name in request.columns)
@@ -225,6 +229,16 @@ def _write(
             columns[name][first:last] = value
     for position, value in row.placement.rewards:
         columns["token_level_scores"][position] = value
+
+
+def _place_rm_scores(
+    requests: Sequence[AsyncRolloutRequest], response_mask: torch.Tensor, reward: RewardConfig
+) -> torch.Tensor:
+    scores = [combine_rewards(one, reward).of(Source.REWARD_MODEL) for one in requests]
+    positions = torch.arange(1, response_mask.shape[1] + 1)
+    last = (response_mask * positions).amax(dim=1)  # 0: no token is trained
+    is_last = (positions == last[:, None]) & (last[:, None] > 0)
+    return is_last * torch.tensor(scores, dtype=torch.float32)[:, None]
 
 
 def _width(what: str, lengths: Sequence[int], width: int | None, request_ids: Sequence[str]) -> int:

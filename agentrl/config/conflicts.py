@@ -89,7 +89,8 @@ def _steps(config: RunConfig) -> Iterator[Problem]:
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
     reward = config.reward
-    extra = (reward.tool_call_bonus, reward.interaction_bonus, reward.length_penalty)
+    of_model = reward.model.weight if reward.model else 0
+    extra = (reward.tool_call_bonus, reward.interaction_bonus, reward.length_penalty, of_model)
     if not any((*reward.weights.model_dump().values(), *extra)):
         yield Problem("reward.weights", "are all 0, so every reward is 0", "one that is not")
     buffer, budget = reward.overlong_buffer, config.data.max_response_length
@@ -180,6 +181,9 @@ def find_scoring_problems(config: RunConfig) -> Iterator[Problem]:
             "is batch, which passes lists to its scorer, and every bundled scorer scores one answer"
         )
         yield Problem("reward.manager", reason, f"{_CUSTOM}, or naive or prime")
+    if reward.model and reward.model.engine == "sglang" and not reward.model.addresses:
+        reason = "is empty, and reward.model.engine is sglang"
+        yield Problem("reward.model.addresses", reason, "addresses of servers of the reward model")
     if sandbox.provider == "subprocess" and not sandbox.trusted and may_use(config, "code"):
         reason = "is false, and the provider subprocess hides nothing from the code that it runs"
         yield Problem("reward.sandbox.trusted", reason, "true, or another reward.sandbox.provider")

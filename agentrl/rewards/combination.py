@@ -2,6 +2,7 @@
 tokens).
 
     combined = weights.trajectory  * (scorer's number + overlong punishment)
+             + model.weight        * the reward model's score
              + weights.interaction * sum of the interaction's scores of turns
              + weights.tool_call   * sum of what `execute` returned for single calls
              + weights.tool        * sum of `calc_reward` of the tools
@@ -36,6 +37,8 @@ class Source(StrEnum):
 
     TRAJECTORY = "trajectory_reward"
     """The scorer's number for the finished request."""
+    REWARD_MODEL = "reward_model"
+    """The score of the reward model (`reward.model`)."""
     INTERACTION = "interaction_reward"
     """The interaction's score of a turn."""
     TOOL_CALL = "tool_call_reward"
@@ -102,6 +105,7 @@ def active_sources(config: RewardConfig) -> list[Source]:
     """List the sources that may enter the combined reward, besides the scorer's number."""
     weights = config.weights
     sizes = {
+        Source.REWARD_MODEL: config.model is not None and config.model.weight,
         Source.INTERACTION: weights.interaction,
         Source.TOOL_CALL: weights.tool_call,
         Source.TOOL: weights.tool,
@@ -117,8 +121,11 @@ def record_shaping(request: AsyncRolloutRequest, config: RewardConfig) -> None:
     """Record each bonus and penalty of a scored request in `reward_extra_info`, also if it is 0.
 
     So a saved rollout shows it, and `algorithm.gdpo_reward_keys` can name it. The overlong penalty
-    is recorded before it is multiplied by `weights.trajectory`.
+    is recorded before it is multiplied by `weights.trajectory`. The score of the reward model is
+    recorded too, before it is multiplied by its weight.
     """
+    if config.model is not None and request.rm_score is not None:
+        request.reward_extra_info[Source.REWARD_MODEL.value] = request.rm_score
     if request.reward is None:
         return
     reward = combine_rewards(request, config)
@@ -132,6 +139,8 @@ def _of_trajectory(request: AsyncRolloutRequest, config: RewardConfig) -> Iterat
     if request.reward is not None:
         yield RewardPart(Source.TRAJECTORY, weights.trajectory * request.reward)
         yield RewardPart(Source.OVERLONG, weights.trajectory * _overlong(request, config))
+    if config.model is not None and request.rm_score is not None:
+        yield RewardPart(Source.REWARD_MODEL, config.model.weight * request.rm_score)
     yield RewardPart(Source.TOOL, weights.tool * math.fsum(request.tool_rewards.values()))
 
 

@@ -198,6 +198,8 @@ class RequestFields(Record):
     # Results.
     reward: float | None = None
     """Reward of the finished request; None if it was not scored."""
+    rm_score: float | None = None
+    """Score of the reward model, without its weight; None if there is none."""
     reward_extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
     """What the scorer returned besides the reward."""
     tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])

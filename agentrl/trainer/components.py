@@ -14,9 +14,11 @@ from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
 from agentrl.errors import MissingExtraError
 from agentrl.rewards import get_reward_manager
+from agentrl.rewards.rendering import ConversationEncoder
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.credit import Credit, needs_old_log_probs
+from agentrl.trainer.interruption import NestableRunner
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.files import RolloutFiles
 from agentrl.trainer.sampling import StepSampler
@@ -52,6 +54,7 @@ from agentrl.workers.attention import has_dropout
 from agentrl.workers.distributed import World, start_world
 from agentrl.workers.load import load_hf_config, load_policy
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.reward_model import RewardModel, make_classifier, make_encoder
 from agentrl.workers.rng import choose_exact_kernels, seed_everything
 from agentrl.workers.scoring import Reference, find_implausible, load_reference_policy
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements
@@ -71,6 +74,7 @@ class TrainerComponents:
     order: DataOrder
     actor: Actor
     reference: Reference | None
+    reward_model: RewardModel | None
     credit: Credit
     engine: Engine
     manager: RolloutManager
@@ -159,9 +163,11 @@ def build_components(
     total_steps = count_steps(config, num_batches)
     record = DataRecord.of(config, data, setup)
     run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
+    encoder = make_reward_encoder(config, setup, data)
     groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
     policy = load_policy(config.model, groups, config.actor.fsdp_config)
     run_logger.notes(check_policy(config, policy, setup, data, total_steps))
+    reward_model = make_reward_model(config, encoder, world)
     engine = start_engine(config, policy, setup, run_logger, given)
     engine_name = type(engine).__name__ if given.engine else describe_engine(config)
     work = f"{len(data.train)} training rows, {total_steps} steps"
@@ -176,6 +182,7 @@ def build_components(
         order=order,
         actor=make_actor(config, policy, total_steps),
         reference=make_reference(config, groups),
+        reward_model=reward_model,
         credit=Credit(config.algorithm, world, is_before_update=is_before_update),
         engine=engine,
         manager=manager,
@@ -340,6 +347,43 @@ def make_reference(config: RunConfig, world: World) -> Reference | None:
         logits_block_bytes=config.actor.logits_block_bytes,
         share_prefixes=config.actor.share_prefixes,
     )
+
+
+def make_reward_encoder(
+    config: RunConfig, setup: RolloutSetup, data: RunData
+) -> ConversationEncoder | None:
+    """Make the encoder of the reward model, and check that its template can write the run.
+
+    Raises:
+        ConfigError: if the reward model or its tokenizer cannot be used.
+        TemplateError: if its template cannot render the run's conversations.
+    """
+    if config.reward.model is None:
+        return None
+    encoder = make_encoder(config.reward.model)
+    first = (next(iter(rows)).messages for rows in (data.train, *data.val.values()) if rows)
+    encoder.check(
+        [tool.tool_schema for tool in setup.plugins.tools],
+        has_user_turns=bool(setup.plugins.interactions),
+        prompts=first,
+    )
+    return encoder
+
+
+def make_reward_model(
+    config: RunConfig, encoder: ConversationEncoder | None, world: World
+) -> RewardModel | None:
+    """Load the reward model's weights, or connect to its servers.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or a server does not answer.
+    """
+    if encoder is None or config.reward.model is None:
+        return None
+    reward_model = RewardModel(encoder, make_classifier(config.reward.model, world), world)
+    with NestableRunner() as runner:
+        reward_model.check(runner.run)
+    return reward_model
 
 
 def check_names_and_engine(

@@ -3,6 +3,7 @@
     data/         a row of a dataset        -> Prompt
     rollout/      Prompt x group size       -> AsyncRolloutRequest, PENDING ... COMPLETED | FAILED
     rewards/      a finished request        -> rewards per turn and per trajectory
+    workers/      finished requests         -> scores of the reward model
     collate.py    finished requests         -> DataProto: the first tensors, [B, T]
     workers/      DataProto                 -> log-probabilities of the policy and its reference
     algorithms/   DataProto                 -> corrections, advantages, returns
@@ -235,6 +236,8 @@ class Trainer:
     ) -> list[AsyncRolloutRequest]:
         """Sample this rank's share of the prompts by each plan, and score the samples.
 
+        The reward model scores here too, so that groups are filtered by the combined reward.
+
         Raises:
             RolloutError: on every rank, if too much of the batch failed.
         """
@@ -253,11 +256,18 @@ class Trainer:
                 timer=self._timer,
             )
             finished += self._interruption.run(self._runner, scored)
+        self.score_with_reward_model(finished)
         failures = FailureSummary.merge(self.world.gather(FailureSummary.of(finished)))
         self._failures.append(failures)
         with self.world.raise_on_all_ranks():
             parts.manager.apply_failure_policy(finished, failures)
         return finished
+
+    def score_with_reward_model(self, finished: Sequence[AsyncRolloutRequest]) -> None:
+        """Add the reward model's scores, if the run has a reward model. A collective."""
+        if (reward_model := self.components.reward_model) is not None:
+            with self._timer("reward_model"):
+                reward_model.score(finished, self._runner.run)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[AsyncRolloutRequest]:
         """Sample the prompts as training does (`rollout.n` times each), and score the samples.

@@ -4,10 +4,12 @@ Success of one request is a number, and the success of a set is its mean:
 
     threshold          1 if the combined reward is at least `reward.success_threshold`, else 0
     scorer's verdict   what the scorer returns under `success`, else under `acc`, if not a text
-    combined reward    the reward that training would use, `reward.weights` and bonuses included
+    combined reward    the reward that training would use, `reward.weights` and bonuses included;
+                       without the reward model's part, unless `reward.weights.trajectory` is 0
 
 The first rule that applies is used. A request that failed has success 0. A scorer that returns a
-bare number, or only the same number as `acc`, gives no verdict.
+bare number, or only the same number as `acc`, gives no verdict. The score of a reward model has no
+scale, so it is no measure of success if there is a scorer.
 """
 
 from collections import Counter
@@ -18,7 +20,7 @@ from statistics import fmean
 
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.messages import CallOutcome
-from agentrl.rewards import combine_rewards
+from agentrl.rewards import Source, combine_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trainer.metrics.rollout import (
     MAX_SCORER_KEYS,
@@ -54,6 +56,8 @@ class Outcome:
     used_tool: bool
     failed: bool
     num_response_tokens: int
+    rm_score: float | None = None
+    """Score of the reward model, without its weight."""
     scorer: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers of the scorer's dict."""
 
@@ -72,6 +76,7 @@ def read_outcome(request: AsyncRolloutRequest, config: RewardConfig) -> Outcome:
         ),
         failed=request.error is not None,
         num_response_tokens=request.num_response_tokens,
+        rm_score=request.rm_score,
         scorer=scorer_numbers(request, config),
     )
 
@@ -82,7 +87,8 @@ def measure_success(
     """Measure whether a finished request solved its problem, and by which rule."""
     if request.error is not None:
         return SuccessRule.FAILED, 0.0
-    combined = combine_rewards(request, config).total
+    reward = combine_rewards(request, config)
+    combined = reward.total
     if config.success_threshold is not None:
         return SuccessRule.THRESHOLD, float(combined >= config.success_threshold)
     found = scorer_dict(request)
@@ -91,6 +97,8 @@ def measure_success(
         if verdict is not None:
             return rule, verdict
     given = any(found.get(key) is not None for key in ("success", "acc"))
+    if config.weights.trajectory:
+        combined -= reward.of(Source.REWARD_MODEL)
     return (SuccessRule.UNREADABLE if given else SuccessRule.COMBINED), combined
 
 
@@ -116,6 +124,8 @@ def validation_metrics(name: str, outcomes: Sequence[Outcome]) -> dict[str, floa
         "failed": [o.failed for o in outcomes],
         "response_length/mean": [o.num_response_tokens for o in outcomes],
     }
+    if scores := [o.rm_score for o in outcomes if o.rm_score is not None]:
+        means["reward_model/mean"] = scores
     keys = sorted({key for outcome in outcomes for key in outcome.scorer})[:MAX_SCORER_KEYS]
     for key in keys:
         means[f"scorer/{key}/mean"] = [o.scorer[key] for o in outcomes if key in o.scorer]

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,6 +64,23 @@ def explain_out_of_memory(
         "longest sequence), actor.logits_block_bytes or, for the engine's cache, "
         "rollout.engine.transformers.num_pages; model.enable_gradient_checkpointing=true; "
         "more ranks",
+    ):
+        yield
+
+
+@contextmanager
+def explain_out_of_memory_in_scores(shape: Sequence[int]) -> Iterator[None]:
+    """Do the same for a batch of the reward model, `[rows, tokens]`.
+
+    Raises:
+        OutOfMemoryError: instead of the error of torch or Python.
+    """
+    with _replace_error(
+        "the reward model",
+        micro_batch=f"{shape[0]} conversations of {shape[1]} tokens",
+        expected="a smaller reward.model.max_token_len_per_gpu (a batch holds at least its longest "
+        "conversation) or reward.model.max_length; reward.model.fsdp_config.param_offload=true or "
+        "fsdp_size=-1; less memory for the engine, which is awake meanwhile",
     ):
         yield
 

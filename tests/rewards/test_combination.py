@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.schema.reward import OverlongBufferConfig, RewardConfig, RewardWeightsConfig
+from agentrl.config.schema.reward import (
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RewardWeightsConfig,
+)
 from agentrl.rewards.combination import (
     RewardPart,
     Source,
@@ -54,6 +59,15 @@ def test_by_default_the_scorer_s_number_alone_counts():
 def test_each_source_has_its_own_weight(weight: str, source: Source, value: float):
     weights = {"trajectory": 0, weight: 2.0}
     assert parts_of(story(), weights=weights) == {source: value}
+
+
+def test_the_score_of_the_reward_model_has_its_weight_and_is_recorded_without_it():
+    request, keys = story(rm_score=3.0), {"model": {"path": "model", "weight": 0.5}}
+    assert parts_of(request, **keys) == {Source.TRAJECTORY: 1.0, Source.REWARD_MODEL: 1.5}
+    assert parts_of(story(), **keys) == {Source.TRAJECTORY: 1.0}
+    assert parts_of(request) == {Source.TRAJECTORY: 1.0}
+    record_shaping(request, RewardConfig.model_validate(keys))
+    assert request.reward_extra_info == {"reward_model": 3.0}
 
 
 def test_a_turn_s_reward_is_of_its_calls_or_of_the_interaction_and_never_of_both():
@@ -138,6 +152,7 @@ EVERYTHING = RewardConfig(
     interaction_bonus=0.2,
     length_penalty=0.3,
     overlong_buffer=OverlongBufferConfig(enable=True, len=20),
+    model=RewardModelConfig(path="model"),
 )
 
 

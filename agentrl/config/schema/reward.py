@@ -1,12 +1,14 @@
-"""Keys of the scoring: scorers, how rewards are combined, and on which tokens they are placed."""
+"""Keys of the scoring: scorers, reward model, combination of rewards, and their tokens."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from agentrl.config.schema.engine import Address
 from agentrl.config.schema.sandbox import SandboxConfig
-from agentrl.config.schema.section import ModulePath, Section
+from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section
+from agentrl.config.schema.training import FsdpConfig
 
 Placement = Literal[
     "last_token", "turn_last_token", "uniform", "exponential_decay", "tool_call_tokens"
@@ -26,9 +28,11 @@ BUNDLED_SCORERS = (
 source."""
 TAKEN_NAMES = (
     "score", "trajectory_reward", "interaction_reward", "tool_call_reward", "tool_reward",
-    "overlong_reward", "tool_call_bonus", "interaction_bonus", "length_penalty",
+    "overlong_reward", "tool_call_bonus", "interaction_bonus", "length_penalty", "reward_model",
+    "model",
 )  # fmt: skip
-"""Names that no reward function may have: other parts of the reward are recorded with them."""
+"""Names that no reward function may have: other parts of the reward are recorded with them, and
+`reward/model` are the metrics of the reward model."""
 
 
 class CustomRewardConfig(Section):
@@ -94,6 +98,43 @@ class OverlongBufferConfig(Section):
     """The penalty at the limit."""
 
 
+class RewardModelConfig(Section):
+    """A sequence-classification model with one label that scores whole conversations."""
+
+    path: FolderOrHubName
+    """A Hugging Face folder (or hub name) that `AutoModelForSequenceClassification` loads."""
+    tokenizer_path: FolderOrHubName | None = None
+    """The folder of its tokenizer; null: the model's."""
+    custom_chat_template: str | None = None
+    """A template's text, or a path to a `.jinja` file; replaces the one of its tokenizer. The
+    conversation is rendered again with it."""
+    weight: float = 1.0
+    """Factor of its score in the combined reward; 0: the score is only logged."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Most tokens of a conversation; null: what the model allows."""
+    truncation: Literal["left", "right", "error"] = "left"
+    """A longer conversation: the side that is cut, or an error that fails its request."""
+    engine: Literal["local", "sglang"] = "local"
+    """local: on the training devices, after the rollout; sglang: SGLang servers that were started
+    with `--is-embedding`, at `addresses`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of its weights and activations. auto: bfloat16 on an accelerator, float32 on a CPU."""
+    max_token_len_per_gpu: int | None = Field(default=None, ge=1)
+    """Tokens of one forward pass, padding included; a longer conversation is alone. null: by
+    device."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """How its weights are sharded. `fsdp_size: 1` keeps a whole copy on each rank, which is faster
+    if the memory allows it; `param_offload` keeps them in host memory between uses."""
+    addresses: list[Address] = Field(default_factory=list[str])
+    """`sglang`: addresses of the servers, such as `http://127.0.0.1:30000`."""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """`sglang`: seconds of one score; a late one is requested from another server."""
+    max_concurrent_requests: int = Field(default=64, ge=1)
+    """`sglang`: scores that one rank requests at the same time."""
+    trust_remote_code: bool = False
+    """Run code that is part of the model's folder."""
+
+
 class RewardConfig(Section):
     """Scoring."""
 
@@ -113,6 +154,8 @@ class RewardConfig(Section):
     """Requests that are scored at the same time; for the manager `batch`, groups."""
     rate_limit: float | None = Field(default=None, gt=0)
     """Most calls of scorers that start in one second, evenly spaced; null: no limit."""
+    model: RewardModelConfig | None = None
+    """A reward model, in addition to the scorers; null: none."""
     sandbox: SandboxConfig = SandboxConfig()
     """The sandbox in which scorers run code that a model wrote."""
     timeout_s: float = Field(default=60.0, gt=0)

@@ -24,6 +24,7 @@ from agentrl.config.schema.reward import RewardConfig
 from agentrl.errors import Fault
 from agentrl.messages import CallOutcome
 from agentrl.rewards import Source
+from agentrl.rewards.rendering import NUM_CUT_TOKENS, NUM_TOKENS
 from agentrl.rollout.failures import FAILED, NEVER_RAN
 from agentrl.rollout.records import CallRecord, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -214,6 +215,11 @@ def reward_metrics(requests: Requests, config: RewardConfig) -> MetricDict:
     scored = [r for r in requests if r.in_baseline and r.reward is not None]
     key = "seconds_reward"
     metrics = mean_p95_max("reward/seconds", [r.metrics[key] for r in requests if key in r.metrics])
+    metrics |= mean_max_min("reward/model", [r.rm_score for r in scored if r.rm_score is not None])
+    if read := [r.metrics for r in requests if NUM_TOKENS in r.metrics]:
+        metrics |= mean_max_min("reward/model/num_tokens", [one[NUM_TOKENS] for one in read])
+        cut = [one[NUM_CUT_TOKENS] > 0 for one in read]
+        metrics["reward/model/truncated_frac"] = MeanMetric.of(cut)
     for function in config.functions:
         values = [float(request.reward_extra_info[function.name]) for request in scored]
         metrics |= mean_max_min(f"reward/{function.name}", values)

@@ -154,10 +154,13 @@ def check_model_folders(config: RunConfig) -> None:
     Raises:
         ConfigError: naming a missing folder.
     """
+    scorer = config.reward.model
     for key, name in (
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),
         ("ref.path", config.ref.path),
+        ("reward.model.path", scorer and scorer.path),
+        ("reward.model.tokenizer_path", scorer and scorer.tokenizer_path),
     ):
         if name is None or Path(name).exists() or is_made_later(config, Path(name)):
             continue
