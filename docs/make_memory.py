@@ -60,10 +60,10 @@ all keys of a token. Bytes on each device:
   last norm and head. In addition their gradients before they are reduced: c for each weight of
   embeddings and head, c + 4 for each of a layer. Nothing if one device computes in float32 without
   offload.
-- **activations**: for each token of a micro-batch (at least the longest row) and each layer,
-  2 H (4 + 2 c) for two norms, 2 c (Q + K) for the attention and 4 c I for the MLP. With
-  checkpointing c H for each layer, and all of one layer. Then c (3 I + 2 H) for each token while a
-  layer is computed backward.
+- **activations**: for each token of a micro-batch on one rank (at least the longest row, or its
+  `ulysses_sequence_parallel_size`th part) and each layer, 2 H (4 + 2 c) for two norms, 2 c (Q + K)
+  for the attention and 4 c I for the MLP. With checkpointing c H for each layer, and all of one
+  layer. Then c (3 I + 2 H) for each token while a layer is computed backward.
 - **logits**: 2.5 times `actor.logits_block_bytes`.
 - **engine**, SGLang: `mem_fraction_static` (0.5) of what the trainer leaves free. c W / `tp_size`
   and the cache of one sequence must fit into it.

@@ -101,9 +101,11 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
     longest, packed = longest_sequence(config), config.actor.ppo_max_token_len_per_gpu
-    if packed is not None and longest > packed:
-        reason = f"a micro-batch of {packed} tokens cannot hold one sequence of {_sum(config)}"
-        yield Problem("actor.ppo_max_token_len_per_gpu", reason, f">= {longest}")
+    num_ranks = config.actor.ulysses_sequence_parallel_size
+    if packed is not None and longest > packed * num_ranks:
+        tokens = f"{packed} tokens" + (f" on each of {num_ranks} ranks" if num_ranks > 1 else "")
+        reason = f"a micro-batch of {tokens} cannot hold one sequence of {_sum(config)}"
+        yield Problem("actor.ppo_max_token_len_per_gpu", reason, f">= {-(-longest // num_ranks)}")
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:

@@ -97,6 +97,8 @@ def _batch(config: RunConfig, world_size: int) -> list[str]:
 
 def _tokens(config: RunConfig) -> list[str]:
     data, packed = config.data, config.actor.ppo_max_token_len_per_gpu
+    if packed is not None:
+        packed *= config.actor.ulysses_sequence_parallel_size
     multi_turn = config.rollout.multi_turn
     turn = multi_turn.max_tokens_per_turn or data.max_response_length
     longest = longest_sequence(config)

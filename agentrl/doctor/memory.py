@@ -163,8 +163,8 @@ def micro_batch_tokens(config: RunConfig, machine: Machine) -> int:
     if machine.is_cpu:
         default = CPU_MICRO_BATCH_TOKENS * (2 if actor.share_prefixes else 1)
     # A row that is longer than the limit is a micro-batch of its own.
-    tokens = max(actor.ppo_max_token_len_per_gpu or default, longest_sequence(config))
-    return -(-tokens // actor.ulysses_sequence_parallel_size)
+    longest = -(-longest_sequence(config) // actor.ulysses_sequence_parallel_size)
+    return max(actor.ppo_max_token_len_per_gpu or default, longest)
 
 
 def plan_memory(

@@ -102,8 +102,8 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
         ConfigError: if it cannot be loaded or trained, or if the disk is full.
     """
     seed_everything(config.trainer.seed)
-    if (ranks_per_row := config.actor.ulysses_sequence_parallel_size) > 1:
-        check_heads(load_hf_config(config.model), ranks_per_row)
+    if (num_ranks := config.actor.ulysses_sequence_parallel_size) > 1:
+        check_heads(load_hf_config(config.model), num_ranks)
     # The checks use the weights as they are.
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
     policy = load_policy(config.model, world, fsdp)

@@ -284,7 +284,7 @@ def split_micro_batches(
     *,
     max_sharing_length: int = 0,
 ) -> list[PackedBatch]:
-    """Pack rows into micro-batches of at most `budget` tokens, the same number on every rank.
+    """Pack rows into micro-batches of at most `budget` tokens a rank, as many on every rank.
 
     Rows without a trained token are left out. A prefix that rows of a micro-batch share is packed
     once; such rows stay together if they fit into the budget. A rank with fewer micro-batches gets
@@ -293,8 +293,8 @@ def split_micro_batches(
     Args:
         rows: This rank's, on the CPU.
         index: The rows to pack.
-        budget: Tokens, shared ones counted once; a longer row is alone. None: a default for
-            the device.
+        budget: Tokens of each rank that computes a micro-batch, shared ones counted once; a longer
+            row is alone. None: a default for the device.
         world: The ranks.
         max_sharing_length: Rows of at most this many tokens share prefixes; 0: none does.
     """
@@ -303,6 +303,7 @@ def split_micro_batches(
         on_cpu = world.device.type == "cpu"
         budget = CPU_MICRO_BATCH_TOKENS if on_cpu else DEVICE_MICRO_BATCH_TOKENS
         budget *= 2 if on_cpu and packer.shares else 1
+    budget *= world.ranks_per_sequence
     runs, costs = packer.cut(budget)
     count = int(world.max([count_micro_batches(costs, budget)])[0])
     return [

@@ -51,9 +51,14 @@ class World:
         return self.size == 1
 
     @property
+    def ranks_per_sequence(self) -> int:
+        """Number of ranks that compute the same rows together."""
+        return 1 if self.sequence_group is None else self.sequence_group.size()
+
+    @property
     def dp_size(self) -> int:
         """Number of data-parallel groups; the ranks of one group compute the same rows."""
-        return self.size // (1 if self.sequence_group is None else self.sequence_group.size())
+        return self.size // self.ranks_per_sequence
 
     @property
     def reports_rows(self) -> bool:

@@ -38,8 +38,8 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
             sequence together cannot divide its heads.
     """
     hf_config = load_hf_config(config)
-    if (ranks_per_row := world.size // world.dp_size) > 1:
-        check_heads(hf_config, ranks_per_row)
+    if world.ranks_per_sequence > 1:
+        check_heads(hf_config, world.ranks_per_sequence)
     stored = hf_config.dtype
     lm = make_empty_lm(config, world.device)
     if (files := WeightFiles.find(config.path, lm)) is not None:

@@ -69,6 +69,10 @@ CONTRADICTIONS = [
     ("rollout.max_model_len", {"rollout": {"max_model_len": 5119}}),
     ("actor.ppo_max_token_len_per_gpu", {"actor": {"ppo_max_token_len_per_gpu": 5119}}),
     (
+        "actor.ppo_max_token_len_per_gpu",
+        {"actor": {"ppo_max_token_len_per_gpu": 1279, "ulysses_sequence_parallel_size": 4}},
+    ),
+    (
         "prepare.tiny_policy.max_position_embeddings",
         {"prepare": {"tiny_policy": TINY | {"max_position_embeddings": 5119}}},
     ),
@@ -347,6 +351,14 @@ def test_unused_keys_where_nothing_is_trained_the_keys_of_training_are_dead():
         "actor.optim.lr", "algorithm.adv_estimator", "trainer.total_training_steps",
         "trainer.save_freq", "trainer.total_epochs",
     }  # fmt: skip
+
+
+def test_ranks_that_compute_a_sequence_together_hold_it_together():
+    actor = {"ppo_max_token_len_per_gpu": 1280, "ulysses_sequence_parallel_size": 4}
+    assert not contradicted(actor=actor)
+    assert "A packed micro-batch of 5120 tokens holds at least 1 sequence." in describe(
+        config_of(actor=actor)
+    )
 
 
 OFFLOAD_KEYS = {

@@ -13,6 +13,7 @@ from agentrl.config import parse_config
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.memory import (
     Machine,
+    MemoryPlan,
     ModelSize,
     activation_bytes_per_token,
     check_memory,
@@ -152,10 +153,23 @@ def test_each_setting_has_its_effect():
     assert awake.update_bytes > base.update_bytes
 
 
+def activations(memory: MemoryPlan) -> int:
+    return next(part.num_bytes for part in memory.parts if part.name == "activations")
+
+
 def test_a_row_longer_than_the_limit_is_a_micro_batch():
     long = {**DATA, "max_prompt_length": 20_000, "max_response_length": 20_000}
     short, _ = plan(8, run_config(data=long, actor={"ppo_max_token_len_per_gpu": 1024}))
     assert short.update_bytes == plan(8, run_config(data=long))[0].update_bytes
+
+
+def test_ranks_that_compute_rows_together_hold_a_part_of_each():
+    long = {**DATA, "max_prompt_length": 20_000, "max_response_length": 20_000}
+    alone, _ = plan(8, run_config(data=long))
+    actor = {"ulysses_sequence_parallel_size": 2}
+    assert activations(plan(8, run_config(data=long, actor=actor))[0]) == activations(alone) // 2
+    short, _ = plan(8, run_config())
+    assert activations(plan(8, run_config(actor=actor))[0]) == activations(short)
 
 
 @pytest.mark.parametrize(

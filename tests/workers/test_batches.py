@@ -1,7 +1,7 @@
 """How the samples of a batch are shards to ranks, and the rows of a rank to mini-batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -126,6 +126,22 @@ def test_micro_batches_without_a_budget_suit_a_cpu_and_the_longest_row(world: Wo
     rows = make_batch([Row([1], [2] * size, [1] * size, "a") for size in sizes])
     packed = split_micro_batches(read_padded_rows(rows), range(len(sizes)), None, world)
     assert sorted(one.input_ids.numel() for one in packed) == [700, 1400, 1400, 3000]
+
+
+class Group:
+    """Two ranks that compute the same rows together, of which this one is the first."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_ranks_that_compute_rows_together_share_the_budget_of_each(world: World):
+    rows = make_batch([Row([1], [n] * 500, [1] * 500) for n in range(8)])
+    group: Any = Group()
+    packed = split_micro_batches(
+        read_padded_rows(rows), range(8), 1000, replace(world, sequence_group=group)
+    )
+    assert [one.input_ids.numel() for one in packed] == [2000, 2000]
 
 
 def test_micro_batches_without_a_budget_are_larger_if_rows_share_a_prompt(world: World):

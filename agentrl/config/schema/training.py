@@ -108,8 +108,9 @@ class UpdateConfig(Section):
     ppo_mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts (not samples) of one optimizer step, over all ranks; null: the whole batch."""
     ppo_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
-    """Tokens of one packed micro-batch; those of a shared prefix count once. null: 2,048 on a CPU,
-    4,096 there if rows share prefixes, else 16,384, and the longest row if that is more."""
+    """Tokens of one packed micro-batch on each rank that computes it; those of a shared prefix
+    count once. null: 2,048 on a CPU, 4,096 there if rows share prefixes, else 16,384, and the
+    longest row if that is more."""
     share_prefixes: bool = True
     """Compute the tokens with which several rows begin (the prompt of a group, and more) once, in
     each pass; not in rows longer than a sliding window, and not with dropout."""

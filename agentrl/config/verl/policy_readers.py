@@ -85,7 +85,9 @@ def micro_batch(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
         f"{value} rows of at most {longest} tokens; rows are packed, and only memory and speed "
         "depend on it"
     )
-    return Mapped({"actor.ppo_max_token_len_per_gpu": integer(value) * longest}, note)
+    num_ranks = count(tree, f"{ACTOR}.ulysses_sequence_parallel_size")
+    budget = -(-integer(value) * longest // num_ranks)
+    return Mapped({"actor.ppo_max_token_len_per_gpu": budget}, note)
 
 
 def symmetric_clip(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:

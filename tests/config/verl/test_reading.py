@@ -409,6 +409,12 @@ def test_a_path_of_verls_authors_is_no_default(key: str):
             "actor.ppo_max_token_len_per_gpu",
             3000,
         ),
+        (
+            {f"{A}.ppo_micro_batch_size_per_gpu": 4, f"{A}.ulysses_sequence_parallel_size": 2},
+            "actor.ppo_max_token_len_per_gpu",
+            2048,
+        ),
+        ({f"{A}.use_prefix_grouper": False}, "actor.share_prefixes", False),
         ({f"{A}.optim.lr_warmup_steps": 10}, "actor.optim.lr_warmup_steps", 40),
         (
             {f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 100},
