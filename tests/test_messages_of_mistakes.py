@@ -72,11 +72,6 @@ def test_an_unknown_section_of_the_command_line_is_located_there(tmp_path: Path)
     assert "command line" not in str(caught.value)
 
 
-def test_lora_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="trains all weights of the policy, and has no LoRA"):
-        config_of(model={"path": "m", "lora_rank": 8})
-
-
 def test_a_path_that_contains_the_function_is_distinguished():
     wrong = {"custom_reward_function": {"path": "score.py:compute_score"}}
     with pytest.raises(ConfigError, match=r"write 'compute_score' under .* path: score\.py"):

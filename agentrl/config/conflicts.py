@@ -87,6 +87,12 @@ def _steps(config: RunConfig) -> Iterator[Problem]:
         yield Problem("actor.ppo_mini_batch_size", reason, f"a divisor of {batch}, or null")
 
 
+def _lora(config: RunConfig) -> Iterator[Problem]:
+    if config.model.has_lora and config.actor.optim.name == "muon":
+        reason = "is muon, which makes an update of full rank; LoRA trains factors of low rank"
+        yield Problem("actor.optim.name", reason, "adamw")
+
+
 def _weights(config: RunConfig) -> Iterator[Problem]:
     reward = config.reward
     of_model = reward.model.weight if reward.model else 0
@@ -228,7 +234,7 @@ VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {
     Purpose.TRAIN: (
         _train_files, _resume, _steps, find_estimator_problems, find_kl_problems,
-        find_correction_problems, _weights, _packing, *_GENERATION,
+        find_correction_problems, _weights, _packing, _lora, *_GENERATION,
     ),
     Purpose.ROLLOUT: _GENERATION,
     Purpose.SFT: (_tiny_policy,),

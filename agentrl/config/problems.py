@@ -24,10 +24,7 @@ _OTHER_NAMES = {
 _ANYWHERE = ("name", "url", "path", "type", "enable")
 """Names that mean something only together with their section."""
 _INDEX = re.compile(r"\[\d+\]")
-_NOT_HERE = {
-    f"model.{name}": "agentrl trains all weights of the policy, and has no LoRA"
-    for name in ("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules")
-} | {"critic": "agentrl has no critic yet; most estimators, such as grpo, need none"}
+_NOT_HERE = {"critic": "agentrl has no critic yet; most estimators, such as grpo, need none"}
 """Keys that users look for, and why they do not exist."""
 ON_COMMAND_LINE = "(given on the command line)"
 

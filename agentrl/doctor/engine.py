@@ -22,6 +22,7 @@ from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.engine_factory import build_engine, describe_engine
 from agentrl.trainer.setup.rollout_setup import RolloutSetup, make_manager
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.weight_sync import sync_weights
 
 T = TypeVar("T")
 
@@ -60,6 +61,9 @@ def check_engine(
         config, policy.lm, tokenizer, device=policy.world.device, dtype=policy.compute_dtype
     )
     stack.callback(lambda: loop.run(engine.close()))
+    if policy.adapters is not None:  # no engine starts with the merged weights
+        syncing = sync_weights(policy, engine, version=AS_LOADED)
+        loop.run(bounded(syncing, "the first weight sync"))
     found = f"{describe_engine(config)}; sequences of {engine.max_model_len} tokens"
     return Checked(engine, found)
 

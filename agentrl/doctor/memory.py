@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from agentrl.config.conflicts import longest_sequence
 from agentrl.config.schema.engine import EngineName
-from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.run import ModelConfig, RunConfig
 from agentrl.doctor.report import Checked, SkipCheckError
 from agentrl.engines.attention_shape import AttentionShape
 from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
@@ -22,6 +22,7 @@ from agentrl.trainer.setup.engine_factory import choose_engine
 from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_TOKENS
 from agentrl.workers.load import load_hf_config
 from agentrl.workers.log_probs import CPU_BLOCK_BYTES, DEVICE_BLOCK_BYTES
+from agentrl.workers.lora import inject_adapters
 
 USABLE_FRAC = 0.9
 """Share of a device for what is counted; the rest is for kernels, their libraries and gaps."""
@@ -36,6 +37,10 @@ class ModelSize:
     """The numbers of a model that its memory depends on."""
 
     num_weights: int
+    trained_weights: int
+    """Those with a gradient and moments; with LoRA the adapters."""
+    adapted_weights: int
+    """Those of the base that the engine gets with the adapters merged into them."""
     layer_weights: int
     """Weights of the largest decoder layer."""
     matrix_weights: int
@@ -53,11 +58,33 @@ class ModelSize:
         """Weights outside of the decoder layers: embeddings, last norm, head."""
         return self.num_weights - self.num_layers * self.layer_weights
 
+    @property
+    def trained_layer_weights(self) -> int:
+        """Trained weights of one decoder layer, as a mean with LoRA."""
+        has_adapters = self.trained_weights < self.num_weights
+        return self.trained_weights // self.num_layers if has_adapters else self.layer_weights
+
+    @property
+    def trained_root_weights(self) -> int:
+        """Trained weights outside of the decoder layers; they have no adapters."""
+        return 0 if self.trained_weights < self.num_weights else self.root_weights
+
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "ModelSize":
-        """Measure a model that is built without memory for its weights."""
+    def of(cls, config: PretrainedConfig, lora: ModelConfig | None = None) -> "ModelSize":
+        """Measure a model that is built without memory for its weights.
+
+        Args:
+            config: The model.
+            lora: Its adapters; None: it has none.
+
+        Raises:
+            ConfigError: if the adapters do not fit the model.
+            MissingExtraError: for adapters without peft.
+        """
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
+        if lora is not None:
+            inject_adapters(model, lora)
         kinds = set(model._no_split_modules or [])
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
@@ -68,6 +95,10 @@ class ModelSize:
         width = width or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         return cls(
             num_weights=sum(weight.numel() for weight in model.parameters()),
+            trained_weights=sum(w.numel() for w in model.parameters() if w.requires_grad),
+            adapted_weights=sum(
+                w.numel() for name, w in model.named_parameters() if ".base_layer." in name
+            ),
             layer_weights=max(sizes),
             matrix_weights=sum(weight.numel() for weight in inner),
             num_layers=len(layers),
@@ -209,13 +240,18 @@ def _trainer_parts(
     size: ModelSize, config: RunConfig, machine: Machine, width: int, *, is_sharded: bool
 ) -> tuple[list[Part], list[Part], int]:
     """Return what always stays, what the update adds, and the bytes in host memory."""
-    num_moments = 2 * size.num_weights
+    num_moments = 2 * size.trained_weights
     if config.actor.optim.name == "muon":
         num_moments -= size.matrix_weights
     fsdp, num_devices = config.actor.fsdp_config, machine.num_devices
     num_shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < num_devices else num_devices
-    weights, moments = (FLOAT32 * num // num_shards for num in (size.num_weights, num_moments))
-    has_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    weights, trained, moments = (
+        FLOAT32 * num // num_shards for num in (size.num_weights, size.trained_weights, num_moments)
+    )
+    # With LoRA the reference is the policy itself without its adapters.
+    has_reference = (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and (
+        config.ref.path is not None or not config.model.has_lora
+    )
     stays, keeps_moments = (
         machine.is_cpu or not key for key in (fsdp.param_offload, fsdp.optimizer_offload)
     )
@@ -224,9 +260,9 @@ def _trainer_parts(
         Part("moments", moments, in_rollout=keeps_moments),
     ]
     state += [Part("reference", weights, in_rollout=stays)] if has_reference else []
-    fixed = [Part("gradients", weights, in_rollout=False)]
+    fixed = [Part("gradients", trained, in_rollout=False)]
     # Of slices that several ranks hold, each rank copies a part for a checkpoint.
-    host = (weights + moments) * num_shards // num_devices
+    host = (trained + moments) * num_shards // num_devices
     if fsdp.offload_policy:
         host += sum(part.num_bytes for part in (*state, *fixed))
         state, fixed = [], []
@@ -236,7 +272,8 @@ def _trainer_parts(
         # reduced: the rest's in the compute dtype, a layer's in float32 too.
         layers = 2 if fsdp.reshard_after_forward else size.num_layers
         gathered = (layers * size.layer_weights + size.root_weights) * width
-        reduced = size.root_weights * width + size.layer_weights * (width + FLOAT32)
+        reduced = size.trained_root_weights * width
+        reduced += size.trained_layer_weights * (width + FLOAT32)
         fixed.append(Part("gathered", gathered + reduced, in_rollout=False))
     return state, fixed, host
 
@@ -263,7 +300,7 @@ def _engine_parts(
         return parts, (copy + length * token) // settings.tp_size
     if engine != "transformers":
         return [], 0
-    copy = copy if is_sharded else 0
+    copy = copy if is_sharded else size.adapted_weights * width
     token = int(token * (1 + CONTIGUOUS_SHARE)) if machine.is_cpu else token
     wanted = config.rollout.max_concurrent_requests * length * token
     cache = min(wanted, int(max(free - copy, 0) * CACHE_MEMORY_FRAC))
@@ -335,7 +372,7 @@ def check_memory(config: RunConfig) -> Checked[None]:
         SkipCheckError: if the configuration lacks the numbers of a transformer.
     """
     try:
-        size = ModelSize.of(load_hf_config(config.model))
+        size = ModelSize.of(load_hf_config(config.model), config.model)
     except (AttributeError, ValueError) as error:
         raise SkipCheckError(f"no arithmetic for this kind of model: {error!r}") from error
     machine = this_machine(config)

@@ -7,7 +7,12 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.machine import nearest_folder
 from agentrl.doctor.report import Checked
 from agentrl.rollout.templates import ChatTemplate
-from agentrl.trainer.components import count_weights, find_doubt, find_endless_turn
+from agentrl.trainer.components import (
+    count_weights,
+    describe_weights,
+    find_doubt,
+    find_endless_turn,
+)
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
 from agentrl.trainer.setup.preflight import check_disk_space, check_model_folders
@@ -106,11 +111,11 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
         check_heads(load_hf_config(config.model), num_ranks)
     # The checks use the weights as they are.
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
-    policy = load_policy(config.model, world, fsdp)
-    num_weights = count_weights(policy)
+    policy = load_policy(config.model, world, fsdp, seed=config.trainer.seed)
     if not config.trainer.val_only:
-        check_disk_space(nearest_folder(config.trainer.default_local_dir), num_weights, config)
-    found = f"{type(policy.lm).__name__}, {num_weights:,} weights, computes in "
+        num_trained = count_weights(policy.trained_weights())
+        check_disk_space(nearest_folder(config.trainer.default_local_dir), num_trained, config)
+    found = f"{type(policy.lm).__name__}, {describe_weights(policy)}, computes in "
     return Checked(policy, f"{found}{policy.compute_dtype} on {world.device}")
 
 

@@ -18,7 +18,7 @@ from agentrl.trainer.state.resume import (
 from agentrl.trainer.state.run_folder import STARTED_AS, changed_keys, write_start
 from agentrl.trainer.state.summary import Summary
 from agentrl.workers.checkpoint import Checkpoint, RunState
-from agentrl.workers.export import export_hf
+from agentrl.workers.export import export_adapter, export_hf
 from agentrl.workers.snapshot import (
     RunningSave,
     identify,
@@ -144,7 +144,7 @@ class Checkpointer:
             running.abandon()
 
     def export(self, step: int, summary: Summary) -> Path:
-        """Write the policy as a plain Hugging Face folder."""
+        """Write the policy as a plain Hugging Face folder, or its adapter as a folder of peft."""
         about = {
             "step": step,
             "val_success": summary.val_success_after,
@@ -152,5 +152,7 @@ class Checkpointer:
         }
         folder = self._folder / "trained"
         policy, tokenizer = self._components.actor.policy, self._components.setup.tokenizer
-        export_hf(policy, tokenizer, folder, about=about)
+        is_adapter = self._config.trainer.export == "adapter" and policy.adapters is not None
+        write = export_adapter if is_adapter else export_hf
+        write(policy, tokenizer, folder, about=about)
         return folder

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from torch import nn
+
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose
 from agentrl.config.checks import check_model_length
@@ -165,7 +167,7 @@ def build_components(
     run_logger.notes([*check_rows(record, config), *check_model(config, setup)])
     encoder = make_reward_encoder(config, setup, data)
     groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
-    policy = load_policy(config.model, groups, config.actor.fsdp_config)
+    policy = load_policy(config.model, groups, config.actor.fsdp_config, seed=config.trainer.seed)
     run_logger.notes(check_policy(config, policy, setup, data, total_steps))
     reward_model = make_reward_model(config, encoder, world)
     engine = start_engine(config, policy, setup, run_logger, given)
@@ -181,7 +183,7 @@ def build_components(
         data=data,
         order=order,
         actor=make_actor(config, policy, total_steps),
-        reference=make_reference(config, groups),
+        reference=make_reference(config, policy),
         reward_model=reward_model,
         credit=Credit(config.algorithm, world, is_before_update=is_before_update),
         engine=engine,
@@ -206,7 +208,8 @@ def check_policy(
         ConfigError: if the disk has too little space.
     """
     if total_steps:
-        check_disk_space(config.trainer.default_local_dir, count_weights(policy), config)
+        num_trained = count_weights(policy.trained_weights())
+        check_disk_space(config.trainer.default_local_dir, num_trained, config)
     if doubt := find_doubt(config, policy, setup, data):
         yield doubt
 
@@ -305,12 +308,21 @@ def count_steps(config: RunConfig, num_batches: int) -> int:
 def describe_policy(policy: PolicyModel) -> str:
     """Describe a policy's architecture, size, dtype and devices."""
     name, devices = type(policy.lm).__name__, f"{policy.world.device.type} x {policy.world.size}"
-    return f"{name}, {count_weights(policy):,} weights, {policy.compute_dtype} on {devices}"
+    weights = describe_weights(policy)
+    return f"{name}, {weights}, {policy.compute_dtype} on {devices}"
 
 
-def count_weights(policy: PolicyModel) -> int:
-    """Count the policy's weights, tied ones once."""
-    return sum(weight.numel() for _, weight in policy.named_weights())
+def describe_weights(policy: PolicyModel) -> str:
+    """Describe how many weights a policy has and trains."""
+    text = f"{count_weights(policy.named_weights()):,} weights"
+    if policy.adapters is None:
+        return text
+    return f"{text}, of which LoRA trains {count_weights(policy.trained_weights()):,}"
+
+
+def count_weights(named_weights: Iterator[tuple[str, nn.Parameter]]) -> int:
+    """Count weights, tied ones once."""
+    return sum(weight.numel() for _, weight in named_weights)
 
 
 def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Actor:
@@ -336,11 +348,16 @@ def choose_actor_config(config: RunConfig) -> ActorConfig:
     return config.actor.model_copy(update={"policy_loss": policy_loss})
 
 
-def make_reference(config: RunConfig, world: World) -> Reference | None:
-    """Load the frozen reference if a KL in the loss or in the reward requires it."""
+def make_reference(config: RunConfig, policy: PolicyModel) -> Reference | None:
+    """Make the frozen reference if a KL in the loss or in the reward requires it.
+
+    With LoRA it is the actor's own policy as it was at the start, unless `ref.path` is set.
+    """
     if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         return None
-    policy = load_reference_policy(config.ref, config.model, world, config.actor.fsdp_config)
+    if policy.adapters is None or config.ref.path is not None:
+        fsdp = config.actor.fsdp_config
+        policy = load_reference_policy(config.ref, config.model, policy.world, fsdp)
     return Reference(
         policy,
         budget=config.actor.ppo_max_token_len_per_gpu,

@@ -62,6 +62,10 @@ class ModelIdentity:
     """The Hugging Face class."""
     shapes: dict[str, list[int]]
     """Shape of every trained weight."""
+    base: str = ""
+    """With LoRA: digest of the frozen weights."""
+    scales: dict[str, float] = field(default_factory=dict[str, float])
+    """With LoRA: the factor of each adapter."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -330,6 +334,10 @@ def _difference(found: ModelIdentity, expected: ModelIdentity) -> str:
         theirs, ours = found.shapes.get(name), expected.shapes.get(name)
         if theirs != ours:
             return f"{name} is {theirs or 'absent'}, not {ours or 'absent'}"
+    if found.base != expected.base:
+        return "its adapters were trained on a base with other weights"
+    if found.scales != expected.scales:
+        return "model.lora_alpha was another"
     return "no difference"
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,8 +19,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from agentrl.atomic_io import atomic_folder, naming_path
 from agentrl.errors import CheckpointError
+from agentrl.workers.lora import ADAPTER_WEIGHTS, BASE_DIGEST, peft_name
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.shards import full_tensor
 from agentrl.workers.snapshot import on_main
+from agentrl.workers.weight_files import base_name
 from agentrl.workers.weight_sync import iter_full_weights
 
 SHARD_BYTES = 5 * 10**9
@@ -45,6 +48,7 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face folder that other programs can load, atomically. A collective.
 
+    Adapters are merged into the weights.
     The weights have the dtype that they were loaded in; saved buffers have their own. Each tensor
     is gathered and written in turn; only the main rank keeps those of the file that it writes next.
     All files of a model in the folder are replaced; its other files stay.
@@ -52,11 +56,58 @@ def export_hf(
     Raises:
         CheckpointError: on every rank, if it cannot be written.
     """
-    weights = _iter_stored(policy)
+    _export(policy, _iter_stored(policy), _write_model, tokenizer, folder, about)
+
+
+def export_adapter(
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the adapters of a policy as a folder that peft loads, atomically. A collective.
+
+    They are float32, and `agentrl.json` identifies their base. Files of a model in the folder are
+    replaced as by `export_hf`.
+
+    Raises:
+        ValueError: if the policy has no adapters.
+        CheckpointError: on every rank, if it cannot be written.
+    """
+    if policy.adapters is None:
+        raise ValueError("the policy has no adapters")
+    weights = (
+        (peft_name(name), full_tensor(weight.detach())) for name, weight in policy.trained_weights()
+    )
+    about = {**(about or {}), BASE_DIGEST: policy.adapters.base_digest}
+    _export(policy, weights, _write_adapter, tokenizer, folder, about)
+
+
+def _export(
+    policy: PolicyModel,
+    weights: Iterator[tuple[str, Tensor]],
+    write_model: Callable[[PolicyModel, Iterator[tuple[str, Tensor]], Path], None],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    about: Mapping[str, Any] | None,
+) -> None:
+    """Write a folder on the main rank; the other ranks take part in the gathers."""
+    target = folder.resolve()
 
     def write() -> None:
         try:
-            _write_model(policy, weights, tokenizer, folder.resolve(), about)
+            with naming_path(target), atomic_folder(target) as aside:
+                write_model(policy, weights, aside)
+                tokenizer.save_pretrained(aside)
+                _link_other_files(target, aside)
+                if about is not None:
+                    text = json.dumps(about, indent=2) + "\n"
+                    (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
+                    (aside / ABOUT).write_text(text, encoding="utf-8")
+        # safetensors reports a full disk by an error of its own.
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write the model: {error}", path=target) from error
         finally:
             exhaust(weights)
 
@@ -72,7 +123,7 @@ def _iter_stored(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in policy.lm.named_buffers():
         owner, _, leaf = name.rpartition(".")
         if leaf not in policy.lm.get_submodule(owner)._non_persistent_buffers_set:
-            yield name, buffer
+            yield base_name(name), buffer
 
 
 def exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -81,34 +132,26 @@ def exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
         pass
 
 
-def _write_model(
-    policy: PolicyModel,
-    weights: Iterator[tuple[str, Tensor]],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    about: Mapping[str, Any] | None,
-) -> None:
+def _write_model(policy: PolicyModel, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     lm, dtype = policy.lm, policy.stored_dtype
-    try:
-        with naming_path(folder), atomic_folder(folder) as aside:
-            with _config_of_files(lm.config, dtype):
-                whole: dict[str, Tensor] = {}
-                if _is_converted(lm):  # then transformers needs all weights together
-                    whole = {name: weight.to("cpu", copy=True) for name, weight in weights}
-                lm.save_pretrained(aside, state_dict=whole)
-                if not whole:
-                    _write_weights(weights, aside)
-                lm.config.dtype = dtype  # `save_pretrained` writes that of the module
-                lm.config.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-            _link_other_files(folder, aside)
-            if about is not None:
-                text = json.dumps(about, indent=2) + "\n"
-                (aside / ABOUT).unlink(missing_ok=True)  # it may be a link to an earlier one
-                (aside / ABOUT).write_text(text, encoding="utf-8")
-    # safetensors reports a full disk by an error of its own.
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write the model: {error}", path=folder) from error
+    with _config_of_files(lm.config, dtype):
+        whole: dict[str, Tensor] = {}
+        if _is_converted(lm):  # then transformers needs all weights together
+            whole = {name: weight.to("cpu", copy=True) for name, weight in weights}
+        lm.save_pretrained(folder, state_dict=whole)
+        if not whole:
+            _write_weights(weights, folder)
+        lm.config.dtype = dtype  # `save_pretrained` writes that of the module
+        lm.config.save_pretrained(folder)
+
+
+def _write_adapter(
+    policy: PolicyModel, weights: Iterator[tuple[str, Tensor]], folder: Path
+) -> None:
+    assert policy.adapters is not None
+    policy.adapters.config.save_pretrained(folder)
+    tensors = {name: weight.cpu().contiguous() for name, weight in weights}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def _is_converted(lm: PreTrainedModel) -> bool:

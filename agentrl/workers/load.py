@@ -19,6 +19,7 @@ from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
+from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.weight_files import WeightFiles, init_buffers
@@ -26,16 +27,25 @@ from agentrl.workers.weight_files import WeightFiles, init_buffers
 logger = logging.getLogger(__name__)
 
 
-def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyModel:
+def load_policy(
+    config: ModelConfig, world: World, fsdp: FsdpConfig, *, seed: int = 0
+) -> PolicyModel:
     """Load a model folder as a sharded policy. A collective.
 
     Each rank reads its slices of safetensors files. If transformers converts the weights, or the
     files have another format, every rank reads the whole model and keeps its shard.
 
+    Args:
+        config: The model, and its adapters.
+        world: The ranks that shard it.
+        fsdp: Settings of the sharding.
+        seed: Seed of new adapters.
+
     Raises:
+        MissingExtraError: for LoRA without peft.
         ConfigError: if there is no such model, its weights are incomplete, `override_config` has a
-            key that it does not have, it cannot be trained packed, or the ranks that compute a
-            sequence together cannot divide its heads.
+            key that it does not have, it cannot be trained packed, its adapters do not fit, or the
+            ranks that compute a sequence together cannot divide its heads.
     """
     hf_config = load_hf_config(config)
     if world.ranks_per_sequence > 1:
@@ -48,6 +58,7 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
         lm = load_causal_lm(config)
         if not world.is_alone and world.is_main:
             logger.info("every rank reads all weights of %s, which are converted", config.path)
+    adapters = inject_adapters(lm, config, seed=seed)
     if config.enable_gradient_checkpointing:
         enable_checkpointing(lm)
     policy = PolicyModel(
@@ -56,6 +67,7 @@ def load_policy(config: ModelConfig, world: World, fsdp: FsdpConfig) -> PolicyMo
         resolve_dtype(config, world.device),
         fsdp,
         files=files,
+        adapters=adapters,
         stored_dtype=stored if isinstance(stored, torch.dtype) else None,
     )
     policy.offloads_activations = config.enable_activation_offload and world.device.type != "cpu"

@@ -280,8 +280,11 @@ class _BlockedHead(torch.autograd.Function):
             by_log_prob = torch.zeros_like(normalizer)
         slopes = _Slopes(by_log_prob, by_entropy, normalizer, entropy)
         grad_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
-        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalizer.dtype)
+        # A frozen head has no gradient.
+        grad_weight, grad_bias = (
+            torch.zeros_like(one, dtype=normalizer.dtype) if is_needed else None
+            for one, is_needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         memory = ctx.grid.allocate(normalizer)
         for rows in ctx.grid.rows:
             for columns in ctx.grid.columns:
@@ -291,15 +294,16 @@ class _BlockedHead(torch.autograd.Function):
                 grad = slopes.by_logits(logits, rows, targets[rows] - columns.start, second)
                 grad = (grad if slope is None else grad.mul_(slope)).to(weight.dtype)
                 grad_hidden[rows] += grad @ weight[columns]
-                grad_weight[columns] += grad.T @ hidden[rows]
+                if grad_weight is not None:
+                    grad_weight[columns] += grad.T @ hidden[rows]
                 if grad_bias is not None:
                     grad_bias[columns] += grad.sum(dim=0)
                 # Otherwise they would be in memory together with those of the next block.
                 del slope, grad
         return (
             grad_hidden.to(hidden.dtype),
-            grad_weight.to(weight.dtype),
-            None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             None, None, None, None, None,
         )  # fmt: skip
 

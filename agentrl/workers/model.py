@@ -32,12 +32,19 @@ from agentrl.workers.attention_kernels import SdpaKernel, choose_kernel
 from agentrl.workers.attention_plan import AttentionPlan
 from agentrl.workers.distributed import World
 from agentrl.workers.log_probs import HeadTransform, TokenScores, read_head_transform, score_tokens
+from agentrl.workers.lora import Adapters
 from agentrl.workers.offload import OffloadedMemory, offload_activations
 from agentrl.workers.packing import PackedBatch
 from agentrl.workers.packing_probe import measure_crossing
 from agentrl.workers.sequence_parallel import SequenceShard
 from agentrl.workers.shards import local_tensor
-from agentrl.workers.weight_files import WeightFiles, allocate, stand_in_weights
+from agentrl.workers.weight_files import (
+    WeightFiles,
+    allocate,
+    base_name,
+    is_adapter,
+    stand_in_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +93,22 @@ class PackedModel(nn.Module):
         check_packable(lm.config)
         self.lm = lm
         self.world = world
+        self.adapters: Adapters | None = None
         self.compute_dtype = compute_dtype
         self.kernel = choose_kernel(lm.config, world.device, compute_dtype)
         self.stored_dtype = stored_dtype or lm.dtype
         self.offload: OffloadedMemory | None = None
         self.offloads_activations = False
 
-    def place(self, fsdp: FsdpConfig, files: WeightFiles | None) -> None:
+    def place(
+        self, fsdp: FsdpConfig, files: WeightFiles | None, adapters: Adapters | None = None
+    ) -> None:
         """Shard the weights, and read those of a model that is on the meta device. A collective.
 
         Args:
             fsdp: Settings of the sharding.
             files: The weights; each rank reads its slices. None: `lm` has them.
+            adapters: The adapters that were inserted into `lm`; None: every weight is trained.
         """
         _shard(self, fsdp)
         if files is not None:
@@ -105,6 +116,9 @@ class PackedModel(nn.Module):
                 on_host = torch.device("cpu") if fsdp.offload_policy else self.world.device
                 allocate(self, on_host)
                 files.fill(self.lm)
+        if adapters is not None:
+            self.adapters = adapters
+            adapters.fill(self.lm, self.world)
         if fsdp.param_offload and not fsdp.offload_policy and self.world.device.type != "cpu":
             self.offload = OffloadedMemory(
                 lambda: [local_tensor(weight.detach()) for _, weight in self.named_weights()]
@@ -191,6 +205,23 @@ class PackedModel(nn.Module):
         """Iterate over the weights that have gradients: what an optimizer and a checkpoint hold."""
         return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
 
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the weights that other programs get, by Hugging Face name, sharded.
+
+        With LoRA these are the base's with the adapters in them, each computed on demand. A
+        collective: every rank must exhaust the iterator.
+        """
+        for name, weight in self.named_weights():
+            if self.adapters is None:
+                yield name, weight.detach()
+            elif not is_adapter(name):
+                plain = base_name(name)
+                yield plain, self.adapters.merge(plain, weight.detach())
+
+    def as_at_start(self) -> AbstractContextManager[None]:
+        """Compute with the weights of the start of the run while the block runs; LoRA only."""
+        return nullcontext() if self.adapters is None else self.adapters.as_at_start()
+
     def release_gathered(self) -> None:
         """Free gathered weights, so that the modules hold the optimizer's shards again.
 
@@ -217,6 +248,7 @@ class PolicyModel(PackedModel):
         compute_dtype: The dtype of its layers.
         fsdp: Settings of the sharding.
         files: The weights of a model that is on the meta device; each rank reads its slices.
+        adapters: The adapters that were inserted into `lm`; None: every weight is trained.
         stored_dtype: The dtype of an export; None: that of `lm`.
     """
 
@@ -228,6 +260,7 @@ class PolicyModel(PackedModel):
         fsdp: FsdpConfig,
         *,
         files: WeightFiles | None = None,
+        adapters: Adapters | None = None,
         stored_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(lm, world, compute_dtype, stored_dtype=stored_dtype)
@@ -236,7 +269,7 @@ class PolicyModel(PackedModel):
             self.transform = probe_head(lm)
             params = ScoringParams(temperature=1.0)
             self.check_packing(lambda batch: self(batch, params).log_probs)
-        self.place(fsdp, files)
+        self.place(fsdp, files, adapters)
 
     def forward(self, packed: PackedBatch, params: ScoringParams) -> TokenScores:
         """Score the trained tokens of a micro-batch, `[N]` each."""

@@ -86,10 +86,11 @@ def _put(padded: Tensor, packed: PackedBatch, values: Tensor) -> None:
 
 
 class Reference:
-    """A policy that never changes.
+    """A policy that never changes: the one at the start of the run, or another one.
 
     Args:
-        policy: A module of its own, not the actor's.
+        policy: A module of its own, which is frozen; or with LoRA the actor's, which is computed
+            as it was at the start (see `Adapters.as_at_start`).
         budget: Tokens of one packed micro-batch; None: a default for the device.
         logits_block_bytes: Bytes of one block of logits; None: what suits the device.
         share_prefixes: Whether a prefix that rows share is computed once.
@@ -103,7 +104,7 @@ class Reference:
         logits_block_bytes: int | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        self.policy = policy.eval().requires_grad_(False)
+        self.policy = policy if policy.adapters else policy.eval().requires_grad_(False)
         self.budget = budget
         self.logits_block_bytes = logits_block_bytes
         self.share_prefixes = share_prefixes
@@ -116,14 +117,16 @@ class Reference:
             share_prefixes=self.share_prefixes,
         )
         rows, groups = read_padded_rows(batch), read_groups(batch)
-        return score_rows(self.policy, rows, params, budget=self.budget, groups=groups).log_probs
+        with self.policy.as_at_start():
+            scores = score_rows(self.policy, rows, params, budget=self.budget, groups=groups)
+        return scores.log_probs
 
 
 def load_reference_policy(
     config: RefConfig, model: ModelConfig, world: World, fsdp: FsdpConfig
 ) -> PolicyModel:
     """Load the reference's weights: from `ref.path`, or from the policy's initial folder."""
-    own = model.model_copy(
+    own = model.without_lora().model_copy(
         update={
             "path": config.path or model.path,
             "enable_gradient_checkpointing": False,

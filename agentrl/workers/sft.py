@@ -79,7 +79,8 @@ def run_sft(
         config: Model, data, length, optimizer.
         world: The ranks; each takes its share of every batch.
         tools: The tools of conversations without `tools` of their own.
-        model: Model settings of the run that follows; its `path` is not read.
+        model: Model settings of the run that follows; its `path` and LoRA are not read: the
+            warm-up trains every weight.
         template_kwargs: The run's `data.apply_chat_template_kwargs`.
         now: The date for templates that use it.
         on_step: Called after every step, on every rank.
@@ -91,7 +92,8 @@ def run_sft(
             tool that it does not have.
         CheckpointError: if the result cannot be written.
     """
-    model = (model or ModelConfig(path="")).model_copy(update={"path": config.model_path})
+    model = (model or ModelConfig(path="")).without_lora()
+    model = model.model_copy(update={"path": config.model_path})
     tokenizer = load_tokenizer(model)
     template = ChatTemplate(
         tokenizer,

@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 def identify(policy: PolicyModel) -> ModelIdentity:
     """Return the identity of a policy's model."""
     shapes = {name: list(weight.shape) for name, weight in policy.trained_weights()}
-    return ModelIdentity(type(policy.lm).__name__, shapes)
+    identity = ModelIdentity(type(policy.lm).__name__, shapes)
+    if policy.adapters is None:
+        return identity
+    return replace(identity, base=policy.adapters.base_digest, scales=policy.adapters.scales)
 
 
 @dataclass(frozen=True, slots=True)

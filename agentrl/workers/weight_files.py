@@ -106,15 +106,27 @@ class WeightFiles:
     def fill(self, lm: PreTrainedModel) -> None:
         """Read this rank's slices of all weights and saved buffers."""
         for names in _names_of_each(lm):
-            name = next(name for name in names if name in self.tensors)
-            target = lm.get_parameter_or_buffer(name)
+            if is_adapter(names[0]):
+                continue
+            stored = next(name for name in map(base_name, names) if name in self.tensors)
+            target = lm.get_parameter_or_buffer(names[0])
             first = 0
             if isinstance(target, DTensor):
                 first = compute_local_shape_and_global_offset(
                     target.shape, target.device_mesh, target.placements
                 )[1][0]
                 target = target.to_local()
-            self.tensors[name].read_rows(first, target.detach())
+            self.tensors[stored].read_rows(first, target.detach())
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a weight is a matrix of LoRA, and not one of the base."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """Return the name that a weight has in the files of its model, without peft's wrapper."""
+    return name.replace(".base_layer.", ".")
 
 
 def init_buffers(lm: PreTrainedModel, device: torch.device) -> None:
@@ -137,7 +149,8 @@ def allocate(module: nn.Module, device: torch.device) -> None:
         for leaf, weight in owner._parameters.items():
             if weight is not None and weight.is_meta:
                 if weight not in made:
-                    made[weight] = nn.Parameter(torch.empty_like(weight, device=device))
+                    memory = torch.empty_like(weight, device=device)
+                    made[weight] = nn.Parameter(memory, requires_grad=weight.requires_grad)
                 owner._parameters[leaf] = made[weight]
     # FSDP2 keeps references to its shards, which it reads again whenever a module is converted.
     module._apply(lambda tensor: tensor)

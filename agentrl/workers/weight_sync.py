@@ -30,18 +30,18 @@ class SyncResult:
 def iter_full_weights(
     policy: PolicyModel, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the whole weights by Hugging Face name, each once.
+    """Iterate over the whole weights by Hugging Face name, each once; adapters are merged.
 
-    On one rank these are the trainer's own tensors, without a copy. On several ranks each is
-    gathered on demand, so that one whole weight exists at a time. A collective: every rank must
-    exhaust the iterator.
+    On one rank these are the trainer's own tensors, without a copy, except those that have an
+    adapter. On several ranks each is gathered on demand, so that one whole weight exists at a time.
+    A collective: every rank must exhaust the iterator.
 
     Args:
         policy: The policy.
         dtype: The weights are converted to this dtype before they are gathered; None: unchanged.
     """
-    for name, weight in policy.named_weights():
-        yield name, full_tensor(weight.detach().to(dtype or weight.dtype))
+    for name, weight in policy.merged_weights():
+        yield name, full_tensor(weight.to(dtype or weight.dtype))
 
 
 async def sync_weights(

@@ -112,10 +112,32 @@ class ModelConfig(Section):
     enable_activation_offload: bool = False
     """Keep activations in host memory between the forward and the backward pass; with
     `enable_gradient_checkpointing`, those that are not recomputed."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of new LoRA adapters: the base is frozen, and only the adapters are trained (needs
+    peft). 0: every weight is trained."""
+    lora_alpha: int = Field(default=16, ge=1)
+    """An adapter adds `lora_alpha / lora_rank` times the product of its two matrices."""
+    target_modules: str | list[str] = "all-linear"
+    """The modules with an adapter: `all-linear` (all linear modules of the decoder), a list of
+    names or ends of names (`q_proj`), or a regular expression that matches whole names."""
+    exclude_modules: str | list[str] | None = None
+    """Modules without an adapter, written as in `target_modules`."""
+    lora_adapter_path: FolderOrHubName | None = None
+    """A saved adapter in peft's format, which is trained further; it has its own rank, alpha and
+    modules."""
     trust_remote_code: bool = False
     """Run code that is part of the model's folder."""
     override_config: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Replacements for keys of the Hugging Face configuration."""
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether adapters are trained, and the weights of the base are frozen."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    def without_lora(self) -> "ModelConfig":
+        """Return the same model without adapters."""
+        return self.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})
 
 
 class MultiTurnConfig(Section):
@@ -278,6 +300,9 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: int | None = Field(default=3, ge=1)
     """How many of the last checkpoints are kept, in addition to the best validated one; null:
     all."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What `trained/` has if LoRA trains the policy. merged: the whole model, for every program;
+    adapter: the adapter alone, which peft loads on top of the base."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

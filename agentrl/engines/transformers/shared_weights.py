@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import EngineError
 
-WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Prefixes that activation checkpointing and `torch.compile` add to parameter names."""
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
+"""Prefixes that activation checkpointing, `torch.compile` and peft add to parameter names."""
 
 
 class SharedWeights:
@@ -51,7 +51,8 @@ class SharedWeights:
         """Build the engine's module for the trainer's.
 
         Parameters share storage if they are whole on this rank, on `device` (None: each where it
-        is) and of type `dtype` (None: each as it is). Shards have no values until `update`.
+        is) and of type `dtype` (None: each as it is). Shards, and weights with an adapter of LoRA,
+        have no values until `update`.
 
         Raises:
             EngineError: The module is not a Hugging Face model, or FSDP has gathered its parameters
@@ -64,14 +65,22 @@ class SharedWeights:
                 expected="a transformers PreTrainedModel",
             )
         shared = cls(_empty_twin(source, attention))
-        parameters = {_plain_name(name): p for name, p in source.named_parameters()}
+        given = [(name, p) for name, p in source.named_parameters() if not _is_adapter(name)]
+        parameters = {_plain_name(name): p for name, p in given}
+        adapted = {_plain_name(name) for name, _ in given if ".base_layer." in name}
         if isinstance(source, FSDPModule) and not any(
             isinstance(p, DTensor) for p in parameters.values()
         ):
             raise EngineError("the FSDP module is gathered; reshard it before sharing its weights")
         _copy_buffers(source, shared.module, device)
         is_shared = [
-            shared._share(name, parameter, dtype or parameter.dtype, device or parameter.device)
+            shared._share(
+                name,
+                parameter,
+                dtype or parameter.dtype,
+                device or parameter.device,
+                has_own_values=name in adapted,
+            )
             for name, parameter in parameters.items()
         ]
         shared.is_complete = all(is_shared)
@@ -115,10 +124,21 @@ class SharedWeights:
         return num_bytes
 
     def _share(
-        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        has_own_values: bool,
     ) -> bool:
-        """Bind one of the trainer's parameters; return False for a shard, which gets own memory."""
-        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+        """Bind one of the trainer's parameters; a shard, or one of other values, gets own memory.
+
+        Returns:
+            Whether the parameter has its value.
+        """
+        is_shard = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+        if is_shard or has_own_values:
             self._bind(name, torch.empty(parameter.shape, dtype=dtype, device=device))
             self._owned.add(self._groups[name][0])
             return False
@@ -177,6 +197,10 @@ def _plain_name(name: str) -> str:
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config.conflicts import longest_sequence
@@ -28,6 +27,7 @@ from agentrl.engines.sglang.servers.factory import SyncSource, connect
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.shards import local_tensor
 
 
 class EngineLimits(NamedTuple):
@@ -42,22 +42,24 @@ class EngineLimits(NamedTuple):
     def of(cls, config: RunConfig, policy: PolicyModel) -> "EngineLimits":
         """Read the limits from a configuration.
 
-        The optimizer's two moments and the reference are allocated later, unless they are offloaded
-        to the host. A validation batch without a size may have any number of rows.
+        The optimizer's two moments and the reference's own weights are allocated later, unless they
+        are offloaded to the host. A validation batch without a size may have any number of rows.
         """
         world, rollout, data = policy.world, config.rollout, config.data
         batches = [config.prompts_per_rollout * rollout.n]
         if data.val_files:
             val_rows = data.val_batch_size or rollout.max_concurrent_requests * world.dp_size
             batches.append(val_rows * rollout.val_kwargs.n)
-        weights = [p.to_local() if isinstance(p, DTensor) else p for p in policy.lm.parameters()]
+        weights = [local_tensor(weight) for weight in policy.lm.parameters()]
+        trained = [local_tensor(weight) for _, weight in policy.trained_weights()]
         reserved_bytes = 0
         fsdp = config.actor.fsdp_config
         if not fsdp.offload_policy:
             if not fsdp.optimizer_offload:
-                reserved_bytes += 2 * sum(part.numel() * torch.float32.itemsize for part in weights)
+                reserved_bytes += 2 * sum(part.numel() * torch.float32.itemsize for part in trained)
             has_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-            if has_reference and not fsdp.param_offload:
+            is_own = policy.adapters is None or config.ref.path is not None
+            if has_reference and is_own and not fsdp.param_offload:
                 reserved_bytes += sum(part.nbytes for part in weights)
         return cls(
             max_requests=min(rollout.max_concurrent_requests, -(-max(batches) // world.dp_size)),

@@ -158,6 +158,7 @@ def check_model_folders(config: RunConfig) -> None:
     for key, name in (
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),
+        ("model.lora_adapter_path", config.model.lora_adapter_path),
         ("ref.path", config.ref.path),
         ("reward.model.path", scorer and scorer.path),
         ("reward.model.tokenizer_path", scorer and scorer.tokenizer_path),
@@ -237,7 +238,7 @@ def check_disk_space(folder: Path, num_weights: int, config: RunConfig) -> None:
 
     Args:
         folder: The run's folder.
-        num_weights: The number of the policy's weights.
+        num_weights: The number of the policy's trained weights.
         config: The run's configuration.
 
     Raises:
@@ -270,6 +271,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     model = config.model
     if Path(model.path).is_dir() or is_made_later(config, Path(model.path)):
         model = model.model_copy(update={"path": str(Path(model.path).absolute())})
+    if (adapter := model.lora_adapter_path) is not None and Path(adapter).is_dir():
+        model = model.model_copy(update={"lora_adapter_path": str(Path(adapter).absolute())})
     return config.model_copy(update={"trainer": trainer.model_copy(update=paths), "model": model})
 
 

@@ -143,7 +143,9 @@ def _arguments(
     """Return everything that decides the result: settings, tools, and the content of inputs."""
     named = {"out_dir", "model_path", "train_file", "tool_config_path", "function_tool_path"}
     arguments = config.model_dump(mode="json", exclude=named)
-    arguments["model"] = run.model.model_dump(mode="json", exclude={"path"})
+    # The warm-up trains every weight: a run with LoRA shares it with one without.
+    lora = {"lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path"}
+    arguments["model"] = run.model.model_dump(mode="json", exclude={"path", *lora})
     arguments["template_kwargs"] = run.data.apply_chat_template_kwargs
     arguments["tools"] = [schema.to_template() for schema in shown]
     arguments["of"] = [content_of(path) for path in (config.train_file, config.model_path)]

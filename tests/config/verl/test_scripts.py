@@ -245,7 +245,7 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
     ("changes", "message"),
     [
         ({"trainer.device": "npu"}, "has no NPU backend"),
-        ({f"{M}.lora_rank": 32}, "no LoRA"),
+        ({f"{M}.lora.rank": 32}, "Megatron's LoRA"),
         ({"reward_model.enable": True}, "no reward model"),
         ({"algorithm.adv_estimator": "gae"}, "needs a critic"),
         ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no custom agent loops"),

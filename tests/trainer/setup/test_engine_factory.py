@@ -91,6 +91,17 @@ def test_only_an_engine_that_takes_long_is_announced():
     assert "a minute" in announce_start(config_of(rollout={"engine": {"name": "sglang"}}))[0]
 
 
+def policy_of(*, dp_size: int, has_lora: bool = False) -> Any:
+    """A policy of 20 weights; with LoRA 5 of them are trained."""
+    lm = torch.nn.Linear(3, 5)
+    lm.weight.requires_grad_(not has_lora)
+    trained = [(name, weight) for name, weight in lm.named_parameters() if weight.requires_grad]
+    return SimpleNamespace(
+        world=SimpleNamespace(dp_size=dp_size), lm=lm, trained_weights=lambda: trained,
+        adapters=object() if has_lora else None,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
@@ -114,8 +125,7 @@ def test_the_engine_is_sized_by_the_requests_of_a_batch_of_this_rank(
 ):
     data = {"train_files": ["rows.jsonl"], "train_batch_size": 8} | sections.get("data", {})
     rollout = {"n": 4} | sections.get("rollout", {})
-    policy: Any = SimpleNamespace(world=SimpleNamespace(dp_size=2), lm=torch.nn.Linear(3, 5))
-    limits = EngineLimits.of(config_of(data=data, rollout=rollout), policy)
+    limits = EngineLimits.of(config_of(data=data, rollout=rollout), policy_of(dp_size=2))
     assert limits.max_requests == expected
 
 
@@ -130,6 +140,14 @@ def test_the_engine_is_sized_by_the_requests_of_a_batch_of_this_rank(
 def test_the_engine_leaves_memory_for_the_moments_and_the_reference(
     actor: dict[str, Any], floats: int
 ):
-    policy: Any = SimpleNamespace(world=SimpleNamespace(dp_size=1), lm=torch.nn.Linear(3, 5))
-    limits = EngineLimits.of(config_of(actor=actor), policy)
+    limits = EngineLimits.of(config_of(actor=actor), policy_of(dp_size=1))
     assert limits.reserved_bytes == (3 * 5 + 5) * 4 * floats
+
+
+@pytest.mark.parametrize(("ref", "floats"), [({}, 2 * 5), ({"path": "other"}, 2 * 5 + 20)])
+def test_with_lora_only_adapters_have_moments_and_the_reference_is_the_base(
+    ref: dict[str, Any], floats: int
+):
+    config = config_of(actor={"use_kl_loss": True}, model={"path": "m", "lora_rank": 1}, ref=ref)
+    limits = EngineLimits.of(config, policy_of(dp_size=1, has_lora=True))
+    assert limits.reserved_bytes == 4 * floats
