@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.tables import load_table
-from agentrl.config.verl import mapping, policy_readers, rollout_readers, run_readers
+from agentrl.config.verl import (
+    mapping,
+    policy_readers,
+    reward_model_readers,
+    rollout_readers,
+    run_readers,
+)
 from agentrl.config.verl.mapping import UNSET, KeyMapping, NoEffect, Rejected, Unsupported
 
 _READERS = {
     name: reader
-    for module in (mapping, policy_readers, rollout_readers, run_readers)
+    for module in (mapping, policy_readers, reward_model_readers, rollout_readers, run_readers)
     for name, reader in vars(module).items()
 }
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from agentrl.config import RunConfig, check_config, read_config
 from agentrl.config.verl import VerlReport, read_verl_tree
+from agentrl.config.verl.table import table
 from agentrl.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -116,6 +117,83 @@ def test_bonuses_and_penalty_of_the_reward_model_section_are_read():
 )  # fmt: skip
 def test_unknown_keys_of_reward_model_and_critic_are_refused(key: str):
     assert f"{key}: unknown key" in refusal({key: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("reward_model.model.pth", "reward_model.model.path"),
+     ("reward_model.model.fsdp_config.param_ofload",
+      "reward_model.model.fsdp_config.param_offload"),
+     ("reward_model.max_len", "reward_model.max_length"),
+     ("critic.optim.betass", "critic.optim.betas"), ("critic.model.pathh", "critic.model.path"),
+     ("critic.model.fsdp_config.fsdp_sise", "critic.model.fsdp_config.fsdp_size"),
+     ("critic.checkpoint.contents", "critic.checkpoint.")],
+)  # fmt: skip
+def test_an_unknown_key_deep_in_these_sections_names_the_nearest(key: str, nearest: str):
+    error = refusal({key: 1})
+    assert f"{key}: unknown key" in error
+    assert f"did you mean '{nearest}" in error
+
+
+def test_no_entry_takes_any_key_below_reward_model_or_critic():
+    """A wildcard is allowed only for sections that no key of ours replaces."""
+    known = {"profiler.tool_config.*", "rollout.*", "data_processor_config.*"}
+    for row in table():
+        section, _, leaf = row.name.partition(".")
+        if section in ("reward_model", "critic") and leaf.endswith("*"):
+            assert leaf in known
+
+
+REWARD_MODEL = {"reward_model.enable": True, "reward_model.model.path": "my/rm"}
+
+
+def test_a_reward_model_replaces_the_scorer_as_in_verl():
+    reward = read(REWARD_MODEL).reward
+    assert reward.model is not None
+    assert (reward.model.path, reward.model.weight, reward.model.truncation) == (
+        "my/rm",
+        1,
+        "right",
+    )
+    assert reward.weights.trajectory == 0
+    kept = read(REWARD_MODEL | {"reward.weights.trajectory": 0.5}).reward
+    assert kept.weights.trajectory == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({"max_length": 512}, "max_length", 512),
+        ({"model.trust_remote_code": True}, "trust_remote_code", True),
+        ({"model.fsdp_config.param_offload": True}, "fsdp_config.param_offload", True),
+        ({"model.fsdp_config.fsdp_size": 2}, "fsdp_config.fsdp_size", 2),
+        ({"micro_batch_size_per_gpu": 4, "max_length": 100}, "max_token_len_per_gpu", 400),
+        ({"use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 999},
+         "max_token_len_per_gpu", 999),
+        ({"forward_max_token_len_per_gpu": 999}, "max_token_len_per_gpu", None),
+        ({"model.input_tokenizer": "policy"}, "tokenizer_path", None),
+    ],
+)  # fmt: skip
+def test_keys_of_the_reward_model_are_read(changes: dict[str, Any], key: str, value: Any):
+    found: Any = read(REWARD_MODEL | {f"reward_model.{k}": v for k, v in changes.items()})
+    found = found.reward.model
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "megatron"}, "FSDP2 alone"),
+        ({"model.external_lib": "my_lib"}, "no module is imported"),
+        ({"rollout.name": "sglang"}, "reward.model.engine=sglang"),
+    ],
+)
+def test_what_a_reward_model_cannot_have_here_is_refused(changes: dict[str, Any], message: str):
+    given = {f"reward_model.{key}": value for key, value in changes.items()}
+    assert message in refusal(REWARD_MODEL | given)
+    assert read(given) == read({})
 
 
 # The correction of the rollout, in 0.6.1's names.
@@ -246,7 +324,8 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
     [
         ({"trainer.device": "npu"}, "has no NPU backend"),
         ({f"{M}.lora.rank": 32}, "Megatron's LoRA"),
-        ({"reward_model.enable": True}, "no reward model"),
+        ({"reward_model.enable": True}, "reward_model.model.path is missing"),
+        ({"reward.reward_model.enable": True}, "such as reward.model.path"),
         ({"algorithm.adv_estimator": "gae"}, "needs a critic"),
         ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no custom agent loops"),
     ],

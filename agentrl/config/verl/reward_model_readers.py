@@ -1,0 +1,129 @@
+"""Readers of the values of `reward_model`; see `agentrl.config.verl.mapping`.
+
+verl reads these keys only if `reward_model.enable` is true. Then the reward model replaces the
+scorer, in verl and here.
+"""
+
+from typing import Any
+
+from agentrl.config.verl.mapping import (
+    Ignored,
+    KeyMapping,
+    Mapped,
+    Tree,
+    Unsupported,
+    count,
+    integer,
+)
+from agentrl.errors import ConfigError
+
+SECTION = "reward_model"
+_OFF = Ignored("reward_model.enable is false")
+_DYNAMIC = (
+    f"{SECTION}.use_dynamic_bsz", "critic.use_dynamic_bsz",
+    "actor_rollout_ref.actor.use_dynamic_bsz",
+)  # fmt: skip
+"""verl's default of each is the next one."""
+
+
+def reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Score with a reward model, and with nothing else, as verl does."""
+    if not value:
+        return Mapped()
+    path = f"{SECTION}.model.path"
+    if tree.value(path) is None:
+        raise ConfigError(
+            f"is true, and {path} is missing: verl's default is a path of its authors",
+            expected=f"{path}, a sequence-classification model",
+        )
+    defaults = {"reward.weights.trajectory": 0.0, "reward.model.truncation": "right"}
+    chosen = {key: default for key, default in defaults.items() if not tree.is_given(key)}
+    is_alone = "reward.weights.trajectory" in chosen
+    return Mapped(chosen, "as in verl, no scorer counts besides it" if is_alone else "")
+
+
+def of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Take the value as it is, if there is a reward model; null keeps agentrl's default."""
+    if not _is_enabled(tree):
+        return _OFF
+    return Mapped() if value is None else Mapped({row.ours[0]: value})
+
+
+def speed_of_reward_model(value: Any, tree: Tree, row: KeyMapping) -> Ignored | Unsupported:
+    """Report a key that changes only speed and memory; its entry's note says what is done here."""
+    return Unsupported(row.note) if _is_enabled(tree) else _OFF
+
+
+def input_tokenizer(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Render with the reward model's own template; the policy's tokenizer is not needed for it."""
+    if not _is_enabled(tree):
+        return _OFF
+    theirs = (
+        "verl gives it the policy's tokens" if value is None
+        else "verl renders the whole response as one message of the assistant"
+    )  # fmt: skip
+    note = f"the messages are rendered one by one with the reward model's template; {theirs}"
+    return Mapped(note=note)
+
+
+def reward_strategy(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Accept the strategies of verl's FSDP trainer."""
+    if not _is_enabled(tree):
+        return _OFF
+    if value not in (None, "fsdp", "fsdp2"):
+        raise ConfigError(
+            f"is {value!r}, and FSDP2 alone shards weights here", expected="fsdp or fsdp2"
+        )
+    return Mapped()
+
+
+def reward_library(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Refuse a module that verl would import for the reward model."""
+    if not _is_enabled(tree):
+        return _OFF
+    if value is not None:
+        raise ConfigError(f"is {value!r}, and no module is imported by name", expected="null")
+    return Mapped()
+
+
+def reward_servers(value: Any, tree: Tree, row: KeyMapping) -> Ignored:
+    """Refuse the servers that later versions of verl start for a reward model."""
+    if not _is_enabled(tree):
+        return _OFF
+    raise ConfigError(
+        "is a key of later versions, which start servers for the reward model",
+        expected="reward.model.engine=sglang with addresses of running servers, or no such key",
+    )
+
+
+def reward_tokens(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Take the tokens of a batch, which verl reads only for dynamic batches."""
+    if not _is_enabled(tree):
+        return _OFF
+    if not _is_dynamic(tree):
+        return Ignored("use_dynamic_bsz is false")
+    return Mapped() if value is None else Mapped({row.ours[0]: value})
+
+
+def reward_rows(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Convert rows of a batch into tokens: as many as that many of the longest rows have."""
+    if not _is_enabled(tree):
+        return _OFF
+    if _is_dynamic(tree):
+        return Ignored("use_dynamic_bsz is true")
+    if value is None:
+        return Mapped()
+    longest = tree.value(f"{SECTION}.max_length")
+    if longest is None:
+        longest = count(tree, "data.max_prompt_length") + count(tree, "data.max_response_length")
+    tokens = integer(value) * integer(longest, f"{SECTION}.max_length")
+    return Mapped({row.ours[0]: tokens}, f"{value} rows of at most {longest} tokens")
+
+
+def _is_enabled(tree: Tree) -> bool:
+    return bool(tree.value(f"{SECTION}.enable"))
+
+
+def _is_dynamic(tree: Tree) -> bool:
+    values = (tree.value(key) for key in _DYNAMIC)
+    return bool(next((value for value in values if value is not None), False))
