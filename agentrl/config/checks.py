@@ -120,7 +120,7 @@ def find_rank_conflicts(config: RunConfig, world_size: int) -> Iterator[Problem]
         if world_size % size:
             ranks = f"{world_size} rank{'s' * (world_size > 1)}"
             reason = f"is {size}, and the {ranks} of the run cannot be divided into such groups"
-            yield Problem(key, reason, f"a divisor of {world_size}, or another number of ranks")
+            yield Problem(key, reason, f"a divisor of {world_size}, or {size} ranks (torchrun)")
     engine = config.rollout.engine
     if world_size > 1 and engine.name in ("auto", "sglang") and engine.sglang.tp_size > 1:
         reason = f"is {engine.sglang.tp_size}, and each of {world_size} ranks has its own engine"

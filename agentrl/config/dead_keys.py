@@ -83,7 +83,13 @@ def find_dead_keys_here(config: RunConfig, *, device: str, engine: str) -> list[
         }
     )
     known = {dead.key for dead in find_dead_keys(config)}
-    return [dead for dead in find_dead_keys(here) if dead.key not in known]
+    chosen_here = {"trainer.device": device, "rollout.engine.name": engine}
+    autos = [f"{key}={value}" for key, value in chosen_here.items() if _value(config, key) != value]
+    return [
+        DeadKey(dead.key, f"{dead.reason} (on this machine {', '.join(autos)})")
+        for dead in find_dead_keys(here)
+        if dead.key not in known
+    ]
 
 
 def set_keys(section: Section, prefix: str = "") -> Iterator[str]:

@@ -9,7 +9,8 @@ from torch import nn
 from agentrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from agentrl.config import Purpose
 from agentrl.config.checks import check_model_length
-from agentrl.config.dead_keys import find_dead_keys_here
+from agentrl.config.conflicts import longest_sequence
+from agentrl.config.dead_keys import find_dead_keys_here, set_keys
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import ActorConfig
 from agentrl.data.order import DataOrder
@@ -210,8 +211,23 @@ def check_policy(
     if total_steps:
         num_trained = count_weights(policy.trained_weights())
         check_disk_space(config.trainer.default_local_dir, num_trained, config)
+    yield from find_unshared(config, policy)
     if doubt := find_doubt(config, policy, setup, data):
         yield doubt
+
+
+def find_unshared(config: RunConfig, policy: PolicyModel) -> Iterator[str]:
+    """Report rows that share no prefix, if the run file asks for shared prefixes."""
+    key = "actor.share_prefixes"
+    limit = policy.max_sharing_length(share_prefixes=config.actor.share_prefixes)
+    if not config.actor.share_prefixes or key not in set_keys(config):
+        return
+    if not limit:
+        is_slow = f"attention is {policy.kernel.name}, which computes each row alone"
+        reason = "the model has dropout" if has_dropout(policy.lm) else is_slow
+        yield f"{key} has no effect: {reason}"
+    elif limit < longest_sequence(config):
+        yield f"{key}: rows of more than {limit} tokens share no prefix (sliding window)"
 
 
 def find_doubt(

@@ -249,7 +249,11 @@ def _read_manifest(path: Path) -> Manifest:
             }
             return Manifest(files=pieces, tensors={}, format=1)
         if version != FORMAT:
-            raise CheckpointError(f"{path.name} has format {version}", path=path, expected=FORMAT)
+            raise CheckpointError(
+                f"{path.name} has format {version}",
+                path=path,
+                expected=f"1 to {FORMAT}: a later version of agentrl wrote it",
+            )
         digest = content.pop("sha256")
         manifest = _MANIFEST.validate_python(content)
         if manifest.digest() != digest:
