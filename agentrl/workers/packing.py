@@ -12,8 +12,8 @@ import heapq
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,19 +194,7 @@ def _pack(
 ) -> PackedBatch:
     """Concatenate the segments; a segment has the targets of each of its rows."""
     lengths = [segment.end - segment.start for segment in segments]
-    offsets = np.cumsum([0, *lengths])
-    # One piece for each row of each segment: row, its segment's first token and packed position.
-    pieces = torch.tensor(
-        [
-            (row, segment.start, offset, segment.end - segment.start)
-            for segment, offset in zip(segments, offsets[:-1], strict=True)
-            for row in range(segment.first, segment.last)
-        ]
-    )
-    row, start, offset, length = pieces.unbind(1)
-    piece = torch.repeat_interleave(length)
-    within = torch.arange(len(piece)) - (length.cumsum(0) - length)[piece]
-    row, position, packed = row[piece], start[piece] + within, offset[piece] + within
+    row, position, packed = _place_tokens(segments, lengths)
     source, column = torch.tensor(index)[row], torch.tensor(starts)[row] + position
     num_response = rows.response_mask.shape[1]
     next_response = column + 1 - (rows.input_ids.shape[1] - num_response)
@@ -217,7 +205,7 @@ def _pack(
             "a trained token has no token before it, or is in the padding",
             expected="a prompt before every response, and padding only at the ends of a row",
         )
-    input_ids, position_ids = torch.zeros(2, 1, int(offsets[-1]), dtype=torch.int64)
+    input_ids, position_ids = torch.zeros(2, 1, sum(lengths), dtype=torch.int64)
     # The rows of a segment write equal values.
     input_ids[0, packed], position_ids[0, packed] = rows.input_ids[source, column], position
     return PackedBatch(
@@ -231,6 +219,26 @@ def _pack(
         row_index=tuple(index),
         response_length=num_response,
     )
+
+
+def _place_tokens(
+    segments: Sequence[Segment], lengths: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row, the position in it, and the packed position of each token of each row."""
+    # One piece for each row of each segment: row, its segment's first token and packed position.
+    pieces = torch.tensor(
+        [
+            (row, segment.start, offset, length)
+            for segment, offset, length in zip(
+                segments, accumulate(lengths, initial=0), lengths, strict=False
+            )
+            for row in range(segment.first, segment.last)
+        ]
+    )
+    row, start, offset, length = pieces.unbind(1)
+    piece = torch.repeat_interleave(length)
+    within = torch.arange(len(piece)) - (length.cumsum(0) - length)[piece]
+    return row[piece], start[piece] + within, offset[piece] + within
 
 
 def move_to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -169,21 +169,25 @@ def build_engine(
             needs = sglang_needs(config, dtype or model.dtype)
             return connect(config.rollout.engine.sglang_server, needs, tokenizer, source)
         case _:
-            own = config.rollout.engine.transformers
             limits = limits or EngineLimits(max_requests=config.rollout.max_concurrent_requests)
-            settings = TransformersEngineSettings(
-                page_size=own.page_size,
-                num_pages=own.num_pages,
-                max_batch_tokens=own.max_batch_tokens,
-                max_batch_size=limits.max_requests,
-                max_model_len=_max_model_len(config),
-                seed=config.rollout.seed,
-                fit_memory=not config.rollout.deterministic,
-                reserved_bytes=limits.reserved_bytes,
-            )
+            settings = _embedded_settings(config, limits)
             return TransformersEngine.from_model(
                 model, tokenizer=tokenizer, dtype=dtype, device=device, settings=settings
             )
+
+
+def _embedded_settings(config: RunConfig, limits: EngineLimits) -> TransformersEngineSettings:
+    own = config.rollout.engine.transformers
+    return TransformersEngineSettings(
+        page_size=own.page_size,
+        num_pages=own.num_pages,
+        max_batch_tokens=own.max_batch_tokens,
+        max_batch_size=limits.max_requests,
+        max_model_len=_max_model_len(config),
+        seed=config.rollout.seed,
+        fit_memory=not config.rollout.deterministic,
+        reserved_bytes=limits.reserved_bytes,
+    )
 
 
 def build_scripted_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
