@@ -237,7 +237,11 @@ def _choose_modules(lm: PreTrainedModel, config: ModelConfig) -> list[str]:
     if config.exclude_modules is not None:
         chosen -= _match(lm, every, config.exclude_modules, "model.exclude_modules")
     if not chosen:
-        raise ConfigError("no module is left to adapt", key="model.exclude_modules")
+        raise ConfigError(
+            "no module is left to adapt",
+            key="model.exclude_modules",
+            expected=f"fewer than all of {_short_names(lm)}",
+        )
     return sorted(chosen)
 
 
@@ -297,8 +301,9 @@ def _insert(lm: PreTrainedModel, config: Any, key: str, *, with_copy: bool = Fal
     from peft.tuners.lora import Linear
 
     try:
-        for adapter in (TRAINED, AT_START) if with_copy else (TRAINED,):
+        for adapter in (AT_START, TRAINED) if with_copy else (TRAINED,):  # the last is active
             inject_adapter_in_model(config, lm, adapter_name=adapter, low_cpu_mem_usage=True)
+            del lm.peft_config  # nothing reads it, and peft warns if the model has one
     except ValueError as error:
         raise ConfigError(f"peft cannot insert the adapter: {error}", key=key) from error
     for name, module in lm.named_modules():

@@ -95,8 +95,8 @@ def healthy(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Health
     file = write_yaml(folder / "run.yaml", tiny_run(tiny_home, folder / "run", **changes))
     loaded: list[tuple[PolicyModel, list[torch.Tensor]]] = []
 
-    def loading(*args: Any) -> Any:
-        policy = load_policy(*args)
+    def loading(*args: Any, **settings: Any) -> Any:
+        policy = load_policy(*args, **settings)
         loaded.append((policy, [w.detach().clone() for w in weights_of(policy)]))
         return policy
 

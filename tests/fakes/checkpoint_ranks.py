@@ -29,15 +29,18 @@ from agentrl.workers.snapshot import (
     verify_together,
 )
 from tests.fakes.fault_runs import limit_file_size
-from tests.fakes.training import make_actor, make_batch, make_policy, random_rows
+from tests.fakes.training import make_actor, make_batch, make_lora_policy, make_policy, random_rows
 
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon", "lora")
+"""Optimizers, and LoRA with AdamW."""
 LARGE = 30_000
 """Bytes that a rank's file has at least."""
 
 
 def new_actor(world: World, optimizer: str, *, seed: int = 0) -> Actor:
     """An actor without a step."""
+    if optimizer == "lora":
+        return make_actor(make_lora_policy(world, seed=seed), optim={"lr": 1e-2})
     optim = {"name": optimizer, "lr": 1e-2, "muon_lr": 1e-2}
     return make_actor(make_policy(world, seed=seed), optim=optim)
 

@@ -1,6 +1,7 @@
 """Small policies, batches of padded rows, and the naive computation that packing must equal."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,12 +9,16 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import ActorConfig, FsdpConfig, OptimConfig
 from agentrl.protocol import DataProto
 from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World
+from agentrl.workers.lora import inject_adapters
 from agentrl.workers.model import PolicyModel
+from agentrl.workers.shards import local_slice
 from tests.fakes.engines import VOCAB_SIZE, tiny_model
 
 
@@ -44,6 +49,43 @@ def make_policy(world: World, *, seed: int = 0, **overrides: object) -> PolicyMo
     """A sharded policy of random weights, in float32."""
     lm = tiny_model(seed=seed, initializer_range=0.1, **overrides)
     return PolicyModel(lm, world, torch.float32, FsdpConfig())
+
+
+LORA = ModelConfig(path="tiny", lora_rank=4, lora_alpha=8)
+
+
+def make_lora_policy(
+    world: World,
+    lm: PreTrainedModel | None = None,
+    fsdp: FsdpConfig | None = None,
+    *,
+    keys: ModelConfig = LORA,
+    seed: int = 0,
+) -> PolicyModel:
+    """A policy with adapters, of which no matrix is 0."""
+    lm = lm or tiny_model(initializer_range=0.1)
+    adapters = inject_adapters(lm, keys)
+    policy = PolicyModel(lm, world, torch.float32, fsdp or FsdpConfig(), adapters=adapters)
+    fill_adapters(policy.trained_weights(), world, seed=seed)
+    return policy
+
+
+def adapter_value(name: str, shape: Sequence[int], *, seed: int = 0) -> torch.Tensor:
+    """A value for an adapter's matrix that depends on its name and the seed."""
+    draws = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    return 0.2 * torch.randn(tuple(shape), generator=draws)
+
+
+@torch.no_grad()
+def fill_adapters(
+    named_weights: Iterable[tuple[str, nn.Parameter]], world: World, *, seed: int = 0
+) -> None:
+    """Set adapters to values that are the same on any number of ranks."""
+    for name, weight in named_weights:
+        values = adapter_value(name, weight.shape, seed=seed)
+        part = local_slice(weight, world)
+        bounds = zip(part.offset, part.local.shape, strict=True)
+        part.local.copy_(values[tuple(slice(start, start + size) for start, size in bounds)])
 
 
 def make_actor(policy: PolicyModel, layout: Layout | None = None, **config: object) -> Actor:
@@ -157,10 +199,10 @@ def plain_loss(
 
 
 def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    """The gradient of each weight, whole; zeros where there is none."""
-    policy.release_gathered()
+    """The gradient of each trained weight, whole; zeros where there is none."""
+    assert all(w.requires_grad or w.grad is None for _, w in policy.named_weights())
     found: dict[str, torch.Tensor] = {}
-    for name, weight in policy.lm.named_parameters():
+    for name, weight in policy.trained_weights():
         grad = weight.grad
         found[name] = torch.zeros(weight.shape) if grad is None else whole(grad).clone()
     return found

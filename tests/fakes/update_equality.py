@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import PreTrainedModel
 
 from agentrl.algorithms import get_policy_loss_fn, register_policy_loss
 from agentrl.algorithms.kl import kl_penalty
@@ -24,13 +26,23 @@ from agentrl.workers.load import enable_checkpointing
 from agentrl.workers.model import PolicyModel
 from agentrl.workers.offload import OffloadedMemory
 from agentrl.workers.shards import local_tensor
+from tests.fakes import training
 from tests.fakes.engines import VOCAB_SIZE, tiny_model
-from tests.fakes.training import GradientTrap, Layout, Row, make_actor, make_batch
+from tests.fakes.training import (
+    GradientTrap,
+    Layout,
+    Row,
+    make_actor,
+    make_batch,
+    make_lora_policy,
+)
 
 TEMPERATURE = 0.8
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "entropy_coeff": 0.01}
 PLAIN: dict[str, Any] = {}
 EVERY_ROW = "vanilla_of_every_row"
+LORA = "lora_"
+"""Prefix of the names of cases whose policy has adapters."""
 
 
 @register_policy_loss(EVERY_ROW)
@@ -57,6 +69,7 @@ def build(
     model: Mapping[str, Any] = PLAIN,
     checkpointing: bool = False,
     activations_in_host: bool = False,
+    has_lora: bool = False,
     **config: Any,
 ) -> Actor:
     """The actor of a case: the changes of its settings, and of its model's configuration.
@@ -66,14 +79,18 @@ def build(
     lm = tiny_model(initializer_range=0.1, **model)
     if checkpointing:
         enable_checkpointing(lm)
-    policy = PolicyModel(lm, world, torch.float32, fsdp or FsdpConfig())
+    fsdp = fsdp or FsdpConfig()
+    if has_lora:
+        policy = make_lora_policy(world, lm, fsdp)
+    else:
+        policy = PolicyModel(lm, world, torch.float32, fsdp)
     policy.offloads_activations = activations_in_host
     return make_actor(policy, Layout(budget=budget), **terms, **config)
 
 
-def build_offloading(world: World, terms: Mapping[str, Any]) -> Actor:
+def build_offloading(world: World, terms: Mapping[str, Any], **settings: Any) -> Actor:
     """An actor whose weights have no memory between uses, as with `param_offload` on a device."""
-    actor = build(world, terms)
+    actor = build(world, terms, **settings)
     weights = [local_tensor(weight.detach()) for _, weight in actor.policy.named_weights()]
     actor.policy.offload = OffloadedMemory(lambda: weights)
     with actor.on_device():
@@ -104,6 +121,13 @@ CASES: dict[str, Case] = {
     ),
     "offloaded_between_uses": build_offloading,
     "prefixes_of_split_groups": partial(build, budget=60),
+    f"{LORA}one_micro_batch": partial(build, has_lora=True, budget=4096),
+    f"{LORA}many_micro_batches": partial(build, has_lora=True, budget=40),
+    f"{LORA}prefixes_not_shared": partial(build, has_lora=True, share_prefixes=False),
+    f"{LORA}checkpointed_activations_in_host": partial(
+        build, has_lora=True, checkpointing=True, activations_in_host=True
+    ),
+    f"{LORA}offloaded_between_uses": partial(build_offloading, has_lora=True),
 }
 """Cases of one rank."""
 
@@ -128,6 +152,17 @@ RANK_CASES: dict[str, Case] = {
     "ulysses_in_many_micro_batches": partial(build_ulysses, budget=40),
     "ulysses_over_all_ranks": partial(build_ulysses, size=0),
     "ulysses_with_checkpointed_activations": partial(build_ulysses, checkpointing=True),
+    f"{LORA}sharded": partial(build, has_lora=True),
+    f"{LORA}copies_of_two_shards": partial(build, has_lora=True, fsdp=FsdpConfig(fsdp_size=2)),
+    f"{LORA}offloaded": partial(build, has_lora=True, fsdp=FsdpConfig(offload_policy=True)),
+    f"{LORA}offloaded_between_uses": partial(build_offloading, has_lora=True),
+    f"{LORA}checkpointed_activations_in_host": partial(
+        build, has_lora=True, checkpointing=True, activations_in_host=True
+    ),
+    f"{LORA}ulysses": partial(build_ulysses, has_lora=True),
+    f"{LORA}ulysses_with_checkpointed_activations": partial(
+        build_ulysses, has_lora=True, checkpointing=True
+    ),
 }
 """Cases that run on 2 and on 4 ranks."""
 
@@ -190,9 +225,24 @@ def score(lm: torch.nn.Module, batch: DataProto) -> tuple[torch.Tensor, torch.Te
     return log_probs, -(every.exp() * every).sum(-1)
 
 
-def naive_update(terms: Mapping[str, Any]) -> Update:
+def plain_lora() -> PreTrainedModel:
+    """The policy of the cases with adapters, as peft makes it."""
+    keys = training.LORA
+    config = LoraConfig(
+        r=keys.lora_rank, lora_alpha=keys.lora_alpha, target_modules=keys.target_modules
+    )
+    lm = inject_adapter_in_model(config, tiny_model(initializer_range=0.1))
+    with torch.no_grad():
+        for name, weight in lm.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(training.adapter_value(name, weight.shape))
+    return lm
+
+
+def naive_update(terms: Mapping[str, Any], *, has_lora: bool = False) -> Update:
     """The clipped loss with mean over tokens, and its gradient, without packing."""
-    lm, batch = tiny_model(initializer_range=0.1), full_batch()
+    lm = plain_lora() if has_lora else tiny_model(initializer_range=0.1)
+    batch = full_batch()
     log_probs, entropy = score(lm, batch)
     mask, advantages = batch.batch["response_mask"].bool(), batch.batch["advantages"]
     ratio = (log_probs - batch.batch["old_log_probs"]).exp()

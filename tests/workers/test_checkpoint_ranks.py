@@ -51,6 +51,7 @@ def test_resume_is_exact_on_another_number_of_ranks(
     moment = "momentum_buffer/" if optimizer == "muon" else "exp_avg_sq/"
     assert any(name.startswith(moment) for name in found)
     assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert (optimizer == "lora") == all("lora_" in name for name in found)
     assert open_checkpoint(after).state.actor == open_checkpoint(before).state.actor
 
 
