@@ -6,6 +6,7 @@ The rank's device is `cuda:1`, so that code that uses the first device is found 
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tests.fakes.training import make_batch, random_rows
 
 DEVICE = torch.device("cuda", 1)
 DTYPES = ["float32", "bfloat16"]
+of_lora = pytest.mark.parametrize("lora_rank", [0, 4], ids=["whole", "lora"])
 
 
 @pytest.fixture
@@ -64,8 +66,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(folder: Path, world: World, dtype: str = "float32", **fsdp: bool) -> PolicyModel:
-    return load_policy(ModelConfig(path=str(folder), dtype=dtype), world, FsdpConfig(**fsdp))
+def load(
+    folder: Path, world: World, dtype: str = "float32", *, lora_rank: int = 0, **fsdp: bool
+) -> PolicyModel:
+    model = ModelConfig(path=str(folder), dtype=dtype, lora_rank=lora_rank)
+    policy = load_policy(model, world, FsdpConfig(**fsdp))
+    if lora_rank:
+        with policy.on_device():
+            for name, weight in policy.trained_weights():
+                if ".lora_B." in name:
+                    local_tensor(weight.detach()).fill_(0.02)
+    return policy
 
 
 def new_actor(policy: PolicyModel, **config: object) -> Actor:
@@ -136,16 +147,17 @@ def test_packed_attention_is_one_call_for_16_bits(cuda_world: World, folder: Pat
     assert load(folder, cuda_world, "bfloat16").kernel.name == "varlen"
 
 
+@of_lora
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_step_is_that_of_a_cpu(cuda_world: World, folder: Path, dtype: str):
+def test_step_is_that_of_a_cpu(cuda_world: World, folder: Path, dtype: str, lora_rank: int):
     cpu_world = World(
         rank=0, size=1, device=torch.device("cpu"),
         mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), status=cuda_world.status,
     )  # fmt: skip
     results = []
     for world in (cpu_world, cuda_world):
-        policy = load(folder, world, dtype)
-        reference = Reference(load(folder, world, dtype), budget=64)
+        policy = load(folder, world, dtype, lora_rank=lora_rank)
+        reference = Reference(policy if lora_rank else load(folder, world, dtype), budget=64)
         batch = make_batch(random_rows(10))
         assert policy.world.device == next(policy.parameters()).device == world.device
         batch.batch["ref_log_prob"] = reference.compute_ref_log_prob(batch, temperature=1.0)
@@ -163,11 +175,12 @@ def test_step_is_that_of_a_cpu(cuda_world: World, folder: Path, dtype: str):
         torch.testing.assert_close(weight, cuda_weights[name], **tolerance)
 
 
-def resume(cuda_world: World, folder: Path, root: Path, optimizer: str, **fsdp: bool) -> None:
+def resume(cuda_world: World, folder: Path, root: Path, optimizer: str, **settings: Any) -> None:
     """Save after one step, resume, and take a second one in both."""
     batch = make_batch(random_rows(10))
+    fsdp = FsdpConfig(**{key: value for key, value in settings.items() if key != "lora_rank"})
     actors = [
-        new_actor(load(folder, cuda_world, **fsdp), optim={"name": optimizer}, fsdp_config=fsdp)
+        new_actor(load(folder, cuda_world, **settings), optim={"name": optimizer}, fsdp_config=fsdp)
         for _ in "ab"
     ]
     actors[0].update_policy(batch, temperature=1.0)
@@ -191,8 +204,11 @@ def test_optimizer_state_is_on_the_device_after_a_resume(
     resume(cuda_world, folder, tmp_path, optimizer)
 
 
-def test_offloaded_shards_resume_in_host_memory(cuda_world: World, folder: Path, tmp_path: Path):
-    resume(cuda_world, folder, tmp_path, "adamw", offload_policy=True)
+@of_lora
+def test_offloaded_shards_resume_in_host_memory(
+    cuda_world: World, folder: Path, tmp_path: Path, lora_rank: int
+):
+    resume(cuda_world, folder, tmp_path, "adamw", offload_policy=True, lora_rank=lora_rank)
 
 
 OFFLOADS = {"param_offload": True, "optimizer_offload": True}
@@ -206,13 +222,14 @@ def device_bytes(actor: Actor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+@of_lora
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_and_moments_are_on_the_device_only_during_an_update(
-    cuda_world: World, folder: Path, dtype: str
+    cuda_world: World, folder: Path, dtype: str, lora_rank: int
 ):
     batch, ended = make_batch(random_rows(10)), []
     for settings in ({}, OFFLOADS):
-        policy = load(folder, cuda_world, dtype, **settings)
+        policy = load(folder, cuda_world, dtype, lora_rank=lora_rank, **settings)
         actor = new_actor(policy, fsdp_config=FsdpConfig(**settings))
         for _ in range(2):
             actor.update_policy(batch, temperature=1.0)
@@ -234,10 +251,11 @@ def test_reference_is_on_the_device_only_while_it_scores(cuda_world: World, fold
     assert torch.equal(*found)
 
 
+@of_lora
 def test_offloaded_weights_and_moments_are_saved_and_resumed(
-    cuda_world: World, folder: Path, tmp_path: Path
+    cuda_world: World, folder: Path, tmp_path: Path, lora_rank: int
 ):
-    resume(cuda_world, folder, tmp_path, "adamw", **OFFLOADS)
+    resume(cuda_world, folder, tmp_path, "adamw", **OFFLOADS, lora_rank=lora_rank)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -291,9 +309,12 @@ async def generate(policy: PolicyModel) -> None:
         await engine.close()
 
 
+@of_lora
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_engine_generates_on_the_ranks_device(cuda_world: World, folder: Path, dtype: str):
-    await generate(load(folder, cuda_world, dtype))
+async def test_engine_generates_on_the_ranks_device(
+    cuda_world: World, folder: Path, dtype: str, lora_rank: int
+):
+    await generate(load(folder, cuda_world, dtype, lora_rank=lora_rank))
 
 
 @pytest.mark.parametrize("key", ["offload_policy", "param_offload"])
