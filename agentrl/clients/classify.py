@@ -20,6 +20,10 @@ _MIN_ATTEMPTS = 2
 _MAX_MESSAGE = 300
 
 
+class RefusedError(ServiceError):
+    """A server refused a row; the others would do the same."""
+
+
 class ClassifyClient:
     """Scores token ids at one or several servers.
 
@@ -37,6 +41,20 @@ class ClassifyClient:
         self._timeout_s, self._max_concurrency = timeout_s, max_concurrency
         self._next = count()
 
+    async def check(self, row: list[int]) -> dict[str, float]:
+        """Score one row at every server; the result is by address.
+
+        Raises:
+            ServiceError: if a server gives no score.
+        """
+        try:
+            scores = await asyncio.gather(*(self._ask(client, row) for client in self._clients))
+        finally:
+            await self._close()
+        return {
+            client.shown_url: score for client, score in zip(self._clients, scores, strict=True)
+        }
+
     async def classify(self, rows: Sequence[list[int]]) -> list[float | Exception]:
         """Score rows of token ids; an exception for each that could not be scored."""
         slots = asyncio.Semaphore(self._max_concurrency)
@@ -51,11 +69,10 @@ class ClassifyClient:
         try:
             return await asyncio.gather(*map(score, rows))
         finally:
-            for client in self._clients:
-                await client.close()
+            await self._close()
 
     async def _score(self, row: list[int]) -> float:
-        """Score one row at the next server, or at one after it.
+        """Score one row at the next server; if that fails, at those after it.
 
         Raises:
             ServiceError: of the last attempt.
@@ -64,26 +81,34 @@ class ClassifyClient:
         for attempt in range(max(_MIN_ATTEMPTS, len(self._clients))):
             client = self._clients[(first + attempt) % len(self._clients)]
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await client.send("POST", body={"input_ids": row})
-            except TimeoutError:
-                error = ServiceError(
-                    f"{client.shown_url} has not answered for {self._timeout_s:g} s",
-                    service=client.shown_url,
-                )
+                return await self._ask(client, row)
+            except RefusedError:
+                raise
             except ServiceError as failed:
                 error = failed
-            else:
-                if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                    return read_score(answer, service=client.shown_url)
-                error = _refusal(answer, client.shown_url)
         raise error
+
+    async def _ask(self, client: HttpClient, row: list[int]) -> float:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await client.send("POST", body={"input_ids": row})
+        except TimeoutError:
+            raise ServiceError(
+                f"{client.shown_url} has not answered for {self._timeout_s:g} s",
+                service=client.shown_url,
+            ) from None
+        return read_score(answer, service=client.shown_url)
+
+    async def _close(self) -> None:
+        for client in self._clients:
+            await client.close()
 
 
 def read_score(answer: Answer, *, service: str) -> float:
     """Read the score of a model with one label from an answer of `/classify`.
 
     Raises:
+        RefusedError: if another server would give none either.
         ServiceError: if there is none.
     """
     if answer.status != HTTPStatus.OK:
@@ -92,7 +117,7 @@ def read_score(answer: Answer, *, service: str) -> float:
     labels = cast("dict[str, Any]", found).get("embedding") if isinstance(found, dict) else None
     if not isinstance(labels, list) or len(cast("list[Any]", labels)) != 1:
         num = len(cast("list[Any]", labels)) if isinstance(labels, list) else "no"
-        raise ServiceError(
+        raise RefusedError(
             f"{service} returned {num} numbers for one conversation",
             service=service,
             expected="one: a server of a reward model with one label, started with --is-embedding",
@@ -105,7 +130,8 @@ def _refusal(answer: Answer, service: str) -> ServiceError:
     text = answer.text
     with suppress(ValueError, TypeError, KeyError):
         text = str(json.loads(text)["error"]["message"])
-    return ServiceError(
+    kind = RefusedError if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else ServiceError
+    return kind(
         f"{service} answered with status {answer.status}: {text[:_MAX_MESSAGE] or 'no message'}",
         service=service,
     )

@@ -76,6 +76,8 @@ def rollout_from_file(
         claim_prepared(run.config)
         config, now = allow_failures(run.config), datetime.now()
         prepare_run(config, run.world, run.run_logger, run.plugins.tools, now=now)
+        if config.reward.model is not None:
+            run.run_logger.notes(["reward.model scores in training runs, not in this command"])
         seed_everything(config.trainer.seed)
         setup = make_rollout_setup(config, run.plugins, probe_model(config, run.plugins, now=now))
         prompts = choose_prompts(load_run_data(config, setup), options)

@@ -10,7 +10,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 
 from agentrl.config.conflicts import longest_sequence
 from agentrl.config.schema.engine import EngineName
@@ -23,6 +27,7 @@ from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_T
 from agentrl.workers.load import load_hf_config
 from agentrl.workers.log_probs import CPU_BLOCK_BYTES, DEVICE_BLOCK_BYTES
 from agentrl.workers.lora import inject_adapters
+from agentrl.workers.reward_model import as_model_config
 
 USABLE_FRAC = 0.9
 """Share of a device for what is counted; the rest is for kernels, their libraries and gaps."""
@@ -70,19 +75,26 @@ class ModelSize:
         return 0 if self.trained_weights < self.num_weights else self.root_weights
 
     @classmethod
-    def of(cls, config: PretrainedConfig, lora: ModelConfig | None = None) -> "ModelSize":
+    def of(
+        cls,
+        config: PretrainedConfig,
+        lora: ModelConfig | None = None,
+        *,
+        kind: Any = AutoModelForCausalLM,
+    ) -> "ModelSize":
         """Measure a model that is built without memory for its weights.
 
         Args:
             config: The model.
             lora: Its adapters; None: it has none.
+            kind: The class of transformers that builds it.
 
         Raises:
             ConfigError: if the adapters do not fit the model.
             MissingExtraError: for adapters without peft.
         """
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = kind.from_config(config)
         if lora is not None:
             inject_adapters(model, lora)
         kinds = set(model._no_split_modules or [])
@@ -199,7 +211,12 @@ def micro_batch_tokens(config: RunConfig, machine: Machine) -> int:
 
 
 def plan_memory(
-    size: ModelSize, config: RunConfig, machine: Machine, *, engine: EngineName
+    size: ModelSize,
+    config: RunConfig,
+    machine: Machine,
+    *,
+    engine: EngineName,
+    reward_model: ModelSize | None = None,
 ) -> MemoryPlan:
     """Compute the memory of one rank of a run.
 
@@ -208,11 +225,15 @@ def plan_memory(
         config: The run.
         machine: Its devices.
         engine: `rollout.engine.name`, resolved.
+        reward_model: The reward model, if it is on these devices.
     """
     width = compute_bytes(config, machine)
     is_offloaded = config.actor.fsdp_config.offload_policy
     is_sharded = machine.num_devices > 1 or width < FLOAT32 or is_offloaded
     state, fixed, host = _trainer_parts(size, config, machine, width, is_sharded=is_sharded)
+    if reward_model is not None:
+        kept, work_of_it, offloaded = reward_model_parts(reward_model, config, machine)
+        state, fixed, host = [*state, kept], [*fixed, work_of_it], host + offloaded
     tokens = micro_batch_tokens(config, machine)
     per_token = activation_bytes_per_token(
         size, width, checkpointing=config.model.enable_gradient_checkpointing
@@ -278,6 +299,32 @@ def _trainer_parts(
     return state, fixed, host
 
 
+def reward_model_parts(
+    size: ModelSize, config: RunConfig, machine: Machine
+) -> tuple[Part, Part, int]:
+    """Return the weights of a reward model, what a batch of it needs, and bytes in host memory.
+
+    A batch is scored after the rollout, while the engine is awake.
+    """
+    settings = config.reward.model
+    assert settings is not None
+    is_wide = settings.dtype == "float32" or (settings.dtype == "auto" and machine.is_cpu)
+    width, fsdp = FLOAT32 if is_wide else 2, settings.fsdp_config
+    num_shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < machine.num_devices else machine.num_devices
+    weights = size.num_weights * width // num_shards
+    is_kept = machine.is_cpu or not (fsdp.param_offload or fsdp.offload_policy)
+    # Without `offload_policy`, all shards are back while a batch is scored.
+    batch = 0 if is_kept or fsdp.offload_policy else weights
+    if num_shards > 1 or fsdp.offload_policy:
+        batch += (2 * size.layer_weights + size.root_weights) * width
+    default = CPU_MICRO_BATCH_TOKENS if machine.is_cpu else DEVICE_MICRO_BATCH_TOKENS
+    tokens = max(settings.max_token_len_per_gpu or default, longest_sequence(config))
+    # Without a backward pass, only the widest activations of one layer exist at a time.
+    batch += tokens * width * (3 * size.intermediate + 2 * size.hidden)
+    kept = Part("reward model", weights if is_kept else 0)
+    return kept, Part("reward model: batch", batch, in_update=False), 0 if is_kept else weights
+
+
 def _engine_parts(
     size: ModelSize,
     config: RunConfig,
@@ -334,13 +381,20 @@ _REMEDIES: Mapping[str, Callable[[RunConfig], RunConfig]] = {
 }
 
 
-def find_remedy(size: ModelSize, config: RunConfig, machine: Machine, *, engine: EngineName) -> str:
+def find_remedy(
+    size: ModelSize,
+    config: RunConfig,
+    machine: Machine,
+    *,
+    engine: EngineName,
+    reward_model: ModelSize | None = None,
+) -> str:
     """Return the fewest changes with which a run fits: keys first, then more devices."""
     useful = [text for text, change in _REMEDIES.items() if change(config) != config]
     while machine.num_devices <= MAX_DEVICES and not machine.is_cpu:
         for count in range(len(useful) + 1):
             for texts in combinations(useful, count):
-                if _fits_with(texts, size, config, machine, engine):
+                if _fits_with(texts, size, config, machine, engine, reward_model):
                     number = machine.num_devices
                     return ", ".join([*texts, f"{number} device{'s' * (number > 1)}"])
         # More devices are in more machines.
@@ -356,12 +410,14 @@ def _fits_with(
     config: RunConfig,
     machine: Machine,
     engine: EngineName,
+    reward_model: ModelSize | None,
 ) -> bool:
     for text in texts:
         config = _REMEDIES[text](config)
     is_served = config.rollout.engine.name == "sglang_server"
     resolved = "sglang_server" if is_served else engine
-    return plan_memory(size, config, machine, engine=resolved).fits(machine)
+    plan = plan_memory(size, config, machine, engine=resolved, reward_model=reward_model)
+    return plan.fits(machine)
 
 
 def check_memory(config: RunConfig) -> Checked[None]:
@@ -373,19 +429,30 @@ def check_memory(config: RunConfig) -> Checked[None]:
     """
     try:
         size = ModelSize.of(load_hf_config(config.model), config.model)
+        reward_model = _reward_model_size(config)
     except (AttributeError, ValueError) as error:
         raise SkipCheckError(f"no arithmetic for this kind of model: {error!r}") from error
     machine = this_machine(config)
     engine = choose_engine(config)
-    plan = plan_memory(size, config, machine, engine=engine)
+    plan = plan_memory(size, config, machine, engine=engine, reward_model=reward_model)
     found = f"update {_gb(plan.update_bytes)}, rollout {_gb(plan.rollout_bytes)} "
     found += f"of {_gb(machine.device_bytes)} on each of {machine.num_devices} "
     found += f"{'CPU ranks' if machine.is_cpu else 'devices'}; {_gb(plan.host_bytes)} in the host"
     if plan.fits(machine):
         return Checked(None, found)
     parts = ", ".join(f"{part.name} {_gb(part.num_bytes)}" for part in plan.parts)
-    fault = f"does not fit ({parts}): try {find_remedy(size, config, machine, engine=engine)}"
+    remedy = find_remedy(size, config, machine, engine=engine, reward_model=reward_model)
+    fault = f"does not fit ({parts}): try {remedy}"
     return Checked(None, found, faults=(fault,))
+
+
+def _reward_model_size(config: RunConfig) -> ModelSize | None:
+    """Measure the reward model, if the run has one on its own devices."""
+    settings = config.reward.model
+    if settings is None or settings.engine != "local":
+        return None
+    hf_config = load_hf_config(as_model_config(settings))
+    return ModelSize.of(hf_config, kind=AutoModelForSequenceClassification)
 
 
 def this_machine(config: RunConfig) -> Machine:

@@ -99,7 +99,8 @@ def find_bundled(data_source: str) -> str:
     raise RewardError(
         f"no bundled scorer for the data source {data_source!r}{guess}",
         expected=f"one of {', '.join(known)}; or reward.custom_reward_function, or "
-        "reward.functions that name the scorers",
+        "reward.functions that name the scorers; or, if other parts of the reward count alone (a "
+        "reward model, tools), reward.weights.trajectory: 0",
     )
 
 

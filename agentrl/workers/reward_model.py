@@ -26,7 +26,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from agentrl.clients.classify import ClassifyClient
 from agentrl.config.schema.reward import RewardModelConfig
 from agentrl.config.schema.run import ModelConfig
-from agentrl.errors import AgentRLError, ConfigError, Fault, RewardError
+from agentrl.errors import AgentRLError, ConfigError, Fault, RewardError, ServiceError
 from agentrl.messages import Message
 from agentrl.rewards.rendering import (
     NUM_CUT_TOKENS,
@@ -54,6 +54,8 @@ T = TypeVar("T")
 
 EXAMPLE = [Message(role="user", content="Hi"), Message(role="assistant", content="Hello.")]
 """The conversation that is scored before the first step."""
+_MAX_DIFFERENCE = 0.05
+"""Relative difference of two servers' scores that rounding in bfloat16 explains."""
 
 
 class Run(Protocol):
@@ -69,6 +71,14 @@ class Classifier(Protocol):
 
     def score(self, rows: Sequence[list[int]], run: Run) -> list[float | Exception]:
         """Score this rank's rows. A collective; an exception for a row that has no score."""
+        ...
+
+    def check(self, row: list[int], run: Run) -> None:
+        """Score one row, to find out before the first step if that fails. A collective.
+
+        Raises:
+            ConfigError: if there is no finite score.
+        """
         ...
 
 
@@ -114,13 +124,7 @@ class RewardModel:
         assert isinstance(found, ScoredTokens)
         # Each rank has its own way to the servers.
         with self.world.raise_on_all_ranks():
-            [score] = self.classifier.score([found.ids], run)
-            if isinstance(score, Exception) or not math.isfinite(score):
-                raise ConfigError(
-                    f"the reward model gives no score: {score}",
-                    key="reward.model",
-                    expected="a finite number for each conversation",
-                )
+            self.classifier.check(found.ids, run)
 
     def _score_each_once(
         self, rows: dict[bytes, list[int]], run: Run
@@ -163,6 +167,31 @@ class ServedClassifier:
     def score(self, rows: Sequence[list[int]], run: Run) -> list[float | Exception]:
         """Score this rank's rows; the servers balance them."""
         return run(self.client.classify(rows))
+
+    def check(self, row: list[int], run: Run) -> None:
+        """Score a row at every server, and compare the scores."""
+        try:
+            scores = run(self.client.check(row))
+        except ServiceError as error:
+            raise _no_score(error.args[0]) from error
+        low, high = min(scores.values()), max(scores.values())
+        if not math.isfinite(low + high):
+            raise _no_score(scores)
+        if high - low > _MAX_DIFFERENCE * max(1.0, abs(high)):
+            raise ConfigError(
+                f"the servers of the reward model give one conversation different scores: {scores}",
+                key="reward.model.addresses",
+                expected="servers of the same weights; if the head has a bias that the model's "
+                "files lack, each server draws its own (docs/rewards.md)",
+            )
+
+
+def _no_score(reason: object) -> ConfigError:
+    return ConfigError(
+        f"the reward model gives no score: {reason}",
+        key="reward.model",
+        expected="a finite number for each conversation",
+    )
 
 
 class LocalClassifier:
@@ -215,6 +244,12 @@ class LocalClassifier:
                     [computed[row, 1 : sizes[row] + 1] for row in batch]
                 ).double()
         return list(exchange.send_back(scores).tolist())
+
+    def check(self, row: list[int], run: Run) -> None:
+        """Score a row."""
+        [score] = self.score([row], run)
+        if isinstance(score, Exception) or not math.isfinite(score):
+            raise _no_score(score)
 
     def _compute(self, rows: Sequence[Tensor]) -> Tensor:
         """Compute the scores of one padded batch, `[len(rows)]` float32 on the CPU."""
@@ -276,7 +311,7 @@ def make_encoder(config: RewardModelConfig) -> ConversationEncoder:
         ConfigError: for a model or a tokenizer that cannot be used.
         TemplateError: for a template that cannot be used.
     """
-    model = _as_model_config(config)
+    model = as_model_config(config)
     with _naming_reward():
         hf_config = load_hf_config(model)
         _check_labels(hf_config, config.path)
@@ -317,7 +352,7 @@ def load_classifier(config: RewardModelConfig, world: World) -> PreTrainedModel:
     Raises:
         ConfigError: if there is no such model, or its weights are incomplete.
     """
-    model = _as_model_config(config)
+    model = as_model_config(config)
     hf_config, dtype = load_hf_config(model), resolve_dtype(model, world.device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     try:
@@ -388,7 +423,8 @@ def _check_labels(hf_config: PretrainedConfig, path: str) -> None:
         )
 
 
-def _as_model_config(config: RewardModelConfig) -> ModelConfig:
+def as_model_config(config: RewardModelConfig) -> ModelConfig:
+    """Return the settings with which a reward model's files are loaded."""
     return ModelConfig(
         path=config.path,
         tokenizer_path=config.tokenizer_path,

@@ -117,3 +117,13 @@ def test_no_more_requests_run_than_allowed():
     server = FakeServer(delay_s=0.02)
     classify(server, rows=[[n] for n in range(12)], max_concurrency=3)
     assert server.most_running == 3
+
+
+def test_every_server_is_asked_before_the_first_step():
+    async def main() -> dict[str, float]:
+        one, other = FakeServer(), FakeServer(body={"embedding": [9.0]})
+        async with one.running(), other.running():
+            client = ClassifyClient([one.address, other.address], timeout_s=5, max_concurrency=1)
+            return await client.check([1, 2])
+
+    assert list(asyncio.run(main()).values()) == [3.0, 9.0]

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
 )
 
 from agentrl.engines.protocol import FinishReason
@@ -63,19 +62,19 @@ def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def build_reward_model(
-    *, num_labels: int = 1, pad_token_id: int | None = None, seed: int = 0
-) -> Qwen2ForSequenceClassification:
+    *, num_labels: int = 1, pad_token_id: int | None = None, family: str = "Qwen2"
+) -> PreTrainedModel:
     """A causal model with a head of random weights; its scores differ clearly."""
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
-        max_position_embeddings=2048, pad_token_id=pad_token_id,
-        bos_token_id=None, eos_token_id=None,
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=48, max_position_embeddings=2048,
+        pad_token_id=pad_token_id, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     config.num_labels = num_labels
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForSequenceClassification(config)
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{family}ForSequenceClassification")(config)
         for name, weight in model.named_parameters():
             if weight.ndim == 2:
                 torch.nn.init.normal_(weight, std=0.5 if "score" in name else 0.1)
@@ -113,6 +112,13 @@ def finished_conversation(*messages: Message, tools: Sequence[Any] = ()) -> Asyn
     request.finish(StopReason.ANSWERED)
     request.reward = 0.0
     return request
+
+
+def ask(question: str, answer: str) -> AsyncRolloutRequest:
+    """A completed request of two messages."""
+    return finished_conversation(
+        Message(role="user", content=question), Message(role="assistant", content=answer)
+    )
 
 
 def run_now(work: Coroutine[Any, Any, Any]) -> Any:

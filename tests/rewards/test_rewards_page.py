@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config.schema.reward import RewardConfig
+from agentrl.config.schema.reward import RewardConfig, RewardModelConfig
+from agentrl.messages import Message
 from agentrl.rewards import get_reward_manager, make_reward_manager
 from agentrl.rewards.judge import JudgeConfig
+from agentrl.rewards.rendering import ConversationEncoder
 from agentrl.rewards.sources import BUNDLED, PATTERNS, SOURCES
+from agentrl.rollout.templates import ChatTemplate
+from agentrl.rollout.templates.probe_conversations import tool_schema, user_message
 from tests.fakes.requests import build_request, said
+from tests.fakes.reward_models import END, OPENING, byte_tokenizer
 from tests.fakes.scorers import score
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
@@ -79,3 +84,12 @@ def test_the_tables_of_the_page_are_whole() -> None:
     for key, default in defaults:
         assert yaml.safe_load(default) == getattr(RewardConfig(), key)
     assert len(defaults) == 5
+
+
+def test_the_template_of_the_page_writes_tools() -> None:
+    template = BLOCKS["with_tools.jinja"].replace("<|im_start|>", OPENING)
+    tokenizer = byte_tokenizer(template.replace("<|im_end|>", END))
+    config = RewardModelConfig(path="unused")
+    encoder = ConversationEncoder(ChatTemplate(tokenizer), None, config)
+    system = [Message(role="system", content="Be kind.")]
+    encoder.check([tool_schema()], has_user_turns=True, prompts=[[*system, user_message()]])

@@ -10,26 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2ForCausalLM
 
+from agentrl.clients.classify import ClassifyClient
 from agentrl.config.schema.reward import RewardModelConfig
 from agentrl.errors import ConfigError, Fault
-from agentrl.messages import Message
-from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState
 from agentrl.workers.distributed import World
 from agentrl.workers.reward_model import (
     LocalClassifier,
     RewardModel,
     Run,
+    ServedClassifier,
     make_classifier,
     make_encoder,
     split_by_length,
 )
 from tests.fakes.reward_models import (
     VOCAB_SIZE,
+    ask,
     build_encoder_model,
     build_reward_model,
     byte_tokenizer,
-    finished_conversation,
     make_reward_model,
     run_now,
 )
@@ -42,12 +42,6 @@ ROWS = st.lists(
 def load(folder: Path, world: World, **keys: Any) -> RewardModel:
     config = RewardModelConfig(path=str(folder), **keys)
     return RewardModel(make_encoder(config), make_classifier(config, world), world)
-
-
-def ask(question: str, answer: str) -> AsyncRolloutRequest:
-    return finished_conversation(
-        Message(role="user", content=question), Message(role="assistant", content=answer)
-    )
 
 
 def test_a_score_is_the_models_own_for_its_own_rendering(tmp_path: Path, world: World):
@@ -101,6 +95,9 @@ class Recorded:
     def __init__(self, scores: Sequence[float | Exception] | None = None) -> None:
         self.rows: list[list[int]] = []
         self._scores = scores
+
+    def check(self, row: list[int], run: Run) -> None:
+        pass
 
     def score(self, rows: Sequence[list[int]], run: Run) -> list[float | Exception]:
         self.rows += rows
@@ -193,3 +190,22 @@ def test_a_model_that_gives_no_number_is_found_before_the_first_step(tmp_path: P
     torch.nn.init.constant_(model.score.weight, float("nan"))
     with pytest.raises(ConfigError, match="gives no score"):
         load(make_reward_model(tmp_path, model), world).check(run_now)
+
+
+class Answering(ClassifyClient):
+    """Servers that answer with given scores."""
+
+    def __init__(self, *scores: float) -> None:
+        super().__init__([], timeout_s=1, max_concurrency=1)
+        self.scores = scores
+
+    async def check(self, row: list[int]) -> dict[str, float]:
+        return {f"http://{number}": score for number, score in enumerate(self.scores)}
+
+
+def test_servers_that_disagree_are_refused():
+    """Each process of SGLang draws a bias that the files of a Qwen2 or Qwen3 model lack."""
+    ServedClassifier(Answering(1.0, 1.01)).check([1], run_now)
+    with pytest.raises(ConfigError, match="different scores") as caught:
+        ServedClassifier(Answering(1.0, 1.2)).check([1], run_now)
+    assert caught.value.details["key"] == "reward.model.addresses"
