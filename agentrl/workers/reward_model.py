@@ -121,7 +121,8 @@ class RewardModel:
             ConfigError: if there is no finite score.
         """
         [found] = self.encoder.encode([AsyncRolloutRequest(messages=EXAMPLE)])
-        assert isinstance(found, ScoredTokens)
+        if not isinstance(found, ScoredTokens):
+            raise _no_score(found.args[0]) from found
         # Each rank has its own way to the servers.
         with self.world.raise_on_all_ranks():
             self.classifier.check(found.ids, run)
@@ -213,7 +214,7 @@ class LocalClassifier:
         self._budget = budget or (CPU_MICRO_BATCH_TOKENS if on_cpu else DEVICE_MICRO_BATCH_TOKENS)
         self._offload: OffloadedMemory | None = None
         # A padding token of the model's own is not read as the end of a conversation.
-        self._pad_token_id: int | None = lm.config.pad_token_id
+        self._pad_token_id: int | None = getattr(lm.config, "pad_token_id", None)
         lm.config.use_cache = False
         if offload and not on_cpu:
             self._offload = OffloadedMemory(

@@ -192,6 +192,14 @@ def test_a_model_that_gives_no_number_is_found_before_the_first_step(tmp_path: P
         load(make_reward_model(tmp_path, model), world).check(run_now)
 
 
+def test_a_length_that_no_conversation_fits_into_is_found_before_the_first_step(
+    tmp_path: Path, world: World
+):
+    model = with_classifier(tmp_path, world, Recorded(), max_length=3, truncation="error")
+    with pytest.raises(ConfigError, match="gives no score: the conversation has"):
+        model.check(run_now)
+
+
 class Answering(ClassifyClient):
     """Servers that answer with given scores."""
 
