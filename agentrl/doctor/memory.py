@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from transformers import (
 from agentrl.config.conflicts import longest_sequence
 from agentrl.config.schema.engine import EngineName
 from agentrl.config.schema.run import ModelConfig, RunConfig
+from agentrl.config.schema.training import ActorConfig, FsdpConfig, UpdateConfig
 from agentrl.doctor.report import Checked, SkipCheckError
 from agentrl.engines.attention_shape import AttentionShape
 from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
@@ -199,15 +200,52 @@ def activation_bytes_per_token(size: ModelSize, num_bytes: int, *, checkpointing
     return size.num_layers * layer + norm
 
 
-def micro_batch_tokens(config: RunConfig, machine: Machine) -> int:
-    """Return the tokens of the largest micro-batch that one rank computes."""
-    actor = config.actor
+def micro_batch_tokens(update: UpdateConfig, longest: int, machine: Machine) -> int:
+    """Return the tokens of the largest micro-batch that one rank computes.
+
+    Args:
+        update: The update of one model.
+        longest: Tokens of the longest row.
+        machine: The devices.
+    """
     default = DEVICE_MICRO_BATCH_TOKENS
     if machine.is_cpu:
-        default = CPU_MICRO_BATCH_TOKENS * (2 if actor.share_prefixes else 1)
+        default = CPU_MICRO_BATCH_TOKENS * (2 if update.share_prefixes else 1)
     # A row that is longer than the limit is a micro-batch of its own.
-    longest = -(-longest_sequence(config) // actor.ulysses_sequence_parallel_size)
-    return max(actor.ppo_max_token_len_per_gpu or default, longest)
+    longest = -(-longest // update.ulysses_sequence_parallel_size)
+    return max(update.ppo_max_token_len_per_gpu or default, longest)
+
+
+class _Role(NamedTuple):
+    """A model that the run trains."""
+
+    size: ModelSize
+    update: UpdateConfig
+    checkpoints_activations: bool
+    offloads_activations: bool
+    has_reference: bool
+    """Whether a frozen copy of it is loaded too."""
+
+    @property
+    def num_moments(self) -> int:
+        is_muon = self.update.optim.name == "muon"
+        return 2 * self.size.trained_weights - (self.size.matrix_weights if is_muon else 0)
+
+    def num_shards(self, machine: Machine) -> int:
+        size = self.update.fsdp_config.fsdp_size
+        return size if 0 < size < machine.num_devices else machine.num_devices
+
+
+def find_roles(size: ModelSize, config: RunConfig) -> list[_Role]:
+    """Return the models that a run trains, one after the other."""
+    # With LoRA the reference is the policy itself without its adapters.
+    has_reference = (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and (
+        config.ref.path is not None or not config.model.has_lora
+    )
+    model = config.model
+    offloads = model.enable_activation_offload
+    actor = config.actor
+    return [_Role(size, actor, model.enable_gradient_checkpointing, offloads, has_reference)]
 
 
 def plan_memory(
@@ -221,58 +259,40 @@ def plan_memory(
     """Compute the memory of one rank of a run.
 
     Args:
-        size: The model.
+        size: The policy.
         config: The run.
         machine: Its devices.
         engine: `rollout.engine.name`, resolved.
         reward_model: The reward model, if it is on these devices.
     """
-    width = compute_bytes(config, machine)
-    is_offloaded = config.actor.fsdp_config.offload_policy
-    is_sharded = machine.num_devices > 1 or width < FLOAT32 or is_offloaded
-    state, fixed, host = _trainer_parts(size, config, machine, width, is_sharded=is_sharded)
+    width, longest = compute_bytes(config, machine), longest_sequence(config)
+    state, works, host = list[Part](), list[tuple[list[Part], int]](), 0
+    for role in find_roles(size, config):
+        parts, in_host = _state_parts(role, machine)
+        state += parts
+        host += in_host
+        works.append(_work_parts(role, machine, width, longest))
+    # The models are updated one after the other.
+    work, in_host = max(works, key=lambda one: sum(part.num_bytes for part in one[0]))
+    host += in_host
     if reward_model is not None:
-        kept, work_of_it, offloaded = reward_model_parts(reward_model, config, machine)
-        state, fixed, host = [*state, kept], [*fixed, work_of_it], host + offloaded
-    tokens = micro_batch_tokens(config, machine)
-    per_token = activation_bytes_per_token(
-        size, width, checkpointing=config.model.enable_gradient_checkpointing
-    )
-    if config.model.enable_activation_offload and not machine.is_cpu:
-        # Those of one layer are on the device, as if it were the only one; the rest is in the host.
-        one = replace(size, num_layers=1)
-        kept = min(per_token, activation_bytes_per_token(one, width, checkpointing=False))
-        host += tokens * (per_token - kept)
-        per_token = kept
-    block = config.actor.logits_block_bytes
-    block = block or (CPU_BLOCK_BYTES if machine.is_cpu else DEVICE_BLOCK_BYTES)
-    # The gradients of the widest activations of a layer, while it is computed backward.
-    backward = tokens * width * (3 * size.intermediate + 2 * size.hidden)
-    work = (
-        Part("activations", tokens * per_token + backward, in_rollout=False),
-        Part("logits", int(2.5 * block), in_rollout=False),
-    )
+        kept, batch, in_host = reward_model_parts(reward_model, config, machine)
+        state, work, host = [*state, kept], [*work, batch], host + in_host
     resident = sum(part.num_bytes for part in state if part.in_rollout)
+    is_sharded = _is_sharded(config.actor.fsdp_config, machine, width)
     engine_parts, needed = _engine_parts(size, config, machine, engine, resident, is_sharded)
-    return MemoryPlan((*state, *fixed, *work, *engine_parts), host, needed)
+    return MemoryPlan((*state, *work, *engine_parts), host, needed)
 
 
-def _trainer_parts(
-    size: ModelSize, config: RunConfig, machine: Machine, width: int, *, is_sharded: bool
-) -> tuple[list[Part], list[Part], int]:
-    """Return what always stays, what the update adds, and the bytes in host memory."""
-    num_moments = 2 * size.trained_weights
-    if config.actor.optim.name == "muon":
-        num_moments -= size.matrix_weights
-    fsdp, num_devices = config.actor.fsdp_config, machine.num_devices
-    num_shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < num_devices else num_devices
-    weights, trained, moments = (
-        FLOAT32 * num // num_shards for num in (size.num_weights, size.trained_weights, num_moments)
-    )
-    # With LoRA the reference is the policy itself without its adapters.
-    has_reference = (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and (
-        config.ref.path is not None or not config.model.has_lora
-    )
+def _is_sharded(fsdp: FsdpConfig, machine: Machine, width: int) -> bool:
+    return machine.num_devices > 1 or width < FLOAT32 or fsdp.offload_policy
+
+
+def _state_parts(role: _Role, machine: Machine) -> tuple[list[Part], int]:
+    """Return what stays between two updates, and the bytes in host memory."""
+    fsdp, num_shards = role.update.fsdp_config, role.num_shards(machine)
+    counts = role.size.num_weights, role.size.trained_weights, role.num_moments
+    weights, trained, moments = (FLOAT32 * num // num_shards for num in counts)
     stays, keeps_moments = (
         machine.is_cpu or not key for key in (fsdp.param_offload, fsdp.optimizer_offload)
     )
@@ -280,23 +300,45 @@ def _trainer_parts(
         Part("weights", weights, in_rollout=stays),
         Part("moments", moments, in_rollout=keeps_moments),
     ]
-    state += [Part("reference", weights, in_rollout=stays)] if has_reference else []
-    fixed = [Part("gradients", trained, in_rollout=False)]
+    state += [Part("reference", weights, in_rollout=stays)] if role.has_reference else []
     # Of slices that several ranks hold, each rank copies a part for a checkpoint.
-    host = (trained + moments) * num_shards // num_devices
+    host = (trained + moments) * num_shards // machine.num_devices
     if fsdp.offload_policy:
-        host += sum(part.num_bytes for part in (*state, *fixed))
-        state, fixed = [], []
-    host += sum(part.num_bytes for part in state if not part.in_rollout)
-    if is_sharded:
+        return [], host + sum(part.num_bytes for part in state)
+    return state, host + sum(part.num_bytes for part in state if not part.in_rollout)
+
+
+def _work_parts(role: _Role, machine: Machine, width: int, longest: int) -> tuple[list[Part], int]:
+    """Return what an update adds, and the bytes in host memory."""
+    size, update, fsdp = role.size, role.update, role.update.fsdp_config
+    gradients = FLOAT32 * size.trained_weights // role.num_shards(machine)
+    parts, host = [Part("gradients", gradients, in_rollout=False)], 0
+    if fsdp.offload_policy:
+        parts, host = [], gradients
+    if _is_sharded(fsdp, machine, width):
         # Two layers (one is gathered ahead) and the rest, and their gradients before they are
         # reduced: the rest's in the compute dtype, a layer's in float32 too.
         layers = 2 if fsdp.reshard_after_forward else size.num_layers
         gathered = (layers * size.layer_weights + size.root_weights) * width
         reduced = size.trained_root_weights * width
         reduced += size.trained_layer_weights * (width + FLOAT32)
-        fixed.append(Part("gathered", gathered + reduced, in_rollout=False))
-    return state, fixed, host
+        parts.append(Part("gathered", gathered + reduced, in_rollout=False))
+    tokens = micro_batch_tokens(update, longest, machine)
+    per_token = activation_bytes_per_token(size, width, checkpointing=role.checkpoints_activations)
+    if role.offloads_activations and not machine.is_cpu:
+        # Those of one layer are on the device, as if it were the only one; the rest is in the host.
+        one = replace(size, num_layers=1)
+        kept = min(per_token, activation_bytes_per_token(one, width, checkpointing=False))
+        host += tokens * (per_token - kept)
+        per_token = kept
+    # The gradients of the widest activations of a layer, while it is computed backward.
+    backward = tokens * width * (3 * size.intermediate + 2 * size.hidden)
+    parts.append(Part("activations", tokens * per_token + backward, in_rollout=False))
+    if isinstance(update, ActorConfig):
+        default = CPU_BLOCK_BYTES if machine.is_cpu else DEVICE_BLOCK_BYTES
+        block = update.logits_block_bytes or default
+        parts.append(Part("logits", int(2.5 * block), in_rollout=False))
+    return parts, host
 
 
 def reward_model_parts(
