@@ -56,6 +56,8 @@ all keys of a token. Bytes on each device:
 - **weights, gradients**: 4 W / n each. The master weights and what is accumulated are float32.
 - **moments**: 8 W / n for AdamW. Muon has one moment for each weight of a matrix.
 - **reference**: 4 W / n, if a KL term needs it.
+- **LoRA**: W counts base and adapters. Gradients and moments are those of the adapters only, and
+  the reference is the policy itself, if `ref.path` is not set.
 - **gathered**: c for each weight of two decoder layers (one is gathered ahead) and of embeddings,
   last norm and head. In addition their gradients before they are reduced: c for each weight of
   embeddings and head, c + 4 for each of a layer. Nothing if one device computes in float32 without
