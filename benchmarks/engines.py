@@ -27,7 +27,12 @@ the bucket, out of it) and waits for an answer of some milliseconds with each bu
    ratio is the median of the ratios of neighbors, with quartiles, in wall-clock and CPU seconds (of
    this process and all its children). The CPU seconds hardly depend on other load.
 
-Run: python benchmarks/engines.py [all|direct|sync|paths] [repeats]
+5. CPU time that this process needs for a call, without SGLang (`calls`): 256 conversations of 3
+   turns against a fake of `sglang.Engine` that answers all waiting calls at once. Printed are the
+   fake alone, through the thread of `SGLangHost`, and through `SGLangEngine`. Expectation: 60 us
+   more than the fake alone.
+
+Run: python benchmarks/engines.py [all|direct|sync|paths|calls] [repeats]
 """
 
 import asyncio
@@ -42,6 +47,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -53,8 +59,9 @@ from agentrl.config.schema.engine import SGLangServerConfig, WeightSyncConfig
 from agentrl.config.schema.prepare import TinyPolicyConfig
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.data.rows import Conversation, Prompt
-from agentrl.engines.protocol import Engine
+from agentrl.engines.protocol import Engine, SamplingParams
 from agentrl.engines.sglang.arguments import SGLangNeeds
+from agentrl.engines.sglang.inprocess import host as host_module
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
 from agentrl.engines.sglang.servers.launch import LocalServers, ServeOptions, plan_servers
@@ -359,6 +366,78 @@ async def compare(
         )
 
 
+class FakeSGLang:
+    """Stands in for `sglang.Engine`: answers all waiting calls together, some time after the first.
+
+    Args:
+        arguments: Not read.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+        self.send_to_rpc = None
+        self.tokenizer_manager = SimpleNamespace(
+            _subprocess_watchdog=None, recv_from_detokenizer=None, send_to_scheduler=None
+        )
+
+    def get_all_child_pids(self) -> list[int]:
+        """Return no process."""
+        return []
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+    async def async_generate(self, **fields: Any) -> dict[str, Any]:
+        """Return `NUM_SAMPLED` tokens."""
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        self._waiting.append(answer)
+        if len(self._waiting) == 1:
+            loop.call_later(0.03, self._answer)
+        await answer
+        ids = list(range(NUM_SAMPLED))
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [(-1.0, token_id, None) for token_id in ids],
+        }
+        return {"output_ids": ids, "meta_info": meta}
+
+    def _answer(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for answer in waiting:
+            answer.set_result(None)
+
+
+def measure_calls(repeats: int) -> None:
+    host_module._engine_class = lambda: FakeSGLang
+    host, fake = host_module.SGLangHost({}), FakeSGLang()
+    engine = SGLangEngine(host, lambda ids: "", max_model_len=MAX_MODEL_LEN)
+    prompt = list(range(MAX_MODEL_LEN // 2))
+    asked = SamplingParams(max_new_tokens=NUM_SAMPLED, stop_token_ids=(NUM_SAMPLED - 1,))
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "the fake alone": lambda: fake.async_generate(rid="", input_ids=prompt),
+        "through SGLangHost": lambda: host.generate({"rid": "", "input_ids": prompt}),
+        "through SGLangEngine": lambda: engine.generate(prompt, asked, request_id="0"),
+    }
+
+    async def converse(call: Callable[[], Awaitable[Any]]) -> None:
+        for _ in range(NUM_TURNS):
+            await call()
+
+    async def converse_all(call: Callable[[], Awaitable[Any]]) -> None:
+        await asyncio.gather(*(converse(call) for _ in range(NUM_CONVERSATIONS)))
+
+    best = dict.fromkeys(calls, math.inf)
+    for _ in range(repeats):
+        for name, call in calls.items():
+            started = time.process_time()
+            asyncio.run(converse_all(call))
+            best[name] = min(best[name], time.process_time() - started)
+    host.close()
+    for name, seconds in best.items():
+        print(f"{name:>26}: {1e6 * seconds / NUM_CONVERSATIONS / NUM_TURNS:.1f} us of CPU a call")
+
+
 def cpu_seconds() -> float:
     """CPU time of this process and its living children."""
     me = psutil.Process()
@@ -380,6 +459,8 @@ def main() -> None:
             asyncio.run(measure_rollout(small, repeats))
         if part in ("all", "paths"):
             asyncio.run(measure_paths(small, repeats))
+        if part in ("all", "calls"):
+            measure_calls(5 * repeats)
         if part in ("all", "sync"):
             write_policy(small, lambda number: " ".join(WORDS * (number // len(WORDS) + 1)))
             asyncio.run(measure_sync(large, Qwen2Tokenizer.from_pretrained(small), repeats))

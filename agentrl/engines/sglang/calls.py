@@ -55,17 +55,18 @@ class Answer:
             raise EngineError(
                 "SGLang returned no log-probabilities", expected="return_logprob: true"
             )
-        sampled = [(log_prob, token_id) for log_prob, token_id, *_ in found]
-        if [token_id for _, token_id in sampled] != ids:
+        if [entry[1] for entry in found] != ids:
             raise EngineError(
-                f"SGLang returned {len(sampled)} log-probabilities that do not match the tokens",
+                f"SGLang returned {len(found)} log-probabilities that do not match the tokens",
                 expected=f"one for each of {len(ids)} sampled tokens",
             )
         if not self.token_ids:
             self.cached_tokens = meta.get("cached_tokens", 0)
         self.spans += _spans(meta, len(ids), offset=len(self.token_ids))
         self.token_ids += ids
-        self.log_probs += [_finite(log_prob) for log_prob, _ in sampled]
+        log_probs = [entry[0] for entry in found]
+        _check_finite(log_probs)
+        self.log_probs += log_probs
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return the caller's result."""
@@ -239,11 +240,11 @@ class BaseSGLangEngine(ABC):
         await asyncio.gather(*(call.abort() for call in calls))
 
 
-def generate_fields(input_ids: Sequence[int], sampling: SamplingParams, key: str) -> dict[str, Any]:
+def generate_fields(input_ids: list[int], sampling: SamplingParams, key: str) -> dict[str, Any]:
     """Return a call as the fields of SGLang's `GenerateReqInput`."""
     return {
         "rid": key,
-        "input_ids": list(input_ids),
+        "input_ids": input_ids,
         "sampling_params": sampling_fields(sampling),
         "return_logprob": True,
     }
@@ -284,12 +285,12 @@ def _reason(
     return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
 
 
-def _finite(log_prob: float | None) -> float:
-    if log_prob is None or not math.isfinite(log_prob):
-        raise EngineError(
-            f"SGLang sampled a token of log-probability {log_prob}: the weights have diverged"
-        )
-    return log_prob
+def _check_finite(log_probs: Iterable[float | None]) -> None:
+    for log_prob in log_probs:
+        if log_prob is None or not math.isfinite(log_prob):
+            raise EngineError(
+                f"SGLang sampled a token of log-probability {log_prob}: the weights have diverged"
+            )
 
 
 def _spans(meta: JsonFields, num_tokens: int, *, offset: int) -> list[VersionSpan]:

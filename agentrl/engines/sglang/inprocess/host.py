@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
@@ -28,11 +29,75 @@ import psutil
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.processes import kill, with_children
 from agentrl.errors import EngineError
+from agentrl.plugins.call import PerLoop
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 20.0
 _POLL_S = 0.2
+
+
+class LoopInbox:
+    """Callbacks from other threads for an event loop, which is woken once for all that wait.
+
+    `call_soon_threadsafe` writes to a socket for each callback and releases the interpreter's lock
+    for it, which takes longer than the rest of a call.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[], object]] = []
+
+    def put(self, act: Callable[[], object]) -> None:
+        """Run `act` on the loop, soon. If the loop is closed, do nothing."""
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting.append(act)
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._run_all)
+
+    def _run_all(self) -> None:
+        with self._lock:
+            acts, self._waiting = self._waiting, []
+        for act in acts:
+            act()
+
+
+class _Call:
+    """A coroutine on the engine's loop, and the future of its caller on another loop."""
+
+    def __init__(
+        self, work: Coroutine[Any, Any, Any], answer: "asyncio.Future[Any]", inbox: LoopInbox
+    ) -> None:
+        self._work = work
+        self._answer = answer
+        self._inbox = inbox
+        self._task: asyncio.Task[Any] | None = None
+
+    def start(self) -> None:
+        """Start the coroutine; on the engine's loop."""
+        self._task = asyncio.get_running_loop().create_task(self._work)
+        self._task.add_done_callback(lambda task: self._inbox.put(partial(self._resolve, task)))
+
+    def cancel(self) -> None:
+        """Cancel the coroutine; on the engine's loop, after `start`."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _resolve(self, task: "asyncio.Task[Any]") -> None:
+        """Give the caller the result; on the caller's loop."""
+        if task.cancelled():
+            self._answer.cancel()
+            return
+        error = task.exception()
+        if self._answer.done():  # the caller was canceled
+            return
+        if error is None:
+            self._answer.set_result(task.result())
+        else:
+            self._answer.set_exception(error)
 
 
 class SGLangHost:
@@ -52,6 +117,8 @@ class SGLangHost:
         self, arguments: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
     ) -> None:
         self._loop = asyncio.new_event_loop()
+        self._inbox = LoopInbox(self._loop)
+        self._callers = PerLoop(lambda: LoopInbox(asyncio.get_running_loop()))
         self._running: set[asyncio.Task[Any]] = set()
         self._end: EngineError | None = None
         # A call that is queued after the end would wait forever. Re-entrant, because a signal may
@@ -103,12 +170,18 @@ class SGLangHost:
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop and wait for it. Cancelling cancels it there."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._ending:
             if self._end is not None:
                 work.close()
                 raise self._end_error()
-            future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
-        return await asyncio.wrap_future(future)
+            call = _Call(self._tracked(work), answer, self._callers.get())
+            self._inbox.put(call.start)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._inbox.put(call.cancel)
+            raise
 
     def _on_child_failed(self, *_: object) -> None:
         """Handle the signal that SGLang's processes send when one of them fails."""

@@ -83,6 +83,78 @@ async def test_call_fails_when_the_engine_ends(
             await call
 
 
+class AnsweringEngine(EndlessEngine):
+    """Answers a call with its fields, and fails the call `fails`."""
+
+    async def async_generate(self, **fields: Any) -> Any:
+        await asyncio.sleep(0)
+        if fields["rid"] == "fails":
+            raise ValueError("refused by the fake")
+        return fields
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[SGLangHost]:
+    monkeypatch.setattr(host_module, "_engine_class", lambda: AnsweringEngine)
+    host = SGLangHost({})
+    yield host
+    host.close()
+
+
+async def test_each_of_many_calls_gets_its_own_answer_or_error(answering: SGLangHost):
+    names = [*map(str, range(50)), "fails", *map(str, range(50, 100))]
+    async with asyncio.timeout(20):
+        answers = await asyncio.gather(
+            *(answering.generate({"rid": name}) for name in names), return_exceptions=True
+        )
+    failed = answers.pop(50)
+    assert isinstance(failed, EngineError)
+    assert "refused by the fake" in str(failed)
+    assert answers == [{"rid": str(number)} for number in range(100)]
+
+
+async def test_calls_of_one_moment_wake_the_engine_once(
+    answering: SGLangHost, monkeypatch: pytest.MonkeyPatch
+):
+    wakes: list[None] = []
+    wake = answering._loop.call_soon_threadsafe
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        wakes.append(None)
+        return wake(*args, **kwargs)
+
+    release = threading.Event()
+    wake(release.wait)  # the engine's loop cannot take calls out of the inbox yet
+    monkeypatch.setattr(answering._loop, "call_soon_threadsafe", count)
+    calls = [asyncio.ensure_future(answering.generate({"rid": str(n)})) for n in range(20)]
+    await asyncio.sleep(0)
+    assert len(wakes) == 1
+    release.set()
+    async with asyncio.timeout(20):
+        assert len(await asyncio.gather(*calls)) == 20
+
+
+def test_a_canceled_call_is_aborted(host: SGLangHost):
+    async def cancel() -> None:
+        call = asyncio.ensure_future(host.generate({"rid": "a"}))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancel())
+    deadline = time.monotonic() + 20
+    while host._engine.aborted != ["a"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert host._engine.aborted == ["a"]
+
+
+def test_calls_from_one_event_loop_after_another(answering: SGLangHost):
+    for number in range(2):
+        fields = {"rid": str(number)}
+        assert asyncio.run(answering.generate(fields)) == fields
+
+
 class SlowStart(EndlessEngine):
     """A start that waits for its process, is interrupted, and fails when the process has ended."""
 
