@@ -560,3 +560,18 @@ def test_a_key_that_has_no_effect_biases_nothing():
         "reward.placement has no effect: no tool is ever called, so tool_call_tokens "
         "means last_token"
     ]
+
+
+def test_lora_reports_keys_without_effect_and_refuses_muon():
+    keys = {"lora_alpha": 8, "target_modules": ["q_proj"], "exclude_modules": ["k_proj"]}
+    own = {f"model.{name}" for name in keys}
+    off = {"model": {"path": "m", **keys}, "trainer": {"export": "adapter"}}
+    assert dead(**off) == own | {"trainer.export"}
+    assert dead(model={"path": "m", "lora_rank": 4, **keys}) == set()
+    loaded = {"path": "m", "lora_rank": 4, **keys, "lora_adapter_path": "adapter"}
+    assert dead(model=loaded) == own | {"model.lora_rank"}
+    muon = {"actor": {"optim": {"name": "muon"}}}
+    assert "actor.optim.name" in contradicted(model={"path": "m", "lora_rank": 4}, **muon)
+    assert "actor.optim.name" not in contradicted(**muon)
+    with pytest.raises(ConfigError, match="lora_rank"):
+        config_of(model={"path": "m", "lora_rank": -1})

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.config import parse_config
-from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.run import ModelConfig, RunConfig
 from agentrl.doctor.memory import (
     Machine,
     MemoryPlan,
@@ -193,3 +193,19 @@ def test_the_doctor_names_the_parts_of_a_run_that_does_not_fit(tmp_path):
     checked = check_memory(config)
     assert len(checked.faults) == 1
     assert "weights 30.5 GB" in checked.faults[0]
+
+
+def test_lora_counts_gradients_and_moments_of_the_adapters_only():
+    whole, _ = plan(1, run_config(actor={"use_kl_loss": True}))
+    lora = ModelConfig(path="none", lora_rank=8)
+    size = ModelSize.of(BIG, lora)
+    assert 0 < size.trained_weights < 0.05 * size.num_weights
+    assert size.num_weights - size.trained_weights == ModelSize.of(BIG).num_weights
+    config = run_config(model=lora.model_dump(), actor={"use_kl_loss": True})
+    machine = Machine(num_devices=1, device_bytes=int(80e9), host_bytes=HOST)
+    parts = {p.name: p.num_bytes for p in
+             plan_memory(size, config, machine, engine="sglang").parts}  # fmt: skip
+    assert parts["moments"] == 2 * parts["gradients"] == 8 * size.trained_weights
+    assert parts["weights"] == 4 * size.num_weights
+    assert "reference" in {part.name for part in whole.parts}
+    assert "reference" not in parts

@@ -92,6 +92,13 @@ def test_null_switches_off(key: str):
     assert read({key: None}) == read({})
 
 
+def test_keys_of_lora_are_read():
+    keys = {"lora_rank": 32, "lora_alpha": 64, "target_modules": ["q_proj"],
+            "exclude_modules": ["k_proj"], "lora_adapter_path": "adapter"}  # fmt: skip
+    model = read({f"{M}.{name}": value for name, value in keys.items()}).model
+    assert {name: getattr(model, name) for name in keys} == keys
+
+
 def test_empty_sections_say_nothing():
     assert read({"rollout": {}, "actor_rollout_ref.ref": {}, "reward": None}) == read({})
 
