@@ -9,7 +9,7 @@ from types import ModuleType
 import typer
 
 from agentrl.cli import app
-from agentrl.config.tables import load_table, method_facts
+from agentrl.config.tables import load_table
 from agentrl.rollout.states import StopReason, state_diagram
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,20 +125,6 @@ def test_pages_name_only_commands_that_exist() -> None:
         text = page.read_text(encoding="utf-8")
         named = set(re.findall(r"(?:^|[`&] ?)agentrl ([a-z][a-z-]*)", text, re.M))
         assert named <= known, f"{page.relative_to(ROOT)}: {sorted(named - known)}"
-
-
-def test_pages_say_which_estimators_no_run_can_use() -> None:
-    needing = {name for name, facts in method_facts().estimators.items() if facts.needs_critic}
-    for name in needing - {"gae_verl"}:
-        rows = [
-            line
-            for page in PAGES
-            if page.parent.name == "algorithms"
-            for line in page.read_text(encoding="utf-8").splitlines()
-            if line.startswith(f"| [`{name}`](#")
-        ]
-        assert rows
-        assert all("not in a run yet" in row for row in rows), name
 
 
 def test_no_page_leads_to_the_project_that_owns_the_name_agentrl_on_the_index() -> None:

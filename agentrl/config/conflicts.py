@@ -22,6 +22,8 @@ from agentrl.config.schema.reward import (
     RewardFunctionConfig,
 )
 from agentrl.config.schema.run import RunConfig
+from agentrl.config.schema.training import UpdateConfig
+from agentrl.config.tables import has_no_critic
 from agentrl.errors import did_you_mean
 
 Check = Callable[[RunConfig], Iterator[Problem]]
@@ -81,10 +83,19 @@ def _steps(config: RunConfig) -> Iterator[Problem]:
     ):
         if value == 0:
             yield Problem(f"trainer.{key}", "0 is no interval", "a number of steps, or -1")
-    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    if mini is not None and batch % mini:
-        reason = f"{mini} prompts do not divide data.train_batch_size, {batch}"
-        yield Problem("actor.ppo_mini_batch_size", reason, f"a divisor of {batch}, or null")
+    batch = config.data.train_batch_size
+    for role, update in _updates(config):
+        mini = update.ppo_mini_batch_size
+        if mini is not None and batch % mini:
+            reason = f"{mini} prompts do not divide data.train_batch_size, {batch}"
+            yield Problem(f"{role}.ppo_mini_batch_size", reason, f"a divisor of {batch}, or null")
+
+
+def _updates(config: RunConfig) -> Iterator[tuple[str, UpdateConfig]]:
+    """Iterate over the sections of the updates that may run."""
+    yield "actor", config.actor
+    if not has_no_critic(config):
+        yield "critic", config.critic
 
 
 def _lora(config: RunConfig) -> Iterator[Problem]:
@@ -106,12 +117,15 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
 
 
 def _packing(config: RunConfig) -> Iterator[Problem]:
-    longest, packed = longest_sequence(config), config.actor.ppo_max_token_len_per_gpu
-    num_ranks = config.actor.ulysses_sequence_parallel_size
-    if packed is not None and longest > packed * num_ranks:
-        tokens = f"{packed} tokens" + (f" on each of {num_ranks} ranks" if num_ranks > 1 else "")
-        reason = f"a micro-batch of {tokens} cannot hold one sequence of {_sum(config)}"
-        yield Problem("actor.ppo_max_token_len_per_gpu", reason, f">= {-(-longest // num_ranks)}")
+    longest = longest_sequence(config)
+    for role, update in _updates(config):
+        packed, num_ranks = update.ppo_max_token_len_per_gpu, update.ulysses_sequence_parallel_size
+        if packed is not None and longest > packed * num_ranks:
+            tokens = f"{packed} tokens"
+            tokens += f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+            reason = f"a micro-batch of {tokens} cannot hold one sequence of {_sum(config)}"
+            key = f"{role}.ppo_max_token_len_per_gpu"
+            yield Problem(key, reason, f">= {-(-longest // num_ranks)}")
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:

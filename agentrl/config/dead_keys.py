@@ -12,9 +12,11 @@ from typing import Any
 from agentrl.config.schema.correction import RolloutCorrectionConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.section import Section
+from agentrl.config.schema.training import UpdateConfig
 from agentrl.config.tables import (
     chosen_loss,
     estimator_facts,
+    has_no_critic,
     load_table,
     method_facts,
 )
@@ -120,9 +122,9 @@ def why_no_call(config: RunConfig) -> str | None:
     return "rollout.multi_turn.max_tool_calls is 0" if multi_turn.max_tool_calls == 0 else None
 
 
-def num_mini_batches(config: RunConfig) -> int:
-    """Count the optimizer steps of one pass over a batch."""
-    size = config.actor.ppo_mini_batch_size or config.data.train_batch_size
+def num_mini_batches(config: RunConfig, update: UpdateConfig) -> int:
+    """Count the optimizer steps of one pass of an update over a batch."""
+    size = update.ppo_mini_batch_size or config.data.train_batch_size
     return max(1, config.data.train_batch_size // size)
 
 
@@ -146,7 +148,9 @@ CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "runs_no_code": lambda c: not may_use(c, "code"),
     "scores_no_math": lambda c: not may_use(c, "math"),
     "has_bundled_loss": lambda c: chosen_loss(c) in method_facts().losses,
-    "has_one_mini_batch": lambda c: num_mini_batches(c) == 1,
+    "has_one_mini_batch": lambda c: num_mini_batches(c, c.actor) == 1,
+    "has_one_critic_mini_batch": lambda c: num_mini_batches(c, c.critic) == 1,
+    "has_no_critic": has_no_critic,
     "has_two_weight_bounds": lambda c: (
         "_" in str(c.algorithm.rollout_correction.effective.rollout_is_threshold)
     ),

@@ -79,7 +79,7 @@ def convert_from_verl(path: str | Path, overrides: Sequence[str] = ()) -> str:
 
 def _batch(config: RunConfig, world_size: int) -> list[str]:
     prompts, n, epochs = config.data.train_batch_size, config.rollout.n, config.actor.ppo_epochs
-    minis, rows = num_mini_batches(config), prompts * n
+    minis, rows = num_mini_batches(config, config.actor), prompts * n
     taken = config.prompts_per_rollout
     sampled = [f"Prompts are sampled {taken} at a time until {prompts} groups have a signal."]
     each, more = divmod(rows, world_size)

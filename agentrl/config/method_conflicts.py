@@ -31,9 +31,6 @@ def find_estimator_problems(config: RunConfig) -> Iterator[Problem]:
     elif config.rollout.n == 1 and config.algorithm.filter_groups.enable:
         reason = "is 1, and algorithm.filter_groups finds no signal in a group of one"
         yield Problem("rollout.n", reason, "at least 2")
-    if facts.needs_critic:
-        reason = f"is {name}, which needs values, which a critic gives"
-        yield Problem(_ESTIMATOR, reason, "another estimator, such as grpo")
     if facts.needs_squares and config.algorithm.rollout_correction.effective.bypass_mode:
         reason = (
             f"is {name}, which needs sum_pi_squared, and under {SECTION}.{_BYPASS} no pass "

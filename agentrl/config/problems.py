@@ -24,8 +24,6 @@ _OTHER_NAMES = {
 _ANYWHERE = ("name", "url", "path", "type", "enable")
 """Names that mean something only together with their section."""
 _INDEX = re.compile(r"\[\d+\]")
-_NOT_HERE = {"critic": "agentrl has no critic yet; most estimators, such as grpo, need none"}
-"""Keys that users look for, and why they do not exist."""
 ON_COMMAND_LINE = "(given on the command line)"
 
 
@@ -152,8 +150,6 @@ def _keys_under(section: type[BaseModel], prefix: str) -> Iterable[str]:
 def _problem(details: ErrorDetails) -> Problem:
     key = dotted(details["loc"])
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    if kind == "extra_forbidden" and key in _NOT_HERE:
-        return Problem(key, f"unknown key: {_NOT_HERE[key]}")
     if kind == "extra_forbidden":
         return Problem(key, unknown_key(key), is_unknown=True)
     if kind == "missing":

@@ -55,6 +55,11 @@ def estimator_facts(config: RunConfig) -> EstimatorFacts | None:
     return method_facts().estimators.get(config.algorithm.adv_estimator)
 
 
+def has_no_critic(config: RunConfig) -> bool:
+    """Whether the run trains no critic, because its estimator is known to read no values."""
+    return (facts := estimator_facts(config)) is not None and not facts.needs_critic
+
+
 def chosen_loss(config: RunConfig) -> str:
     """Return the name of the loss that trains; `bypass_mode` has a loss of its own."""
     bypasses = config.algorithm.rollout_correction.effective.bypass_mode

@@ -70,7 +70,7 @@ class Checkpointer:
 
     def _load(self, checkpoint: Checkpoint) -> RunState:
         parts, path = self._components, checkpoint.path
-        state = load_run(checkpoint, parts.actor)
+        state = load_run(checkpoint, parts.actor, parts.critic)
         with self._world.raise_on_all_ranks():
             check_origin(state.origin, self._config, path)
         parts.order.load_state_dict(state.data)
@@ -118,8 +118,9 @@ class Checkpointer:
         )
         folder, keep = checkpoint_folder(self._config), self._config.trainer.max_ckpt_to_keep
         self._running = start_save(
-            folder, parts.actor, state, keep=keep, best=summary.best_saved_step
-        )
+            folder, parts.actor, state,
+            critic=parts.critic, keep=keep, best=summary.best_saved_step,
+        )  # fmt: skip
 
     def is_written(self) -> bool:
         """Return whether a checkpoint was started and is written by now, or failed."""

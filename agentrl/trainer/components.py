@@ -12,15 +12,15 @@ from agentrl.config.checks import check_model_length
 from agentrl.config.conflicts import longest_sequence
 from agentrl.config.dead_keys import find_dead_keys_here, set_keys
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.schema.training import ActorConfig
+from agentrl.config.schema.training import ActorConfig, UpdateConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
-from agentrl.errors import MissingExtraError
+from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.rewards import get_reward_manager
 from agentrl.rewards.rendering import ConversationEncoder
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.tool_parsers import get_tool_parser
-from agentrl.trainer.credit import Credit, needs_old_log_probs
+from agentrl.trainer.credit import Credit, estimator_requires, needs_old_log_probs
 from agentrl.trainer.interruption import NestableRunner
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.rollouts.files import RolloutFiles
@@ -54,6 +54,7 @@ from agentrl.trainer.state.data_fingerprint import DataRecord, check_rows
 from agentrl.trainer.state.resume import start_date
 from agentrl.workers.actor import Actor
 from agentrl.workers.attention import has_dropout
+from agentrl.workers.critic import Critic
 from agentrl.workers.distributed import World, start_world
 from agentrl.workers.load import load_hf_config, load_policy
 from agentrl.workers.model import PolicyModel
@@ -61,6 +62,8 @@ from agentrl.workers.reward_model import RewardModel, make_classifier, make_enco
 from agentrl.workers.rng import choose_exact_kernels, seed_everything
 from agentrl.workers.scoring import Reference, find_implausible, load_reference_policy
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements
+from agentrl.workers.update import Updater
+from agentrl.workers.value_model import load_value_model
 
 _PROMPT_TOKENS = 512
 """Prompt tokens that are read to check that policy and tokenizer belong together."""
@@ -76,6 +79,8 @@ class TrainerComponents:
     data: RunData
     order: DataOrder
     actor: Actor
+    critic: Critic | None
+    """If the estimator reads values."""
     reference: Reference | None
     reward_model: RewardModel | None
     credit: Credit
@@ -89,6 +94,11 @@ class TrainerComponents:
     """Training steps of the whole run."""
     seconds_prepare: float
     """Seconds that preparing data, policy and warm-up took."""
+
+    @property
+    def updaters(self) -> list[Updater]:
+        """The trained models and their optimizers."""
+        return [role.updater for role in (self.actor, self.critic) if role is not None]
 
 
 def start_components(config: RunConfig, given: Given = NOTHING) -> TrainerComponents:
@@ -184,6 +194,7 @@ def build_components(
         data=data,
         order=order,
         actor=make_actor(config, policy, total_steps),
+        critic=make_critic(config, world, total_steps, policy.config.vocab_size),
         reference=make_reference(config, policy),
         reward_model=reward_model,
         credit=Credit(config.algorithm, world, is_before_update=is_before_update),
@@ -343,15 +354,53 @@ def count_weights(named_weights: Iterator[tuple[str, nn.Parameter]]) -> int:
 
 def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Actor:
     """Make the actor: the policy and its optimizer."""
-    prompts = config.data.train_batch_size
-    mini_batches = prompts // (config.actor.ppo_mini_batch_size or prompts)
+    warmup = config.trainer.critic_warmup if needs_critic(config) else 0
     return Actor(
         policy,
         choose_actor_config(config),
-        total_steps=total_steps * mini_batches * config.actor.ppo_epochs,
+        total_steps=max(0, total_steps - warmup) * count_optimizer_steps(config, config.actor),
         response_budget=config.data.max_response_length,
         seed=config.trainer.seed,
     )
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """Return whether the estimator reads values."""
+    return estimator_requires(config.algorithm, "values")
+
+
+def make_critic(
+    config: RunConfig, world: World, total_steps: int, vocab_size: int
+) -> Critic | None:
+    """Load the critic and make its optimizer, if the estimator reads values.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or has another vocabulary than the policy.
+    """
+    critic = config.critic
+    if not needs_critic(config):
+        return None
+    groups = world.with_sequence_groups(critic.ulysses_sequence_parallel_size)
+    model = load_value_model(critic.model, config.model, groups, critic.fsdp_config)
+    if model.config.vocab_size < vocab_size:
+        raise ConfigError(
+            f"the critic has {model.config.vocab_size} tokens and the policy {vocab_size}",
+            key="critic.model.path",
+            expected="a model with the policy's tokenizer",
+        )
+    return Critic(
+        model,
+        critic,
+        total_steps=total_steps * count_optimizer_steps(config, critic),
+        response_budget=config.data.max_response_length,
+        seed=config.trainer.seed,
+    )
+
+
+def count_optimizer_steps(config: RunConfig, update: UpdateConfig) -> int:
+    """Count the optimizer steps of the update of one batch."""
+    prompts = config.data.train_batch_size
+    return prompts // (update.ppo_mini_batch_size or prompts) * update.ppo_epochs
 
 
 def choose_actor_config(config: RunConfig) -> ActorConfig:

@@ -4,6 +4,7 @@
                           (old_log_probs after the update if only the update reads them)
     rollout correction    old_log_probs, rollout_log_probs   -> rollout_is_weights, rejected tokens
     KL in the reward      token_level_scores, ref_log_prob   -> token_level_rewards
+    whitening             token_level_rewards                -> token_level_rewards
     advantages            token_level_rewards, ...           -> advantages, returns
     rejection             response_mask                      -> response_mask, rejected
 
@@ -34,6 +35,8 @@ from agentrl.algorithms.kl import (
     penalize_rewards,
 )
 from agentrl.algorithms.losses.registry import needs_summary
+from agentrl.algorithms.masked import WHITENING_EPSILON, masked_var
+from agentrl.algorithms.value_loss import compute_explained_variance
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import DataError
@@ -227,9 +230,13 @@ class Credit:
             reject(data, kept)
         if self.config.use_kl_in_reward:
             metrics |= self._penalize(data)
+        if self.config.whiten_rewards:
+            scale_rewards(data)
         compute_advantage(data, self.config)
         if kept is not None and not compares_kept:
             reject(data, kept)
+        if estimator_requires(self.config, "values"):
+            metrics |= measure_values(data)
         return metrics
 
     def _correct(self, data: DataProto) -> tuple[Tensor | None, dict[str, float]]:
@@ -300,6 +307,28 @@ def find_rows_without_signal(data: DataProto, config: AlgorithmConfig) -> Tensor
         return (groups.count() == 0)[groups.rows]
     in_baseline = tensors.get("in_baseline", None)
     return GroupScores.of(scores, tensors["response_mask"], uid, in_baseline).is_silent()
+
+
+def scale_rewards(data: DataProto) -> None:
+    """Divide the rewards of tokens by their standard deviation over the trained tokens.
+
+    Their mean is not moved: a shift would give every token a reward. Equal rewards stay as they
+    are.
+
+    Source: `whiten_rewards` of TRL's PPO trainer.
+    """
+    tensors = tensors_of(data)
+    rewards = tensors.get("token_level_rewards", tensors["token_level_scores"])
+    variance = masked_var(rewards.double(), tensors["response_mask"])
+    scale = (variance + WHITENING_EPSILON).rsqrt() if variance else 1.0
+    tensors["token_level_rewards"] = (rewards * scale).to(rewards.dtype)
+
+
+def measure_values(data: DataProto) -> dict[str, float]:
+    """Measure how well the critic's values predict the returns of the batch."""
+    tensors = tensors_of(data)
+    columns = (tensors[name] for name in ("values", "returns", "response_mask"))
+    return {"critic/vf_explained_var": compute_explained_variance(*columns)}
 
 
 def reject(data: DataProto, kept: Tensor) -> None:

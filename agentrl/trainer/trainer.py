@@ -5,7 +5,8 @@
     rewards/      a finished request        -> rewards per turn and per trajectory
     workers/      finished requests         -> scores of the reward model
     collate.py    finished requests         -> DataProto: the first tensors, [B, T]
-    workers/      DataProto                 -> log-probabilities of the policy and its reference
+    workers/      DataProto                 -> log-probabilities of the policy and its reference,
+                                               values of the critic
     algorithms/   DataProto                 -> corrections, advantages, returns
     workers/      DataProto                 -> new weights
     weight_sync   new weights               -> the engine, policy version + 1
@@ -108,7 +109,7 @@ class Trainer:
             on_enter=lambda stage: self.world.status.enter(f"{stage} of step {self.step}")
         )
         self._interruption = Interruption(self.world)
-        self._last = LastCompletedStep(parts.order, parts.actor)
+        self._last = LastCompletedStep(parts.order, parts.updaters)
         self._checkpointer = Checkpointer(config, parts)
         self._runner = NestableRunner()
         self._is_closed = False
@@ -176,18 +177,21 @@ class Trainer:
             batch = self.collate(samples.batch)
             samples.add_baselines(batch)
             self.compute_log_probs(batch)
+            self.compute_values(batch)
             credit = self.compute_advantages(batch)
             self._interruption.check()
+            learned = self.update_critic(batch)
             update = self.update_actor(batch)
+            credit |= learned.metrics | update.metrics
             credit |= parts.credit.add_log_probs_of_update(batch, update.outputs)
             if update.metrics["actor/optimizer_steps"]:
                 parts.credit.commit()
             # Recorded before the sync: if the engine fails now, the step can still be saved.
-            self._last.record(self.step, self.summary, unlogged=credit | update.metrics)
+            self._last.record(self.step, self.summary, unlogged=credit)
             self.sync_weights()
         parts.files.save_step(self.step, samples.everything)
-        parts.files.save_skipped(self.step, samples.batch, update.skipped)
-        return self.measure(samples, batch) | credit | update.metrics
+        parts.files.save_skipped(self.step, samples.batch, [*learned.skipped, *update.skipped])
+        return self.measure(samples, batch) | credit
 
     def end_step(self, metrics: dict[str, float]) -> None:
         """Validate and save if due, and log the step."""
@@ -298,12 +302,28 @@ class Trainer:
             batch, parts.actor, parts.reference, self._timer, temperature=temperature
         )
 
+    def compute_values(self, batch: DataProto) -> None:
+        """Add the values of the critic before its update, if there is one."""
+        if (critic := self.components.critic) is not None:
+            with self._timer("values"):
+                values = critic.compute_values(batch)
+            batch.union(DataProto.from_dict({"values": values}))
+
     def compute_advantages(self, batch: DataProto) -> dict[str, float]:
         """Add token rewards, advantages and returns; return their metrics."""
         return self.components.credit.compute(batch)
 
+    def update_critic(self, batch: DataProto) -> UpdateResult:
+        """Train the critic, if there is one, on the returns of the batch."""
+        if (critic := self.components.critic) is None:
+            return UpdateResult({})
+        with self._timer("update_critic"):
+            return critic.update_critic(batch)
+
     def update_actor(self, batch: DataProto) -> UpdateResult:
-        """Train on the batch."""
+        """Train the policy on the batch, after the steps that warm up the critic."""
+        if self.components.critic and self.step <= self.config.trainer.critic_warmup:
+            return UpdateResult({"actor/optimizer_steps": 0.0})
         temperature = self.config.rollout.temperature
         with self._timer("update_actor"):
             result = self.components.actor.update_policy(batch, temperature=temperature)

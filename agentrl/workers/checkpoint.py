@@ -2,7 +2,8 @@
 
     global_step_10/
         rank_0.safetensors       rank 0's slices of weights (`weight/NAME`) and moments
-        rank_1.safetensors       (`exp_avg/NAME`, ...), float32, Hugging Face names
+        rank_1.safetensors       (`exp_avg/NAME`, ...), float32, Hugging Face names; those of the
+                                 critic after `critic/`
         state.json               identity of the model, counters, random streams, the data's order
         manifest.json            digests of each file above, position of each slice; written last
 
@@ -43,6 +44,8 @@ SUPERSEDED = "superseded"
 """Subfolder for the checkpoints that a run from an earlier step replaces."""
 WEIGHT = "weight/"
 """Prefix of the weights among the tensors; moments have their own."""
+CRITIC = "critic/"
+"""Prefix of the critic's tensors: `critic/weight/NAME`; the actor's have none."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 _FORMAT_1 = {"model.safetensors": WEIGHT, "optimizer.safetensors": ""}
 _NUM_THREADS = 4
@@ -82,6 +85,10 @@ class RunState:
     """The initial policy of the run; empty if it was not recorded."""
     actor: dict[str, int] = field(default_factory=dict[str, int])
     """The actor's counters."""
+    critic: dict[str, int] = field(default_factory=dict[str, int])
+    """The critic's counters."""
+    critic_identity: ModelIdentity | None = None
+    """None: the run has no critic."""
     trainer: dict[str, Any] = field(default_factory=dict[str, Any])
     """The run's summary so far: best validation, seconds spent, ..."""
     data: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -138,16 +145,36 @@ class Checkpoint:
     state: RunState
     manifest: Manifest
 
-    def check_model(self, expected: ModelIdentity) -> None:
+    def check_model(
+        self, expected: ModelIdentity, expected_critic: ModelIdentity | None = None
+    ) -> None:
         """Refuse the checkpoint of another model.
+
+        Args:
+            expected: The policy.
+            expected_critic: The critic; None: the run has none.
 
         Raises:
             CheckpointError: naming the first difference.
         """
-        found = self.state.identity
+        state = self.state
+        self._check(state.identity, expected, "model")
+        if expected_critic is None:
+            return
+        if state.critic_identity is None:
+            raise CheckpointError(
+                f"{self.path.name} has no critic, and algorithm.adv_estimator reads values",
+                path=self.path,
+                expected="a checkpoint of a run with a critic, or an estimator without one; "
+                "trainer.resume_mode=disable or another trainer.default_local_dir starts from the "
+                "beginning",
+            )
+        self._check(state.critic_identity, expected_critic, "critic")
+
+    def _check(self, found: ModelIdentity, expected: ModelIdentity, role: str) -> None:
         if found != expected:
             raise CheckpointError(
-                f"{self.path.name} is of another model: {_difference(found, expected)}",
+                f"{self.path.name} is of another {role}: {_difference(found, expected)}",
                 path=self.path,
                 expected=f"a {expected.architecture} of the run's own shapes; "
                 "trainer.resume_mode=disable or another trainer.default_local_dir starts from the "

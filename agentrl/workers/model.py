@@ -5,7 +5,7 @@ weight are in a module's `forward`, so that FSDP2 gathers it first.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -136,6 +136,11 @@ class PackedModel(nn.Module):
         own = score(hidden[0, columns], packed.targets[index])
         return shard.gather_scores(own, index, len(packed.targets))
 
+    def _run_one(self, packed: PackedBatch, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute one number of each trained token, `[N]`, from the states `[n, H]`."""
+        (found,) = self.run(packed, lambda hidden, _: (score(hidden),))
+        return cast("Tensor", found)
+
     def _run_body(
         self, ids: Tensor, positions: Tensor, plan: AttentionPlan, **extra: SequenceShard
     ) -> Tensor:
@@ -200,6 +205,10 @@ class PackedModel(nn.Module):
         """Iterate over the sharded weights by Hugging Face name, tied weights once."""
         self.release_gathered()
         return self.lm.named_parameters()
+
+    def float32_modules(self) -> Iterable[nn.Module]:
+        """Iterate over the modules that compute in float32, for any compute dtype."""
+        return ()
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the weights that have gradients: what an optimizer and a checkpoint hold."""
@@ -394,6 +403,9 @@ def _shard(model: PackedModel, fsdp: FsdpConfig) -> None:
     for module in list(model.lm.modules()):
         if type(module).__name__ in layer_types:
             fully_shard(module, reshard_after_forward=fsdp.reshard_after_forward, **shared)
+    full: dict[str, Any] = {**shared, "mp_policy": MixedPrecisionPolicy()}
+    for module in model.float32_modules():
+        fully_shard(module, **full)
     # The backward pass begins with the head, so the last group stays gathered until then.
     fully_shard(model, reshard_after_forward=False, **shared)
     if any(isinstance(one, nn.ModuleList) for one in _experts(model.lm)):

@@ -1,7 +1,7 @@
-"""Log-probabilities of a whole batch under one set of weights, without gradient."""
+"""Log-probabilities and values of a whole batch under one set of weights, without gradient."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ from agentrl.workers.distributed import World
 from agentrl.workers.load import load_policy
 from agentrl.workers.log_probs import TokenScores
 from agentrl.workers.memory import explain_out_of_memory
-from agentrl.workers.model import PolicyModel, ScoringParams
+from agentrl.workers.model import PackedModel, PolicyModel, ScoringParams
 from agentrl.workers.packing import PackedBatch, PaddedRows, count_tokens
 from agentrl.workers.row_exchange import plan_exchange
 
 
-@torch.no_grad()
 def score_rows(
     policy: PolicyModel,
     rows: PaddedRows,
@@ -35,54 +34,82 @@ def score_rows(
 ) -> TokenScores:
     """Score every trained token of a batch; other positions are 0. A collective.
 
-    The ranks exchange rows so that each computes about the same number of tokens.
-
     Args:
         policy: The policy; its training mode is restored.
         rows: The padded batch.
         params: Temperature, size of a block of logits, whether squares are summed.
         budget: Tokens of one packed micro-batch; None: a default for the device.
+        groups: As of `compute_rows`.
+
+    Returns:
+        `[B, T]` each, float32, on the device of `rows`.
+    """
+    found = compute_rows(
+        policy,
+        rows,
+        lambda packed: policy(packed, params),
+        num_outputs=3 if params.with_sum_pi_squared else 2,
+        budget=budget,
+        groups=groups,
+        share_prefixes=params.share_prefixes,
+    )
+    return TokenScores(*found)
+
+
+@torch.no_grad()
+def compute_rows(
+    model: PackedModel,
+    rows: PaddedRows,
+    compute: Callable[[PackedBatch], Sequence[Tensor | None]],
+    *,
+    num_outputs: int,
+    budget: int | None,
+    groups: Sequence[Hashable] | None = None,
+    share_prefixes: bool = True,
+) -> list[Tensor]:
+    """Compute numbers of every trained token of a batch; other positions are 0. A collective.
+
+    The ranks exchange rows so that each computes about the same number of tokens.
+
+    Args:
+        model: The module; its training mode is restored.
+        rows: The padded batch.
+        compute: Runs the module on a micro-batch; returns `[N]` each.
+        num_outputs: How many numbers of each token it computes; later results are None.
+        budget: Tokens of one packed micro-batch; None: a default for the device.
         groups: The group of samples of each row; rows of a group are computed on the same rank if
             the balance allows it. None: each row is a group.
+        share_prefixes: Whether a prefix that rows share is computed once.
 
     Returns:
         `[B, T]` each, float32, on the device of `rows`.
     """
     lengths = count_tokens(rows)
-    exchange = plan_exchange(policy.world, lengths, groups or range(len(lengths)))
+    exchange = plan_exchange(model.world, lengths, groups or range(len(lengths)))
     rows = move_padded_rows(rows, exchange)
     shape, device = rows.response_mask.shape, rows.input_ids.device
-    log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-    entropy = torch.zeros_like(log_probs)
-    squares = torch.zeros_like(log_probs) if params.with_sum_pi_squared else None
-    was_training = policy.training
-    found: list[tuple[PackedBatch, TokenScores]] = []
-    policy.eval()
+    columns = torch.zeros(num_outputs, *shape, dtype=torch.float32, device=device)
+    was_training = model.training
+    found: list[tuple[PackedBatch, Sequence[Tensor | None]]] = []
+    model.eval()
     try:
-        sharing = policy.max_sharing_length(share_prefixes=params.share_prefixes)
+        sharing = model.max_sharing_length(share_prefixes=share_prefixes)
         micros = split_micro_batches(
-            rows, range(shape[0]), budget, policy.world, max_sharing_length=sharing
+            rows, range(shape[0]), budget, model.world, max_sharing_length=sharing
         )
-        with policy.on_device():
+        with model.on_device():
             for packed in micros:
                 with explain_out_of_memory("log-probabilities", packed):
-                    found.append((packed, policy(packed, params)))
+                    found.append((packed, compute(packed)))
     finally:
-        policy.train(was_training)
-        policy.release_gathered()
-    for packed, scores in found:  # after the loop: each copy waits for the device
-        _put(log_probs, packed, scores.log_probs)
-        _put(entropy, packed, scores.entropy)
-        if squares is not None and scores.sum_pi_squared is not None:
-            _put(squares, packed, scores.sum_pi_squared)
-    back = exchange.send_back
-    return TokenScores(back(log_probs), back(entropy), None if squares is None else back(squares))
-
-
-def _put(padded: Tensor, packed: PackedBatch, values: Tensor) -> None:
-    if packed.row_index:
-        index = torch.tensor(packed.row_index, device=padded.device)
-        padded[index] = packed.unpack(values).to(padded)
+        model.train(was_training)
+        model.release_gathered()
+    for packed, outputs in found:  # after the loop: each copy waits for the device
+        for column, numbers in zip(columns, outputs, strict=False):
+            if numbers is not None and packed.row_index:
+                index = torch.tensor(packed.row_index, device=device)
+                column[index] = packed.unpack(numbers).to(column)
+    return [exchange.send_back(column) for column in columns]
 
 
 class Reference:

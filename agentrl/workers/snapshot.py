@@ -1,8 +1,9 @@
-"""Save an actor to a checkpoint, and restore it. Collectives."""
+"""Save actor and critic to a checkpoint, and restore them. Collectives."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -11,6 +12,7 @@ from agentrl.atomic_io import restore_all_replaced
 from agentrl.errors import CheckpointError
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import (
+    CRITIC,
     SUPERSEDED,
     WEIGHT,
     Checkpoint,
@@ -20,18 +22,19 @@ from agentrl.workers.checkpoint import (
     open_checkpoint,
 )
 from agentrl.workers.checkpoint_writer import GRACE_S, CheckpointWriter, copy_to_host
+from agentrl.workers.critic import Critic
 from agentrl.workers.distributed import World
-from agentrl.workers.model import PolicyModel
+from agentrl.workers.model import PackedModel
 from agentrl.workers.rng import capture_random_state, restore_random_state
 from agentrl.workers.shards import LocalSlice, local_slice
-from agentrl.workers.update import UpdateCounters
+from agentrl.workers.update import UpdateCounters, Updater
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def identify(policy: PolicyModel) -> ModelIdentity:
-    """Return the identity of a policy's model."""
+def identify(policy: PackedModel) -> ModelIdentity:
+    """Return the identity of a model."""
     shapes = {name: list(weight.shape) for name, weight in policy.trained_weights()}
     identity = ModelIdentity(type(policy.lm).__name__, shapes)
     if policy.adapters is None:
@@ -97,6 +100,7 @@ def start_save(
     actor: Actor,
     state: RunState,
     *,
+    critic: Critic | None = None,
     keep: int | None = None,
     best: int | None = None,
 ) -> RunningSave:
@@ -107,23 +111,31 @@ def start_save(
     Args:
         root: The folder of the run's checkpoints.
         actor: Weights and moments.
-        state: The trainer's state; the actor's counters and the random state are added.
+        state: The trainer's state; counters, identities and the random state are added.
+        critic: The critic, if the run has one.
         keep: Number of checkpoints to keep, including this one.
         best: A step; its checkpoint is kept in addition.
 
     Raises:
         CheckpointError: on every rank, if it cannot be written.
     """
-    world, policy = actor.world, actor.policy
+    world = actor.world
     streams = world.gather(capture_random_state())
     state = replace(
-        state, actor=asdict(actor.counters()), random=streams, identity=identify(policy)
+        state, actor=asdict(actor.counters()), random=streams, identity=identify(actor.policy)
     )
+    if critic is not None:
+        counters = asdict(critic.updater.counters())
+        state = replace(state, critic=counters, critic_identity=identify(critic.model))
     writer = CheckpointWriter(
         root, state, world.size, keep=keep, best=best, patience_s=world.status.timeout_s
     )
-    with actor.on_device():
-        slices = weight_slices(policy) | actor.optimizer.state_slices()
+    slices: dict[str, LocalSlice] = {}
+    with ExitStack() as in_use:
+        for prefix, updater in _by_prefix(actor, critic):
+            in_use.enter_context(updater.on_device())
+            own = weight_slices(updater.model) | updater.optimizer.state_slices()
+            slices |= {prefix + name: part for name, part in own.items()}
         host = on_every_rank(world, lambda: copy_to_host(slices, world.rank))
     draft = on_main(world, writer.begin)
     thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-checkpoint")
@@ -138,11 +150,12 @@ def save_run(
     actor: Actor,
     state: RunState,
     *,
+    critic: Critic | None = None,
     keep: int | None = None,
     best: int | None = None,
 ) -> Path:
     """Write a checkpoint and wait until it is complete; see `start_save`."""
-    return start_save(root, actor, state, keep=keep, best=best).finish()
+    return start_save(root, actor, state, critic=critic, keep=keep, best=best).finish()
 
 
 def find_latest(root: Path, world: World) -> Checkpoint | None:
@@ -189,28 +202,51 @@ def verify_together(path: Path, world: World) -> Checkpoint:
     )
 
 
-def load_run(checkpoint: Checkpoint, actor: Actor) -> RunState:
-    """Restore an actor and this rank's random state. Each rank reads its slices. A collective.
+def load_run(checkpoint: Checkpoint, actor: Actor, critic: Critic | None = None) -> RunState:
+    """Restore actor, critic and this rank's random state. A collective.
+
+    Each rank reads its slices. A critic in the checkpoint of a run without one is not read.
 
     Raises:
         CheckpointError: on every rank, if it is of another model or another optimizer; then nothing
-            is changed. Also if it cannot be read.
+            is read. Also if it cannot be read.
     """
-    checkpoint.check_model(identify(actor.policy))
-    state = checkpoint.state
-    counters = UpdateCounters(**state.actor)
-    moments = [name for name in checkpoint.manifest.tensors if not name.startswith(WEIGHT)]
-    with actor.on_device():
-        targets = actor.optimizer.allocate_state(moments, counters.num_optimizer_steps)
-        targets |= weight_slices(actor.policy)
+    checkpoint.check_model(identify(actor.policy), critic and identify(critic.model))
+    state, targets = checkpoint.state, dict[str, LocalSlice]()
+    with ExitStack() as in_use:
+        for prefix, updater in _by_prefix(actor, critic):
+            in_use.enter_context(updater.on_device())
+            counters = UpdateCounters(**(state.critic if prefix else state.actor))
+            own = updater.optimizer.allocate_state(
+                _moments(checkpoint, prefix), counters.num_optimizer_steps
+            )
+            own |= weight_slices(updater.model)
+            targets |= {prefix + name: part for name, part in own.items()}
+            updater.num_updates = counters.num_updates
         on_every_rank(actor.world, lambda: checkpoint.read(targets))
-    actor.updater.num_updates = counters.num_updates
     if actor.world.rank < len(state.random):
         restore_random_state(state.random[actor.world.rank])
     return state
 
 
-def weight_slices(policy: PolicyModel) -> dict[str, LocalSlice]:
+def _by_prefix(actor: Actor, critic: Critic | None) -> Iterator[tuple[str, Updater]]:
+    """Iterate over the trained models, with the prefix of their tensors."""
+    yield "", actor.updater
+    if critic is not None:
+        yield CRITIC, critic.updater
+
+
+def _moments(checkpoint: Checkpoint, prefix: str) -> list[str]:
+    """List the moments of the trained model whose tensors have a prefix, without it."""
+    names = [
+        name.removeprefix(prefix)
+        for name in checkpoint.manifest.tensors
+        if name.startswith(CRITIC) == bool(prefix)
+    ]
+    return [name for name in names if not name.startswith(WEIGHT)]
+
+
+def weight_slices(policy: PackedModel) -> dict[str, LocalSlice]:
     """Return this rank's slices of the trained weights, named as in a checkpoint."""
     return {
         WEIGHT + name: local_slice(weight, policy.world)

@@ -276,7 +276,7 @@ def test_an_empty_critic_section_of_an_older_run_file_is_accepted(empty: object)
     assert parse_config(base | {"critic": empty}) == parse_config(base)
 
 
-def test_a_critic_is_refused_with_the_reason():
+def test_a_critic_has_a_learning_rate_of_its_own():
     base = {"data": {"train_files": ["a"]}, "model": {"path": "p"}}
-    with pytest.raises(ConfigError, match="critic: unknown key: agentrl has no critic yet"):
-        parse_config(base | {"critic": {"optim": {"lr": 1e-5}}})
+    config = parse_config(base | {"critic": {"optim": {"weight_decay": 0.0}}})
+    assert config.critic.optim.lr == 1e-5 != config.actor.optim.lr

@@ -239,8 +239,6 @@ def test_keys_of_methods_that_are_read_are_not_called_dead():
 CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
     *(("rollout.n", {"rollout": {"n": 1}, "algorithm": {"adv_estimator": name}})
       for name in estimators_that(compares_groups=True) if name != "gdpo"),
-    *(("algorithm.adv_estimator", {"algorithm": {"adv_estimator": name}})
-      for name in estimators_that(needs_critic=True)),
     ("algorithm.gdpo_reward_keys", {"algorithm": {"adv_estimator": "gdpo"}}),
     *(("algorithm.adv_estimator",
        {"algorithm": {"adv_estimator": name, "rollout_correction": {"bypass_mode": True}}})

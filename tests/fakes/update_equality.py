@@ -206,10 +206,15 @@ def full_batch() -> DataProto:
 
 
 def share(world: World) -> DataProto:
+    """This rank's rows of the batch."""
+    return share_of(full_batch(), world)
+
+
+def share_of(batch: DataProto, world: World) -> DataProto:
     """This rank's rows. The shares are unequal, and groups are on several ranks."""
-    bounds = np.linspace(0, 1, world.size + 1) ** 1.5 * len(rows())
+    bounds = np.linspace(0, 1, world.size + 1) ** 1.5 * len(batch)
     start, end = bounds.round().astype(int)[world.rank : world.rank + 2]
-    return full_batch().select_idxs(np.arange(start, end))
+    return batch.select_idxs(np.arange(start, end))
 
 
 def score(lm: torch.nn.Module, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from agentrl.workers.actor import Actor
 from agentrl.workers.attention_flash import VarlenFlash
 from agentrl.workers.attention_kernels import FlashKernel, FlexKernel, SdpaKernel
 from agentrl.workers.distributed import World
+from tests.fakes import value_equality
 from tests.fakes.torchrun import ranks_of
 from tests.fakes.update_equality import (
     CASES,
@@ -90,3 +91,23 @@ def test_layout_is_invisible_update_of_several_ranks_equals_the_naive_padded_one
     for found in of_ranks:
         naive = naive_update(terms, has_lora=name.startswith(LORA))
         assert_equal(Update(**found[name, bool(terms)]), naive)
+
+
+@pytest.mark.parametrize("case", value_equality.CASES.values(), ids=value_equality.CASES)
+def test_layout_is_invisible_critics_update_equals_the_naive_padded_one(
+    world: World, case: value_equality.Case
+):
+    assert_equal(value_equality.packed_update(world, case), value_equality.naive_update())
+
+
+@pytest.mark.slow
+def test_layout_is_invisible_critics_update_of_two_ranks_equals_the_naive_padded_one(
+    tmp_path: Path,
+):
+    with ranks_of("tests.fakes.value_equality", str(tmp_path), size=2) as ranks:
+        ended = [rank.wait() for rank in ranks]
+    assert not any(rank.code for rank in ended), "\n".join(rank.err for rank in ended)
+    for rank in range(2):
+        for name, found in torch.load(tmp_path / f"rank_{rank}.pt").items():
+            assert found["gradients"], name
+            assert_equal(Update(**found), value_equality.naive_update())

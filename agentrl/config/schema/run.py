@@ -5,11 +5,10 @@ checked stays true. The other modules of this package have the other sections.
 `agentrl.config.checks` checks several keys together; `agentrl.config.load` reads files.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from agentrl.config.schema.engine import (
     EngineConfig,
@@ -25,6 +24,7 @@ from agentrl.config.schema.section import FolderOrHubName, ModulePath, Section, 
 from agentrl.config.schema.training import (
     ActorConfig,
     AlgorithmConfig,
+    CriticConfig,
     RefConfig,
 )
 
@@ -287,6 +287,8 @@ class TrainerConfig(Section):
     """The folder of everything that a run writes."""
     total_training_steps: int | None = Field(default=None, ge=0)
     """null: `total_epochs` over the data."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """First steps in which the critic is trained and the policy is not."""
     total_epochs: int = Field(default=1, ge=1)
     """Passes over the training rows; read if `total_training_steps` is null."""
     logger: list[Literal["console", "jsonl", "tensorboard"]] = Field(
@@ -330,6 +332,10 @@ class TrainerConfig(Section):
     """Draw `curve.png` at the end."""
 
 
+def _empty_if_null(section: object) -> object:
+    return {} if section is None else section
+
+
 class RunConfig(Section):
     """A whole run file."""
 
@@ -341,22 +347,12 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    critic: Annotated[CriticConfig, BeforeValidator(_empty_if_null)] = CriticConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
     prepare: PrepareConfig = PrepareConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_critic(cls, given: Any) -> Any:
-        """Accept the empty section `critic` of saved run files; there is no critic yet."""
-        if not isinstance(given, Mapping):
-            return given
-        sections = dict(cast("Mapping[str, Any]", given))
-        if not sections.get("critic", True):
-            del sections["critic"]
-        return sections
 
     @property
     def prepares_its_policy(self) -> bool:

@@ -162,6 +162,38 @@ class ActorConfig(UpdateConfig):
     so that a block fits into the cache, else 256 MiB."""
 
 
+class CriticModelConfig(Section):
+    """The critic's model: the body of a causal LM with a scalar head."""
+
+    path: FolderOrHubName | None = None
+    """A model folder; null: the policy's. A scalar head in it (`score.weight`, as in the token or
+    sequence classifiers of transformers with one label) is used; else the head starts at 0."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    enable_activation_offload: bool = False
+    """Keep activations in host memory between the forward and the backward pass."""
+    trust_remote_code: bool = False
+    """Run code that is part of the model's folder."""
+    override_config: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Replacements for keys of the Hugging Face configuration."""
+
+
+class CriticOptimConfig(OptimConfig):
+    """The critic's optimizer and its schedule."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate; under `muon`, of everything but the matrices."""
+
+
+class CriticConfig(UpdateConfig):
+    """The critic and its update; read if `algorithm.adv_estimator` reads values."""
+
+    model: CriticModelConfig = CriticModelConfig()
+    cliprange_value: float = Field(default=0.5, gt=0)
+    """Most that a value may move from the one before the update and still have a gradient."""
+    optim: CriticOptimConfig = CriticOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - sections are frozen
+
+
 class RefConfig(Section):
     """The frozen reference of the KL term."""
 
@@ -204,6 +236,9 @@ class AlgorithmConfig(Section):
     """Discount of later rewards, per token or per turn, as the estimator counts."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of GAE."""
+    whiten_rewards: bool = False
+    """Divide the rewards of tokens, with their KL, by their standard deviation over the trained
+    tokens of the batch. Their mean is not moved."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide a group's centered rewards by their standard deviation; false: Dr.GRPO."""
     gdpo_reward_keys: tuple[str, ...] = ()

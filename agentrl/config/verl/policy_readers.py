@@ -2,10 +2,13 @@
 
 from typing import Any, cast
 
+from agentrl.config.tables import method_facts
 from agentrl.config.verl.mapping import Ignored, KeyMapping, Mapped, Tree, count, integer
 from agentrl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
+CRITIC = "critic"
+POLICY = "actor_rollout_ref.model"
 
 _DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32",
@@ -46,7 +49,7 @@ def override_config(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     flat = {k: v for k, v in {**given, **nested}.items() if k != "model_config"}
     attention = flat.pop("attn_implementation", None)
     note = f"attn_implementation {attention} is left out: agentrl chooses" if attention else ""
-    return Mapped({"model.override_config": flat} if flat else {}, note)
+    return Mapped({row.ours[0]: flat} if flat else {}, note)
 
 
 def compute_dtype(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
@@ -69,14 +72,14 @@ def reference_model(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
 
 def token_budget(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Take the tokens of a micro-batch, which verl reads only for dynamic batches."""
-    if not tree.value(f"{ACTOR}.use_dynamic_bsz"):
+    if not tree.value(f"{_section(row)}.use_dynamic_bsz"):
         return Ignored("use_dynamic_bsz is false")
-    return Mapped({"actor.ppo_max_token_len_per_gpu": value})
+    return Mapped({row.ours[0]: value})
 
 
 def micro_batch(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Convert rows of a micro-batch into tokens: as many as that many of the longest rows have."""
-    if tree.value(f"{ACTOR}.use_dynamic_bsz"):
+    if tree.value(f"{_section(row)}.use_dynamic_bsz"):
         return Ignored("use_dynamic_bsz is true")
     if value is None:
         return Mapped({})
@@ -85,9 +88,9 @@ def micro_batch(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
         f"{value} rows of at most {longest} tokens; rows are packed, and only memory and speed "
         "depend on it"
     )
-    num_ranks = count(tree, f"{ACTOR}.ulysses_sequence_parallel_size")
+    num_ranks = count(tree, f"{_section(row)}.ulysses_sequence_parallel_size")
     budget = -(-integer(value) * longest // num_ranks)
-    return Mapped({"actor.ppo_max_token_len_per_gpu": budget}, note)
+    return Mapped({row.ours[0]: budget}, note)
 
 
 def symmetric_clip(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
@@ -140,7 +143,7 @@ def loss_agg_mode(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
             "a mean over sequences; verl 0.6.1 multiplies it by the rows of a micro-batch (AdamW "
             "undoes this scale, actor.grad_clip does not)"
         )
-    return Mapped({"actor.loss_agg_mode": value}, note)
+    return Mapped({row.ours[0]: value}, note)
 
 
 def loss_scale_factor(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
@@ -162,34 +165,34 @@ def optimizer(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
         raise ConfigError(
             f"agentrl has no {value}", expected="AdamW; or, under agentrl's key, muon"
         )
-    return Mapped({"actor.optim.name": "adamw"})
+    return Mapped({row.ours[0]: "adamw"})
 
 
 def scheduler(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Take the schedule, unless the older key `warmup_style` sets it."""
-    style = tree.value(f"{ACTOR}.optim.warmup_style")
-    return Ignored(f"warmup_style is {style}") if style else _schedule(value)
+    style = tree.value(f"{_section(row)}.optim.warmup_style")
+    return Ignored(f"warmup_style is {style}") if style else _schedule(value, row)
 
 
 def warmup_style(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take the schedule under its older name."""
-    return _schedule(value) if value else Mapped()
+    return _schedule(value, row) if value else Mapped()
 
 
-def _schedule(value: Any) -> Mapped:
+def _schedule(value: Any, row: KeyMapping) -> Mapped:
     note = "it falls with each optimizer step, not with each training step"
-    return Mapped({"actor.optim.lr_scheduler": value}, note if value == "cosine" else "")
+    return Mapped({row.ours[0]: value}, note if value == "cosine" else "")
 
 
 def warmup_steps(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Convert training steps of warm-up into optimizer steps."""
     steps = -1 if value is None else integer(value)
-    return Mapped() if steps < 0 else _warmup(steps, tree)
+    return Mapped() if steps < 0 else _warmup(steps, tree, row)
 
 
 def warmup_ratio(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
     """Convert a share of the run into optimizer steps, now or when the data are read."""
-    steps = tree.value(f"{ACTOR}.optim.lr_warmup_steps")
+    steps = tree.value(f"{_section(row)}.optim.lr_warmup_steps")
     if steps is not None and integer(steps) >= 0:
         return Ignored(f"lr_warmup_steps is {steps}")
     if not value:
@@ -199,12 +202,50 @@ def warmup_ratio(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
         raise ConfigError(f"{value!r} is no share of a run", expected="a number from 0 to 1")
     if total is None:
         note = "of the run's optimizer steps, counted when the data are read"
-        return Mapped({"actor.optim.lr_warmup_steps_ratio": value}, note)
-    return _warmup(int(value * integer(total)), tree)
+        return Mapped({row.ours[1]: value}, note)
+    return _warmup(int(value * integer(total)), tree, row)
 
 
-def _warmup(steps: int, tree: Tree) -> Mapped:
-    mini = max(1, count(tree, f"{ACTOR}.ppo_mini_batch_size"))
-    each = max(1, prompts_per_step(tree) // mini) * count(tree, f"{ACTOR}.ppo_epochs")
+def _warmup(steps: int, tree: Tree, row: KeyMapping) -> Mapped:
+    mini = max(1, count(tree, f"{_section(row)}.ppo_mini_batch_size"))
+    each = max(1, prompts_per_step(tree) // mini) * count(tree, f"{_section(row)}.ppo_epochs")
     note = f"{steps} training steps of {each} optimizer steps; the first has a rate above 0"
-    return Mapped({"actor.optim.lr_warmup_steps": steps * each}, note if steps else "")
+    return Mapped({row.ours[0]: steps * each}, note if steps else "")
+
+
+def _section(row: KeyMapping) -> str:
+    """Return the section of the update that has the key: the actor's or the critic's."""
+    return CRITIC if row.name.startswith(f"{CRITIC}.") else ACTOR
+
+
+# The critic.
+
+
+def is_trained(tree: Tree) -> bool:
+    """Whether verl has a critic: only for `gae`. An estimator of the user may read values too."""
+    known = method_facts().estimators.get(str(tree.value("algorithm.adv_estimator")))
+    return known is None or known.needs_critic
+
+
+def critic_enable(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Check that there is a critic exactly if the estimator reads values."""
+    if value is not None and bool(value) != is_trained(tree):
+        name = tree.value("algorithm.adv_estimator")
+        reads = "reads" if is_trained(tree) else "does not read"
+        raise ConfigError(
+            f"is {value}, and algorithm.adv_estimator {name} {reads} values; agentrl trains a "
+            "critic exactly if the estimator reads them",
+            expected="null, or another estimator",
+        )
+    return Mapped()
+
+
+def critic_warmup(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Count the steps that train only the critic: verl trains the policy in step `value` too."""
+    steps = max(0, integer(value) - 1)
+    return Mapped({row.ours[0]: steps}, f"{steps} steps train only the critic" if steps else "")
+
+
+def critic_path(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
+    """Take the critic's folder; verl's default is a path of its authors."""
+    return Mapped({} if value in (None, tree.value(f"{POLICY}.path")) else {row.ours[0]: value})

@@ -25,7 +25,8 @@ from agentrl.config.problems import (
     unknown_key,
 )
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.verl.mapping import UNSET, KeyMapping, Mapped, Rejected, Unsupported
+from agentrl.config.verl.mapping import UNSET, Ignored, KeyMapping, Mapped, Rejected, Unsupported
+from agentrl.config.verl.policy_readers import is_trained
 from agentrl.config.verl.report import DroppedKey, MappedKey, VerlReport, shown
 from agentrl.config.verl.table import find_key, is_section, single_keys, table
 from agentrl.config.verl.tree import GivenTree, find_other_trainers
@@ -113,16 +114,17 @@ def _read_defaults(
 
 
 def _read_row(row: KeyMapping, key: str, tree: GivenTree) -> MappedKey | DroppedKey:
-    if isinstance(row.outcome, Rejected):
-        value, allowed = tree.value(key), row.outcome.allowed
+    outcome = _of_no_critic(row, tree) or row.outcome
+    if isinstance(outcome, Rejected):
+        value, allowed = tree.value(key), outcome.allowed
         is_off = value is None and any(harmless in (False, 0) for harmless in allowed)
         if is_off or value in allowed:
             return MappedKey(key, value, {})
         raise ConfigError(
-            f"{shown(value)} asks for what agentrl does not have: {row.outcome.why}",
+            f"{shown(value)} asks for what agentrl does not have: {outcome.why}",
             expected=" or ".join(map(shown, allowed)),
         )
-    found = row.outcome or row.read(tree.value(key), tree, row)
+    found = outcome or row.read(tree.value(key), tree, row)
     if isinstance(found, Mapped):
         return MappedKey(key, tree.value(key), found.settings, found.note, part_of=found.part_of)
     return DroppedKey(
@@ -133,6 +135,13 @@ def _read_row(row: KeyMapping, key: str, tree: GivenTree) -> MappedKey | Dropped
         row=row.name if row.name != key else "",
         is_default=not tree.is_changed(key),
     )
+
+
+def _of_no_critic(row: KeyMapping, tree: GivenTree) -> Ignored | None:
+    is_of_critic = row.name.startswith("critic.") and row.name != "critic.enable"
+    if not is_of_critic or is_trained(tree):
+        return None
+    return Ignored("algorithm.adv_estimator reads no values, so there is no critic")
 
 
 def _read_ours(key: str, tree: GivenTree) -> MappedKey:

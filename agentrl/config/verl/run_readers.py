@@ -174,12 +174,6 @@ _GROUPS_OF_ONE = {
 
 def adv_estimator(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     """Take an estimator by name; for groups of one, the variant that does what verl does."""
-    if value == "gae":
-        origin = "" if tree.is_changed("algorithm.adv_estimator") else " (verl's default)"
-        raise ConfigError(
-            f"is gae{origin}, which needs a critic; agentrl has none yet",
-            expected="an estimator without one, such as algorithm.adv_estimator=grpo",
-        )
     name = str(value)
     if name != "rloo_vectorized":  # in a group of one it gives 0, and rloo does not
         name = name.removesuffix("_vectorized")

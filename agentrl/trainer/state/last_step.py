@@ -1,13 +1,13 @@
 """A snapshot of the last completed step, for a run that ends in the middle of the next one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.data.order import DataOrder
 from agentrl.trainer.state.summary import Summary
-from agentrl.workers.actor import Actor
 from agentrl.workers.rng import RandomState, capture_random_state, restore_random_state
-from agentrl.workers.update import UpdateCounters
+from agentrl.workers.update import UpdateCounters, Updater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,8 @@ class StepSnapshot:
     """State of the data's order."""
     random: RandomState
     """Random state of this rank."""
-    counters: UpdateCounters
+    counters: list[UpdateCounters]
+    """Of each trained model."""
 
 
 class LastCompletedStep:
@@ -34,12 +35,12 @@ class LastCompletedStep:
 
     Args:
         order: The data's order.
-        actor: The actor of this rank.
+        updaters: The trained models of this rank.
     """
 
-    def __init__(self, order: DataOrder, actor: Actor) -> None:
+    def __init__(self, order: DataOrder, updaters: Sequence[Updater]) -> None:
         self._order = order
-        self._actor = actor
+        self._updaters = updaters
         self._snapshot: StepSnapshot | None = None
 
     @property
@@ -60,12 +61,15 @@ class LastCompletedStep:
             unlogged=unlogged,
             data=self._order.state_dict(),
             random=capture_random_state(),
-            counters=self._actor.counters(),
+            counters=self._count(),
         )
 
     def is_overwritten(self) -> bool:
         """Return whether the weights have changed since the snapshot."""
-        return self._snapshot is not None and self._snapshot.counters != self._actor.counters()
+        return self._snapshot is not None and self._snapshot.counters != self._count()
+
+    def _count(self) -> list[UpdateCounters]:
+        return [updater.counters() for updater in self._updaters]
 
     def restore(self) -> StepSnapshot | None:
         """Restore the data's order and the random state; the weights must not have changed.

@@ -281,9 +281,18 @@ def with_value(kind: type) -> dict[str, Any]:
 
 def test_keys_without_counterpart_are_reported_and_change_nothing():
     changes = with_value(Unsupported)
-    config, report = read_verl_tree(tree(changes))
+    gae = {"algorithm.adv_estimator": "gae"}
+    config, report = read_verl_tree(tree(changes | gae))
     assert {item.key: item.value for item in report.unsupported} == changes
     assert all(item.why and not item.is_default for item in report.unsupported)
+    assert config == read(gae)
+
+
+def test_keys_of_the_critic_are_dead_if_the_estimator_reads_no_values():
+    names = [row.name for row in table() if row.name.startswith("critic.") and "*" not in row.name]
+    changes = dict.fromkeys([name for name in names if name != "critic.enable"], "anything")
+    config, report = read_verl_tree(tree(changes))
+    assert {item.key: item.value for item in report.no_effect} == changes
     assert config == BASE
 
 
@@ -298,7 +307,8 @@ REJECTED = {row.name: row.outcome for row in table() if isinstance(row.outcome, 
 
 
 def test_what_would_change_the_training_is_refused_with_what_is_missing():
-    lines = str(refusal(dict.fromkeys(REJECTED, "something_else"))).splitlines()
+    gae = {"algorithm.adv_estimator": "gae"}
+    lines = str(refusal(dict.fromkeys(REJECTED, "something_else") | gae)).splitlines()
     for name, outcome in REJECTED.items():
         assert any(line.startswith(f"- {name}: ") and outcome.why in line for line in lines), name
 
@@ -381,11 +391,39 @@ def test_a_section_that_holds_a_value_is_refused():
 # What is meant differently.
 
 
-def test_the_estimator_of_verls_default_needs_a_critic():
-    error = refusal({"algorithm.adv_estimator": None})
-    assert error.key == "algorithm.adv_estimator"
-    assert "critic" in str(error)
-    assert "verl's default" in str(error)
+def test_the_estimator_of_verls_default_trains_a_critic_with_verls_defaults():
+    config = read({"algorithm.adv_estimator": None, f"{A}.ppo_epochs": 2})
+    assert config.algorithm.adv_estimator == "gae"
+    assert config.critic.optim.lr == 1e-5
+    assert config.critic.model.enable_gradient_checkpointing
+    assert config.critic.ppo_epochs == 2, "verl takes the actor's, if the critic has none"
+    assert config.critic.ppo_mini_batch_size == config.actor.ppo_mini_batch_size
+
+
+def test_keys_of_the_critic_are_read_if_the_estimator_reads_values():
+    keys = {
+        "critic.optim.lr": 3e-5, "critic.optim.lr_warmup_steps": 2, "critic.cliprange_value": 0.2,
+        "critic.ppo_mini_batch_size": 64, "critic.ppo_epochs": 3, "critic.grad_clip": 0.5,
+        "critic.loss_agg_mode": "seq-mean-token-mean", "critic.model.path": "critics/own",
+        "critic.model.fsdp_config.param_offload": True, "critic.use_dynamic_bsz": True,
+        "critic.ppo_max_token_len_per_gpu": 9999, "trainer.critic_warmup": 5,
+        "data.train_batch_size": 128,
+    }  # fmt: skip
+    config = read({"algorithm.adv_estimator": "gae", **keys})
+    critic = config.critic
+    assert (critic.optim.lr, critic.cliprange_value, critic.grad_clip) == (3e-5, 0.2, 0.5)
+    assert (critic.ppo_mini_batch_size, critic.ppo_epochs) == (64, 3)
+    assert critic.optim.lr_warmup_steps == 2 * 2 * 3, "optimizer steps of two training steps"
+    assert (critic.loss_agg_mode, critic.model.path) == ("seq-mean-token-mean", "critics/own")
+    assert critic.fsdp_config.param_offload
+    assert critic.ppo_max_token_len_per_gpu == 9999
+    assert config.trainer.critic_warmup == 4, "verl trains the policy in step critic_warmup, too"
+
+
+@pytest.mark.parametrize(("estimator", "enable"), [("grpo", True), ("gae", False)])
+def test_a_critic_is_trained_exactly_if_the_estimator_reads_values(estimator: str, enable: bool):
+    error = refusal({"algorithm.adv_estimator": estimator, "critic.enable": enable})
+    assert error.key == "critic.enable"
 
 
 @pytest.mark.parametrize("key", [f"{M}.path", "data.train_files"])
@@ -710,8 +748,8 @@ def test_the_report_in_short_groups_by_reason_and_leaves_defaults_out():
         f"{M}.enable_activation_offload": False,
         f"{A}.profiler.ranks": [0],
         f"{A}.profiler.all_ranks": True,
-        "critic.optim.lr": 1e-5,
-        "critic.strategy": "fsdp",
+        "critic.optim.lr": 3e-5,
+        "critic.strategy": "fsdp2",
         "trainer.logger": ["wandb"],
     }
     summary = report_of(changes).summarize()

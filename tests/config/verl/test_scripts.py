@@ -333,7 +333,6 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
         ({f"{M}.lora.rank": 32}, "Megatron's LoRA"),
         ({"reward_model.enable": True}, "reward_model.model.path is missing"),
         ({"reward.reward_model.enable": True}, "such as reward.model.path"),
-        ({"algorithm.adv_estimator": "gae"}, "needs a critic"),
         ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no custom agent loops"),
     ],
 )

@@ -1,0 +1,67 @@
+"""Runs with a critic, from a configuration alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl import Trainer
+from agentrl.config import parse_config
+from agentrl.errors import CheckpointError
+from agentrl.workers.distributed import stop_world
+from tests.fakes.runs import tiny_run
+
+
+def score_parity(data_source: str, solution_str: str, ground_truth: Any, **_: Any) -> float:
+    """Return 1 for answers of an odd length: a reward that an untrained policy gets, too."""
+    return float(len(solution_str) % 2)
+
+
+def train(home: Path, folder: Path, steps: int, **changes: Any) -> list[dict[str, float]]:
+    """Run `steps` steps with `score_parity`; return the metrics of each step."""
+    content = tiny_run(
+        home, folder, trainer__total_training_steps=steps, trainer__save_freq=1,
+        rollout__deterministic=True, data__val_files=None, **changes,
+    )  # fmt: skip
+    config = parse_config(content)
+    Trainer(config, reward=score_parity).fit()
+    stop_world()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoints/global_step_{step}/rank_0.safetensors")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("estimator", ["gae", "turn_gae"])
+def test_run_with_a_critic_resumes_exactly(tiny_home: Path, tmp_path: Path, estimator: str):
+    chosen = {"algorithm__adv_estimator": estimator, "algorithm__whiten_rewards": True}
+    metrics = train(tiny_home, tmp_path / "whole", 3, **chosen)
+    train(tiny_home, tmp_path / "cut", 1, **chosen)
+    train(tiny_home, tmp_path / "cut", 3, **chosen)
+    whole, cut = tensors(tmp_path / "whole", 3), tensors(tmp_path / "cut", 3)
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert whole["critic/weight/score.weight"].any(), "the critic has learned"
+    assert all(step["critic/vf_loss"] > 0 for step in metrics)
+    assert {"critic/vf_explained_var", "critic/values/mean", "critic/returns/mean"} <= {*metrics[0]}
+
+
+@pytest.mark.usefixtures("alone")
+def test_warm_up_trains_the_critic_alone(tiny_home: Path, tmp_path: Path):
+    chosen = {"algorithm__adv_estimator": "gae", "trainer__critic_warmup": 1}
+    first, second = train(tiny_home, tmp_path, 2, **chosen)
+    assert first["critic/optimizer_steps"] and not first["actor/optimizer_steps"]
+    assert second["critic/optimizer_steps"] and second["actor/optimizer_steps"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_checkpoint_without_a_critic_is_refused(tiny_home: Path, tmp_path: Path):
+    train(tiny_home, tmp_path, 1)
+    with pytest.raises(CheckpointError, match="has no critic, and"):
+        train(tiny_home, tmp_path, 2, algorithm__adv_estimator="gae")
