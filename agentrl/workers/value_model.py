@@ -132,7 +132,7 @@ def choose_model(config: CriticModelConfig, model: ModelConfig) -> ModelConfig:
         update["path"] = model.path
         update["trust_remote_code"] |= model.trust_remote_code
         update["override_config"] = model.override_config | config.override_config
-    return model.model_copy(update=update)
+    return model.without_lora().model_copy(update=update)
 
 
 def drop_head(lm: PreTrainedModel) -> PreTrainedModel:

@@ -56,8 +56,9 @@ def test_run_with_a_critic_resumes_exactly(tiny_home: Path, tmp_path: Path, esti
 def test_warm_up_trains_the_critic_alone(tiny_home: Path, tmp_path: Path):
     chosen = {"algorithm__adv_estimator": "gae", "trainer__critic_warmup": 1}
     first, second = train(tiny_home, tmp_path, 2, **chosen)
-    assert first["critic/optimizer_steps"] and not first["actor/optimizer_steps"]
-    assert second["critic/optimizer_steps"] and second["actor/optimizer_steps"]
+    assert first["critic/optimizer_steps"] > 0
+    assert first["actor/optimizer_steps"] == 0
+    assert second["actor/optimizer_steps"] > 0
 
 
 @pytest.mark.usefixtures("alone")
