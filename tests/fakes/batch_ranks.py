@@ -125,8 +125,9 @@ def run(world: World, folder: Path) -> None:
         path = save_run(folder / name, actor, RunState(1, identify(actor.policy)))
         again = make_actor(make_policy(world, seed=3), optim=optim)
         load_run(verify_together(path, world), again)
+        whole_batch = actor.updater.config.model_copy(update={"ppo_mini_batch_size": None})
         for one in (actor, again):
-            one.config = actor.config.model_copy(update={"ppo_mini_batch_size": None})
+            one.updater.config = whole_batch
             one.update_policy(batch, temperature=1.0)
         for key, one in (("", actor), ("resumed/", again)):
             whole = dict(iter_full_weights(one.policy))

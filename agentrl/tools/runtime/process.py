@@ -47,6 +47,9 @@ START_S = 120.0
 _KILL_WAIT_S = 5.0
 _VARIABLE = "_AGENTRL_TOOL_SERVER_MAIN"
 _starting = threading.Lock()
+_children = threading.Lock()
+"""Held while a process is started or closed: `start` polls every child, and up to Python 3.11.2 it
+fails if another thread is just closing one."""
 _ready = threading.Event()
 
 PRELOADED = ("__main__", __name__)
@@ -88,7 +91,8 @@ def _start() -> None:
     """Start the server, and wait until it has forked a process, which does nothing."""
     ensure_server()
     process = context.Process(target=int, daemon=True)
-    process.start()
+    with _children:
+        process.start()
     process.join()
     _ready.set()
 
@@ -193,7 +197,8 @@ class _Worker:
             if self._is_killed:
                 return  # the call that needs it was cancelled
             ensure_server()
-            self._process.start()
+            with _children:
+                self._process.start()
             self._child_connection.close()
 
     def ask(self, call: MethodCall) -> Any:
@@ -234,7 +239,8 @@ class _Worker:
             self._connection.close()
             self._child_connection.close()
             if pid is None or self._process.exitcode is not None:
-                self._process.close()
+                with _children:
+                    self._process.close()
 
 
 def _serve(connection: Connection, source_file: str | None, pickled_tool: bytes) -> None:
