@@ -58,6 +58,9 @@ all keys of a token. Bytes on each device:
 - **reference**: 4 W / n, if a KL term needs it.
 - **LoRA**: W counts base and adapters. Gradients and moments are those of the adapters only, and
   the reference is the policy itself, if `ref.path` is not set.
+- **critic**: weights, gradients and moments of its own, with W of its body, which has no head of
+  the vocabulary. Policy and critic are updated one after the other: gradients, gathered weights
+  and activations are those of the larger update, and the critic has no logits.
 - **gathered**: c for each weight of two decoder layers (one is gathered ahead) and of embeddings,
   last norm and head. In addition their gradients before they are reduced: c for each weight of
   embeddings and head, c + 4 for each of a layer. Nothing if one device computes in float32 without
@@ -76,8 +79,9 @@ The engine's memory is free during the update (`rollout.free_cache_engine`), exc
 host memory each rank has a copy of its part of weights and moments while a checkpoint is written.
 With `actor.fsdp_config.offload_policy` weights, gradients, moments and reference are in host
 memory, not on the device. With `param_offload` (weights, reference) and `optimizer_offload`
-(moments) they are there during the rollout; with `model.enable_activation_offload` the device has
-the activations of one layer.
+(moments) they are there during the rollout and the update of the other model; with
+`model.enable_activation_offload` the device has the activations of one layer. The critic's keys of
+the same names are below `critic.fsdp_config` and `critic.model`.
 
 Not counted: tensors of a batch (8 bytes for each token and column), tools, and what SGLang's
 processes keep outside of their share.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -23,12 +24,14 @@ from agentrl.config.schema.training import ActorConfig, FsdpConfig, UpdateConfig
 from agentrl.doctor.report import Checked, SkipCheckError
 from agentrl.engines.attention_shape import AttentionShape
 from agentrl.engines.transformers.cache_size import CACHE_MEMORY_FRAC, CONTIGUOUS_SHARE
+from agentrl.trainer.components import needs_critic
 from agentrl.trainer.setup.engine_factory import choose_engine
 from agentrl.workers.batches import CPU_MICRO_BATCH_TOKENS, DEVICE_MICRO_BATCH_TOKENS
 from agentrl.workers.load import load_hf_config
 from agentrl.workers.log_probs import CPU_BLOCK_BYTES, DEVICE_BLOCK_BYTES
 from agentrl.workers.lora import inject_adapters
 from agentrl.workers.reward_model import as_model_config
+from agentrl.workers.value_model import choose_model
 
 USABLE_FRAC = 0.9
 """Share of a device for what is counted; the rest is for kernels, their libraries and gaps."""
@@ -120,6 +123,13 @@ class ModelSize:
             query_width=attention.query_width,
             key_width=attention.key_width,
         )
+
+    @classmethod
+    def of_critic(cls, config: PretrainedConfig) -> "ModelSize":
+        """Measure a critic: the body of a causal LM with a scalar head."""
+        body = cls.of(config, kind=AutoModel)
+        num_weights = body.num_weights + config.hidden_size + 1
+        return replace(body, num_weights=num_weights, trained_weights=num_weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +233,10 @@ class _Role(NamedTuple):
     update: UpdateConfig
     checkpoints_activations: bool
     offloads_activations: bool
-    has_reference: bool
+    has_reference: bool = False
     """Whether a frozen copy of it is loaded too."""
+    prefix: str = ""
+    """Of the names of its parts."""
 
     @property
     def num_moments(self) -> int:
@@ -236,16 +248,19 @@ class _Role(NamedTuple):
         return size if 0 < size < machine.num_devices else machine.num_devices
 
 
-def find_roles(size: ModelSize, config: RunConfig) -> list[_Role]:
+def find_roles(size: ModelSize, config: RunConfig, critic: ModelSize | None) -> list[_Role]:
     """Return the models that a run trains, one after the other."""
     # With LoRA the reference is the policy itself without its adapters.
     has_reference = (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and (
         config.ref.path is not None or not config.model.has_lora
     )
-    model = config.model
-    offloads = model.enable_activation_offload
-    actor = config.actor
-    return [_Role(size, actor, model.enable_gradient_checkpointing, offloads, has_reference)]
+    model, own = config.model, config.critic.model
+    checkpointing, offloads = model.enable_gradient_checkpointing, model.enable_activation_offload
+    roles = [_Role(size, config.actor, checkpointing, offloads, has_reference)]
+    if critic is not None:
+        checkpointing, offloads = own.enable_gradient_checkpointing, own.enable_activation_offload
+        roles.append(_Role(critic, config.critic, checkpointing, offloads, prefix="critic: "))
+    return roles
 
 
 def plan_memory(
@@ -254,6 +269,7 @@ def plan_memory(
     machine: Machine,
     *,
     engine: EngineName,
+    critic: ModelSize | None = None,
     reward_model: ModelSize | None = None,
 ) -> MemoryPlan:
     """Compute the memory of one rank of a run.
@@ -263,22 +279,25 @@ def plan_memory(
         config: The run.
         machine: Its devices.
         engine: `rollout.engine.name`, resolved.
+        critic: The critic, if the run has one.
         reward_model: The reward model, if it is on these devices.
     """
     width, longest = compute_bytes(config, machine), longest_sequence(config)
-    state, works, host = list[Part](), list[tuple[list[Part], int]](), 0
-    for role in find_roles(size, config):
-        parts, in_host = _state_parts(role, machine)
-        state += parts
+    state, host, updates = list[Part](), 0, list[tuple[list[Part], int]]()
+    for role in find_roles(size, config, critic):
+        kept, in_host = _state_parts(role, machine)
+        state += [part for part in kept if part.in_rollout]
         host += in_host
-        works.append(_work_parts(role, machine, width, longest))
-    # The models are updated one after the other.
-    work, in_host = max(works, key=lambda one: sum(part.num_bytes for part in one[0]))
-    host += in_host
+        moved = [part for part in kept if not part.in_rollout]
+        work, in_host = _work_parts(role, machine, width, longest)
+        updates.append((moved + work, in_host))
+    # The models are updated one after the other, each with what it keeps in the host otherwise.
+    work = max((parts for parts, _ in updates), key=lambda parts: sum(p.num_bytes for p in parts))
+    host += max(in_host for _, in_host in updates)
     if reward_model is not None:
         kept, batch, in_host = reward_model_parts(reward_model, config, machine)
         state, work, host = [*state, kept], [*work, batch], host + in_host
-    resident = sum(part.num_bytes for part in state if part.in_rollout)
+    resident = sum(part.num_bytes for part in state)
     is_sharded = _is_sharded(config.actor.fsdp_config, machine, width)
     engine_parts, needed = _engine_parts(size, config, machine, engine, resident, is_sharded)
     return MemoryPlan((*state, *work, *engine_parts), host, needed)
@@ -297,8 +316,8 @@ def _state_parts(role: _Role, machine: Machine) -> tuple[list[Part], int]:
         machine.is_cpu or not key for key in (fsdp.param_offload, fsdp.optimizer_offload)
     )
     state = [
-        Part("weights", weights, in_rollout=stays),
-        Part("moments", moments, in_rollout=keeps_moments),
+        Part(f"{role.prefix}weights", weights, in_rollout=stays),
+        Part(f"{role.prefix}moments", moments, in_rollout=keeps_moments),
     ]
     state += [Part("reference", weights, in_rollout=stays)] if role.has_reference else []
     # Of slices that several ranks hold, each rank copies a part for a checkpoint.
@@ -312,7 +331,7 @@ def _work_parts(role: _Role, machine: Machine, width: int, longest: int) -> tupl
     """Return what an update adds, and the bytes in host memory."""
     size, update, fsdp = role.size, role.update, role.update.fsdp_config
     gradients = FLOAT32 * size.trained_weights // role.num_shards(machine)
-    parts, host = [Part("gradients", gradients, in_rollout=False)], 0
+    parts, host = [Part(f"{role.prefix}gradients", gradients, in_rollout=False)], 0
     if fsdp.offload_policy:
         parts, host = [], gradients
     if _is_sharded(fsdp, machine, width):
@@ -322,7 +341,7 @@ def _work_parts(role: _Role, machine: Machine, width: int, longest: int) -> tupl
         gathered = (layers * size.layer_weights + size.root_weights) * width
         reduced = size.trained_root_weights * width
         reduced += size.trained_layer_weights * (width + FLOAT32)
-        parts.append(Part("gathered", gathered + reduced, in_rollout=False))
+        parts.append(Part(f"{role.prefix}gathered", gathered + reduced, in_rollout=False))
     tokens = micro_batch_tokens(update, longest, machine)
     per_token = activation_bytes_per_token(size, width, checkpointing=role.checkpoints_activations)
     if role.offloads_activations and not machine.is_cpu:
@@ -333,7 +352,7 @@ def _work_parts(role: _Role, machine: Machine, width: int, longest: int) -> tupl
         per_token = kept
     # The gradients of the widest activations of a layer, while it is computed backward.
     backward = tokens * width * (3 * size.intermediate + 2 * size.hidden)
-    parts.append(Part("activations", tokens * per_token + backward, in_rollout=False))
+    parts.append(Part(f"{role.prefix}activations", tokens * per_token + backward, in_rollout=False))
     if isinstance(update, ActorConfig):
         default = CPU_BLOCK_BYTES if machine.is_cpu else DEVICE_BLOCK_BYTES
         block = update.logits_block_bytes or default
@@ -410,6 +429,16 @@ def _offloaded(config: RunConfig) -> RunConfig:
     return _changed(config, "actor", fsdp_config=fsdp)
 
 
+def _critic_checkpointed(config: RunConfig) -> RunConfig:
+    model = config.critic.model.model_copy(update={"enable_gradient_checkpointing": True})
+    return _changed(config, "critic", model=model) if needs_critic(config) else config
+
+
+def _critic_offloaded(config: RunConfig) -> RunConfig:
+    fsdp = config.critic.fsdp_config.model_copy(update={"offload_policy": True})
+    return _changed(config, "critic", fsdp_config=fsdp) if needs_critic(config) else config
+
+
 def _served(config: RunConfig) -> RunConfig:
     engine = config.rollout.engine.model_copy(update={"name": "sglang_server"})
     return _changed(config, "rollout", engine=engine)
@@ -417,8 +446,10 @@ def _served(config: RunConfig) -> RunConfig:
 
 _REMEDIES: Mapping[str, Callable[[RunConfig], RunConfig]] = {
     "`model.enable_gradient_checkpointing: true`": _checkpointed,
+    "`critic.model.enable_gradient_checkpointing: true`": _critic_checkpointed,
     "`rollout.free_cache_engine: true`": _sleeping,
     "`actor.fsdp_config.offload_policy: true`": _offloaded,
+    "`critic.fsdp_config.offload_policy: true`": _critic_offloaded,
     "`rollout.engine.name: sglang_server` on other devices": _served,
 }
 
@@ -429,6 +460,7 @@ def find_remedy(
     machine: Machine,
     *,
     engine: EngineName,
+    critic: ModelSize | None = None,
     reward_model: ModelSize | None = None,
 ) -> str:
     """Return the fewest changes with which a run fits: keys first, then more devices."""
@@ -436,7 +468,13 @@ def find_remedy(
     while machine.num_devices <= MAX_DEVICES and not machine.is_cpu:
         for count in range(len(useful) + 1):
             for texts in combinations(useful, count):
-                if _fits_with(texts, size, config, machine, engine, reward_model):
+                changed = _with_remedies(config, texts)
+                is_served = changed.rollout.engine.name == "sglang_server"
+                plan = plan_memory(
+                    size, changed, machine, engine="sglang_server" if is_served else engine,
+                    critic=critic, reward_model=reward_model,
+                )  # fmt: skip
+                if plan.fits(machine):
                     number = machine.num_devices
                     return ", ".join([*texts, f"{number} device{'s' * (number > 1)}"])
         # More devices are in more machines.
@@ -446,20 +484,10 @@ def find_remedy(
     return "a smaller `actor.ppo_max_token_len_per_gpu`, or a smaller model"
 
 
-def _fits_with(
-    texts: Iterable[str],
-    size: ModelSize,
-    config: RunConfig,
-    machine: Machine,
-    engine: EngineName,
-    reward_model: ModelSize | None,
-) -> bool:
+def _with_remedies(config: RunConfig, texts: Iterable[str]) -> RunConfig:
     for text in texts:
         config = _REMEDIES[text](config)
-    is_served = config.rollout.engine.name == "sglang_server"
-    resolved = "sglang_server" if is_served else engine
-    plan = plan_memory(size, config, machine, engine=resolved, reward_model=reward_model)
-    return plan.fits(machine)
+    return config
 
 
 def check_memory(config: RunConfig) -> Checked[None]:
@@ -471,21 +499,29 @@ def check_memory(config: RunConfig) -> Checked[None]:
     """
     try:
         size = ModelSize.of(load_hf_config(config.model), config.model)
-        reward_model = _reward_model_size(config)
+        critic, reward_model = critic_size(config), _reward_model_size(config)
     except (AttributeError, ValueError) as error:
         raise SkipCheckError(f"no arithmetic for this kind of model: {error!r}") from error
     machine = this_machine(config)
     engine = choose_engine(config)
-    plan = plan_memory(size, config, machine, engine=engine, reward_model=reward_model)
+    others = {"critic": critic, "reward_model": reward_model}
+    plan = plan_memory(size, config, machine, engine=engine, **others)
     found = f"update {_gb(plan.update_bytes)}, rollout {_gb(plan.rollout_bytes)} "
     found += f"of {_gb(machine.device_bytes)} on each of {machine.num_devices} "
     found += f"{'CPU ranks' if machine.is_cpu else 'devices'}; {_gb(plan.host_bytes)} in the host"
     if plan.fits(machine):
         return Checked(None, found)
     parts = ", ".join(f"{part.name} {_gb(part.num_bytes)}" for part in plan.parts)
-    remedy = find_remedy(size, config, machine, engine=engine, reward_model=reward_model)
+    remedy = find_remedy(size, config, machine, engine=engine, **others)
     fault = f"does not fit ({parts}): try {remedy}"
     return Checked(None, found, faults=(fault,))
+
+
+def critic_size(config: RunConfig) -> ModelSize | None:
+    """Measure the critic, if the run has one."""
+    if not needs_critic(config):
+        return None
+    return ModelSize.of_critic(load_hf_config(choose_model(config.critic.model, config.model)))
 
 
 def _reward_model_size(config: RunConfig) -> ModelSize | None:

@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config.checks import check_model_length
 from agentrl.config.schema.run import RunConfig
 from agentrl.doctor.machine import nearest_folder
+from agentrl.doctor.memory import critic_size
 from agentrl.doctor.report import Checked
 from agentrl.rollout.templates import ChatTemplate
 from agentrl.trainer.components import (
@@ -15,7 +16,11 @@ from agentrl.trainer.components import (
 )
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
-from agentrl.trainer.setup.preflight import check_disk_space, check_model_folders
+from agentrl.trainer.setup.preflight import (
+    check_disk_space,
+    check_model_folders,
+    checkpoint_bytes,
+)
 from agentrl.trainer.setup.rollout_setup import (
     ProbedModel,
     RolloutSetup,
@@ -101,7 +106,7 @@ def check_sampled_tokens(
 
 
 def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
-    """Load the policy, and check that the disk has space for a checkpoint of it.
+    """Load the policy, and check that the disk has space for a checkpoint of it and the critic.
 
     Raises:
         ConfigError: if it cannot be loaded or trained, or if the disk is full.
@@ -113,8 +118,10 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
     policy = load_policy(config.model, world, fsdp, seed=config.trainer.seed)
     if not config.trainer.val_only:
-        num_trained = count_weights(policy.trained_weights())
-        check_disk_space(nearest_folder(config.trainer.default_local_dir), num_trained, config)
+        needed = checkpoint_bytes(count_weights(policy.trained_weights()), config.actor.optim)
+        if (critic := critic_size(config)) is not None:
+            needed += checkpoint_bytes(critic.trained_weights, config.critic.optim)
+        check_disk_space(nearest_folder(config.trainer.default_local_dir), needed)
     found = f"{type(policy.lm).__name__}, {describe_weights(policy)}, computes in "
     return Checked(policy, f"{found}{policy.compute_dtype} on {world.device}")
 

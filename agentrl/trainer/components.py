@@ -1,6 +1,6 @@
 """Build the objects that the training loop uses, cheap checks first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -40,6 +40,7 @@ from agentrl.trainer.setup.plugins import NOTHING, Given, Plugins
 from agentrl.trainer.setup.preflight import (
     check_disk_space,
     check_run,
+    checkpoint_bytes,
     claim_folders,
     with_absolute_paths,
 )
@@ -179,7 +180,10 @@ def build_components(
     encoder = make_reward_encoder(config, setup, data)
     groups = world.with_sequence_groups(config.actor.ulysses_sequence_parallel_size)
     policy = load_policy(config.model, groups, config.actor.fsdp_config, seed=config.trainer.seed)
-    run_logger.notes(check_policy(config, policy, setup, data, total_steps))
+    run_logger.notes(check_policy(config, policy, setup, data))
+    actor = make_actor(config, policy, total_steps)
+    critic = make_critic(config, world, total_steps, policy.config.vocab_size)
+    check_checkpoint(config, [role.updater for role in (actor, critic) if role], total_steps)
     reward_model = make_reward_model(config, encoder, world)
     engine = start_engine(config, policy, setup, run_logger, given)
     engine_name = type(engine).__name__ if given.engine else describe_engine(config)
@@ -193,8 +197,8 @@ def build_components(
         setup=setup,
         data=data,
         order=order,
-        actor=make_actor(config, policy, total_steps),
-        critic=make_critic(config, world, total_steps, policy.config.vocab_size),
+        actor=actor,
+        critic=critic,
         reference=make_reference(config, policy),
         reward_model=reward_model,
         credit=Credit(config.algorithm, world, is_before_update=is_before_update),
@@ -208,20 +212,28 @@ def build_components(
     )
 
 
-def check_policy(
-    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData, total_steps: int
-) -> Iterator[str]:
-    """Check that a checkpoint fits on the disk, and that the policy fits the tokenizer.
-
-    Yields:
-        Notes for the user.
+def check_checkpoint(config: RunConfig, updaters: Iterable[Updater], total_steps: int) -> None:
+    """Check that a checkpoint of the trained models fits on the disk.
 
     Raises:
         ConfigError: if the disk has too little space.
     """
     if total_steps:
-        num_trained = count_weights(policy.trained_weights())
-        check_disk_space(config.trainer.default_local_dir, num_trained, config)
+        sizes = (
+            checkpoint_bytes(count_weights(one.model.trained_weights()), one.config.optim)
+            for one in updaters
+        )
+        check_disk_space(config.trainer.default_local_dir, sum(sizes))
+
+
+def check_policy(
+    config: RunConfig, policy: PolicyModel, setup: RolloutSetup, data: RunData
+) -> Iterator[str]:
+    """Check that the policy fits the tokenizer.
+
+    Yields:
+        Notes for the user.
+    """
     yield from find_unshared(config, policy)
     if doubt := find_doubt(config, policy, setup, data):
         yield doubt

@@ -209,3 +209,63 @@ def test_lora_counts_gradients_and_moments_of_the_adapters_only():
     assert parts["weights"] == 4 * size.num_weights
     assert "reference" in {part.name for part in whole.parts}
     assert "reference" not in parts
+
+
+# The critic.
+
+
+def sizes(memory: MemoryPlan) -> dict[str, int]:
+    return {part.name: part.num_bytes for part in memory.parts}
+
+
+def plan_with_critic(device_bytes: float = 80e9, devices: int = 8, **sections: Any):
+    config = run_config(algorithm={"adv_estimator": "gae"}, **sections)
+    machine = Machine(num_devices=devices, device_bytes=int(device_bytes), host_bytes=HOST)
+    critic = ModelSize.of_critic(BIG)
+    return plan_memory(ModelSize.of(BIG), config, machine, engine="sglang", critic=critic)
+
+
+CHECKPOINTED = {"enable_gradient_checkpointing": True}
+
+
+def test_the_critic_is_a_second_model_with_its_optimizer():
+    with_one, (alone, _) = plan_with_critic(critic={"model": CHECKPOINTED}), plan(8, run_config())
+    weights = 4 * ModelSize.of_critic(BIG).num_weights // 8
+    found, before = sizes(with_one), sizes(alone)
+    assert found["critic: weights"] == weights
+    assert found["critic: moments"] == pytest.approx(2 * weights, rel=1e-6)
+    both = alone.update_bytes + 3 * weights
+    assert with_one.update_bytes == pytest.approx(both, rel=1e-6), "one is updated at a time"
+    assert with_one.host_bytes == pytest.approx(alone.host_bytes + 3 * weights, rel=1e-6)
+    assert found["engine: SGLang"] == pytest.approx(
+        before["engine: SGLang"] - 1.5 * weights, rel=1e-6
+    )
+
+
+def test_the_larger_update_counts():
+    own = {"model": CHECKPOINTED, "ppo_max_token_len_per_gpu": 65_536}
+    found = sizes(plan_with_critic(critic=own))
+    assert "critic: activations" in found
+    assert not {"activations", "logits"} & found.keys(), "values need no logits"
+
+
+def test_a_critic_in_host_memory_is_on_the_device_in_its_update_only():
+    larger = {"model": CHECKPOINTED, "ppo_max_token_len_per_gpu": 65_536}
+    fsdp = {"fsdp_config": {"param_offload": True, "optimizer_offload": True}}
+    kept, moved = plan_with_critic(critic=larger), plan_with_critic(critic=larger | fsdp)
+    state = sum(sizes(kept)[f"critic: {name}"] for name in ("weights", "moments"))
+    assert moved.update_bytes == kept.update_bytes
+    assert moved.host_bytes == kept.host_bytes + state
+    smaller = {"model": CHECKPOINTED, "ppo_max_token_len_per_gpu": 5120}
+    long = {"actor": {"ppo_max_token_len_per_gpu": 65_536}}
+    found, alone = plan_with_critic(critic=smaller | fsdp, **long), plan(8, run_config(**long))[0]
+    assert found.update_bytes == alone.update_bytes
+    assert found.rollout_bytes == alone.rollout_bytes
+
+
+def test_the_remedy_has_the_keys_of_the_critic():
+    machine = Machine(num_devices=8, device_bytes=60 * 10**9, host_bytes=HOST)
+    config = run_config(algorithm={"adv_estimator": "gae"})
+    size, critic = ModelSize.of(BIG), ModelSize.of_critic(BIG)
+    remedy = find_remedy(size, config, machine, engine="sglang", critic=critic)
+    assert remedy == "`critic.model.enable_gradient_checkpointing: true`, 8 devices"

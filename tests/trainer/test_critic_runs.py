@@ -10,7 +10,11 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer
 from agentrl.config import parse_config
-from agentrl.errors import CheckpointError
+from agentrl.config.schema.training import OptimConfig
+from agentrl.doctor.memory import critic_size
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.trainer import components
+from agentrl.trainer.setup.preflight import checkpoint_bytes
 from agentrl.workers.distributed import stop_world
 from tests.fakes.runs import tiny_run
 
@@ -66,3 +70,25 @@ def test_checkpoint_without_a_critic_is_refused(tiny_home: Path, tmp_path: Path)
     train(tiny_home, tmp_path, 1)
     with pytest.raises(CheckpointError, match="has no critic, and"):
         train(tiny_home, tmp_path, 2, algorithm__adv_estimator="gae")
+
+
+@pytest.mark.usefixtures("alone")
+def test_checkpoint_of_policy_and_critic_must_fit_on_the_disk(
+    tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    needed: list[int] = []
+
+    def refuse(folder: Path, num_bytes: int) -> None:
+        needed.append(num_bytes)
+        raise ConfigError(f"{folder} has too little space")
+
+    monkeypatch.setattr(components, "check_disk_space", refuse)
+    run = tiny_run(tiny_home, tmp_path)
+    for estimator in ("grpo", "gae"):
+        config = parse_config(run | {"algorithm": {"adv_estimator": estimator}})
+        with pytest.raises(ConfigError, match="too little space"):
+            components.start_components(config)
+        stop_world()
+    size = critic_size(config)
+    assert size is not None
+    assert needed[1] - needed[0] == checkpoint_bytes(size.num_weights, OptimConfig())

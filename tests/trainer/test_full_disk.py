@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from agentrl.atomic_io import naming_path
-from agentrl.config import parse_config
+from agentrl.config.schema.training import OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.trainer.setup.preflight import check_disk_space
+from agentrl.trainer.setup.preflight import check_disk_space, checkpoint_bytes
 from agentrl.workers import checkpoint_writer
 from tests.fakes.fault_runs import (
     Train,
@@ -173,10 +173,9 @@ def remount(folder: Path, *, kilobytes: int) -> None:
 
 
 def test_run_with_a_checkpoint_larger_than_the_disk_is_refused(tmp_path: Path):
-    config = parse_config({"data": {}, "model": {"path": "policy"}})
-    check_disk_space(tmp_path, 1000, config)
+    check_disk_space(tmp_path, 1000)
     with pytest.raises(ConfigError, match=r"a checkpoint takes 12000000000\.00 GB") as raised:
-        check_disk_space(tmp_path, 10**18, config)
+        check_disk_space(tmp_path, checkpoint_bytes(10**18, OptimConfig()))
     assert raised.value.details["key"] == "trainer.default_local_dir"
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentrl.config import parse_config
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import CriticModelConfig, FsdpConfig
+from agentrl.doctor.memory import critic_size
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.protocol import DataProto
 from agentrl.workers.checkpoint import ModelIdentity, RunState, open_checkpoint
@@ -103,6 +105,18 @@ def test_saved_critic_has_its_head(world: World, tmp_path: Path):
     )
     with pytest.raises(ConfigError, match=r"score.weight has the shape \[3, 32\]"):
         load_value_model(own, policy, world, FsdpConfig())
+
+
+def test_size_that_the_doctor_counts_is_that_of_the_tensors(world: World, tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path)
+    run = {"data": {"train_files": ["none.parquet"]}, "model": {"path": str(tmp_path)}}
+    config = parse_config(run | {"algorithm": {"adv_estimator": "gae"}})
+    model = load_value_model(config.critic.model, config.model, world, FsdpConfig())
+    size = critic_size(config)
+    assert size is not None
+    held = sum(weight.numel() for _, weight in model.named_weights())
+    assert size.num_weights == size.trained_weights == held
+    assert critic_size(parse_config(run)) is None
 
 
 def save(world: World, root: Path, **config: Any) -> tuple[Any, Any, Path]:

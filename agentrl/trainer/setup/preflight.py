@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import Purpose, RunConfig, check_config
+from agentrl.config.schema.training import OptimConfig
 from agentrl.config.tables import method_facts
 from agentrl.data.prepare.manifest import is_made, is_unfinished
 from agentrl.errors import AgentRLError, ConfigError, DataError
@@ -233,20 +234,28 @@ def claim_file(file: Path, *, key: str) -> None:
     claim_folder(file.parent, key=key)
 
 
-def check_disk_space(folder: Path, num_weights: int, config: RunConfig) -> None:
+def checkpoint_bytes(num_weights: int, optim: OptimConfig) -> int:
+    """Return the bytes of a model's part of a checkpoint.
+
+    Args:
+        num_weights: The number of its trained weights.
+        optim: Its optimizer.
+    """
+    # The weights and two moments each, in float32; Muon's matrices have one.
+    return 4 * (2 if optim.name == "muon" else 3) * num_weights
+
+
+def check_disk_space(folder: Path, needed: int) -> None:
     """Refuse a run if its checkpoint does not fit on the disk; it may be written after days.
 
     Args:
         folder: The run's folder.
-        num_weights: The number of the policy's trained weights.
-        config: The run's configuration.
+        needed: The bytes of a checkpoint.
 
     Raises:
         ConfigError: with the needed and the free space.
     """
-    # The weights and two moments each, in float32; Muon's matrices have one.
-    copies = 2 if config.actor.optim.name == "muon" else 3
-    needed, free = 4 * copies * num_weights, shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
             f"a checkpoint takes {_size(needed)}, and {_size(free)} are free",
