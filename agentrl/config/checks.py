@@ -7,7 +7,8 @@ from agentrl.config.conflicts import Purpose, find_conflicts, longest_sequence
 from agentrl.config.dead_keys import DeadKey, KeyNote, find_dead_keys, set_keys, why_no_call
 from agentrl.config.problems import Problem, raise_problems
 from agentrl.config.schema.run import RunConfig
-from agentrl.config.tables import estimator_facts, is_gdpo
+from agentrl.config.schema.training import UpdateConfig
+from agentrl.config.tables import estimator_facts, has_no_critic, is_gdpo
 
 
 class Bias(KeyNote):
@@ -110,12 +111,12 @@ def find_limits_of_determinism(config: RunConfig) -> list[KeyNote]:
 
 def find_rank_conflicts(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Find groups that the ranks cannot be divided into, and engines that share devices."""
-    actor = config.actor
-    sizes = {
-        "actor.ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size,
+    sizes: dict[str, int] = {}
+    for section, update in _updates(config).items():
+        sequence, shard = update.ulysses_sequence_parallel_size, update.fsdp_config.fsdp_size
+        sizes[f"{section}.ulysses_sequence_parallel_size"] = sequence
         # More than there are means all ranks.
-        "actor.fsdp_config.fsdp_size": min(max(actor.fsdp_config.fsdp_size, 1), world_size),
-    }
+        sizes[f"{section}.fsdp_config.fsdp_size"] = min(max(shard, 1), world_size)
     for key, size in sizes.items():
         if world_size % size:
             ranks = f"{world_size} rank{'s' * (world_size > 1)}"
@@ -130,19 +131,28 @@ def find_rank_conflicts(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 def find_idle_ranks(config: RunConfig, world_size: int) -> list[KeyNote]:
     """Find ranks without work in an update, and keys that only more ranks would read."""
-    found, given = list[KeyNote](), set(set_keys(config))
+    found, given, num_prompts = list[KeyNote](), set(set_keys(config)), dict[str, int]()
     if world_size == 1 and (key := "trainer.collective_timeout_s") in given:
         found.append(DeadKey(key, "a run on one rank waits for no other"))
-    if (size := config.actor.fsdp_config.fsdp_size) > world_size:
-        shared = f"it is {size}, and all ranks ({world_size}) share one copy of the weights"
-        found.append(DeadKey("actor.fsdp_config.fsdp_size", shared))
-    mini = config.actor.ppo_mini_batch_size
-    key = "data.train_batch_size" if mini is None else "actor.ppo_mini_batch_size"
-    samples = (mini or config.data.train_batch_size) * config.rollout.n
-    if samples < world_size and not config.trainer.val_only:
-        idle = f"its {samples} samples leave {world_size - samples} of {world_size} ranks"
-        found.append(KeyNote(key, f"{idle} without work"))
+    for section, update in _updates(config).items():
+        if (size := update.fsdp_config.fsdp_size) > world_size:
+            shared = f"it is {size}, and all ranks ({world_size}) share one copy of the weights"
+            found.append(DeadKey(f"{section}.fsdp_config.fsdp_size", shared))
+        mini = update.ppo_mini_batch_size
+        key = "data.train_batch_size" if mini is None else f"{section}.ppo_mini_batch_size"
+        num_prompts[key] = mini or config.data.train_batch_size
+    for key, count in num_prompts.items():
+        samples = count * config.rollout.n
+        if samples < world_size and not config.trainer.val_only:
+            idle = f"its {samples} samples leave {world_size - samples} of {world_size} ranks"
+            found.append(KeyNote(key, f"{idle} without work"))
     return found
+
+
+def _updates(config: RunConfig) -> dict[str, UpdateConfig]:
+    """Return the sections of the models that the run trains, or may train, by name."""
+    critic: dict[str, UpdateConfig] = {} if has_no_critic(config) else {"critic": config.critic}
+    return {"actor": config.actor} | critic
 
 
 def check_model_length(

@@ -13,6 +13,7 @@ from agentrl.trainer.components import (
     describe_weights,
     find_doubt,
     find_endless_turn,
+    needs_critic,
 )
 from agentrl.trainer.setup.datasets import RunData
 from agentrl.trainer.setup.plugins import Plugins
@@ -34,6 +35,7 @@ from agentrl.workers.model import PolicyModel
 from agentrl.workers.rng import seed_everything
 from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.tokenizer import check_tokenizer, find_disagreements, load_tokenizer
+from agentrl.workers.value_model import choose_model
 
 
 def check_tokenizer_files(config: RunConfig) -> Checked[PreTrainedTokenizerBase]:
@@ -114,6 +116,10 @@ def check_policy(config: RunConfig, world: World) -> Checked[PolicyModel]:
     seed_everything(config.trainer.seed)
     if (num_ranks := config.actor.ulysses_sequence_parallel_size) > 1:
         check_heads(load_hf_config(config.model), num_ranks)
+    num_ranks = config.critic.ulysses_sequence_parallel_size
+    if needs_critic(config) and num_ranks > 1:
+        own = choose_model(config.critic.model, config.model)
+        check_heads(load_hf_config(own), num_ranks, section="critic")
     # The checks use the weights as they are.
     fsdp = config.actor.fsdp_config.model_copy(update={"param_offload": False})
     policy = load_policy(config.model, world, fsdp, seed=config.trainer.seed)

@@ -24,12 +24,13 @@ from agentrl.engines.attention_shape import AttentionShape
 from agentrl.errors import ConfigError
 
 
-def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
+def check_heads(config: PretrainedConfig, num_ranks: int, *, section: str = "actor") -> None:
     """Refuse a model with heads that a group of ranks cannot divide.
 
     Args:
         config: The model's.
         num_ranks: P.
+        section: The section of the run file that has its keys.
 
     Raises:
         ConfigError: with the numbers that can be used.
@@ -44,7 +45,7 @@ def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
         raise ConfigError(
             f"{num_ranks} ranks cannot divide the heads of the model: {heads} of queries, "
             f"{key_heads} of keys",
-            key="actor.ulysses_sequence_parallel_size",
+            key=f"{section}.ulysses_sequence_parallel_size",
             expected=" or ".join(map(str, usable)),
         )
 

@@ -18,11 +18,13 @@ from agentrl.workers.distributed import World
 from agentrl.workers.load import (
     enable_checkpointing,
     load_causal_lm,
+    load_hf_config,
     make_empty_lm,
     resolve_dtype,
 )
 from agentrl.workers.model import PackedModel
 from agentrl.workers.packing import PackedBatch
+from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.shards import local_slice
 from agentrl.workers.weight_files import WeightFiles, stand_in_weights
 
@@ -115,6 +117,8 @@ def load_value_model(
         ConfigError: as `load_policy`, and for a head that is not scalar.
     """
     own = choose_model(config, model)
+    if world.ranks_per_sequence > 1:
+        check_heads(load_hf_config(own), world.ranks_per_sequence, section="critic")
     lm = drop_head(make_empty_lm(own, world.device))
     if (files := WeightFiles.find(own.path, lm)) is None:
         lm = drop_head(load_causal_lm(own))

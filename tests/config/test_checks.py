@@ -419,13 +419,31 @@ def test_copies_of_more_ranks_than_there_are_have_no_effect():
     ],
 )
 def test_groups_into_which_the_ranks_cannot_be_divided_are_refused(actor, world_size, key):
-    config = config_of(actor=actor)
-    if key is None:
-        check_config(config, world_size=world_size)
-        return
-    with pytest.raises(ConfigError, match="cannot be divided into such groups") as caught:
-        check_config(config, world_size=world_size)
-    assert caught.value.key == key
+    gae = {"adv_estimator": "gae"}
+    for section, algorithm in (("actor", {}), ("actor", gae), ("critic", gae)):
+        config = config_of(algorithm=algorithm, **{section: actor})
+        if key is None:
+            check_config(config, world_size=world_size)
+            continue
+        with pytest.raises(ConfigError, match="cannot be divided into such groups") as caught:
+            check_config(config, world_size=world_size)
+        assert caught.value.key == key.replace("actor", section)
+    check_config(config_of(critic=actor), world_size=world_size)
+
+
+def test_idle_ranks_of_the_critics_update_are_reported():
+    critic = {"ppo_mini_batch_size": 1, "fsdp_config": {"fsdp_size": 4}}
+    data, rollout = {"train_batch_size": 4}, {"n": 2}
+    config = config_of(
+        data=data, rollout=rollout, critic=critic, algorithm={"adv_estimator": "gae"}
+    )
+    assert list(map(str, find_idle_ranks(config, 3))) == [
+        "critic.fsdp_config.fsdp_size has no effect: it is 4, and all ranks (3) share one copy of "
+        "the weights",
+        "critic.ppo_mini_batch_size: its 2 samples leave 1 of 3 ranks without work",
+    ]
+    assert len(find_idle_ranks(config, 16)) == 2, "the whole batch leaves ranks idle too"
+    assert not find_idle_ranks(config_of(data=data, rollout=rollout, critic=critic), 3)
 
 
 def test_a_key_that_may_have_an_effect_is_not_called_dead():

@@ -8,11 +8,12 @@ import pytest
 from transformers import Qwen2Config
 
 from agentrl.config.schema.run import ModelConfig
-from agentrl.config.schema.training import FsdpConfig
+from agentrl.config.schema.training import CriticModelConfig, FsdpConfig
 from agentrl.errors import ConfigError
 from agentrl.workers.distributed import World
 from agentrl.workers.load import load_policy
 from agentrl.workers.sequence_parallel import check_heads
+from agentrl.workers.value_model import load_value_model
 
 
 def config_of(heads: int, key_heads: int) -> Qwen2Config:
@@ -52,8 +53,9 @@ class Group:
 def test_heads_are_checked_before_weights_are_read(world: World, tmp_path: Path):
     config_of(heads=2, key_heads=1).save_pretrained(tmp_path)  # a folder without weights
     group: Any = Group()
+    model, together = ModelConfig(path=str(tmp_path)), replace(world, size=4, sequence_group=group)
     with pytest.raises(ConfigError, match="cannot divide the heads"):
-        load_policy(
-            ModelConfig(path=str(tmp_path)), replace(world, size=4, sequence_group=group),
-            FsdpConfig(),
-        )  # fmt: skip
+        load_policy(model, together, FsdpConfig())
+    with pytest.raises(ConfigError, match="cannot divide the heads") as caught:
+        load_value_model(CriticModelConfig(), model, together, FsdpConfig())
+    assert caught.value.key == "critic.ulysses_sequence_parallel_size"
