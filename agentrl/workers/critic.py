@@ -70,6 +70,8 @@ class Critic:
             budget=self.config.ppo_max_token_len_per_gpu,
             groups=read_groups(batch),
             share_prefixes=self.config.share_prefixes,
+            doing="values",
+            section="critic",
         )
         return values
 

@@ -57,13 +57,18 @@ def explain_out_of_memory(
         f"{packed.input_ids.numel()} tokens of {len(packed.row_index)} sequences, "
         f"{len(packed.targets)} of them trained"
     )
+    is_actor = section == "actor"
+    smaller = [
+        f"{section}.ppo_max_token_len_per_gpu (a micro-batch holds at least its longest sequence)",
+        *(["actor.logits_block_bytes"] if is_actor else []),  # a critic has no logits
+        "rollout.engine.transformers.num_pages (the engine's cache)",
+    ]
+    model = "model" if is_actor else f"{section}.model"
     with _replace_error(
         doing,
         micro_batch=micro_batch,
-        expected=f"a smaller {section}.ppo_max_token_len_per_gpu (a micro-batch holds at least its "
-        "longest sequence), actor.logits_block_bytes or, for the engine's cache, "
-        "rollout.engine.transformers.num_pages; model.enable_gradient_checkpointing=true; "
-        "more ranks",
+        expected=f"a smaller {' or '.join(smaller)}; "
+        f"{model}.enable_gradient_checkpointing=true; more ranks",
     ):
         yield
 

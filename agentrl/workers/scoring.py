@@ -66,6 +66,8 @@ def compute_rows(
     budget: int | None,
     groups: Sequence[Hashable] | None = None,
     share_prefixes: bool = True,
+    doing: str = "log-probabilities",
+    section: str = "actor",
 ) -> list[Tensor]:
     """Compute numbers of every trained token of a batch; other positions are 0. A collective.
 
@@ -80,6 +82,8 @@ def compute_rows(
         groups: The group of samples of each row; rows of a group are computed on the same rank if
             the balance allows it. None: each row is a group.
         share_prefixes: Whether a prefix that rows share is computed once.
+        doing: Name of the numbers, for errors.
+        section: The section of the run file that has the keys of the model.
 
     Returns:
         `[B, T]` each, float32, on the device of `rows`.
@@ -99,7 +103,7 @@ def compute_rows(
         )
         with model.on_device():
             for packed in micros:
-                with explain_out_of_memory("log-probabilities", packed):
+                with explain_out_of_memory(doing, packed, section=section):
                     found.append((packed, compute(packed)))
     finally:
         model.train(was_training)

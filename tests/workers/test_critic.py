@@ -12,7 +12,7 @@ from agentrl.config import parse_config
 from agentrl.config.schema.run import ModelConfig
 from agentrl.config.schema.training import CriticModelConfig, FsdpConfig
 from agentrl.doctor.memory import critic_size
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.errors import CheckpointError, ConfigError, OutOfMemoryError
 from agentrl.protocol import DataProto
 from agentrl.workers.checkpoint import ModelIdentity, RunState, open_checkpoint
 from agentrl.workers.distributed import World
@@ -105,6 +105,23 @@ def test_saved_critic_has_its_head(world: World, tmp_path: Path):
     )
     with pytest.raises(ConfigError, match=r"score.weight has the shape \[3, 32\]"):
         load_value_model(own, policy, world, FsdpConfig())
+
+
+def test_memory_that_runs_out_names_the_values_and_the_critics_keys(world: World):
+    critic = make_critic(world)
+    critic.model.score.register_forward_pre_hook(lambda *_: torch.empty(1 << 50))
+    batch = critic_batch([Row([1, 2], [3, 4], [1, 1])])
+    for doing, compute in (
+        ("values", critic.compute_values),
+        ("the update of the critic", critic.update_critic),
+    ):
+        with pytest.raises(OutOfMemoryError, match=f"memory ran out in {doing}: ") as raised:
+            compute(batch)
+        text = str(raised.value)
+        assert "critic.ppo_max_token_len_per_gpu" in text
+        assert "critic.model.enable_gradient_checkpointing=true" in text
+        assert "actor." not in text
+        assert "3 tokens of 1 sequences, 2 of them trained" in text
 
 
 def test_size_that_the_doctor_counts_is_that_of_the_tensors(world: World, tmp_path: Path):
