@@ -199,6 +199,15 @@ def test_a_model_that_is_not_there_takes_no_other_check_with_it(run_file: Path, 
     assert looked.verdict("rollout") == "skipped"
 
 
+def test_critic_with_heads_that_the_ranks_cannot_divide_is_a_fault(run_file: Path):
+    key = "critic.ulysses_sequence_parallel_size"
+    looked = look(run_file, "algorithm.adv_estimator=gae", f"{key}=3")
+    assert looked.faults() == ["policy"]
+    lines = "\n".join(looked.rows["policy"].lines)
+    assert key in lines
+    assert "3 ranks cannot divide the heads" in lines
+
+
 @pytest.fixture
 def forgetful(script: dict[str, Any], tiny_home: Path, tmp_path: Path) -> Path:
     """A run whose template drops older thoughts."""
