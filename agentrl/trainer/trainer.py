@@ -213,7 +213,8 @@ class Trainer:
                     self.export()
             raise
         with self.world.raise_on_all_ranks():
-            self.summary.check_skipped_updates(self.config.actor.max_skipped_updates)
+            self.summary.check_skipped_updates("actor", self.config.actor.max_skipped_updates)
+            self.summary.check_skipped_updates("critic", self.config.critic.max_skipped_updates)
         self._interruption.check()
 
     def finish(self) -> None:
@@ -318,7 +319,9 @@ class Trainer:
         if (critic := self.components.critic) is None:
             return UpdateResult({})
         with self._timer("update_critic"):
-            return critic.update_critic(batch)
+            result = critic.update_critic(batch)
+        self.summary.note_update("critic", result)
+        return result
 
     def update_actor(self, batch: DataProto) -> UpdateResult:
         """Train the policy on the batch, after the steps that warm up the critic."""
@@ -327,7 +330,7 @@ class Trainer:
         temperature = self.config.rollout.temperature
         with self._timer("update_actor"):
             result = self.components.actor.update_policy(batch, temperature=temperature)
-        self.summary.note_update(result)
+        self.summary.note_update("actor", result)
         return result
 
     def sync_weights(self) -> None:

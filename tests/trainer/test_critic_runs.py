@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl import Trainer
+from agentrl.algorithms import compute_value_loss
 from agentrl.config import parse_config
 from agentrl.config.schema.training import OptimConfig
 from agentrl.doctor.memory import critic_size
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.errors import CheckpointError, ConfigError, TrainingError
 from agentrl.trainer import components
 from agentrl.trainer.setup.preflight import checkpoint_bytes
 from agentrl.workers.distributed import stop_world
@@ -70,6 +71,29 @@ def test_checkpoint_without_a_critic_is_refused(tiny_home: Path, tmp_path: Path)
     train(tiny_home, tmp_path, 1)
     with pytest.raises(CheckpointError, match="has no critic, and"):
         train(tiny_home, tmp_path, 2, algorithm__adv_estimator="gae")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("limit", [2, None])
+def test_run_whose_critic_takes_no_step_any_more_ends(
+    tiny_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+):
+    def not_finite(vpreds: torch.Tensor, *rest: Any, **scale: Any) -> Any:
+        loss, clip_frac = compute_value_loss(vpreds, *rest, **scale)
+        return loss * torch.nan, clip_frac
+
+    monkeypatch.setattr("agentrl.workers.critic.compute_value_loss", not_finite)
+    chosen = {"algorithm__adv_estimator": "gae", "critic__max_skipped_updates": limit}
+    if limit is None:
+        metrics = train(tiny_home, tmp_path, 3, **chosen)
+        assert [step["critic/optimizer_steps"] for step in metrics] == [0, 0, 0]
+        assert [step["critic/skipped_steps"] for step in metrics] == [1, 1, 1]
+        return
+    with pytest.raises(TrainingError, match="last 2 updates of the critic took no step") as raised:
+        train(tiny_home, tmp_path, 3, **chosen)
+    assert raised.value.details["key"] == "critic.max_skipped_updates"
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("global_step_*"))
+    assert saved[-1] == "global_step_2", "what was reached is kept"
 
 
 @pytest.mark.usefixtures("alone")

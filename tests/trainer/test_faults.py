@@ -187,7 +187,10 @@ def test_run_that_takes_no_step_any_more_ends(train: Train, tmp_path: Path, faul
     faults += ["", "", *["loss"] * 8]
     output = train(actor__policy_loss="faulty", actor__max_skipped_updates=2)
     assert_refused(
-        output, "the last 2 updates took no step", "actor.max_skipped_updates", "skipped/"
+        output,
+        "the last 2 updates of the actor took no step",
+        "actor.max_skipped_updates",
+        "skipped/",
     )
     assert saved_steps(tmp_path / "run") == ["global_step_3"], "what was reached is kept"
 

@@ -125,6 +125,9 @@ class UpdateConfig(Section):
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
     """Ranks that compute each sequence together, a part of its tokens each, for sequences that are
     longer than one device can hold; a divisor of the number of ranks and of attention heads."""
+    max_skipped_updates: int | None = Field(default=5, ge=1)
+    """End the run after this many updates in a row without an optimizer step, because no loss or
+    gradient was finite; null: continue."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
 
@@ -154,9 +157,6 @@ class ActorConfig(UpdateConfig):
     """Weight of the KL to the reference in the loss; read under `use_kl_loss`."""
     kl_loss_type: KlLossType = "k3"
     """Estimate of the KL; `<name>+` has the value of `<name>` and the gradient of k2."""
-    max_skipped_updates: int | None = Field(default=5, ge=1)
-    """End the run after this many updates in a row without an optimizer step, because no loss or
-    gradient was finite; null: continue."""
     logits_block_bytes: int | None = Field(default=None, ge=1)
     """Bytes of one block of logits (trained positions times vocabulary); null: 2 MiB on a CPU,
     so that a block fits into the cache, else 256 MiB."""

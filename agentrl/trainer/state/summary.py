@@ -11,6 +11,9 @@ from agentrl.errors import TrainingError
 from agentrl.trainer.metrics.sinks import has_no_signal
 from agentrl.workers.update import UpdateResult
 
+SKIPPED_UPDATES = {"actor": "skipped_updates", "critic": "skipped_critic_updates"}
+"""The field that counts the skipped updates of a trained model."""
+
 
 @dataclass(slots=True)
 class Summary:
@@ -43,7 +46,10 @@ class Summary:
     seconds_total: float = 0.0
     """Seconds of preparation, training, validation and saving, over all attempts of a run."""
     skipped_updates: int = 0
-    """Consecutive last updates of which every optimizer step was skipped (not finite)."""
+    """Consecutive last updates of the policy of which every optimizer step was skipped (not
+    finite)."""
+    skipped_critic_updates: int = 0
+    """The same of the critic."""
     checkpoint: str | None = None
     """The last checkpoint."""
     exported: str | None = None
@@ -76,32 +82,35 @@ class Summary:
         if self.best_saved_success is None or success > self.best_saved_success:
             self.best_saved_step, self.best_saved_success = step, success
 
-    def note_update(self, result: UpdateResult) -> None:
-        """Count consecutive skipped updates."""
-        if result.metrics["actor/optimizer_steps"]:
-            self.skipped_updates = 0
+    def note_update(self, role: str, result: UpdateResult) -> None:
+        """Count consecutive skipped updates of the policy (`actor`) or the `critic`."""
+        name = SKIPPED_UPDATES[role]
+        if result.metrics[f"{role}/optimizer_steps"]:
+            setattr(self, name, 0)
         elif result.skipped:
-            self.skipped_updates += 1
+            setattr(self, name, getattr(self, name) + 1)
 
     def note_signal(self, metrics: Mapping[str, float]) -> None:
         """Count a step without a learning signal."""
         self.steps_without_signal += has_no_signal(metrics)
 
-    def check_skipped_updates(self, limit: int | None) -> None:
-        """End a run that no longer trains.
+    def check_skipped_updates(self, role: str, limit: int | None) -> None:
+        """End a run in which the policy or the critic no longer trains.
 
         Args:
-            limit: `actor.max_skipped_updates`.
+            role: `actor` or `critic`.
+            limit: Its `max_skipped_updates`.
 
         Raises:
             TrainingError: if at least so many consecutive updates were skipped.
         """
-        if limit is not None and self.skipped_updates >= limit:
+        if limit is not None and getattr(self, SKIPPED_UPDATES[role]) >= limit:
             raise TrainingError(
-                f"the last {limit} updates took no step: none had a finite loss and gradient",
-                key="actor.max_skipped_updates",
+                f"the last {limit} updates of the {role} took no step: none had a finite loss and "
+                "gradient",
+                key=f"{role}.max_skipped_updates",
                 expected="finite numbers: skipped/ in the run's folder has the rows; a lower "
-                "actor.optim.lr or actor.grad_clip, or model.dtype=float32, may help",
+                f"{role}.optim.lr or {role}.grad_clip, or model.dtype=float32, may help",
             )
 
     def restored(self, snapshot: Self) -> Self:
