@@ -14,10 +14,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from agentrl.cli import leave_rank
 from agentrl.errors import AgentRLError
+from agentrl.protocol import DataProto
 from agentrl.workers import checkpoint_writer, snapshot
 from agentrl.workers.actor import Actor
 from agentrl.workers.checkpoint import RunState
 from agentrl.workers.checkpoint_writer import copy_to_host
+from agentrl.workers.critic import Critic
 from agentrl.workers.distributed import World, start_world, stop_world
 from agentrl.workers.shards import local_slice
 from agentrl.workers.snapshot import (
@@ -30,9 +32,10 @@ from agentrl.workers.snapshot import (
 )
 from tests.fakes.fault_runs import limit_file_size
 from tests.fakes.training import make_actor, make_batch, make_lora_policy, make_policy, random_rows
+from tests.fakes.value_equality import make_critic
 
-OPTIMIZERS = ("adamw", "muon", "lora")
-"""Optimizers, and LoRA with AdamW."""
+OPTIMIZERS = ("adamw", "muon", "lora", "critic")
+"""Optimizers, and with AdamW: LoRA, and a policy with a critic."""
 LARGE = 30_000
 """Bytes that a rank's file has at least."""
 
@@ -41,14 +44,33 @@ def new_actor(world: World, optimizer: str, *, seed: int = 0) -> Actor:
     """An actor without a step."""
     if optimizer == "lora":
         return make_actor(make_lora_policy(world, seed=seed), optim={"lr": 1e-2})
-    optim = {"name": optimizer, "lr": 1e-2, "muon_lr": 1e-2}
+    name = "adamw" if optimizer == "critic" else optimizer
+    optim = {"name": name, "lr": 1e-2, "muon_lr": 1e-2}
     return make_actor(make_policy(world, seed=seed), optim=optim)
+
+
+def new_critic(world: World, optimizer: str, *, seed: int = 0) -> Critic | None:
+    """A critic without a step, if there is one next to the actor."""
+    return make_critic(world, seed=seed) if optimizer == "critic" else None
+
+
+def some_batch(world: World) -> DataProto:
+    """Rows of this rank."""
+    return make_batch(random_rows(4, seed=world.rank))
+
+
+def some_returns(world: World) -> DataProto:
+    """Rows of this rank with returns."""
+    batch = some_batch(world)
+    shape, draw = batch.batch["response_mask"].shape, torch.Generator().manual_seed(world.rank)
+    values = {name: torch.randn(shape, generator=draw) for name in ("values", "returns")}
+    return batch.union(DataProto.from_dict(values))
 
 
 def trained(world: World, optimizer: str) -> Actor:
     """An actor after one step."""
     actor = new_actor(world, optimizer)
-    actor.update_policy(make_batch(random_rows(4, seed=world.rank)), temperature=1.0)
+    actor.update_policy(some_batch(world), temperature=1.0)
     return actor
 
 
@@ -60,16 +82,19 @@ def state_of(step: int, actor: Actor) -> RunState:
 def save_all(world: World, folder: Path) -> None:
     """Save an actor of each optimizer."""
     for optimizer in OPTIMIZERS:
-        actor = trained(world, optimizer)
-        save_run(folder / optimizer, actor, state_of(1, actor))
+        actor, critic = trained(world, optimizer), new_critic(world, optimizer)
+        if critic is not None:
+            critic.update_critic(some_returns(world))
+        save_run(folder / optimizer, actor, state_of(1, actor), critic=critic)
 
 
 def resave_all(world: World, source: Path, folder: Path) -> None:
     """Load the checkpoints that other ranks saved, and save them from these ranks."""
     for optimizer in OPTIMIZERS:
         actor = new_actor(world, optimizer, seed=5)
-        load_run(verify_together(source / optimizer / "global_step_1", world), actor)
-        save_run(folder / optimizer, actor, state_of(1, actor))
+        critic = new_critic(world, optimizer, seed=5)
+        load_run(verify_together(source / optimizer / "global_step_1", world), actor, critic)
+        save_run(folder / optimizer, actor, state_of(1, actor), critic=critic)
 
 
 def harm(path: Path, how: Callable[[Path], None], world: World) -> None:
