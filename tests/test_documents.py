@@ -6,14 +6,26 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import typer
 
 from agentrl.cli import app
+from agentrl.config import load_config
 from agentrl.config.tables import load_table
 from agentrl.rollout.states import StopReason, state_diagram
+from agentrl.trainer.components import needs_critic
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name", ["gsm8k", "quickstart", "ppo", "ppo_quickstart", "lora", "lora_quickstart"]
+)
+def test_run_files_of_the_example_load(name: str) -> None:
+    config = load_config(ROOT / f"examples/gsm8k_multiturn/{name}.yaml")
+    assert needs_critic(config) == name.startswith("ppo")
+    assert config.model.has_lora == name.startswith("lora")
 
 
 def test_diagram_is_the_table() -> None:

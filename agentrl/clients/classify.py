@@ -122,8 +122,16 @@ def read_score(answer: Answer, *, service: str) -> float:
             service=service,
             expected="one: a server of a reward model with one label, started with --is-embedding",
         )
-    # A number that is not finite is null in SGLang's JSON.
-    return float("nan") if labels[0] is None else float(labels[0])
+    label = labels[0]
+    if label is None:  # a number that is not finite, in SGLang's JSON
+        return float("nan")
+    if not isinstance(label, int | float):
+        raise RefusedError(
+            f"{service} returned {label!r:.{_MAX_MESSAGE}} as a score",
+            service=service,
+            expected="a number",
+        )
+    return float(label)
 
 
 def _refusal(answer: Answer, service: str) -> ServiceError:

@@ -377,8 +377,8 @@ def make_actor(config: RunConfig, policy: PolicyModel, total_steps: int) -> Acto
 
 
 def needs_critic(config: RunConfig) -> bool:
-    """Return whether the estimator reads values."""
-    return estimator_requires(config.algorithm, "values")
+    """Return whether the run trains with an estimator that reads values."""
+    return not config.trainer.val_only and estimator_requires(config.algorithm, "values")
 
 
 def make_critic(

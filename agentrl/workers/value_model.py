@@ -4,6 +4,7 @@ A saved critic is the folder of a token classifier with one label: `score.weight
 are next to the weights of the body.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -27,6 +28,8 @@ from agentrl.workers.packing import PackedBatch
 from agentrl.workers.sequence_parallel import check_heads
 from agentrl.workers.shards import local_slice
 from agentrl.workers.weight_files import WeightFiles, stand_in_weights
+
+logger = logging.getLogger(__name__)
 
 HEAD = "score"
 """Name of the head, as in the classifiers of transformers."""
@@ -122,6 +125,12 @@ def load_value_model(
     lm = drop_head(make_empty_lm(own, world.device))
     if (files := WeightFiles.find(own.path, lm)) is None:
         lm = drop_head(load_causal_lm(own))
+        if config.path is not None and world.is_main:
+            logger.warning(
+                "the critic's head starts at 0: the weights of %s are converted, or are not in "
+                "safetensors files, and then a saved head is not read",
+                own.path,
+            )
     if own.enable_gradient_checkpointing:
         enable_checkpointing(lm)
     value_model = ValueModel(lm, world, resolve_dtype(own, world.device), fsdp, files=files)

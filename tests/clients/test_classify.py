@@ -108,6 +108,13 @@ def test_an_answer_without_one_score_names_the_cause(body: Any):
     assert "--is-embedding" in str(found)
 
 
+@pytest.mark.parametrize("label", ["high", [0.1]])
+def test_a_score_of_another_type_fails_its_row_only(label: Any):
+    [found] = classify(FakeServer(body={"embedding": [label]}), rows=[[1]])
+    assert isinstance(found, ServiceError)
+    assert "as a score" in str(found)
+
+
 def test_a_score_that_is_no_number_is_nan():
     [found] = classify(FakeServer(body={"embedding": [None]}), rows=[[1]])
     assert found != found

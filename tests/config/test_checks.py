@@ -343,11 +343,13 @@ def test_unused_keys_where_nothing_is_trained_the_keys_of_training_are_dead():
         data={"val_files": "val.parquet", "train_batch_size": 8, "val_batch_size": 4},
         rollout={"n": 4, "val_kwargs": {"n": 1, "temperature": 0.5}},
         actor={"clip_ratio": 0.1, "optim": {"lr": 1.0}, "fsdp_config": {"offload_policy": True}},
-        algorithm={"adv_estimator": "grpo"},
+        critic={"grad_clip": 2.0},
+        algorithm={"adv_estimator": "gae"},
         trainer=validating,
     )
     assert found == {
         "data.train_files", "data.train_batch_size", "rollout.n", "actor.clip_ratio",
+        "critic.grad_clip",
         "actor.optim.lr", "algorithm.adv_estimator", "trainer.total_training_steps",
         "trainer.save_freq", "trainer.total_epochs",
     }  # fmt: skip

@@ -190,7 +190,8 @@ class CriticConfig(UpdateConfig):
 
     model: CriticModelConfig = CriticModelConfig()
     cliprange_value: float = Field(default=0.5, gt=0)
-    """Most that a value may move from the one before the update and still have a gradient."""
+    """Most that a value may move from the one before the update toward its return and still have a
+    gradient."""
     optim: CriticOptimConfig = CriticOptimConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - sections are frozen
 
 

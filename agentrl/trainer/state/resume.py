@@ -63,14 +63,20 @@ def find_checkpoint(config: RunConfig, world: World) -> Checkpoint | None:
 def policy_origin(config: RunConfig) -> str:
     """Identify the policy that a run begins from, by its manifest or the sizes of its weights.
 
-    A hub name is used as it is. Weights are not read, because they may be hundreds of GiB.
+    A hub name is used as it is. Weights are not read, because they may be hundreds of GiB, except
+    those of an adapter.
     """
     folder = Path(config.model.path)
     manifest = folder / "manifest.json"
     if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    weights = [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
-    return hashlib.sha256(repr(weights or config.model.path).encode()).hexdigest()
+        origin = hashlib.sha256(manifest.read_bytes())
+    else:
+        weights = [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
+        origin = hashlib.sha256(repr(weights or config.model.path).encode())
+    if (adapter := config.model.lora_adapter_path) is not None:
+        files = sorted(Path(adapter).glob("*.safetensors"))
+        origin.update(b"".join(p.read_bytes() for p in files) or adapter.encode())
+    return origin.hexdigest()
 
 
 def check_origin(origin: str, config: RunConfig, path: Path) -> None:
@@ -101,7 +107,8 @@ def config_digest(config: RunConfig, *, total_steps: int, device: str) -> str:
         device: The type of the run's device, `cpu` or `cuda`.
     """
     kept = config.model_dump(mode="json", exclude=_HASHED_ELSEWHERE)
-    decreases = config.actor.optim.lr_scheduler != "constant"
+    schedules = config.actor.optim.lr_scheduler, config.critic.optim.lr_scheduler
+    decreases = any(schedule != "constant" for schedule in schedules)
     kept["trainer"] = {
         "seed": config.trainer.seed,
         "device": device,

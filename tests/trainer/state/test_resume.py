@@ -12,6 +12,7 @@ from agentrl.trainer.setup import prepare as preparation
 from agentrl.trainer.state.resume import (
     config_digest,
     find_checkpoint,
+    policy_origin,
 )
 from agentrl.workers.checkpoint import ModelIdentity, RunState
 from agentrl.workers.distributed import start_world, stop_world
@@ -61,8 +62,22 @@ def test_digest_is_blind_to_length_and_place(tmp_path: Path):
 def test_digest_changes_with_the_length_over_which_the_learning_rate_falls(
     tmp_path: Path, scheduler: str
 ):
-    config = make_config(tmp_path, actor={"optim": {"lr_scheduler": scheduler}})
-    assert digest(config, total_steps=9) != digest(config)
+    for role in ("actor", "critic"):
+        config = make_config(tmp_path, **{role: {"optim": {"lr_scheduler": scheduler}}})
+        assert digest(config, total_steps=9) != digest(config)
+
+
+def test_origin_changes_with_the_adapter_that_is_continued(tmp_path: Path):
+    (tmp_path / "adapter").mkdir()
+    weights = tmp_path / "adapter/adapter_model.safetensors"
+    config = make_config(
+        tmp_path, model=ModelConfig(path="policy", lora_adapter_path=str(weights.parent))
+    )
+    origins = set[str]()
+    for content in (b"first", b"other"):
+        weights.write_bytes(content)
+        origins.add(policy_origin(config))
+    assert len(origins | {policy_origin(make_config(tmp_path))}) == 3
 
 
 def test_resume_from_a_path_has_a_short_name(tmp_path: Path):
