@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl import Trainer, load_config
 from agentrl.workers.distributed import stop_world
-from tests.fakes.checkpoints import read_weights
+from tests.fakes.checkpoints import read_tensors, read_weights
 from tests.fakes.runs import read_lines, spawn_agentrl, tiny_run, write_yaml
 from tests.fakes.torchrun import ROOT, RankOutput, free_port, ranks_of
 
@@ -33,6 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 CLOCKS = ("timing_s/", "perf/", "weight_sync/")
 ONE_STEP = "trainer.total_training_steps=1"
+LAST = "checkpoints/global_step_2"
 
 
 class Runs(NamedTuple):
@@ -168,6 +169,39 @@ def test_one_of_two_ranks_speaks_and_writes(runs: Runs):
     assert main.out.count("2 steps in") == main.out.count("on cpu x 2") == 1
     assert other.out == ""
     assert not [line for line in other.err.splitlines() if "it/s" not in line]
+
+
+@pytest.mark.slow
+def test_layout_is_invisible_to_a_run_with_a_critic_that_resumes_on_another_number_of_ranks(
+    tiny_home: Path, tmp_path: Path
+):
+    file = run_file(
+        tiny_home, tmp_path, algorithm__adv_estimator="gae", algorithm__lam=0.9,
+        critic__optim__lr=1e-3,
+    )  # fmt: skip
+    names = ("alone", "together", "one_then_two", "two_then_one")
+    alone, together, one_then_two, two_then_one = (tmp_path / name for name in names)
+    train_alone(file, *changes_for(alone))
+    train_alone(file, *changes_for(one_then_two), ONE_STEP)
+    for folder, *rest in ((together,), (one_then_two,), (two_then_one, ONE_STEP)):
+        outputs = train_on_two_ranks(file, *changes_for(folder), *rest)
+        assert [rank.code for rank in outputs] == [0, 0], "\n".join(rank.err for rank in outputs)
+    train_alone(file, *changes_for(two_then_one))
+    expected, saved = (read_lines(alone / "metrics.jsonl"), read_tensors(alone / LAST))
+    assert saved["critic/weight/score.weight"].any()
+    assert all(line["critic/vf_loss"] > 0 and line["actor/pg_loss"] for line in expected)
+    for folder in (together, one_then_two, two_then_one):
+        lines = read_lines(folder / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [1, 2]
+        for of_one, of_two in zip(expected, lines, strict=True):
+            names = [key for key in of_one if not key.startswith(CLOCKS) and "seconds" not in key]
+            assert {name: of_two[name] for name in names} == pytest.approx(
+                {name: of_one[name] for name in names}, rel=1e-5, abs=1e-6
+            ), folder
+        found = read_tensors(folder / LAST)
+        assert found.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-5), name
 
 
 @pytest.mark.slow
