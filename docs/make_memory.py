@@ -84,7 +84,11 @@ memory, not on the device. With `param_offload` (weights, reference) and `optimi
 the same names are below `critic.fsdp_config` and `critic.model`.
 
 Not counted: tensors of a batch (8 bytes for each token and column), tools, and what SGLang's
-processes keep outside of their share.
+processes keep outside of their share. Two peaks of a run with SGLang on the training devices are
+not counted either, so leave a margin (a lower `mem_fraction_static`): SGLang takes its share of
+what is free when it starts, before the reference is loaded and before moments exist; and while a
+checkpoint is copied, offloaded weights and moments of policy and critic are on the device
+together.
 
 ## Checked against tensors
 
