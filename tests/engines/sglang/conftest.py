@@ -1,5 +1,7 @@
 """Start the real SGLang once in each process of tests: inside it, and as two servers."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,3 +45,21 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     serving = Serving(save_policy(tiny_model(), tmp_path_factory.mktemp("served") / "policy"))
     yield serving
     serving.end()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember the result for `pytest_unconfigure`."""
+    session.config.stash[_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave without the interpreter's finalization, in which SGLang's libraries may crash."""
+    status = config.stash.get(_STATUS, None)
+    if config.option.markexpr == "sglang" and status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+_STATUS = pytest.StashKey[int]()
