@@ -1,7 +1,7 @@
 """Roll out many requests at once: groups, bounded concurrency, and the failure policy."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
@@ -21,6 +21,13 @@ from agentrl.rollout.states import RequestState, StopReason
 
 _UNBOUNDED = 1 << 30
 """Token limit of a call; the budgets of the request set the real one."""
+
+
+RunRequest = Callable[
+    [AsyncRolloutRequest, RolloutContext, CompletionSource], Awaitable[AsyncRolloutRequest]
+]
+"""Drives one pending request to its end and returns it. Raises nothing but a cancellation of its
+caller. `run_request`, the state machine, is the default."""
 
 
 class SamplingPlan(NamedTuple):
@@ -43,14 +50,22 @@ class RolloutManager:
         context: Engine, template, parser, tools and interactions of the run.
         rollout: Samples per prompt, sampling, budgets, concurrency, failure policy.
         data: Maximum lengths of prompts and responses.
+        run: Drives one request.
 
     Example:
         >>> requests = manager.make_requests(prompts, manager.train_plan())
         >>> finished = await manager.rollout(requests)
     """
 
-    def __init__(self, context: RolloutContext, rollout: RolloutConfig, data: DataConfig) -> None:
+    def __init__(
+        self,
+        context: RolloutContext,
+        rollout: RolloutConfig,
+        data: DataConfig,
+        run: RunRequest = run_request,
+    ) -> None:
         self.context = context
+        self._run = run
         self._rollout = rollout
         self._call_judge = CallJudge(rollout.failure.max_failed_calls_frac)
         self.budgets = make_budgets(rollout, data, context.engine.max_model_len)
@@ -193,10 +208,10 @@ class RolloutManager:
         failure = self._rollout.failure
         retries = failure.max_retries if failure.policy == "retry" else 0
         fresh = request.model_copy(deep=True) if retries else request
-        done = await run_request(request, self.context, source)
+        done = await self._run(request, self.context, source)
         while can_be_retried(done) and done.attempt < retries:
             fresh = next_attempt(fresh)
-            done = await run_request(fresh.model_copy(deep=True), self.context, source)
+            done = await self._run(fresh.model_copy(deep=True), self.context, source)
         return done
 
     def apply_failure_policy(
