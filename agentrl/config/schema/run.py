@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.engine import (
     EngineConfig,
     WeightSyncConfig,
@@ -267,6 +268,7 @@ class RolloutConfig(Section):
     free_cache_engine: bool = True
     """If engine and training share an accelerator, the engine frees its memory during the update:
     its cache, and its own copy of the weights."""
+    agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     failure: FailureConfig = FailureConfig()

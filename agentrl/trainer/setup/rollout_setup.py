@@ -7,6 +7,7 @@ from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from agentrl.agent_loops.routing import make_run
 from agentrl.config.schema.run import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.rollout.context import RolloutContext, choose_parser
@@ -126,7 +127,11 @@ def _format(config: RunConfig, plugins: Plugins) -> str | None:
 
 
 def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> RolloutManager:
-    """Make the rollout manager from engine and plug-ins."""
+    """Make the rollout manager from engine and plug-ins.
+
+    Raises:
+        ConfigError: if `rollout.agent` names an agent that does not exist.
+    """
     turns = config.rollout.multi_turn
     fitter = TextFitter(
         setup.template,
@@ -149,7 +154,8 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
         ).encode,
         check_tokens=make_token_check(setup.template, turns),
     )
-    return RolloutManager(context, config.rollout, config.data)
+    run = make_run(config, setup.tokenizer)
+    return RolloutManager(context, config.rollout, config.data, run)
 
 
 def make_token_check(

@@ -1,0 +1,77 @@
+"""Choose the agent that drives each request.
+
+`make_run` makes the `RunRequest` of a run. Every rollout manager gets it, in the trainer's process
+and in rollout workers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.config.schema.agent import TOOL_AGENT
+from agentrl.config.schema.run import RunConfig
+from agentrl.engines.protocol import CompletionSource
+from agentrl.errors import ConfigError, DataError, Fault, did_you_mean
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.failures import describe_failure
+from agentrl.rollout.manager import RunRequest
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.runner import run_request
+from agentrl.rollout.states import StopReason
+
+AGENT_NAME = "agent_name"
+"""Column of a row that names its agent."""
+
+
+def make_run(config: RunConfig, tokenizer: Any) -> RunRequest:
+    """Make the function that drives every request of a run.
+
+    Args:
+        config: The run; `rollout.agent` is read.
+        tokenizer: The policy's tokenizer, for loops.
+
+    Raises:
+        ConfigError: If the configured agent does not exist.
+    """
+    agent = config.rollout.agent
+    if agent.is_external:
+        key = "command" if agent.command is not None else "python"
+        raise ConfigError(
+            "agentrl has no gateway for external agents yet", key=f"rollout.agent.{key}"
+        )
+    agents: dict[str, RunRequest] = {TOOL_AGENT: run_request}
+    if agent.default_agent_loop not in agents:
+        raise ConfigError(
+            f"no agent is named {agent.default_agent_loop!r}"
+            + did_you_mean(agent.default_agent_loop, agents),
+            key="rollout.agent.default_agent_loop",
+            expected=f"one of {', '.join(sorted(agents))}",
+        )
+    return AgentRouter(agents, default=agent.default_agent_loop)
+
+
+class AgentRouter:
+    """Drives each request by the agent that its row names; a `RunRequest`.
+
+    Args:
+        agents: Agents by name.
+        default: Name of the agent of rows without the column `agent_name`.
+    """
+
+    def __init__(self, agents: Mapping[str, RunRequest], *, default: str) -> None:
+        self._agents = dict(agents)
+        self._default = default
+
+    async def __call__(
+        self, request: AsyncRolloutRequest, context: RolloutContext, source: CompletionSource
+    ) -> AsyncRolloutRequest:
+        """Drive a pending request to its end; an unknown agent fails it."""
+        name = request.columns.get(AGENT_NAME) or self._default
+        run = self._agents.get(name)
+        if run is None:
+            error = DataError(
+                f"the row's agent_name is {name!r}" + did_you_mean(str(name), self._agents),
+                expected=f"one of {', '.join(sorted(self._agents))}",
+            )
+            request.finish(StopReason.FAILED, describe_failure(error, Fault.LIMIT, turn=0))
+            return request
+        return await run(request, context, source)
