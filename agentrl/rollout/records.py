@@ -10,6 +10,14 @@ from agentrl.engines.protocol import FinishReason, SamplingParams, VersionSpan
 from agentrl.errors import Fault
 from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
 
+BranchCause = Literal["compaction", "delegate", "branch", "rewrite"]
+"""Why a trajectory has one more sequence.
+
+`compaction`: the policy replaced its history by a summary. `delegate`: a sub-agent worked for a
+call of the `delegate` tool. `branch`: the agent continued an earlier history a second time.
+`rewrite`: the agent changed what its history says.
+"""
+
 
 def to_plain(value: Any) -> Any:
     """Convert a value that JSON cannot hold.
@@ -37,14 +45,18 @@ class Record(BaseModel):
 
 
 class Budgets(Record):
-    """What one request may use (budgets are separate). Each cut by a budget is recorded."""
+    """What one request may use (budgets are separate). Each cut by a budget is recorded.
+
+    Budgets of tokens apply to one sequence. Turns, calls and wall clock are counted over all
+    sequences of the trajectory; a delegate has budgets of its own.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     max_response_tokens: int = 4096
-    """Response tokens, sampled and observed, over all turns."""
+    """Response tokens of one sequence, sampled and observed, over all turns."""
     max_model_len: int = 32768
-    """Prompt and response together."""
+    """Prompt and response of one sequence together."""
     max_turn_tokens: int | None = None
     """Sampled tokens of one turn."""
     max_observation_tokens: int = 1024
@@ -112,10 +124,13 @@ class Turn(Record):
     """Tool calls of a completion, in order, with their outcomes."""
     excluded: str | None = None
     """Why a sampled turn was excluded from the loss; None if it was not."""
-    cut: Literal["turn", "response", "model", "observation"] | None = None
+    cut: Literal["turn", "response", "model", "observation", "summary"] | None = None
     """The budget that cut this turn; None if none did. After `response` and `model` no token is
-    left; `turn` ended a completion early; `observation` shortened a reply of the interaction. (For
-    the result of a tool, see its `CallRecord`.)"""
+    left; `turn` ended a completion early, `summary` the summary of a compaction; `observation`
+    shortened a reply of the interaction. (For the result of a tool, see its `CallRecord`.)"""
+    is_compaction: bool = False
+    """Whether the turn asks for the summary of a compaction, or is that summary. No budget of turns
+    counts it."""
     num_cut_tokens: int = 0
     """Tokens that a reply of the interaction lost to its budget."""
     metadata: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -168,6 +183,11 @@ class RequestFields(Record):
     """Id of the group. The samples of one prompt share it."""
     attempt: int = 0
     """Number of failed attempts before this one."""
+    branch_cause: BranchCause | None = None
+    """Why this sequence is a branch of a trajectory; None for the sequence in which the trajectory
+    ended."""
+    parent_id: str | None = None
+    """`request_id` of the sequence from which this one came; None for the first one."""
 
     # Inputs.
     messages: list[Message]

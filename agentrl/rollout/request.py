@@ -1,5 +1,10 @@
 """One rollout: its conversation, its tokens, its state, and a record of each turn.
 
+A request is one trajectory: one sample of its group. Most have one sequence of tokens, their own.
+If the history was replaced by a summary, or a sub-agent worked for it, the trajectory has several
+sequences: the request holds the last one, and the others are its `branches` (see
+docs/segments.md).
+
 A request is made from a `Prompt`, driven by `agentrl.rollout.runner`, scored by `agentrl.rewards`
 and turned into a row of tensors by `agentrl.collate`. What can be derived is a property.
 """
@@ -10,6 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import (
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SerializerFunctionWrapHandler,
@@ -20,8 +26,9 @@ from pydantic import (
 from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import FinishReason, VersionSpan
 from agentrl.errors import LedgerError, TransitionError
+from agentrl.messages import Message
 from agentrl.rollout.ledger import Ledger, make_turn, save_state, split_saved
-from agentrl.rollout.records import Failure, RequestFields, Turn
+from agentrl.rollout.records import BranchCause, Failure, RequestFields, Turn
 from agentrl.rollout.states import (
     ENDS,
     FINAL_STATES,
@@ -31,6 +38,9 @@ from agentrl.rollout.states import (
     check_edge,
     check_end,
 )
+
+_SHARED_WITH_BRANCHES = ("tool_schemas", "data_source", "sampling", "budgets", "seed")
+"""Fields that a sequence has in common with the branch into which it is moved."""
 
 
 class AsyncRolloutRequest(RequestFields):
@@ -47,6 +57,10 @@ class AsyncRolloutRequest(RequestFields):
         >>> request.input_ids, request.loss_mask
         ([1, 2, 3, 7, 8], [1, 1])
     """
+
+    branches: "list[AsyncRolloutRequest]" = Field(default_factory=list["AsyncRolloutRequest"])
+    """Earlier and parallel sequences of the trajectory, finished, in the order in which they ended.
+    `set_aside` and `add_branch` append them. Branches have none of their own."""
 
     # Pydantic does not see the private attributes: its attribute lookup is slow, and the runner
     # reads them about twenty times per turn.
@@ -285,6 +299,86 @@ class AsyncRolloutRequest(RequestFields):
         for kind, values in media.items():
             self.multi_modal_data.setdefault(kind, []).extend(values)
 
+    # Sequences of the trajectory
+
+    @property
+    def sequences(self) -> "tuple[AsyncRolloutRequest, ...]":
+        """All sequences of the trajectory; the request itself is the last one."""
+        return (*self.branches, self)
+
+    @property
+    def trajectory_turns(self) -> Sequence[Turn]:
+        """Turns of all sequences, except those of delegates, which have budgets of their own.
+
+        `start` and `end` of a turn count in its own sequence.
+        """
+        if not self.branches:
+            return self._turns
+        own = (one for one in self.sequences if one.branch_cause != "delegate")
+        return [turn for one in own for turn in one._turns]
+
+    def set_aside(
+        self, cause: BranchCause, messages: Sequence[Message] = ()
+    ) -> "AsyncRolloutRequest":
+        """Move tokens, turns, messages and media into a finished branch, and return the branch.
+
+        Afterwards the request has no tokens and can `begin` again, in the same state.
+
+        Args:
+            cause: Why the sequence does not continue.
+            messages: The conversation with which the request begins again.
+
+        Raises:
+            LedgerError: If the request has no tokens, or has ended. Nothing is changed.
+        """
+        if self.is_finished or not self._ledger.prompt_ids:
+            raise LedgerError("a sequence without tokens, or one that has ended, stays")
+        branch = AsyncRolloutRequest(
+            request_id=f"{self.request_id}#{len(self.branches)}",
+            parent_id=self.parent_id,
+            messages=self.messages,
+            multi_modal_data=self.multi_modal_data,
+            **{name: getattr(self, name) for name in _SHARED_WITH_BRANCHES},
+        )
+        branch._ledger, branch._turns = self._ledger, self._turns
+        branch.take_edge(RequestState.RUNNING)
+        branch.finish(StopReason.CONTINUED)
+        for one in self.branches:
+            if one.parent_id == self.request_id:
+                one.parent_id = branch.request_id
+        self._ledger, self._turns, self.multi_modal_data = Ledger(), [], {}
+        self.messages, self.parent_id = [*messages], branch.request_id
+        self._attach(branch, cause)
+        return branch
+
+    def add_branch(self, other: "AsyncRolloutRequest", cause: BranchCause) -> None:
+        """Attach a finished request as a branch, and its own branches before it.
+
+        If it has no `parent_id`, its parent is this request. It becomes a sample of this request's
+        group.
+
+        Raises:
+            LedgerError: If it has not ended, or is attached already. Nothing is changed.
+        """
+        attached = {id(one) for one in self.sequences}
+        if not other.is_finished or other.branch_cause or id(other) in attached:
+            raise LedgerError(
+                f"the request {other.request_id} cannot become a branch of {self.request_id}",
+                expected="another request, which has ended and is not a branch",
+            )
+        others, other.branches = other.branches, []
+        first = next((one for one in [*others, other] if one.parent_id is None), other)
+        first.parent_id = first.parent_id or self.request_id
+        for one in others:
+            self._attach(one, one.branch_cause or cause)
+        self._attach(other, cause)
+
+    def _attach(self, branch: "AsyncRolloutRequest", cause: BranchCause) -> None:
+        branch.branch_cause = cause
+        branch.uid, branch.batch_data_id = self.uid, self.batch_data_id
+        branch.rollout_offset, branch.attempt = self.rollout_offset, self.attempt
+        self.branches.append(branch)
+
     # Budgets
 
     @property
@@ -335,28 +429,33 @@ class AsyncRolloutRequest(RequestFields):
 
     @property
     def num_assistant_turns(self) -> int:
-        """Completions so far."""
-        return sum(turn.role == "assistant" for turn in self._turns)
+        """Completions of the trajectory so far, without summaries and delegates."""
+        turns = self.trajectory_turns
+        return sum(turn.role == "assistant" and not turn.is_compaction for turn in turns)
 
     @property
     def num_user_turns(self) -> int:
-        """Replies of the interaction so far."""
-        return sum(turn.role == "user" for turn in self._turns)
+        """Replies of the interaction to the trajectory so far."""
+        turns = self.trajectory_turns
+        return sum(turn.role == "user" and not turn.is_compaction for turn in turns)
 
     @property
     def num_turns(self) -> int:
         """Turns as verl counts them: the prompt is one, all results of one completion are one."""
-        return 1 + sum(1 for _ in groupby(turn.role for turn in self._turns))
+        turns = [turn for turn in self.trajectory_turns if not turn.is_compaction]
+        return 1 + sum(1 for _ in groupby(turn.role for turn in turns))
 
     @property
     def num_tool_calls(self) -> int:
-        """Tool calls so far, malformed ones included."""
-        return sum(len(turn.calls) for turn in self._turns)
+        """Tool calls of the trajectory so far, malformed ones included, without delegates' own."""
+        turns = self.trajectory_turns
+        return sum(len(turn.calls) for turn in turns if not turn.is_compaction)
 
     @property
     def reward_scores(self) -> dict[str, Any]:
         """Rewards of tools by name, and those of the turns under `user_turn_rewards`."""
-        scored = [turn.reward for turn in self._turns if turn.reward is not None]
+        turns = self.trajectory_turns
+        scored = [turn.reward for turn in turns if turn.reward is not None]
         return {**self.tool_rewards, "user_turn_rewards": scored}
 
     # Comparing, copying and saving include the private attributes.
@@ -371,6 +470,7 @@ class AsyncRolloutRequest(RequestFields):
         """Copy with a ledger and turns of its own, so that copies do not share tokens."""
         twin = super().__copy__()
         twin._ledger, twin._turns = copy.deepcopy((self._ledger, self._turns))
+        twin.branches = [copy.copy(branch) for branch in self.branches]
         return twin
 
     def _private_values(self) -> tuple[RequestState, StopReason | None, Any, list[Turn], Ledger]:

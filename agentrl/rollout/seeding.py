@@ -20,9 +20,10 @@ def turn_seed(request: AsyncRolloutRequest) -> int:
     """Return the seed of the next completion: a function of request seed, attempt and turn.
 
     So the samples depend neither on the other requests in the engine nor on its earlier calls. A
-    resumed run continues exactly as a run that was not stopped (resume is exact).
+    resumed run continues exactly as a run that was not stopped (resume is exact). Turns that were
+    set aside count.
     """
-    return draw_seed(f"{request.seed}:{request.attempt}:{len(request.turns)}")
+    return draw_seed(f"{request.seed}:{request.attempt}:{len(request.trajectory_turns)}")
 
 
 def should_interact(request: AsyncRolloutRequest, probability: float) -> bool:

@@ -67,6 +67,9 @@ class StopReason(StrEnum):
     """The response reached its token budget, or the next observation does not fit into it."""
     MODEL_LENGTH = "model_length"
     """Prompt and response reached the length of the model."""
+    CONTINUED = "continued"
+    """The sequence was set aside, and its trajectory continues in another sequence. Only branches
+    end so."""
     WALL_CLOCK = "wall_clock"
     """The request ran out of time."""
     ABORTED = "aborted"
@@ -102,6 +105,7 @@ ENDS: MappingProxyType[StopReason, End] = MappingProxyType(
         StopReason.MAX_TOOL_CALLS: _MODEL,
         StopReason.RESPONSE_BUDGET: _MODEL,
         StopReason.MODEL_LENGTH: _MODEL,
+        StopReason.CONTINUED: _SUCCESS,
         StopReason.WALL_CLOCK: _INFRASTRUCTURE,
         StopReason.ABORTED: _INFRASTRUCTURE,
         StopReason.FAILED: End(_S.FAILED, None, in_baseline=False, trained=False),
