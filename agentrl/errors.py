@@ -19,6 +19,8 @@ class Fault(StrEnum):
     """A tool failed in create, calc_reward or release; in a call under `on_tool_failure: fail`."""
     INTERACTION = "interaction"
     """A simulated user or environment raised or timed out."""
+    AGENT = "agent"
+    """An agent loop or an agent's program raised, crashed, or did not use the policy."""
     ENGINE = "engine"
     """The inference engine failed or is gone."""
     REWARD = "reward"
@@ -95,6 +97,12 @@ class TrainingError(AgentRLError, RuntimeError):
 
 class OutOfMemoryError(AgentRLError, MemoryError):
     """Training ran out of memory (detail `expected`: the keys that reduce its use)."""
+
+
+class AgentError(AgentRLError, RuntimeError):
+    """An agent of the user raised, crashed or ended without a call. The request fails with
+    `Fault.AGENT` (details: `exit_code`, `output`, `expected`).
+    """
 
 
 class EngineError(AgentRLError, RuntimeError):

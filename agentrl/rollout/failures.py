@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from agentrl.errors import (
+    AgentError,
     EngineError,
     Fault,
     InteractionError,
@@ -40,6 +41,7 @@ _MAX_MESSAGE_CHARS = 2000
 _MAX_TRACEBACK_CHARS = 4000
 
 _FAULT_OF_TYPE = {
+    AgentError: Fault.AGENT,
     EngineError: Fault.ENGINE,
     InteractionError: Fault.INTERACTION,
     ToolLifeError: Fault.TOOL,
