@@ -134,6 +134,8 @@ class ShapeOptions:
     keeps_numbers_apart: bool = False
     """Whether numbers in calls become slots too. This gives fewer shapes. Only for texts that are
     not encoded, because a tokenizer may join a number with the blank before it."""
+    assistant: TextOrigin = TextOrigin.POLICY
+    """Origin of the texts of assistant messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,8 @@ class ShapeBuilder:
         return slot
 
     def _read_message(self, message: Message) -> dict[str, Node]:
-        origin = TextOrigin.POLICY if message.role == "assistant" else TextOrigin.OUTSIDE
+        is_assistant = message.role == "assistant"
+        origin = self._reading.assistant if is_assistant else TextOrigin.OUTSIDE
         node: dict[str, Node] = {"role": message.role}
         if message.tool_call_id is not None:
             node["tool_call_id"] = self._read_id(message.tool_call_id)

@@ -6,6 +6,7 @@ and no outside text becomes a control token (outside text is never a control tok
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -160,13 +161,28 @@ class ChatTemplate:
         """
         return self.plan_prompt(messages, tools).text
 
-    def plan_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> PlannedPrompt:
+    def plan_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        assistant: TextOrigin = TextOrigin.POLICY,
+    ) -> PlannedPrompt:
         """Prepare `encode_prompt` without encoding, so that its texts can be encoded with others.
+
+        Args:
+            messages: The conversation.
+            tools: The schemas in the prompt.
+            assistant: Who wrote the assistant messages. `OUTSIDE` for those of a client: none of
+                their texts becomes a control token.
 
         Raises:
             TemplateError: as `encode_prompt`.
         """
-        read = self.read(messages, tools)
+        options = None
+        if assistant is not TextOrigin.POLICY:
+            options = replace(self.structure.options, assistant=assistant)
+        read = self.read(messages, tools, options=options)
         return PlannedPrompt(self._compiled_prompt(messages, read), read.texts)
 
     def encode_delta(

@@ -1,0 +1,188 @@
+"""The interface of a dialect, and what all dialects share: reading bodies, tools and options."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentrl.agent_loops.gateway.calls import (
+    CallError,
+    ChatCall,
+    ChatReply,
+    Form,
+    SentCall,
+)
+from agentrl.messages import OpenAIFunctionToolSchema
+from agentrl.rollout.tool_parsers.json_calls import decode_json
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Body(BaseModel):
+    """A part of a client's body. Unknown fields are kept; those of the body itself are reported."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Event(NamedTuple):
+    """One server-sent event."""
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
+
+    def encode(self) -> bytes:
+        """Return the event as it is sent."""
+        text = self.data if isinstance(self.data, str) else json.dumps(self.data)
+        head = f"event: {self.name}\n" if self.name else ""
+        return f"{head}data: {text}\n\n".encode()
+
+
+class Dialect(Protocol):
+    """Translates between one API and the gateway's records."""
+
+    name: str
+
+    def read(self, body: bytes) -> ChatCall:
+        """Read a client's body.
+
+        Raises:
+            CallError: If it is not valid, or asks for what the gateway cannot do.
+        """
+        ...
+
+    def write(self, reply: ChatReply, call: ChatCall) -> dict[str, Any]:
+        """Write a reply as a body."""
+        ...
+
+    def stream(self, reply: ChatReply, call: ChatCall) -> Iterator[Event]:
+        """Write a reply as events."""
+        ...
+
+    def write_error(self, error: CallError) -> dict[str, Any]:
+        """Write an error as a body; in a stream, as the data of an event."""
+        ...
+
+
+def read_body(model: type[M], body: bytes) -> M:
+    """Read the body of a call.
+
+    Raises:
+        CallError: If it is not JSON, or not the JSON of the model. Names the field.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CallError(
+            f"{where or 'the body'}: {first['msg']}", code="invalid_request", param=where or None
+        ) from None
+
+
+def refuse_several(n: int | None) -> None:
+    """Refuse a call for several completions.
+
+    Raises:
+        CallError: If `n` is not 1.
+    """
+    if n not in (None, 1):
+        raise CallError(
+            f"n is {n}; the gateway samples one completion per call: expected n = 1, and one call "
+            "for each completion",
+            code="unsupported_value",
+            param="n",
+        )
+
+
+def read_tool(function: Mapping[str, Any], param: str) -> OpenAIFunctionToolSchema:
+    """Read the schema of a tool; equal schemas are one object, which templates cache by identity.
+
+    Raises:
+        CallError: If it is not valid.
+    """
+    return _read_tool(json.dumps(function), param)
+
+
+@lru_cache(maxsize=4096)
+def _read_tool(text: str, param: str) -> OpenAIFunctionToolSchema:
+    given = {"type": "function", "function": json.loads(text)}
+    try:
+        return OpenAIFunctionToolSchema.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise CallError(
+            f"{param}: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            code="invalid_tool",
+            param=param,
+        ) from None
+
+
+def read_arguments(name: str, call_id: str, text: str, param: str) -> SentCall:
+    """Read a tool call of a history, with its arguments as JSON.
+
+    Raises:
+        CallError: If the arguments are not a JSON object.
+    """
+    decoded = decode_json(text or "{}")
+    if decoded.reason or not isinstance(decoded.value, dict):
+        raise CallError(
+            f"{param}: the arguments of the call of {name!r} are not a JSON object",
+            code="invalid_arguments",
+            param=param,
+        )
+    return SentCall(call_id, name, cast("dict[str, Any]", decoded.value), text)
+
+
+class Part(Body):
+    """A part of a content."""
+
+    type: str
+    text: str | None = None
+
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of parts that are texts."""
+
+
+def read_content(content: str | Sequence[Part] | None, param: str) -> tuple[str, Form]:
+    """Join the text parts of a content.
+
+    Raises:
+        CallError: For a part that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", "null" if content is None else "text"
+    for index, part in enumerate(content):
+        if part.type not in TEXT_PARTS:
+            raise CallError(
+                f"{param}[{index}] has the type {part.type!r}; the policy reads text only",
+                code="unsupported_content",
+                param=f"{param}[{index}].type",
+            )
+    return "".join(part.text or "" for part in content), "parts"
+
+
+def read_sampling(body: BaseModel) -> dict[str, float]:
+    """Return the sampling parameters that a body sets."""
+    names = ("temperature", "top_p", "top_k")
+    given = {name: getattr(body, name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def find_ignored(body: BaseModel, harmless: frozenset[str]) -> tuple[str, ...]:
+    """Return the names of fields that were sent and have no effect."""
+    extra = body.model_extra or {}
+    return tuple(sorted(k for k, v in extra.items() if k not in harmless and v not in _UNSET))
+
+
+_UNSET: tuple[Any, ...] = (None, [], {}, "")
+
+Choice = Literal["auto", "none", "required"]
+
+
+def cut_text(text: str, size: int = 64) -> Iterator[str]:
+    """Cut a text into the pieces of a stream."""
+    for start in range(0, len(text), size):
+        yield text[start : start + size]

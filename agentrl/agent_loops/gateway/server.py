@@ -1,0 +1,360 @@
+"""The gateway: an HTTP server per process that agents use as their model's API.
+
+The key of a call names its request, so any number of agents run at once. Dialects translate; the
+session of the request samples and keeps the tokens. A client that floods, disconnects or sends
+garbage affects its own request only.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Self
+
+from aiohttp import web
+
+from agentrl.agent_loops.gateway.calls import CallError, ChatReply
+from agentrl.agent_loops.gateway.dialect import Dialect, Event
+from agentrl.agent_loops.gateway.openai_chat import OpenAIChat
+from agentrl.agent_loops.gateway.sessions import GatewaySession, GatewaySettings, PendingCall
+from agentrl.agent_loops.gateway.trajectory import Trajectory
+from agentrl.engines.protocol import CompletionSource
+from agentrl.plugins.cancellation import wait_despite_cancellation
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.states import RequestState
+
+logger = logging.getLogger(__name__)
+
+MAX_ENDED_KEYS = 65_536
+"""Ended keys that are remembered, so that their calls get 410 instead of 401."""
+MAX_HEADER_BYTES = 16 << 10
+
+DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat()}
+"""Each route of completions, and its dialect."""
+
+
+class Gateway:
+    """Serves the policy to agents. Start one per process.
+
+    The server starts with the first session. `close` stops it.
+
+    Args:
+        settings: Where it listens, and its limits.
+
+    Example:
+        >>> async with Gateway() as gateway:
+        ...     async with gateway.session(request, context, source) as session:
+        ...         await run_agent(session.base_url, session.key)
+        ...     request.finish(session.stop_reason)
+    """
+
+    def __init__(self, settings: GatewaySettings | None = None) -> None:
+        self.settings = settings or GatewaySettings()
+        self._sessions: dict[str, GatewaySession] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._starting = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self._greeted: set[Any] = set()
+        self._address = ""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def address(self) -> str:
+        """URL of the server, without a path; empty before it starts."""
+        return self._address
+
+    @asynccontextmanager
+    async def session(
+        self,
+        request: AsyncRolloutRequest,
+        context: RolloutContext,
+        source: CompletionSource | None = None,
+    ) -> AsyncIterator[GatewaySession]:
+        """Serve one pending request for the `with` block.
+
+        Inside the block the request is running. After it, also after an error, the request has its
+        sequences, and its key is refused. The caller ends it with a stop reason.
+
+        Args:
+            request: A pending request.
+            context: Template, parser and settings of the run.
+            source: Generates the completions; None: the engine of the context.
+        """
+        await self.start()
+        request.take_edge(RequestState.RUNNING)
+        trajectory = Trajectory(
+            request, context, source or context.engine, discarded=self.settings.discarded
+        )
+        key = f"agentrl-{secrets.token_urlsafe(24)}"
+        session = GatewaySession(key, self._address, trajectory, self.settings)
+        self._sessions[key] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[key]
+            self._ended[key] = None
+            while len(self._ended) > MAX_ENDED_KEYS:
+                self._ended.popitem(last=False)
+            ending = asyncio.create_task(session.end())
+            await wait_despite_cancellation([ending])
+            ending.result()
+
+    # The server
+
+    async def start(self) -> None:
+        """Start the server, if it is not running.
+
+        Raises:
+            OSError: If the port is in use.
+        """
+        async with self._starting:
+            if self._runner is not None:
+                return
+            runner = web.AppRunner(
+                self._make_app(),
+                access_log=None,
+                handler_cancellation=True,
+                keepalive_timeout=75,
+                max_field_size=MAX_HEADER_BYTES,
+            )
+            await runner.setup()
+            try:
+                site = web.TCPSite(runner, self.settings.host, self.settings.port, backlog=1024)
+                await site.start()
+            except BaseException:
+                await runner.cleanup()
+                raise
+            host, port = runner.addresses[0][:2]
+            shown = f"[{host}]" if ":" in host else host
+            self._address = f"http://{shown}:{port}"
+            self._runner = runner
+            self._sweeper = asyncio.create_task(self._sweep(runner))
+
+    async def close(self) -> None:
+        """Stop the server. Sessions that are open stay usable only for their `with` block's end."""
+        runner, self._runner = self._runner, None
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeper
+        if runner is not None:
+            await runner.cleanup()
+
+    def _make_app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=self.settings.max_body_bytes, middlewares=[self._greet]
+        )
+        for path, dialect in DIALECTS.items():
+            app.router.add_post(path, self._completion_handler(dialect))
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_get("/v1/models/{name}", self._show_model)
+        app.router.add_post("/reward", self._take_reward)
+        app.router.add_post("/v1/reward", self._take_reward)
+        app.router.add_get("/health", self._show_health)
+        return app
+
+    @web.middleware
+    async def _greet(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Mark the connection as one that has sent headers, and answer unknown routes."""
+        self._greeted.add(request.protocol)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status in (404, 405):
+                known = ", ".join([*DIALECTS, "/v1/models", "/reward"])
+                message = f"no route {request.method} {request.path}; the gateway has {known}"
+                raised = CallError(message, status=error.status, code="unknown_route")
+                return _respond_error(_dialect_of(request), raised)
+            raise
+
+    async def _sweep(self, runner: web.AppRunner) -> None:
+        """Close connections that do not send their headers in time, and those above the limit."""
+        arrived: dict[Any, float] = {}
+        while runner.server is not None:
+            now, connections = time.monotonic(), runner.server.connections
+            self._greeted.intersection_update(connections)
+            silent = [one for one in connections if one not in self._greeted]
+            arrived = {one: arrived.get(one, now) for one in silent}
+            excess = len(connections) - self.settings.max_connections
+            for number, one in enumerate(silent):
+                is_late = now - arrived[one] >= self.settings.header_timeout_s
+                if one.transport is not None and (is_late or number < excess):
+                    one.transport.abort()
+            await asyncio.sleep(min(1.0, self.settings.header_timeout_s / 4))
+
+    # Routes
+
+    def _completion_handler(
+        self, dialect: Dialect
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = self._find_session(request)
+                body = await self._read(request)
+                call = dialect.read(body)
+                pending = session.start(call, body, request.headers)
+                if pending.call.stream:
+                    return await self._stream(request, dialect, pending)
+                reply = await pending.wait()
+                written = dialect.write(reply, pending.call)
+                response = web.json_response(written, headers=_headers(reply))
+                await _send(request, response)
+                pending.confirm()
+                return response
+            except CallError as error:
+                return _respond_error(dialect, error)
+            except (asyncio.CancelledError, ConnectionError, web.HTTPException):
+                raise
+            except Exception as error:
+                # A defect of the gateway or of a plug-in. It costs this call, not the server.
+                logger.exception("a call of a client failed")
+                what = f"{type(error).__name__}: {error}"
+                return _respond_error(dialect, CallError(what, status=500, code="internal_error"))
+
+        return handle
+
+    async def _stream(
+        self, request: web.Request, dialect: Dialect, pending: PendingCall
+    ) -> web.StreamResponse:
+        """Send a reply as events, after the completion has ended; before that, comments."""
+        waiting = asyncio.ensure_future(pending.wait())
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        try:
+            # Errors of the first seconds get a status of their own.
+            await asyncio.wait([waiting], timeout=self.settings.ping_interval_s)
+            if waiting.done():
+                response.headers.update(_headers(waiting.result()))
+            await response.prepare(request)
+            while not waiting.done():
+                await response.write(b": waiting for the policy\n\n")
+                await asyncio.wait([waiting], timeout=self.settings.ping_interval_s)
+            try:
+                events = dialect.stream(waiting.result(), pending.call)
+            except CallError as error:
+                await response.write(Event(dialect.write_error(error), "error").encode())
+                await response.write_eof()
+                return response
+            for event in events:
+                await response.write(event.encode())
+            await response.write_eof()
+            if request.transport is not None and not request.transport.is_closing():
+                pending.confirm()
+            return response
+        finally:
+            waiting.cancel()
+            with suppress(asyncio.CancelledError, CallError):
+                await waiting
+
+    def _find_session(self, request: web.Request) -> GatewaySession:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        given = [key for key in (request.headers.get("x-api-key"), bearer) if key]
+        for key in given:
+            if key in self._sessions:
+                return self._sessions[key]
+        if any(key in self._ended for key in given):
+            raise CallError("the request of this key has ended", status=410, code="request_ended")
+        raise CallError(
+            "unknown key; expected the key of a running request, as `Authorization: Bearer KEY` "
+            "or `x-api-key: KEY`",
+            status=401,
+            code="invalid_api_key",
+        )
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise CallError(
+                f"the body has more than {self.settings.max_body_bytes} bytes",
+                status=413,
+                code="body_too_large",
+            ) from None
+        except TimeoutError:
+            raise CallError(
+                f"the body did not arrive in {self.settings.body_timeout_s:g} seconds",
+                status=408,
+                code="body_timeout",
+            ) from None
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        try:
+            self._find_session(request)
+        except CallError as error:
+            return _respond_error(_dialect_of(request), error)
+        listed = [self._describe_model(self.settings.model_name)]
+        ids = {"first_id": self.settings.model_name, "last_id": self.settings.model_name}
+        return web.json_response({"object": "list", "data": listed, "has_more": False, **ids})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        try:
+            self._find_session(request)
+        except CallError as error:
+            return _respond_error(_dialect_of(request), error)
+        return web.json_response(self._describe_model(request.match_info["name"]))
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "display_name": name,
+            "owned_by": "agentrl",
+        }
+
+    async def _take_reward(self, request: web.Request) -> web.Response:
+        try:
+            session = self._find_session(request)
+            session.report(await self._read(request))
+        except CallError as error:
+            return _respond_error(_dialect_of(request), error)
+        return web.json_response({"reward": session.reported_reward})
+
+    async def _show_health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    """Return the dialect of the client that sends a request which has no dialect by its route."""
+    return DIALECTS.get(request.path, DIALECTS["/v1/chat/completions"])
+
+
+def _headers(reply: ChatReply) -> dict[str, str]:
+    return {"x-agentrl-ignored": ", ".join(reply.unmet)} if reply.unmet else {}
+
+
+def _respond_error(dialect: Dialect, error: CallError) -> web.Response:
+    headers = {"x-should-retry": "true" if error.can_be_repeated else "false"}
+    return web.json_response(dialect.write_error(error), status=error.status, headers=headers)
+
+
+async def _send(request: web.Request, response: web.Response) -> None:
+    """Send a response now, so that a failure to deliver it is known.
+
+    Raises:
+        ConnectionError: If the client has left.
+    """
+    await response.prepare(request)
+    await response.write_eof()
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("the client has left")

@@ -1,0 +1,228 @@
+"""The session of one request: its key, its calls in progress, its limits, and what it reported."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply
+from agentrl.agent_loops.gateway.dialect import Body, read_body
+from agentrl.agent_loops.gateway.trajectory import Discarded, Point, Trajectory
+from agentrl.plugins.cancellation import wait_despite_cancellation
+from agentrl.rollout.states import StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Where the gateway listens, and its limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: a free one."""
+    model_name: str = "policy"
+    """Name of the model in `GET /v1/models`, and in the environment of agents."""
+    max_body_bytes: int = 32 << 20
+    max_concurrent_calls: int = 32
+    """Calls of one key at the same time; a further one gets the status 429."""
+    max_calls: int = 1024
+    """Completions and failed calls of one request; a further call gets the status 403."""
+    max_connections: int = 4096
+    header_timeout_s: float = 20.0
+    """Seconds until a new connection has sent the headers of its first call."""
+    body_timeout_s: float = 60.0
+    """Seconds in which the body of a call must arrive."""
+    ping_interval_s: float = 10.0
+    """Seconds between the comments that keep a waiting stream alive."""
+    discarded: Discarded = "exclude"
+    """Training of completions that the agent sampled again and did not use."""
+
+
+class _Reward(Body):
+    reward: float = Field(allow_inf_nan=False)
+
+
+@dataclass(eq=False, slots=True)
+class PendingCall:
+    """A call that samples, or has sampled, for one body of a client."""
+
+    call: ChatCall
+    task: asyncio.Task[tuple[ChatReply, Point]]
+    idempotency_key: str | None
+    num_clients: int = 0
+    """Connections that wait for the answer."""
+    is_delivered: bool = False
+
+    async def wait(self) -> ChatReply:
+        """Wait for the reply. Cancelling this does not cancel the call."""
+        self.num_clients += 1
+        try:
+            reply, _ = await asyncio.shield(self.task)
+            return reply
+        finally:
+            self.num_clients -= 1
+
+    def confirm(self) -> None:
+        """Note that a client got the whole answer."""
+        self.is_delivered = True
+        _, point = self.task.result()
+        point.is_delivered = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call ended without a completion."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+class GatewaySession:
+    """One request, for as long as its agent runs.
+
+    Attributes:
+        key: Names the request in every call.
+        reported_reward: The last reward that the agent posted; None if it posted none.
+        reported: The whole body of that post.
+    """
+
+    def __init__(
+        self, key: str, address: str, trajectory: Trajectory, settings: GatewaySettings
+    ) -> None:
+        self.key = key
+        self.reported_reward: float | None = None
+        self.reported: dict[str, Any] = {}
+        self._address = address
+        self._trajectory = trajectory
+        self._settings = settings
+        self._calls: dict[bytes, list[PendingCall]] = {}
+        self._running: set[asyncio.Task[tuple[ChatReply, Point]]] = set()
+        self._num_calls = 0
+
+    @property
+    def base_url(self) -> str:
+        """Base URL for clients of OpenAI's API."""
+        return f"{self._address}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Base URL for clients of Anthropic's API, which add `/v1` themselves."""
+        return self._address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables with which clients find the gateway."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "OPENAI_MODEL": self._settings.model_name,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "ANTHROPIC_AUTH_TOKEN": self.key,
+            "ANTHROPIC_MODEL": self._settings.model_name,
+            "AGENTRL_BASE_URL": self._address,
+            "AGENTRL_API_KEY": self.key,
+            "AGENTRL_REWARD_URL": f"{self._address}/reward",
+            "AGENTRL_MODEL": self._settings.model_name,
+        }
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """How the trajectory ends if the agent ends now: the budget that cut it, or ANSWERED."""
+        return self._trajectory.cut or StopReason.ANSWERED
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the engine failed in the last call; None if it did not."""
+        return self._trajectory.error
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Calls, sequences, differences and cuts so far; also in the request's metrics."""
+        return self._trajectory.counts
+
+    def start(self, call: ChatCall, body: bytes, headers: Mapping[str, str]) -> PendingCall:
+        """Start a call, or return the call of which this one is a repetition.
+
+        A client repeats a call if it gave up waiting or lost the connection. The same body is a
+        repetition if its `Idempotency-Key` is that of an earlier call; else, if the client says so
+        (`x-stainless-retry-count` above 0), or if the clients of an earlier call have left before
+        they got the answer. Otherwise the same body asks for another sample.
+
+        Raises:
+            CallError: If the key has too many calls.
+        """
+        same = self._calls.setdefault(blake2b(body, digest_size=16).digest(), [])
+        given = headers.get("Idempotency-Key")
+        if (earlier := _find_repeated(same, given, headers)) is not None:
+            self.counts["repeated_calls"] += 1
+            return earlier
+        self._refuse_flood()
+        task = asyncio.create_task(self._trajectory.complete(call))
+        self._running.add(task)
+        task.add_done_callback(self._end_call)
+        pending = PendingCall(call, task, given)
+        same.append(pending)
+        return pending
+
+    def _refuse_flood(self) -> None:
+        limit = self._settings.max_concurrent_calls
+        if len(self._running) >= limit:
+            self.counts["refused_calls"] += 1
+            raise CallError(
+                f"{limit} calls of this key are running; wait for one of them to end",
+                status=429,
+                code="too_many_calls",
+            )
+        if self._num_calls >= self._settings.max_calls:
+            self.counts["refused_calls"] += 1
+            raise CallError(
+                f"this request has used all its {self._settings.max_calls} calls",
+                status=403,
+                code="budget_exceeded",
+            )
+        self._num_calls += 1
+
+    def _end_call(self, task: asyncio.Task[tuple[ChatReply, Point]]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # a client that has left does not fetch it
+
+    def report(self, body: bytes) -> None:
+        """Store the reward that the agent posted.
+
+        Raises:
+            CallError: If the body is not `{"reward": number}`; further fields are kept.
+        """
+        given = read_body(_Reward, body)
+        if not math.isfinite(given.reward):
+            raise CallError("reward: expected a finite number", code="invalid_request")
+        self.reported_reward, self.reported = given.reward, given.model_dump()
+
+    async def end(self) -> None:
+        """Cancel the calls in progress, and write the sequences to the request."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        self.counts["cancelled_calls"] += len(running)
+        if running:
+            await wait_despite_cancellation(running)
+        self._trajectory.finish()
+
+
+def _find_repeated(
+    same: list[PendingCall], idempotency_key: str | None, headers: Mapping[str, str]
+) -> PendingCall | None:
+    """Return the earlier call with this body that a call repeats, if any."""
+    usable = [pending for pending in same if not pending.has_failed]
+    if idempotency_key:
+        equal = (one for one in usable if one.idempotency_key == idempotency_key)
+        return next(equal, None)
+    left = (one for one in usable if not (one.is_delivered or one.num_clients))
+    retries = headers.get("x-stainless-retry-count", "0")
+    if (abandoned := next(left, None)) or not (retries.isdigit() and int(retries) > 0):
+        return abandoned
+    waiting = (one for one in usable if not one.is_delivered)
+    return next(waiting, usable[-1] if usable else None)

@@ -1,0 +1,659 @@
+"""The sequences of one request that an agent drives through the gateway. No HTTP.
+
+    ChatCall -> match the history -> continue, branch or begin a sequence -> engine -> ChatReply
+
+A call continues the sampled tokens exactly if its history says what was sampled: the new messages
+are appended as a delta, and no sampled token is rendered again (train what was sampled). A history
+that continues from an earlier completion, or a second time from the same one, becomes a sequence of
+its own that starts with the same tokens (`branch`). Any other history is rendered as a new prompt
+(`rewrite`). Tokens that a sequence copies are in its prompt, so each sampled token is trained once.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import count
+from typing import Literal
+
+from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply, SentCall, SentMessage
+from agentrl.agent_loops.gateway.histories import HistoryTree, Match, Node, split_thought
+from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
+from agentrl.errors import EngineError, TemplateError
+from agentrl.messages import CallOutcome, Message, OpenAIFunctionToolSchema
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.records import BranchCause, Turn
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.seeding import draw_seed
+from agentrl.rollout.states import RequestState, StopReason
+from agentrl.rollout.templates.assistant_turn import THOUGHT_FIELDS
+from agentrl.rollout.templates.delta import PlannedDelta
+from agentrl.rollout.templates.slots import TextOrigin
+from agentrl.rollout.tool_calls import CompletedTurn, read_turn, skip_calls
+
+Discarded = Literal["exclude", "train"]
+"""What happens to a completion that the agent sampled again from the same history and did not use.
+`exclude` leaves it out of the loss: the reward is that of another completion. `train` trains it."""
+
+_UNLIMITED = 1 << 30
+_reply_numbers = count()
+
+
+@dataclass(eq=False, slots=True)
+class Point:
+    """A completion of the policy: the end of a sampled turn of a sequence."""
+
+    sequence: "TokenSequence"
+    turn: Turn
+    order: int
+    """Number of completions of the trajectory before this one."""
+    num_messages: int
+    """Messages of the sequence up to the completion."""
+    is_delivered: bool = False
+    """Whether the client got the whole answer."""
+    is_continued: bool = False
+    """Whether a later history contains the completion."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a call can append to the sequence here."""
+        return not self.sequence.is_busy and self.sequence.points[-1] is self
+
+    @property
+    def input_ids(self) -> list[int]:
+        """All tokens up to the completion, and those of the completion."""
+        record = self.sequence.record
+        return record.prompt_ids + record.response_ids[: self.turn.end]
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """The sampled tokens."""
+        return self.sequence.record.response_ids[self.turn.start : self.turn.end]
+
+
+@dataclass(eq=False, slots=True)
+class TokenSequence:
+    """One sequence of the trajectory, and how it came to be."""
+
+    record: AsyncRolloutRequest
+    engine_id: str
+    cause: BranchCause | None = None
+    parent: "TokenSequence | None" = None
+    points: list[Point] = field(default_factory=list[Point])
+    is_busy: bool = False
+    """Whether a call is sampling its next completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Where a call samples: the sequence, and what precedes the completion."""
+
+    sequence: TokenSequence
+    shown: list[Message]
+    """The new messages, as the template gets them."""
+    num_cut: int
+    """Tokens that they lost to the budget of observations."""
+    after: Node[Point]
+    """The node after which the completion is stored."""
+    point: Point | None = None
+    """The completion after which the new messages follow; None: they are a prompt."""
+    delta: PlannedDelta | None = None
+    is_branch: bool = False
+    """Whether the sequence begins with a copy of the tokens up to `point`."""
+    role: Literal["tool", "user"] = "user"
+    """`tool` if the new messages have results of tools."""
+
+
+class Trajectory:
+    """Samples the calls of one agent, and keeps their tokens.
+
+    Args:
+        request: The request of the agent, running. It gets its sequences in `finish`.
+        context: Template, parser and budgets' helpers of the run.
+        source: Generates the completions. Calls run one at a time if it is not the run's engine.
+        discarded: What happens to completions that the agent did not use.
+
+    Attributes:
+        counts: Calls, sequences by cause, differences, cuts and options without effect, by name.
+        cut: The budget that refused or cut the last call; None if none did.
+        error: Why the engine failed in the last call; None if it did not.
+    """
+
+    def __init__(
+        self,
+        request: AsyncRolloutRequest,
+        context: RolloutContext,
+        source: CompletionSource,
+        *,
+        discarded: Discarded = "exclude",
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.cut: StopReason | None = None
+        self.error: Exception | None = None
+        self._request = request
+        self._context = context
+        self._source = source
+        self._discarded: Discarded = discarded
+        self._sequences: list[TokenSequence] = []
+        self._tree = HistoryTree[Point](lambda point: point.is_free)
+        self._nodes: dict[Point, Node[Point]] = {}
+        self._opened: dict[Node[Point], list[TokenSequence]] = {}
+        self._num_running = 0
+        self._num_completions = 0
+        self._num_tool_calls = 0
+        self._inputs: Counter[bytes] = Counter()
+        # A scheduler of deterministic runs takes one call of a request at a time.
+        self._turnstile = asyncio.Semaphore(_UNLIMITED if source is context.engine else 1)
+
+    async def complete(self, call: ChatCall) -> tuple[ChatReply, Point]:
+        """Sample the completion of a call.
+
+        Raises:
+            CallError: If a budget is spent, the template cannot render the messages, or the engine
+                fails.
+        """
+        self._refuse_if_spent()
+        plan = self._plan(call)
+        plan.sequence.is_busy = True
+        self._num_running += 1
+        started = time.monotonic()
+        try:
+            observed = await self._encode(plan)
+            self._check_length(plan, len(observed))
+            completion = await self._generate(plan, observed, call)
+            reply, point = self._append(plan, observed, completion, call, started)
+        except EngineError as error:
+            self.error = error
+            self.counts["engine_errors"] += 1
+            raise CallError(
+                f"the engine failed: {error}", status=503, code="engine_error"
+            ) from None
+        finally:
+            plan.sequence.is_busy = False
+            self._num_running -= 1
+        self.error = None
+        return reply, point
+
+    # Where a call samples
+
+    def _refuse_if_spent(self) -> None:
+        budgets = self._request.budgets
+        turns, calls = budgets.max_assistant_turns, budgets.max_tool_calls
+        if turns is not None and self._num_completions + self._num_running >= turns:
+            what, limit = f"max_assistant_turns, {turns}", StopReason.MAX_ASSISTANT_TURNS
+        elif calls is not None and self._num_tool_calls > calls:
+            what, limit = f"max_tool_calls, {calls}", StopReason.MAX_TOOL_CALLS
+        else:
+            return
+        self._record_cut(limit)
+        raise CallError(f"the budget {what}, is spent", status=403, code="budget_exceeded")
+
+    def _record_cut(self, limit: StopReason) -> None:
+        self.cut = limit
+        self.counts[f"cut_{limit}"] += 1
+
+    def _plan(self, call: ChatCall) -> _Plan:
+        """Choose the sequence of a call. Nothing is awaited, so calls cannot choose the same."""
+        match = self._tree.match(call.messages, call.tools)
+        for difference, number in match.differences.items():
+            self.counts[str(difference)] += number
+        for node in match.nearest.path():
+            if node.sampled is not None:
+                node.sampled.is_continued = True
+        if match.completion is not None:
+            try:
+                return self._plan_delta(match, match.completion, call.tools)
+            except TemplateError:
+                self.counts["unrenderable_delta"] += 1
+        return self._plan_prompt(match, call.tools)
+
+    def _plan_delta(
+        self, match: Match[Point], node: Node[Point], tools: Sequence[OpenAIFunctionToolSchema]
+    ) -> _Plan:
+        """Plan to continue after a completion.
+
+        Raises:
+            TemplateError: If the template does not support the new messages after a completion.
+        """
+        assert node.sampled is not None
+        assert node.message is not None
+        point, sequence = node.sampled, node.sampled.sequence
+        ids = dict(
+            zip(
+                [call.id for call in match.messages[node.depth - 1].calls],
+                [call.id for call in node.message.calls],
+                strict=True,
+            )
+        )
+        shown, num_cut = self._show(match.new_messages, ids, point.turn)
+        known = sequence.record.tool_schemas
+        delta = self._context.template.plan_delta(shown, tools=known)
+        is_branch = not point.is_free
+        if is_branch:
+            sequence = self._begin_sequence("branch", sequence, known)
+        return _Plan(
+            sequence=sequence,
+            shown=shown,
+            num_cut=num_cut,
+            after=self._tree.add(match.new_messages, tools, after=node),
+            point=point,
+            delta=delta,
+            is_branch=is_branch,
+            role="tool" if any(m.role == "tool" for m in match.new_messages) else "user",
+        )
+
+    def _show(
+        self, messages: Sequence[SentMessage], ids: dict[str, str], turn: Turn | None
+    ) -> tuple[list[Message], int]:
+        """Make the messages that the policy is shown, each cut to the budget of an observation.
+
+        Args:
+            messages: New messages after a completion.
+            ids: Ids of the calls: the client's, and those of the policy.
+            turn: The completion; its records of calls get the outcome.
+
+        Returns:
+            The messages, and the number of tokens that were cut.
+        """
+        parser, shown, total = self._context.parser, list[Message](), 0
+        records = {record.call_id: record for record in turn.calls} if turn else {}
+        for message in messages:
+            fitted = self._context.fitter.fit(message.text)
+            total += fitted.num_cut
+            self.counts["cut_observation"] += fitted.num_cut > 0
+            if message.role != "tool":
+                shown.append(Message(role=message.role, content=fitted.text))
+                continue
+            call_id = ids.get(message.call_id, message.call_id)
+            if record := records.get(call_id):
+                record.num_cut_tokens = fitted.num_cut
+                if record.outcome is CallOutcome.SKIPPED:
+                    record.outcome, record.num_attempts = CallOutcome.OK, 1
+            text = parser.render_result(fitted.text)
+            result = replace(message, text=text, call_id=call_id).to_message()
+            is_tool = parser.result_role == "tool"
+            shown.append(result if is_tool else Message(role=parser.result_role, content=text))
+        return shown, total
+
+    def _plan_prompt(self, match: Match[Point], tools: Sequence[OpenAIFunctionToolSchema]) -> _Plan:
+        """Plan to begin a sequence with the whole history as its prompt."""
+        opened = self._opened.get(match.same_prompt, []) if match.same_prompt else []
+        unused = next((one for one in opened if not (one.is_busy or one.points)), None)
+        after = match.same_prompt or self._tree.add(match.messages, tools)
+        if unused is None:
+            cause = "branch" if opened else "rewrite" if self._sequences else None
+            parent = opened[0] if opened else self._find_nearest(match.nearest)
+            unused = self._begin_sequence(cause, parent, list(tools))
+            self._opened.setdefault(after, []).append(unused)
+            after.is_prompt = True
+        shown = [self._show_in_prompt(message) for message in match.messages]
+        return _Plan(sequence=unused, shown=shown, num_cut=0, after=after)
+
+    def _show_in_prompt(self, message: SentMessage) -> Message:
+        parser = self._context.parser
+        if message.role != "tool":
+            return message.to_message()
+        text = parser.render_result(message.text)
+        if parser.result_role != "tool":
+            return Message(role=parser.result_role, content=text)
+        return replace(message, text=text).to_message()
+
+    def _find_nearest(self, nearest: Node[Point]) -> TokenSequence | None:
+        """Return the sequence with the longest common history: the parent of a new prompt."""
+        for node in nearest.path():
+            if node.sampled is not None:
+                return node.sampled.sequence
+            if node.parent is not None and (below := _first_below(node)):
+                return below.sequence
+        return self._sequences[0] if self._sequences else None
+
+    def _begin_sequence(
+        self,
+        cause: BranchCause | None,
+        parent: TokenSequence | None,
+        tools: list[OpenAIFunctionToolSchema],
+    ) -> TokenSequence:
+        request, number = self._request, len(self._sequences)
+        record = AsyncRolloutRequest(
+            request_id=f"{request.request_id}#{number}",
+            messages=[],
+            tool_schemas=tools,
+            data_source=request.data_source,
+            sampling=request.sampling,
+            budgets=request.budgets,
+            seed=request.seed,
+        )
+        record.take_edge(RequestState.RUNNING)
+        engine_id = record.request_id if number else request.request_id
+        sequence = TokenSequence(record, engine_id, cause, parent)
+        self._sequences.append(sequence)
+        if cause is not None:
+            self.counts[f"sequences_{cause}"] += 1
+        return sequence
+
+    # Tokens
+
+    async def _encode(self, plan: _Plan) -> list[int]:
+        """Encode what precedes the completion, and begin a new sequence; return a delta's tokens.
+
+        Raises:
+            CallError: If the template refuses the messages of a prompt.
+        """
+        template, record = self._context.template, plan.sequence.record
+        if plan.delta is None:
+            if not record.prompt_ids:
+                record.begin(await self._encode_prompt(plan, record.tool_schemas))
+                record.messages = plan.shown
+            return []
+        assert plan.point is not None
+        outside = await template.queue.encode(plan.delta.outside)
+        encoded = plan.delta.encode(plan.point.completion_ids, outside)
+        for index, start, end in encoded.message_spans:
+            for call in plan.point.turn.calls:
+                if call.call_id == plan.shown[index].tool_call_id:
+                    call.num_tokens = end - start
+        if not plan.is_branch:
+            return encoded.ids
+        record.begin(plan.point.input_ids + encoded.ids)
+        before = plan.point.sequence.record.messages[: plan.point.num_messages]
+        record.messages = [*before, *plan.shown]
+        return []
+
+    async def _encode_prompt(
+        self, plan: _Plan, tools: Sequence[OpenAIFunctionToolSchema]
+    ) -> list[int]:
+        template = self._context.template
+        try:
+            # An assistant's message in a prompt was written by the client, or is a copy of one.
+            planned = template.plan_prompt(plan.shown, tools, assistant=TextOrigin.OUTSIDE)
+        except TemplateError as error:
+            raise CallError(
+                f"the chat template cannot render these messages: {error}",
+                code="invalid_messages",
+                param="messages",
+            ) from None
+        return await template.encode_planned(planned)
+
+    def _check_length(self, plan: _Plan, num_observed: int) -> None:
+        """Refuse a call that leaves no token for a completion.
+
+        Raises:
+            CallError: In the form that agents know from other servers.
+        """
+        record = plan.sequence.record
+        if num_observed < record.num_tokens_left:
+            return
+        self._record_cut(record.nearest_limit)
+        asked, limit = len(record.input_ids) + num_observed, record.budgets.max_model_len
+        if record.nearest_limit is StopReason.RESPONSE_BUDGET:
+            asked, limit = (
+                record.num_response_tokens + num_observed,
+                (record.budgets.max_response_tokens),
+            )
+        raise CallError(
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {asked} tokens. prompt is too long: {asked} tokens > {limit} maximum "
+            f"(budget: {record.nearest_limit})",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+    async def _generate(self, plan: _Plan, observed: list[int], call: ChatCall) -> Completion:
+        record = plan.sequence.record
+        left = record.num_tokens_left - len(observed)
+        limit = min(left, record.budgets.max_turn_tokens or left, call.max_tokens or left)
+        input_ids = record.input_ids + observed
+        sampling = replace(
+            record.sampling,
+            max_new_tokens=limit,
+            seed=self._draw_seed(input_ids),
+            stop=(*record.sampling.stop, *call.stop),
+        )
+        async with self._turnstile:
+            completion = await self._source.generate(
+                input_ids, sampling, request_id=plan.sequence.engine_id
+            )
+        if completion.finish_reason is FinishReason.ABORT:
+            raise EngineError("the engine aborted the call")
+        if len(completion.token_ids) > limit:
+            raise EngineError(
+                f"the engine sampled {len(completion.token_ids)} tokens",
+                expected=f"at most {limit}",
+            )
+        return completion
+
+    def _draw_seed(self, input_ids: Sequence[int]) -> int:
+        """Return the seed of a completion: a function of its input and of how often it was asked.
+
+        So it does not depend on the order in which parallel calls arrive.
+        """
+        digest = blake2b(array("Q", input_ids).tobytes(), digest_size=16).digest()
+        self._inputs[digest] += 1
+        name = f"{digest.hex()}:{self._inputs[digest]}"
+        return draw_seed(f"{self._request.seed}:{self._request.attempt}:{name}")
+
+    def _append(
+        self,
+        plan: _Plan,
+        observed: list[int],
+        completion: Completion,
+        call: ChatCall,
+        started: float,
+    ) -> tuple[ChatReply, Point]:
+        """Append a completion to its sequence, and make the answer of the client."""
+        record = plan.sequence.record
+        if plan.delta is not None and not plan.is_branch:
+            shown = record.append_observed(observed, role=plan.role)
+            shown.num_cut_tokens = plan.num_cut
+            shown.cut = "observation" if plan.num_cut else None
+            record.messages += plan.shown
+        turn = record.append_sampled(
+            completion.token_ids,
+            completion.log_probs,
+            finish_reason=completion.finish_reason,
+            weight_versions=completion.weight_versions,
+            cached_tokens=completion.cached_tokens,
+            seconds=time.monotonic() - started,
+        )
+        self._record_end(record, turn, call)
+        read = self._read(turn, completion, call, record)
+        record.messages.append(read.message)
+        point = Point(plan.sequence, turn, self._num_completions, len(record.messages))
+        plan.sequence.points.append(point)
+        self._num_completions += 1
+        reply = self._reply(
+            read, completion, call, num_input=len(record.input_ids) - turn.num_tokens
+        )
+        self._nodes[point] = self._tree.add_completion(plan.after, reply.message, point)
+        return reply, point
+
+    def _record_end(self, record: AsyncRolloutRequest, turn: Turn, call: ChatCall) -> None:
+        self.cut = None
+        if turn.finish_reason is not FinishReason.LENGTH:
+            return
+        if record.num_tokens_left > 0:
+            turn.cut = "turn"
+            is_own = call.max_tokens is not None and turn.num_tokens >= call.max_tokens
+            self.counts["cut_max_tokens" if is_own else "cut_turn"] += 1
+        else:
+            is_response = record.nearest_limit is StopReason.RESPONSE_BUDGET
+            turn.cut = "response" if is_response else "model"
+            self._record_cut(record.nearest_limit)
+
+    def _read(
+        self, turn: Turn, completion: Completion, call: ChatCall, record: AsyncRolloutRequest
+    ) -> CompletedTurn:
+        """Read the tool calls of a completion, and record them."""
+        context = self._context
+        read = read_turn(
+            completion.token_ids,
+            context.template,
+            context.parser,
+            tools=[] if call.tool_choice == "none" else record.tool_schemas,
+            check_arguments=context.settings.check_tool_arguments,
+            num_calls_before=self._num_tool_calls,
+        )
+        turn.calls = skip_calls(read.calls)
+        for made, span in zip(turn.calls, read.call_spans, strict=True):
+            made.span = span and (turn.start + span[0], turn.start + span[1])
+        self._num_tool_calls += read.calls.num_calls
+        if read.calls.malformed:
+            self.counts["malformed_calls"] += len(read.calls.malformed)
+            if context.settings.on_malformed_call == "mask":
+                record.exclude_turn(turn.index, "malformed tool call")
+        return read
+
+    def _reply(
+        self, read: CompletedTurn, completion: Completion, call: ChatCall, *, num_input: int
+    ) -> ChatReply:
+        content, extra = read.message.text, read.message.model_extra or {}
+        thought, text = split_thought(content)
+        thought = next((str(extra[name]) for name in THOUGHT_FIELDS if extra.get(name)), thought)
+        ends = {text.find(stop): stop for stop in call.stop if stop in text}
+        stop = ends[min(ends)] if ends else None
+        text = text[: min(ends)] if ends else text
+        calls = tuple(SentCall.of(made) for made in read.message.tool_calls or [])
+        unmet = self._find_unmet(call, calls)
+        for name in unmet:
+            self.counts[f"ignored_{name}"] += 1
+        self.counts["completions"] += 1
+        return ChatReply(
+            reply_id=f"{self._request.request_id}-{next(_reply_numbers)}",
+            message=SentMessage(
+                role="assistant",
+                text=text,
+                form="text" if text else "null",
+                thought=thought,
+                calls=calls,
+            ),
+            finish_reason=completion.finish_reason,
+            stop_sequence=stop,
+            token_texts=[self._context.template.decode([id]) for id in completion.token_ids]
+            if call.logprobs
+            else [],
+            log_probs=completion.log_probs if call.logprobs else [],
+            prompt_tokens=num_input,
+            completion_tokens=len(completion.token_ids),
+            cached_tokens=completion.cached_tokens,
+            created=int(time.time()),
+            unmet=unmet,
+        )
+
+    def _find_unmet(self, call: ChatCall, calls: Sequence[SentCall]) -> tuple[str, ...]:
+        """Return the names of the client's options that had no effect on this completion."""
+        own = self._request.sampling
+        rules = {"temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
+        unmet = [name for name, value in call.sampling.items() if rules.get(name) != value]
+        wanted = call.tool_choice.removeprefix("tool:")
+        if (call.tool_choice == "required" and not calls) or (
+            call.tool_choice.startswith("tool:") and {made.name for made in calls} != {wanted}
+        ):
+            unmet.append("tool_choice")
+        if len(calls) > 1 and not call.parallel_calls:
+            unmet.append("parallel_tool_calls")
+        return (*unmet, *call.ignored)
+
+    # The end
+
+    def finish(self) -> None:
+        """Write the sequences to the request: the last one into its ledger, others as branches.
+
+        The request stays running. Without a completion it has no tokens.
+        """
+        self._exclude_unused()
+        kept = [one for one in self._sequences if one.points]
+        if kept:
+            root = max(kept, key=lambda one: (one.points[-1].is_delivered, one.points[-1].order))
+            self._add_branches(root, sorted(kept, key=lambda one: one.points[-1].order))
+            copy_sequence(root.record, self._request)
+        self.counts["sequences"] = len(kept)
+        for name, number in sorted((+self.counts).items()):
+            self._request.metrics[f"gateway/{name}"] = float(number)
+
+    def _exclude_unused(self) -> None:
+        """Exclude completions that had no effect on the agent from the loss."""
+        last = max(
+            (p for one in self._sequences for p in one.points),
+            key=lambda point: (point.is_delivered, point.order),
+            default=None,
+        )
+        for sequence in self._sequences:
+            for point in sequence.points:
+                reason = self._reason_to_exclude(point, last)
+                if reason and point.turn.excluded is None:
+                    sequence.record.exclude_turn(point.turn.index, reason)
+
+    def _reason_to_exclude(self, point: Point, last: Point | None) -> str | None:
+        if point.is_continued:
+            return None
+        if not point.is_delivered:
+            self.counts["undelivered"] += 1
+            return "not delivered to the agent"
+        if point is last or not self._tree_has_later(point):
+            return None
+        self.counts["discarded"] += 1
+        return "discarded by the agent" if self._discarded == "exclude" else None
+
+    def _tree_has_later(self, point: Point) -> bool:
+        """Whether the agent sampled again from the same history, after this completion."""
+        node = self._nodes[point]
+        siblings = node.parent.children if node.parent else []
+        return any(one.sampled and one.sampled.order > point.order for one in siblings)
+
+    def _add_branches(self, root: TokenSequence, ordered: Sequence[TokenSequence]) -> None:
+        request = self._request
+
+        def parent_id(sequence: TokenSequence) -> str | None:
+            parent = sequence.parent
+            while parent is not None and not parent.points:
+                parent = parent.parent
+            if parent is root:
+                return request.request_id
+            return parent.record.request_id if parent else None
+
+        for sequence in ordered:
+            if sequence is not root:
+                branch, own_parent = sequence.record, parent_id(sequence)
+                branch.finish(StopReason.CONTINUED)
+                # The first sequence has no cause of its own; the one of the last sequence says why
+                # the trajectory does not end in it.
+                request.add_branch(branch, sequence.cause or root.cause or "branch")
+                branch.parent_id = own_parent
+        request.parent_id = parent_id(root)
+
+
+def copy_sequence(source: AsyncRolloutRequest, target: AsyncRolloutRequest) -> None:
+    """Append the tokens and turns of a sequence to a running request without tokens."""
+    target.messages, target.tool_schemas = source.messages, source.tool_schemas
+    target.begin(source.prompt_ids)
+    ids, log_probs = source.response_ids, source.rollout_log_probs
+    for turn in source.turns:
+        own = slice(turn.start, turn.end)
+        if turn.role == "assistant":
+            copied = target.append_sampled(
+                ids[own],
+                log_probs[own],
+                finish_reason=turn.finish_reason,
+                weight_versions=turn.weight_versions,
+                cached_tokens=turn.cached_tokens,
+                seconds=turn.seconds,
+            )
+        else:
+            copied = target.append_observed(ids[own], role=turn.role, seconds=turn.seconds)
+        copied.calls, copied.cut, copied.num_cut_tokens = turn.calls, turn.cut, turn.num_cut_tokens
+        if turn.excluded is not None:
+            target.exclude_turn(copied.index, turn.excluded)
+
+
+def _first_below(node: Node[Point]) -> Point | None:
+    """Return the first completion below a node, if any."""
+    waiting = [node]
+    while waiting:
+        current = waiting.pop(0)
+        if current.sampled is not None:
+            return current.sampled
+        waiting += current.children
+    return None
