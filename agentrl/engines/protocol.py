@@ -199,6 +199,14 @@ class FollowsUpdates(Protocol):
         ...
 
 
+@runtime_checkable
+class SharesDevices(Protocol):
+    """An engine that all ranks share, on devices of its own or on those of the ranks."""
+
+    shares_devices: bool
+    """Whether it must sleep while the ranks update the policy."""
+
+
 async def generate_each(
     source: CompletionSource, calls: Sequence[EngineCall]
 ) -> "list[Completion | BaseException]":

@@ -282,7 +282,13 @@ def start_engine(
     limits = EngineLimits.of(config, policy)
     with policy.on_device():
         engine = build_engine(
-            config, policy.lm, setup.tokenizer, device=device, dtype=dtype, limits=limits
+            config,
+            policy.lm,
+            setup.tokenizer,
+            device=device,
+            dtype=dtype,
+            limits=limits,
+            servers=given.servers,
         )
     if choose_engine(config) == "scripted":
         run_logger.notes(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines import Engine
-from agentrl.engines.protocol import MemoryTag
+from agentrl.engines.protocol import MemoryTag, SharesDevices
 from agentrl.trainer.metrics.aggregators import MaxMetric, MetricDict, SumMetric
 from agentrl.workers.memory import give_back_cached
 from agentrl.workers.model import PolicyModel
@@ -32,18 +32,22 @@ class EngineSync:
     def of(cls, config: RunConfig, engine: Engine, policy: PolicyModel) -> "EngineSync":
         """Read the settings from a configuration."""
         is_cpu = policy.world.device.type == "cpu"
+        is_apart = engine.is_shared and not (
+            isinstance(engine, SharesDevices) and engine.shares_devices
+        )
         return cls(
             engine=engine,
             policy=policy,
             max_attempts=config.weight_sync.max_attempts,
-            gives_memory=config.rollout.free_cache_engine and not is_cpu and not engine.is_shared,
+            gives_memory=config.rollout.free_cache_engine and not is_cpu and not is_apart,
         )
 
     async def sleep(self) -> None:
         """Make the engine free its memory for the update."""
         if self.gives_memory:
             with self.policy.world.raise_on_all_ranks():
-                await self.engine.sleep()
+                if self._acts:
+                    await self.engine.sleep()
 
     async def sync(self, version: int) -> None:
         """Wake the engine and send it the policy's weights. A collective.
@@ -72,4 +76,10 @@ class EngineSync:
         if self.gives_memory:
             with self.policy.world.raise_on_all_ranks():
                 give_back_cached(self.policy.world.device)
-                await self.engine.wake((tag,))
+                if self._acts:
+                    await self.engine.wake((tag,))
+
+    @property
+    def _acts(self) -> bool:
+        """Whether this rank controls the engine: one rank does, if all share it."""
+        return not self.engine.is_shared or self.policy.world.is_main

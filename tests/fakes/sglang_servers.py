@@ -49,32 +49,40 @@ class FakeSGLang:
     has_open_update: bool = False
     """Whether it is in the middle of an update, and refuses to begin another."""
     port: int = 0
+    host: str = "127.0.0.1"
+    first_version: str = "0"
+    """The version of its weights when it starts."""
+    seconds_per_call: float = 0.0
+    num_running: int = 0
 
     async def start(self) -> None:
         """Answer at a free port, or at the one of before."""
         self.num_births += 1
-        self.version = "0"
+        self.version = self.first_version
         self._waiting: dict[str, asyncio.Future[str]] = {}
         app = web.Application()
-        app.add_routes([web.route("*", "/{route}", self._answer)])
+        app.add_routes([web.route("*", "/{route:.+}", self._answer)])
         self._runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def kill(self) -> None:
         """Be gone, with every connection reset. May be called twice."""
-        if self._runner.server is None:
+        server = self._runner.server
+        if server is None:
             return
-        for connection in list(self._runner.server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-        await self._runner.cleanup()
+        for _ in range(2):  # a connection may be accepted meanwhile, from another thread
+            for connection in list(server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await self._runner.cleanup()
+            await asyncio.sleep(0.01)
 
     def release_all(self) -> None:
         """Let the calls that wait go on."""
@@ -85,7 +93,7 @@ class FakeSGLang:
 
     def routes(self) -> list[str]:
         """What was asked besides looks and calls, in order."""
-        looks = ("health", "model_info", "server_info", "generate")
+        looks = ("health", "model_info", "server_info", "v1/loads", "generate")
         return [route for route, _ in self.asked if route not in looks]
 
     def calls(self) -> list[dict[str, Any]]:
@@ -115,8 +123,16 @@ class FakeSGLang:
                 return web.json_response({"weight_version": self.version})
             case "server_info":
                 return web.json_response(self._info())
+            case "v1/loads":
+                load = {"num_running_reqs": self.num_running, "num_waiting_reqs": 0}
+                return web.json_response({"loads": [load]})
             case "generate":
-                return web.json_response(await self._generate(fields))
+                self.num_running += 1
+                try:
+                    await asyncio.sleep(self.seconds_per_call)
+                    return web.json_response(await self._generate(fields))
+                finally:
+                    self.num_running -= 1
             case "abort_request":
                 for rid, waiting in self._waiting.items():
                     if rid == fields["rid"] and not waiting.done():

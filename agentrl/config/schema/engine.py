@@ -77,7 +77,11 @@ class SGLangServerConfig(Section):
     addresses: Annotated[list[Address], AfterValidator(_each_once)] = Field(
         default_factory=list[str]
     )
-    """Addresses of running servers, such as `http://127.0.0.1:30000`."""
+    """Addresses of running servers, such as `http://127.0.0.1:30000`; empty: the run's cluster
+    starts the servers, in the pools with the role `engine`."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds until a server that the cluster starts, or starts again, must answer. Calls wait so
+    long if no other server is available."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds of one completion, or of one step of a weight update. A late completion is requested
     from another server; if the late server has answered no other request since, it counts as

@@ -23,6 +23,7 @@ from agentrl.engines.sglang.arguments import (
     has_accelerator,
 )
 from agentrl.engines.sglang.inprocess.engine import SGLangEngine
+from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.engines.sglang.servers.factory import SyncSource, connect
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.plugins.environment import install_command
@@ -133,6 +134,7 @@ def build_engine(
     device: torch.device,
     dtype: torch.dtype | None = None,
     limits: EngineLimits | None = None,
+    servers: ServerDirectory | None = None,
 ) -> Engine:
     """Build the configured engine.
 
@@ -144,6 +146,7 @@ def build_engine(
         dtype: The dtype that the trainer computes in; None for the module's own.
         limits: Of an embedded engine; None: as many requests as the configuration allows, and no
             memory for others.
+        servers: The SGLang servers of the run's cluster; None: those at configured addresses.
 
     Raises:
         ConfigError: for settings that the engine does not know.
@@ -167,7 +170,10 @@ def build_engine(
                 folder=config.trainer.default_local_dir / "weights",
             )
             needs = sglang_needs(config, dtype or model.dtype)
-            return connect(config.rollout.engine.sglang_server, needs, tokenizer, source)
+            shares_devices = servers is not None and servers.shares_devices
+            if shares_devices:
+                needs = replace(needs, gives_memory=config.rollout.free_cache_engine)
+            return connect(config.rollout.engine.sglang_server, needs, tokenizer, source, servers)
         case _:
             limits = limits or EngineLimits(max_requests=config.rollout.max_concurrent_requests)
             settings = _embedded_settings(config, limits)

@@ -9,6 +9,7 @@ from agentrl.config.schema.reward import CustomRewardConfig
 from agentrl.config.schema.run import RunConfig
 from agentrl.data.rows import Prompt
 from agentrl.engines.protocol import Engine
+from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.errors import ConfigError, PluginError
 from agentrl.interactions import BaseInteraction, initialize_interactions_from_config
 from agentrl.interactions import registry as interaction_registry
@@ -125,6 +126,8 @@ class Given:
     rows: Sequence[Row] | None = None
     val_rows: Mapping[str, Sequence[Row]] = field(default_factory=dict[str, Sequence[Row]])
     engine: Engine | EngineFactory | None = None
+    servers: ServerDirectory | None = None
+    """The SGLang servers of the run's cluster."""
 
     def mark(self, config: RunConfig) -> RunConfig:
         """Mark the objects that are given in the configuration.

@@ -48,6 +48,8 @@ class ServerState:
     """Its tensor-parallel ranks."""
     can_sleep: bool
     """Whether it can release its memory."""
+    num_calls: int = 0
+    """Calls of all its clients, running and waiting; 0 if it does not report them."""
 
     @property
     def is_half_updated(self) -> bool:
@@ -134,6 +136,7 @@ class ServerClient:
             EngineError: It does not answer.
         """
         model, server = await self._get("model_info"), await self._get("server_info")
+        num_calls = await self._count_calls()
         try:
             return ServerState(
                 start_id=json.dumps(server["startup_time"], sort_keys=True),
@@ -141,11 +144,21 @@ class ServerClient:
                 max_input_tokens=server["max_req_input_len"],
                 tp_size=server["tp_size"],
                 can_sleep=server["device"] != "cpu" and server["enable_memory_saver"],
+                num_calls=num_calls,
             )
         except (KeyError, TypeError) as error:
             raise ServerFailedError(
                 f"{self.name} does not answer like a known SGLang server: {error!r}"
             ) from error
+
+    async def _count_calls(self) -> int:
+        try:
+            ranks = (await self._get("v1/loads?include=core"))["loads"]
+            return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
+        except ServerFailedError:
+            raise
+        except (EngineError, KeyError, TypeError):
+            return 0  # a version that does not report its load
 
     async def close(self) -> None:
         """Wait until the server has received the aborts of cancelled calls."""

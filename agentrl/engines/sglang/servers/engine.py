@@ -1,9 +1,9 @@
-"""`SGLangServerEngine`: SGLang servers that run already."""
+"""`SGLangServerEngine`: SGLang servers that run already, or that the run's cluster starts."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from agentrl.engines.sglang.calls import AbortableCall, BaseSGLangEngine
 from agentrl.engines.sglang.servers.client import ServerFailedError
 from agentrl.engines.sglang.servers.handle import HALF_UPDATED, ServerHandle
 from agentrl.engines.sglang.servers.pool import FIRST_BACKOFF_S, ServerPool
+from agentrl.engines.sglang.servers.repair import WeightRepairer
 from agentrl.engines.sglang.weights.sync import UNFIT_VERSION, Target, Transport, update_weights
 from agentrl.engines.stopping import Decode
 from agentrl.errors import EngineError
@@ -40,6 +41,9 @@ class SGLangServerEngine(BaseSGLangEngine):
         transport: Sends new weights to the servers; closed with the engine.
         weights: The model that the servers were started with; None: new weights are neither checked
             nor renamed.
+        pool: The servers; None: those of `settings`.
+        repairer: Gets a copy of the weights that this process sends, for servers that a cluster
+            starts again.
     """
 
     is_shared = True
@@ -52,9 +56,13 @@ class SGLangServerEngine(BaseSGLangEngine):
         max_model_len: int,
         transport: Transport,
         weights: "ModelWeights | None" = None,
+        pool: ServerPool | None = None,
+        repairer: WeightRepairer | None = None,
     ) -> None:
         super().__init__(decode, max_model_len)
-        self.pool = ServerPool(settings, max_model_len=max_model_len, report=logger.warning)
+        self.pool = pool or ServerPool(settings, max_model_len=max_model_len, report=logger.warning)
+        self._repairer = repairer
+        self.shares_devices = self.pool.shares_devices
         self._transport = transport
         self._weights = weights
         self._asleep: set[MemoryTag] = set()
@@ -77,6 +85,17 @@ class SGLangServerEngine(BaseSGLangEngine):
         """
         if self._weights is not None:
             named_tensors = self._weights.for_files(named_tensors)
+        if self._repairer is None:
+            return await self._send_to_all(named_tensors, version)
+        kept: list[tuple[str, torch.Tensor]] = []
+        await self._repairer.stop()
+        figures = await self._send_to_all(_keep_copies(named_tensors, kept), version)
+        await self._repairer.keep(kept, version)
+        return figures
+
+    async def _send_to_all(
+        self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int
+    ) -> SyncFigures:
         with self.pool.paused():
             servers = {
                 Target(server.backend, server.state.tp_size if server.state else 1): server
@@ -124,8 +143,18 @@ class SGLangServerEngine(BaseSGLangEngine):
         if not self._asleep:
             self.pool.pause()
         self._asleep.update(tags)
+        if self._repairer is not None:
+            await self._repairer.stop()
+
+        async def fall_asleep(server: ServerHandle) -> None:
+            if self.shares_devices and MemoryTag.WEIGHTS in tags:
+                # The other clients learn from it that the server takes no calls.
+                fields = {"new_version": UNFIT_VERSION, "abort_all_requests": False}
+                await server.backend.control("update_weight_version", fields)
+            await server.backend.sleep(tags)
+
         try:
-            await self.pool.for_each(lambda server: server.backend.sleep(tags), available_only=True)
+            await self.pool.for_each(fall_asleep, available_only=True)
         except BaseException:
             with contextlib.suppress(EngineError):
                 await self.wake()
@@ -150,9 +179,20 @@ class SGLangServerEngine(BaseSGLangEngine):
     async def close(self) -> None:
         """Send the servers nothing more; running calls end with `EngineError`."""
         try:
+            if self._repairer is not None:
+                await self._repairer.close()
             await self._transport.close()
         finally:
             await self.pool.close()
+
+
+def _keep_copies(
+    named_tensors: "Iterable[tuple[str, torch.Tensor]]", kept: "list[tuple[str, torch.Tensor]]"
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Iterate over weights, and add a copy of each in the CPU's memory to a list."""
+    for name, tensor in named_tensors:
+        kept.append((name, tensor.detach().to("cpu", copy=True)))
+        yield name, tensor
 
 
 class ServerCall(AbortableCall):

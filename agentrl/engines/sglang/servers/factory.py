@@ -1,8 +1,9 @@
 """Make a `SGLangServerEngine` from a configuration, and choose its transport of weights."""
 
+import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,18 +14,24 @@ import torch
 import torch.distributed as dist
 
 from agentrl.config.schema.engine import SGLangServerConfig, WeightSyncConfig
+from agentrl.engines.protocol import SyncFigures
 from agentrl.engines.sglang.arguments import DEVICES_VARIABLE, SGLangNeeds
+from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.engines.sglang.servers.engine import SGLangServerEngine
-from agentrl.engines.sglang.weights.buckets import ModelWeights
+from agentrl.engines.sglang.servers.pool import ServerPool
+from agentrl.engines.sglang.servers.repair import WeightRepairer
+from agentrl.engines.sglang.weights.buckets import ModelWeights, NamedTensor
 from agentrl.engines.sglang.weights.disk import DiskTransport
 from agentrl.engines.sglang.weights.distributed import DistributedTransport
-from agentrl.engines.sglang.weights.sync import Transport
+from agentrl.engines.sglang.weights.sync import Transport, UpdateParticipants
 from agentrl.engines.sglang.weights.tensor import TensorTransport
 from agentrl.engines.stopping import decoder_of
 from agentrl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,7 @@ def connect(
     needs: SGLangNeeds,
     tokenizer: "PreTrainedTokenizerBase",
     source: SyncSource,
+    directory: ServerDirectory | None = None,
 ) -> SGLangServerEngine:
     """Make the engine of a run. Its first call checks the servers.
 
@@ -51,18 +59,72 @@ def connect(
         needs: What the run needs from SGLang.
         tokenizer: For stop strings.
         source: Of new weights.
+        directory: The servers of the run's cluster; None: those of `settings`.
 
     Raises:
         ConfigError: The configured transport does not reach every server.
         EngineError: An address cannot be resolved.
     """
+    if directory is None:
+        return SGLangServerEngine(
+            settings,
+            decoder_of(tokenizer),
+            max_model_len=needs.max_model_len,
+            transport=choose_transport(settings.addresses, source),
+            weights=ModelWeights.of(needs),
+        )
+    directory.start(needs)
+    cpu = torch.device("cpu")
     return SGLangServerEngine(
         settings,
         decoder_of(tokenizer),
         max_model_len=needs.max_model_len,
-        transport=choose_transport(settings.addresses, source),
+        transport=ChangingTransport(source),
         weights=ModelWeights.of(needs),
+        pool=ServerPool(
+            settings,
+            max_model_len=needs.max_model_len,
+            report=logger.warning,
+            directory=directory,
+            needs=needs,
+        ),
+        repairer=WeightRepairer(
+            directory,
+            needs,
+            settings,
+            TensorTransport.to_servers(cpu, source.settings.bucket_bytes),
+        ),
     )
+
+
+class ChangingTransport:
+    """A transport that is chosen again when the servers have changed.
+
+    Args:
+        source: Of new weights.
+    """
+
+    def __init__(self, source: SyncSource) -> None:
+        self._source = source
+        self._addresses: frozenset[str] = frozenset()
+        self._chosen: Transport | None = None
+
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
+        """Send the weights to all participants (see `Transport.send`)."""
+        addresses = [target.backend.name for target in participants.targets]
+        if self._chosen is None or self._addresses != frozenset(addresses):
+            await self.close()
+            self._chosen = choose_transport(addresses, self._source)
+            self._addresses = frozenset(addresses)
+        return await self._chosen.send(participants, named_tensors)
+
+    async def close(self) -> None:
+        """Release what is kept between two updates."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            await chosen.close()
 
 
 def choose_transport(addresses: Sequence[str], source: SyncSource) -> Transport:
@@ -93,7 +155,7 @@ def choose_transport(addresses: Sequence[str], source: SyncSource) -> Transport:
 
 def _fastest(addresses: Sequence[str], remote: Sequence[str], device: torch.device) -> str:
     if device.type == "cpu":
-        return "disk" if remote else "tensor"
+        return "tensor"  # the bytes themselves are sent, to any machine
     # A server that does not see the trainer's device dies when it opens that device's memory.
     is_shared = not remote and all(sees_device(address, device) for address in addresses)
     return "tensor" if is_shared else "distributed"
@@ -102,7 +164,7 @@ def _fastest(addresses: Sequence[str], remote: Sequence[str], device: torch.devi
 def _check_memory_is_shared(
     addresses: Sequence[str], remote: Sequence[str], device: torch.device
 ) -> None:
-    if remote:
+    if remote and device.type != "cpu":
         raise ConfigError(
             f"the server at {remote[0]} is on another machine: the transport tensor needs one "
             "machine",

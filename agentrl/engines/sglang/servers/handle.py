@@ -1,6 +1,7 @@
 """One server of a pool, whether it may get calls, and which server a conversation uses."""
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,13 @@ class ServerHandle:
     """Why its weights are incomplete; None: they are complete."""
     check: asyncio.Task[None] | None = None
     """The health check that runs."""
+    watcher: asyncio.Task[None] | None = None
+    """Checks its health until the pool is closed or a cluster has replaced the server."""
+    num_other_calls: int = 0
+    """Calls of other clients that it last reported."""
+    is_owned: bool = False
+    """Whether it was started for this run alone, so that the versions of its weights are the
+    run's."""
     backend: SleepingBackend = field(init=False)
     """Sends control requests, and knows which of its memory sleeps."""
 
@@ -88,6 +96,7 @@ class ServerHandle:
         if self.state is None or self.state.start_id != state.start_id:
             self.backend = SleepingBackend(self.client, can_sleep=state.can_sleep)
         self.state = state
+        self.num_other_calls = max(0, state.num_calls - len(self.calls))
 
     def end_calls(self) -> None:
         """End its running calls with `ServerLostError`."""
@@ -121,7 +130,8 @@ class ServerHandle:
             if self.version == newest:
                 return None
             return f"it has weights of version {current}, another server has {newest}"
-        if (self.synced_start_id, f"{run_version}") != (self.state.start_id, current):
+        is_process = self.is_owned or self.synced_start_id == self.state.start_id
+        if not is_process or f"{run_version}" != current:
             return (
                 f"it has weights of version {current} that are not the run's (version "
                 f"{run_version}): the next update repairs it"
@@ -130,7 +140,12 @@ class ServerHandle:
 
 
 class StickyRouter:
-    """Keeps each conversation on one server, because that radix cache has its beginning."""
+    """Keeps each conversation on one server, because that radix cache has its beginning.
+
+    Several clients share the servers, and each knows only its own calls. A server's load is the
+    client's own calls plus those of the others that the server last reported. Equal servers are
+    ordered by a hash of conversation and server, so that not all clients prefer the same one.
+    """
 
     def __init__(self) -> None:
         self._servers: OrderedDict[str, ServerHandle] = OrderedDict()
@@ -154,12 +169,26 @@ class StickyRouter:
         """
         server = self._servers.pop(request_id, None)
         if server is None or not server.is_available or server in avoid:
-            candidates = [server for server in servers if server.is_available]
+            candidates = [
+                (
+                    server in avoid,
+                    len(server.calls) + server.num_other_calls,
+                    server.num_conversations,
+                    _hash(f"{index}|{request_id}"),
+                    index,
+                )
+                for index, server in enumerate(servers)
+                if server.is_available
+            ]
             if not candidates:
                 return None
-            server = min(candidates, key=lambda s: (s in avoid, len(s.calls), s.num_conversations))
+            server = servers[min(candidates)[-1]]
             server.num_conversations += 1
         self._servers[request_id] = server
         if len(self._servers) > MAX_CONVERSATIONS:
             self._servers.popitem(last=False)
         return server
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=4).digest()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -170,10 +171,20 @@ class LocalServer:
 
     Args:
         plan: How to start it.
+        log_path: The file to which its output is appended; None: this process's standard error.
+        ready_timeout_s: Seconds from its start to its first answer.
     """
 
-    def __init__(self, plan: ServerPlan) -> None:
+    def __init__(
+        self,
+        plan: ServerPlan,
+        *,
+        log_path: Path | None = None,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
         self.plan = plan
+        self._log_path = log_path
+        self._ready_timeout_s = ready_timeout_s
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -187,25 +198,30 @@ class LocalServer:
         Raises:
             EngineError: It ends before, or takes too long.
         """
-        self._process = await asyncio.create_subprocess_exec(
-            *self.plan.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            env=dict(os.environ) | dict(self.plan.environment),
-            start_new_session=True,  # only the supervisor reacts to Ctrl-C
-        )
+        with contextlib.ExitStack() as stack:
+            log: Any = (
+                None if self._log_path is None else stack.enter_context(self._log_path.open("ab"))
+            )
+            self._process = await asyncio.create_subprocess_exec(
+                *self.plan.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=sys.stderr.fileno() if log is None else log,
+                stderr=log,
+                env=dict(os.environ) | dict(self.plan.environment),
+                start_new_session=True,  # only the supervisor reacts to Ctrl-C
+            )
         assert self._process.stdin is not None
         self._process.stdin.write(self.plan.server_arguments)
         self._process.stdin.close()
         ended = asyncio.ensure_future(self._process.wait())
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S), aiohttp.ClientSession() as session:
+            async with asyncio.timeout(self._ready_timeout_s), aiohttp.ClientSession() as session:
                 while not await self._is_healthy(session):
                     await asyncio.wait([ended], timeout=_POLL_S)
                     self._raise_if_ended()
         except TimeoutError:
             raise EngineError(
-                f"the server at {self.plan.address} was not ready after {READY_TIMEOUT_S:g} s"
+                f"the server at {self.plan.address} was not ready after {self._ready_timeout_s:g} s"
             ) from None
         finally:
             ended.cancel()

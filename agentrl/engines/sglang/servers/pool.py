@@ -6,6 +6,10 @@ health check fails, when a call is late and no other call was answered since it 
 weight update fails on it. Its running calls then end at once with `ServerLostError`. It becomes
 available again when a health check succeeds and the same process has the weights of the pool's last
 update. A server that was restarted must take the next update first.
+
+The servers are those at given addresses, or those of a cluster (`ServerDirectory`), of which the
+addresses change. A server of a cluster that was started again gets the weights of the last update
+before it takes calls (`repair.py`). Calls wait for it if no other server is available.
 """
 
 import asyncio
@@ -18,6 +22,7 @@ from dataclasses import replace
 import aiohttp
 
 from agentrl.config.schema.engine import SGLangServerConfig
+from agentrl.engines.sglang.arguments import SGLangNeeds
 from agentrl.engines.sglang.backend import JsonFields
 from agentrl.engines.sglang.servers.client import (
     ServerClient,
@@ -25,6 +30,7 @@ from agentrl.engines.sglang.servers.client import (
     ServerLostError,
     ServerState,
 )
+from agentrl.engines.sglang.servers.directory import ServerDirectory, ServerReport
 from agentrl.engines.sglang.servers.handle import NOT_CHECKED, ServerHandle, StickyRouter
 from agentrl.errors import EngineError
 
@@ -42,25 +48,44 @@ class ServerPool:
         settings: Addresses and timeouts.
         max_model_len: Most tokens of a sequence, which every server must allow.
         report: Gets a message when a server becomes available or unavailable.
+        directory: The servers of a cluster; None: the servers of `settings`.
+        needs: What the servers of a cluster run.
     """
 
     def __init__(
-        self, settings: SGLangServerConfig, *, max_model_len: int, report: Callable[[str], None]
+        self,
+        settings: SGLangServerConfig,
+        *,
+        max_model_len: int,
+        report: Callable[[str], None],
+        directory: ServerDirectory | None = None,
+        needs: SGLangNeeds | None = None,
     ) -> None:
         self.settings = settings
         self.servers: list[ServerHandle] = []
+        self._directory = directory
+        self._needs = needs
+        self._slots: list[ServerHandle | None] = []
+        self._reports: Sequence[ServerReport] = ()
+        self._looking_up = asyncio.Lock()
+        self._look_up_now = asyncio.Event()
         self._max_model_len = max_model_len
         self._report = report
         self._version: int | None = None
         self._router = StickyRouter()
         self._session: aiohttp.ClientSession | None = None
-        self._watchers: list[asyncio.Task[None]] = []
+        self._follower: asyncio.Task[None] | None = None
         self._num_pauses = 0
         self._epoch = 0
         self._used_at = 0.0
         self._querying = asyncio.Lock()
         self._is_running = asyncio.Event()
         self._is_closed = False
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether the servers and the training ranks use the same devices, in turns."""
+        return self._directory is not None and self._directory.shares_devices
 
     def open(self) -> None:
         """Start to watch the servers on the running loop. Does nothing when repeated.
@@ -75,24 +100,74 @@ class ServerPool:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.health_timeout_s),
         )
-        self.servers = [
-            ServerHandle(ServerClient(address, self._session, self.settings))
-            for address in self.settings.addresses
-        ]
         if not self._num_pauses:
             self._is_running.set()
-        self._watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
+        if self._directory is None:
+            self.servers = [self._add_server(address) for address in self.settings.addresses]
+        else:
+            self._follower = asyncio.create_task(self._follow_directory())
+
+    def _add_server(self, address: str) -> ServerHandle:
+        assert self._session is not None, "open() comes first"
+        client = ServerClient(address, self._session, self.settings)
+        server = ServerHandle(client, is_owned=self._directory is not None)
+        server.watcher = asyncio.create_task(self._watch(server))
+        return server
+
+    # Servers of a cluster.
+
+    async def _follow_directory(self) -> None:
+        while True:
+            await self.look_up()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.health_interval_s):
+                    await self._look_up_now.wait()
+            self._look_up_now.clear()
+
+    async def look_up(self) -> None:
+        """Follow the servers of the cluster to their current addresses."""
+        if self._directory is None:
+            return
+        async with self._looking_up:
+            reports = await self._directory.look_up()
+            if self._needs is not None and not all(report.has_needs for report in reports):
+                self._directory.start(self._needs)
+        if self._is_closed:
+            return
+        self._reports = reports
+        self._slots += [None] * (len(reports) - len(self._slots))
+        for index, report in enumerate(reports):
+            self._slots[index] = self._follow(self._slots[index], report)
+        self.servers = [server for server in self._slots if server is not None]
+
+    def _follow(self, server: ServerHandle | None, report: ServerReport) -> ServerHandle | None:
+        if server is not None and report.address == server.name:
+            return server
+        if server is not None:
+            reason = report.problem or f"the cluster has replaced it by {report.address}"
+            self.mark_unavailable(server, reason)
+            for task in (server.watcher, server.check):
+                if task is not None:
+                    task.cancel()
+        return None if report.address is None else self._add_server(report.address)
+
+    @property
+    def _is_any_coming(self) -> bool:
+        return self._directory is not None and not (
+            self._reports and all(report.is_lost for report in self._reports)
+        )
 
     async def close(self) -> None:
         """End every call and health check. The servers themselves continue to run."""
         self._is_closed = True
         self._is_running.set()
-        checks = [server.check for server in self.servers if server.check is not None]
-        for task in (*self._watchers, *checks):
+        found = [task for server in self.servers for task in (server.watcher, server.check)]
+        tasks = [task for task in (self._follower, *found) if task is not None]
+        for task in tasks:
             task.cancel()
         for server in self.servers:
             self.mark_unavailable(server, "the engine was closed")
-        await asyncio.gather(*self._watchers, *checks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(server.client.close() for server in self.servers))
         if self._session is not None:
             await self._session.close()
@@ -102,7 +177,8 @@ class ServerPool:
     async def choose(self, request_id: str, *, avoid: Sequence[ServerHandle] = ()) -> ServerHandle:
         """Choose a server: the conversation's own one, else the least loaded.
 
-        If none is available, all are checked a few times, with growing waits.
+        If none is available, all are checked a few times, with growing waits; the servers of a
+        cluster until `start_timeout_s` has passed or all are lost.
 
         Args:
             request_id: The conversation's.
@@ -113,14 +189,19 @@ class ServerPool:
         """
         self.open()
         await self._refresh_states()
+        deadline = time.monotonic() + self.settings.start_timeout_s
         for attempt in itertools.count():
             await self._is_running.wait()
             self._raise_if_closed()
             if server := self._router.choose(request_id, self.servers, avoid=avoid):
                 return server
-            if attempt > self.settings.max_retries:
+            if not self._is_any_coming:
+                if attempt > self.settings.max_retries:
+                    break
+            elif time.monotonic() > deadline:
                 break
-            await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** min(attempt, self.settings.max_retries))
+            await self.look_up()
             await self._check_all()
         raise self._none_available()
 
@@ -130,12 +211,16 @@ class ServerPool:
         Another process may have updated their weights, or one may have been restarted.
         """
         async with self._querying:
-            is_first = any(server.problem == NOT_CHECKED for server in self.servers)
+            is_first = not self.servers or any(
+                server.problem == NOT_CHECKED for server in self.servers
+            )
             has_calls = any(server.calls for server in self.servers)
             was_idle = not has_calls and time.monotonic() - self._used_at > IDLE_S
             if self._num_pauses or not (is_first or was_idle):
                 return
             self._used_at = time.monotonic()
+            await self.look_up()
+            is_first = any(server.problem == NOT_CHECKED for server in self.servers)
             if is_first:
                 await self._check_all()
                 return
@@ -184,10 +269,17 @@ class ServerPool:
     def _fail(self, server: ServerHandle, error: EngineError) -> None:
         server.num_failures += 1
         self.mark_unavailable(server, str(error))
+        self._look_up_now.set()
 
     def describe(self) -> str:
         """Return each address with its problem."""
-        return "; ".join(server.describe() for server in self.servers)
+        missing = (
+            f"server {index}: {report.problem}"
+            + "".join(f"\n  {line}" for line in report.log_lines)
+            for index, report in enumerate(self._reports)
+            if report.address is None
+        )
+        return "; ".join([*(server.describe() for server in self.servers), *missing])
 
     async def _check_all(self) -> None:
         await asyncio.gather(*(self.check(server) for server in self.servers))
@@ -257,10 +349,18 @@ class ServerPool:
     async def reachable(self) -> list[ServerHandle]:
         """Return the servers that answer, also unavailable ones: they can take an update.
 
+        The servers of a cluster are waited for while none answers.
+
         Raises:
             EngineError: No server answers.
         """
-        found = await self._query_states(self.servers)
+        deadline = time.monotonic() + self.settings.start_timeout_s
+        await self.look_up()
+        while not (found := await self._query_states(self.servers)):
+            if not self._is_any_coming or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(FIRST_BACKOFF_S)
+            await self.look_up()
         if not found:
             raise self._none_available()
         return found
@@ -333,7 +433,8 @@ class ServerPool:
         self.mark_unavailable(server, problem)
 
     def _none_available(self) -> EngineError:
-        if any(server.state is not None for server in self.servers):
+        has_answered = any(server.state is not None for server in self.servers)
+        if has_answered or self._directory is not None:
             return EngineError("no SGLang server is available", servers=self.describe())
         return EngineError(
             "no SGLang server answers",

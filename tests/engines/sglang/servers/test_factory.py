@@ -43,7 +43,7 @@ def choose(tmp_path: Path, *addresses: str, device: str = "cpu", **settings: Any
         ([HERE, HERE], "cpu", TensorTransport),
         ([HERE], "cuda", DistributedTransport),
         ([HERE, FAR], "cuda", DistributedTransport),
-        ([HERE, FAR], "cpu", DiskTransport),
+        ([HERE, FAR], "cpu", TensorTransport),
     ],
 )
 def test_auto_takes_the_fastest_way_that_reaches_everyone(
@@ -59,7 +59,7 @@ def test_the_configured_way_is_taken(tmp_path: Path):
 
 def test_memory_does_not_reach_another_machine(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"{FAR} is on another machine"):
-        choose(tmp_path, HERE, FAR, transport="tensor")
+        choose(tmp_path, HERE, FAR, transport="tensor", device="cuda")
 
 
 def test_every_address_of_this_machine_is_local():
