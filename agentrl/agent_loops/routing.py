@@ -7,6 +7,9 @@ and in rollout workers.
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.agent_loops.registry import LoopEntry, load_agent_loops, registered_loops
+from agentrl.agent_loops.runner import AgentLoopRunner
+from agentrl.agent_loops.single_turn import SingleTurnAgentLoop
 from agentrl.config.schema.agent import TOOL_AGENT
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import CompletionSource
@@ -20,6 +23,8 @@ from agentrl.rollout.states import StopReason
 
 AGENT_NAME = "agent_name"
 """Column of a row that names its agent."""
+SINGLE_TURN = "single_turn_agent"
+"""Name of the bundled loop with one completion."""
 
 
 def make_run(config: RunConfig, tokenizer: Any) -> RunRequest:
@@ -39,6 +44,11 @@ def make_run(config: RunConfig, tokenizer: Any) -> RunRequest:
             "agentrl has no gateway for external agents yet", key=f"rollout.agent.{key}"
         )
     agents: dict[str, RunRequest] = {TOOL_AGENT: run_request}
+    path = agent.agent_loop_config_path
+    loops = {SINGLE_TURN: LoopEntry(SINGLE_TURN, SingleTurnAgentLoop), **registered_loops()}
+    loops |= load_agent_loops(path) if path is not None else {}
+    for name, entry in loops.items():
+        agents[name] = AgentLoopRunner(entry, config, tokenizer)
     if agent.default_agent_loop not in agents:
         raise ConfigError(
             f"no agent is named {agent.default_agent_loop!r}"

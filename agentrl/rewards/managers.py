@@ -139,22 +139,30 @@ def make_reward_manager(config: RewardConfig, scorer: ScoreFn | None = None) -> 
     check_code_scorers(config)
     made = get_reward_manager(config.manager)(scorer or load_scorers(config), config)
     is_streaming = config.launch_reward_fn_async and isinstance(made, StreamingRewardManager)
-    return made if is_streaming else ScoreAfterRollout(made)
+    return made if is_streaming else ScoreAfterRollout(made, config)
 
 
 class ScoreAfterRollout:
     """Scores after the rollout, even if the manager could score earlier.
 
     Args:
-        manager: The manager; a user's own may lack `close`.
+        manager: The manager; a user's own may lack `close`, and reads no agent's reward.
+        config: `agent_reward`.
     """
 
-    def __init__(self, manager: RewardManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: RewardManager, config: RewardConfig | None = None) -> None:
+        self._manager, self._config = manager, config or RewardConfig()
 
     async def score(self, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Score the requests; see `RewardManager.score`."""
-        await self._manager.score(requests)
+        if isinstance(self._manager, NaiveRewardManager):
+            return await self._manager.score(requests)
+        await self._manager.score(_take_reported(requests, self._config))
+        if self._config.agent_reward == "add":
+            for request in requests:
+                if request.reward is not None:
+                    request.reward += request.agent_reward or 0.0
+        return None
 
     async def close(self) -> None:
         """Close the manager; see `RewardManager.close`."""
@@ -277,7 +285,7 @@ class NaiveRewardManager:
     mode = ExecutionMode.THREAD
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
-        self._compute_score = compute_score
+        self._compute_score, self._config = compute_score, config
         self._caller = ScoreCaller(compute_score, config, self.mode)
         self._max_concurrency = config.max_concurrent_scores
 
@@ -297,13 +305,13 @@ class NaiveRewardManager:
         await self._caller.close()
 
     async def _score_group(self, requests: Sequence[AsyncRolloutRequest]) -> None:
-        (request,) = requests
-        try:
-            score = await self._caller.score(request)
-        except Exception as error:  # noqa: BLE001 - the boundary (a failed request is data)
-            self._fail(request, error)
-        else:
-            _set_reward(request, score)
+        for request in _take_reported(requests, self._config):
+            try:
+                score = await self._caller.score(request)
+            except Exception as error:  # noqa: BLE001 - the boundary (a failed request is data)
+                self._fail(request, error)
+            else:
+                _set_reward(request, score, self._config)
 
     def _fail(self, request: AsyncRolloutRequest, error: Exception) -> None:
         """Let the scoring of a request fail; name the scorer. The error of several names it."""
@@ -369,6 +377,8 @@ class BatchRewardManager(NaiveRewardManager):
     async def _score_group(self, requests: Sequence[AsyncRolloutRequest]) -> None:
         """Score in one call. A bad item fails its own request, a bad call all of them."""
         started = time.monotonic()
+        if not (requests := _take_reported(requests, self._config)):
+            return
         try:
             returned = await self._call(requests)
         except Exception as error:  # noqa: BLE001 - the boundary (a failed request is data)
@@ -381,7 +391,7 @@ class BatchRewardManager(NaiveRewardManager):
                 except Exception as error:  # noqa: BLE001 - the same boundary
                     self._fail(request, error)
                 else:
-                    _set_reward(request, score)
+                    _set_reward(request, score, self._config)
         seconds = time.monotonic() - started
         for request in requests:
             request.metrics["seconds_reward"] = seconds
@@ -406,7 +416,21 @@ def _read_items(returned: Any, num_requests: int) -> list[Any]:
     return items
 
 
-def _set_reward(request: AsyncRolloutRequest, score: Score) -> None:
+def _take_reported(
+    requests: Sequence[AsyncRolloutRequest], config: RewardConfig
+) -> list[AsyncRolloutRequest]:
+    """Set the rewards that agents reported, under `agent_reward: replace`; return the others."""
+    rest: list[AsyncRolloutRequest] = []
+    for request in requests:
+        reported = request.agent_reward
+        if reported is None or config.agent_reward != "replace":
+            rest.append(request)
+        elif request.state is RequestState.COMPLETED:
+            _set_reward(request, Score(reported, {"acc": reported}), config)
+    return rest
+
+
+def _set_reward(request: AsyncRolloutRequest, score: Score, config: RewardConfig) -> None:
     """Set a request's reward; fail it if a reward of a tool or turn is no finite number."""
     try:
         for name, reward in request.tool_rewards.items():
@@ -419,3 +443,7 @@ def _set_reward(request: AsyncRolloutRequest, score: Score) -> None:
         request.fail_scoring(describe_failure(error, Fault.REWARD, turn=len(request.turns)))
     else:
         request.reward, request.reward_extra_info = score.value, score.extra
+        if request.agent_reward is not None:
+            request.reward_extra_info["agent_reward"] = request.agent_reward
+            if config.agent_reward == "add":
+                request.reward += request.agent_reward

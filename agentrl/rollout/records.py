@@ -218,6 +218,9 @@ class RequestFields(Record):
     # Results.
     reward: float | None = None
     """Reward of the finished request; None if it was not scored."""
+    agent_reward: float | None = None
+    """Reward that the agent itself reported; None if it reported none. `reward.agent_reward` says
+    how it counts."""
     rm_score: float | None = None
     """Score of the reward model, without its weight; None if there is none."""
     reward_extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])

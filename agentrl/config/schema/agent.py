@@ -1,7 +1,5 @@
 """Keys of the agent that drives a request: the state machine, an agent loop, or a program."""
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from agentrl.config.schema.section import Section, UserPath
@@ -20,11 +18,9 @@ class AgentConfig(Section):
     agent_loop_config_path: UserPath | None = None
     """YAML list of agent loops: `name`, `_target_` (the class), and further arguments of its
     constructor."""
-    loop_timeout_s: float | None = Field(default=None, gt=0)
-    """Most seconds of one run of an agent loop; null: only `rollout.request_timeout_s` counts."""
-    reward: Literal["replace", "add", "ignore"] = "replace"
-    """The reward that the agent itself reports (`reward_score`). replace: the scorer is not called
-    for that request; add: it is added to the scorer's number; ignore: it is only recorded."""
+    loop_timeout_s: float = Field(default=600.0, gt=0)
+    """Most seconds for which an agent loop may neither return nor call the policy (its tools, its
+    environment). The time of completions does not count."""
     command: list[str] | None = None
     """Program and arguments of an agent that speaks to the gateway; one process per request."""
     python: str | None = None

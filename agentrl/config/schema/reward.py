@@ -29,7 +29,7 @@ source."""
 TAKEN_NAMES = (
     "score", "trajectory_reward", "interaction_reward", "tool_call_reward", "tool_reward",
     "overlong_reward", "tool_call_bonus", "interaction_bonus", "length_penalty", "reward_model",
-    "model",
+    "model", "agent_reward",
 )  # fmt: skip
 """Names that no reward function may have: other parts of the reward are recorded with them, and
 `reward/model` are the metrics of the reward model."""
@@ -166,6 +166,11 @@ class RewardConfig(Section):
     success_threshold: float | None = None
     """Validation counts a request as solved if its combined reward is at least this; null: the
     scorer's `success` or `acc` decides, and without them the combined reward itself is averaged."""
+
+    agent_reward: Literal["replace", "add", "ignore"] = "replace"
+    """The reward that the agent itself reports (an agent loop's `reward_score`, an external agent's
+    report). replace: the scorer is not called for that request; add: it is added to the scorer's
+    number; ignore: it is only recorded. A request without one is scored by the scorer."""
 
     # How rewards are combined and placed.
     weights: RewardWeightsConfig = RewardWeightsConfig()

@@ -1,0 +1,279 @@
+"""The base class of agent loops, with the interface of verl 0.6.1 to 0.9.1.
+
+A loop is built for each request, drives it with calls of `self.server_manager.generate`, and
+returns token sequences. What it returns is checked: see `agentrl.agent_loops.reconcile`.
+"""
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from agentrl.agent_loops.output import AgentLoopOutput
+from agentrl.agent_loops.server_manager import AsyncLLMServerManager
+from agentrl.errors import AgentError
+from agentrl.messages import Message, OpenAIFunctionToolSchema
+from agentrl.rollout.fitting import fit_prompt
+
+_INIT_LOCK = threading.Lock()
+
+
+class DictConfigWrap:
+    """Holds a configuration as `config`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class ToolListWrap:
+    """Holds the tools of the run as `tools`."""
+
+    def __init__(self, tools: list[Any]) -> None:
+        self.tools = tools
+
+
+@dataclass(slots=True)
+class MergeResult:
+    """Tokens after new ones were appended."""
+
+    token_ids: list[int]
+    appended_token_count: int
+    kind: str = "context"
+    inserted_token_ids: list[int] = field(default_factory=list[int])
+    """Always empty: the end of a turn is part of the appended tokens."""
+    removed_prefix_token_count: int = 0
+    """Always 0: no token is removed."""
+
+
+class AgentLoopBase(ABC):
+    """An agent that drives one request.
+
+    Args:
+        trainer_config: The run's configuration as `.config`, under verl's names and agentrl's.
+        server_manager: Generates.
+        tokenizer: The policy's tokenizer. `apply_chat_template` returns a list of ids.
+        processor: None: agentrl trains on text only.
+        dataset_cls: None, or the class of `data.custom_cls`.
+        data_config: The section `data` as `.config`.
+        hf_model_type: Not used.
+        **kwargs: Further arguments of the loop's entry in `agent_loop_config_path`.
+
+    Attributes:
+        config: The configuration.
+        loop: The running event loop.
+
+    Example:
+        >>> @register("echo")
+        ... class EchoLoop(AgentLoopBase):
+        ...     async def run(self, sampling_params, **row):
+        ...         prompt_ids = await self.apply_chat_template(row["raw_prompt"])
+        ...         output = await self.server_manager.generate(
+        ...             "1", prompt_ids=prompt_ids, sampling_params=sampling_params
+        ...         )
+        ...         return AgentLoopOutput(
+        ...             prompt_ids=prompt_ids,
+        ...             response_ids=output.token_ids,
+        ...             response_mask=[1] * len(output.token_ids),
+        ...         )
+    """
+
+    _class_initialized: ClassVar[bool] = False
+    """Set by loops of verl 0.6.1 in their `init_class`. Each class has its own."""
+    _has_called_init: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # An inherited flag would skip the initialization of a subclass.
+        cls._class_initialized = False
+        cls._has_called_init = False
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        data_config: Any = None,
+        hf_model_type: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = trainer_config.config
+        kwargs.pop("tools", None)
+        self._init_class_once(config, tokenizer, processor, kwargs)
+        self.config = config
+        self.rollout_config = config.actor_rollout_ref.rollout
+        self.data_config = config.data if data_config is None else data_config.config
+        self.dataset_config = self.data_config
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs") or {}
+        self.mm_processor_kwargs: dict[str, Any] = {}
+        self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def _init_class_once(
+        cls, config: Any, tokenizer: Any, processor: Any, kwargs: dict[str, Any]
+    ) -> None:
+        with _INIT_LOCK:
+            if not cls._has_called_init:
+                cls.init_class(config=config, tokenizer=tokenizer, processor=processor, **kwargs)
+                cls._has_called_init = True
+
+    @classmethod  # noqa: B027 - loops may leave it out
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
+        """Prepare what all requests share, such as tools. Called once per process and class.
+
+        If it raises, the request fails, and the next request calls it again.
+
+        Args:
+            config: As `self.config`.
+            tokenizer: As `self.tokenizer`.
+            processor: None.
+            **kwargs: As those of the constructor.
+        """
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Drive the request to its end.
+
+        Called once per request, as a task. An error fails only this request.
+
+        Args:
+            sampling_params: Temperature and the like; to be passed to `generate`.
+            **kwargs: The row: its columns, and `raw_prompt` (the messages), `data_source`,
+                `reward_model`, `extra_info`, `tools_kwargs`, `interaction_kwargs`, `index`, `uid`.
+
+        Returns:
+            The sequence; or a list, if the trajectory has several. The last one is the sequence in
+            which the trajectory ended.
+        """
+
+    # Tokens of messages. The texts of messages never become control tokens.
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        remove_system_prompt: bool = False,
+        **_: Any,
+    ) -> list[int]:
+        """Return the tokens of messages and the generation prompt.
+
+        Args:
+            messages: Messages as dicts.
+            tools: Schemas as dicts.
+            images: Must be empty.
+            videos: Must be empty.
+            remove_system_prompt: The messages continue a conversation: return what follows the turn
+                that was sampled last, from the end of that turn on.
+
+        Raises:
+            TemplateError: If the template cannot render the messages.
+            DataError: If a prompt is too long, and `data.truncation` is `error`.
+        """
+        self._refuse_media(images, videos)
+        template, schemas = self.server_manager.template, _read_tools(tools)
+        read = read_messages(messages)
+        if remove_system_prompt:
+            calls = self.server_manager.calls
+            return self._follow(read, schemas, calls[-1].token_ids if calls else [])
+        ids = await template.encode_planned(template.plan_prompt(read, schemas))
+        limit = self.rollout_config.prompt_length
+        return fit_prompt(ids, limit, self.data_config.get("truncation") or "error")
+
+    async def ct_build_initial_tokens(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **media: Any
+    ) -> list[int]:
+        """Return the tokens of a prompt, as `apply_chat_template`."""
+        media.pop("mm_inputs_out", None)
+        return await self.apply_chat_template(messages, tools, **media)
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: Sequence[int],
+        assistant_token_ids: Sequence[int],
+        response_mask: Sequence[int],
+        response_logprobs: Sequence[float] | None = None,
+        assistant_logprobs: Sequence[float] | None = None,
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Append sampled tokens; returns tokens, mask and log-probabilities."""
+        new = list(assistant_token_ids)
+        merged = MergeResult([*runtime_token_ids, *new], len(new), "assistant")
+        log_probs = None
+        if response_logprobs is not None and assistant_logprobs is not None:
+            log_probs = [*response_logprobs, *assistant_logprobs]
+        return merged, [*response_mask, *[1] * len(new)], log_probs
+
+    async def ct_merge_context_msg(
+        self,
+        previous_messages: Sequence[Any],
+        updated_messages: Sequence[Any],
+        runtime_token_ids: Sequence[int],
+        response_mask: Sequence[int],
+        response_logprobs: Sequence[float] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Append messages after a sampled turn; returns tokens, mask and log-probabilities.
+
+        Raises:
+            TemplateError: If the template cannot render the messages after a turn.
+        """
+        read = read_messages(updated_messages[len(previous_messages) :])
+        new = self._follow(read, _read_tools(tools), runtime_token_ids)
+        merged = MergeResult([*runtime_token_ids, *new], len(new))
+        log_probs = None
+        if response_logprobs is not None:
+            log_probs = [*response_logprobs, *[0.0] * len(new)]
+        return merged, [*response_mask, *[0] * len(new)], log_probs
+
+    def _follow(
+        self, messages: list[Message], tools: list[OpenAIFunctionToolSchema], last: Sequence[int]
+    ) -> list[int]:
+        template = self.server_manager.template
+        return template.encode_delta(messages, last_ids=last, tools=tools).ids
+
+    # Media: agentrl trains on text only.
+
+    async def process_multi_modal_info(self, messages: Sequence[Any]) -> dict[str, Any]:
+        """Return no media: agentrl trains on text only, and rows with media are refused."""
+        return {}
+
+    process_vision_info = process_multi_modal_info
+
+    def _assert_mm_supported(self, has_multi_modal: bool) -> None:
+        self._refuse_media([None] if has_multi_modal else None)
+
+    def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def build_sglang_video_payload(videos: Any, mm_inputs: Mapping[str, Any]) -> list[Any] | None:
+        """Return None: there are no videos."""
+        return None
+
+    def _refuse_media(self, *media: Sequence[Any] | None) -> None:
+        if any(media):
+            raise AgentError("images, videos or audio were given", expected="text only")
+
+
+def read_messages(messages: Sequence[Any]) -> list[Message]:
+    """Read messages that are dicts or `Message` objects."""
+    return [
+        one if isinstance(one, Message) else Message.model_validate(dict(one)) for one in messages
+    ]
+
+
+def _read_tools(tools: Sequence[Any] | None) -> list[OpenAIFunctionToolSchema]:
+    return [
+        one
+        if isinstance(one, OpenAIFunctionToolSchema)
+        else OpenAIFunctionToolSchema.model_validate(one)
+        for one in tools or ()
+    ]
