@@ -145,6 +145,12 @@ class RankError(AgentRLError, RuntimeError):
     """
 
 
+class ClusterError(AgentRLError, RuntimeError):
+    """A process or resource of a Ray cluster failed, or is not there (details: `rank`, `node`,
+    `process`, `last_lines`, `expected`).
+    """
+
+
 class RolloutError(AgentRLError, RuntimeError):
     """Too much of a batch failed (details: `reasons`, `expected`)."""
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import agentrl
-from agentrl.commands.run_file import num_ranks, read_run_file
+from agentrl.commands.run_file import read_run_file, uses_cluster
 from agentrl.config import Purpose
 from agentrl.errors import ConfigError
 from agentrl.trainer.process_exit import importing, print_interrupted
@@ -111,7 +111,8 @@ _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
     "What its `prepare` section names and is missing (problems, a small policy, its warm-up) is "
     "made first. A run that was stopped resumes from its last complete checkpoint.\n\n"
-    "On several devices: torchrun --nproc-per-node 2 -m agentrl train FILE"
+    "On several devices: trainer.n_gpus_per_node=8 trainer.nnodes=4 (a Ray cluster, docs/cluster.md),"
+    " or torchrun --nproc-per-node 2 -m agentrl train FILE"
 )
 _ROLLOUT_HELP = (
     "Show whole conversations token by token, with mask and rewards, without training.\n\n"
@@ -123,7 +124,11 @@ _ROLLOUT_HELP = (
 @app.command(help=_TRAIN_HELP)
 def train(run_file: RunFile, overrides: Overrides = None) -> None:
     """Train a policy."""
-    file = read_run_file(run_file, overrides or [], Purpose.TRAIN, world_size=num_ranks())
+    file = read_run_file(run_file, overrides or [], Purpose.TRAIN)
+    if uses_cluster(file.config):
+        from agentrl.commands.train_on_cluster import train_on_cluster
+
+        return train_on_cluster(file)
     with importing():
         from agentrl.commands.train import train_from_file
 
@@ -133,7 +138,7 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
 @app.command()
 def sft(run_file: RunFile, overrides: Overrides = None) -> None:
     """Run the supervised warm-up of a run file (prepare.sft), and make what it needs first."""
-    file = read_run_file(run_file, overrides or [], Purpose.SFT, world_size=num_ranks())
+    file = read_run_file(run_file, overrides or [], Purpose.SFT)
     with importing():
         from agentrl.commands.train import sft_from_file
 
@@ -159,7 +164,7 @@ def rollout(
     ] = None,
 ) -> None:
     """Show whole conversations without training."""
-    file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT, world_size=num_ranks())
+    file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT)
     with importing():
         from agentrl.commands.rollout import RolloutOptions, rollout_from_file
 
@@ -211,7 +216,7 @@ def doctor(run_file: RunFile, overrides: Overrides = None) -> None:
 @config_app.command("check")
 def config_check(run_file: RunFile, overrides: Overrides = None) -> None:
     """Print the resolved configuration, batch arithmetic, and what the chat template supports."""
-    file = read_run_file(run_file, overrides or [], Purpose.TRAIN, world_size=None)
+    file = read_run_file(run_file, overrides or [], Purpose.TRAIN, starts_now=False)
     with importing():
         from agentrl.commands.explain import explain_config
 

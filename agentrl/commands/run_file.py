@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from agentrl.config import Purpose, RunConfig, naming_origin, read_config
 from agentrl.config.verl import VerlReport
@@ -24,14 +25,25 @@ class RunFile:
     notes: tuple[str, ...]
     """Notes for the user."""
 
+    def without_plugins(self) -> "RunFile":
+        """Return a copy for another process, which builds the plug-ins again before it uses it."""
+        return replace(self, plugins=cast("Plugins", None))
 
-def num_ranks() -> int:
-    """Return the number of ranks that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+
+def num_ranks(config: RunConfig, purpose: Purpose) -> int:
+    """Return the number of ranks: those that torchrun started, or that training starts on Ray."""
+    if (launched := os.environ.get("WORLD_SIZE")) is not None:
+        return int(launched)
+    return config.num_ranks if purpose is Purpose.TRAIN else 1
+
+
+def uses_cluster(config: RunConfig) -> bool:
+    """Return whether this process is the driver of a run on Ray; under torchrun it is a rank."""
+    return config.asks_for_cluster and "WORLD_SIZE" not in os.environ
 
 
 def read_run_file(
-    path: Path, overrides: Sequence[str], purpose: Purpose, *, world_size: int | None
+    path: Path, overrides: Sequence[str], purpose: Purpose, *, starts_now: bool = True
 ) -> RunFile:
     """Read a run file, and refuse a run that cannot succeed.
 
@@ -39,7 +51,8 @@ def read_run_file(
         path: The file.
         overrides: `key=value` each.
         purpose: The purpose of the run.
-        world_size: Ranks of the run; None: unknown.
+        starts_now: Whether the run starts now. If not, the number of its ranks is unknown, unless
+            it is a run on Ray.
 
     Raises:
         AgentRLError: if the file or a plug-in cannot be used; see `check_run`.
@@ -48,6 +61,8 @@ def read_run_file(
     # Imported late, so that a wrong key is reported before the plug-ins' packages are imported.
     from agentrl.trainer.setup.preflight import check_run
 
+    is_known = starts_now or uses_cluster(config)
+    world_size = num_ranks(config, purpose) if is_known else None
     with naming_origin(overrides, report):
         checked = check_run(config, world_size=world_size, file=path, purpose=purpose)
     return RunFile(

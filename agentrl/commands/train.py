@@ -1,26 +1,35 @@
 """`agentrl train` and `agentrl sft`: from a checked run file to a trained policy."""
 
 import gc
+import os
+import socket
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from agentrl.cluster.ranks import RankEnd, RankPlace
 from agentrl.commands.run_file import RunFile
 from agentrl.config import RunConfig, naming_origin
 from agentrl.config.problems import naming_file
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError, RankError
 from agentrl.trainer.components import check_names_and_engine, prepare_components
+from agentrl.trainer.interruption import request_stop
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup.huggingface import quiet_libraries
 from agentrl.trainer.setup.plugins import Plugins
-from agentrl.trainer.setup.preflight import claim_prepared, with_absolute_paths
+from agentrl.trainer.setup.preflight import check_run, claim_prepared, with_absolute_paths
 from agentrl.trainer.setup.prepare import prepare_run
 from agentrl.trainer.state.summary import Summary
 from agentrl.trainer.trainer import Trainer
 from agentrl.workers.distributed import World, start_world, stop_world
+
+if TYPE_CHECKING:
+    from agentrl.cluster.handles import ClusterHandles
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +77,68 @@ def freeze_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def train_from_file(file: RunFile) -> Summary:
-    """Prepare what is missing, train, and print the result."""
+def train_from_file(file: RunFile, cluster: "ClusterHandles | None" = None) -> Summary:
+    """Prepare what is missing, train, and print the result.
+
+    Args:
+        file: The checked run file.
+        cluster: The processes of a run on Ray that this rank may call.
+    """
     with open_run(file) as run:
-        components = prepare_components(run.config, run.world, run.run_logger, run.plugins)
+        components = prepare_components(
+            run.config, run.world, run.run_logger, run.plugins, cluster=cluster
+        )
         trainer = Trainer(run.config, components)
         with freeze_objects():
             summary = trainer.fit()
         run.run_logger.info(summary.describe(trainer.folder))
         return summary
+
+
+class TrainingRank:
+    """A training rank on a Ray cluster: what torchrun would start as a process.
+
+    Args:
+        file: The run file as the driver has read it, without its plug-ins: they are built here.
+    """
+
+    def __init__(self, file: RunFile) -> None:
+        self._file = file
+
+    def free_port(self) -> int:
+        """Return a free port of this node, at which the ranks can meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def run(self, place: RankPlace, cluster: "ClusterHandles") -> RankEnd:
+        """Train to the end; errors are printed to this rank's log and returned."""
+        os.environ.update(place.environment)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        try:
+            return train_on_rank(self._file, cluster, world_size=place.world_size)
+        except KeyboardInterrupt as stop:
+            return RankEnd("interrupted", ": ".join(map(str, stop.args)), 130)
+        except RankError as error:
+            print(f"rank {place.rank}: error: {error}", flush=True)
+            return RankEnd("lost", str(error), 2, is_cause=False)
+        except (AgentRLError, OSError) as error:
+            print(f"rank {place.rank}: error: {error}", flush=True)
+            return RankEnd("failed", str(error), 2)
+        except BaseException as error:  # noqa: BLE001 - the error boundary of the process
+            traceback.print_exc()
+            return RankEnd("failed", f"{type(error).__name__}: {error}", 1)
+
+    def stop(self) -> None:
+        """Stop as SIGTERM does: release tools, save the last completed step."""
+        request_stop()
+
+
+def train_on_rank(file: RunFile, cluster: "ClusterHandles", *, world_size: int) -> RankEnd:
+    """Train as one rank, after the checks that a command does before it starts."""
+    checked = check_run(file.config, world_size=world_size, file=file.path, purpose=file.purpose)
+    summary = train_from_file(replace(file, plugins=checked.plugins), cluster)
+    return RankEnd("done", str(summary.steps))
 
 
 def sft_from_file(file: RunFile) -> None:

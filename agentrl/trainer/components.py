@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -66,6 +67,9 @@ from agentrl.workers.tokenizer import check_tokenizer, find_disagreements
 from agentrl.workers.update import Updater
 from agentrl.workers.value_model import load_value_model
 
+if TYPE_CHECKING:
+    from agentrl.cluster.handles import ClusterHandles
+
 _PROMPT_TOKENS = 512
 """Prompt tokens that are read to check that policy and tokenizer belong together."""
 
@@ -95,6 +99,8 @@ class TrainerComponents:
     """Training steps of the whole run."""
     seconds_prepare: float
     """Seconds that preparing data, policy and warm-up took."""
+    cluster: "ClusterHandles | None" = None
+    """The other processes of a run on Ray."""
 
     @property
     def updaters(self) -> list[Updater]:
@@ -131,10 +137,20 @@ def prepare_components(
     run_logger: RunLogger,
     plugins: Plugins,
     given: Given = NOTHING,
+    *,
+    cluster: "ClusterHandles | None" = None,
 ) -> TrainerComponents:
     """Prepare what a checked run's `prepare` names and is missing, then build everything.
 
     The run's folder is locked until the run logger is closed.
+
+    Args:
+        config: The run's configuration.
+        world: The ranks.
+        run_logger: Prints notes; only its main rank does.
+        plugins: The run's plug-ins.
+        given: Python objects that replace names of the run file.
+        cluster: The processes of a run on Ray that this rank may call; None: a run without Ray.
 
     Raises:
         AgentRLError: if the configuration, a file or an object cannot be used.
@@ -153,7 +169,9 @@ def prepare_components(
     seed_everything(config.trainer.seed + world.rank)
     if config.rollout.deterministic:
         choose_exact_kernels(world.device)
-    return build_components(config, world, run_logger, setup, given, seconds_prepare=seconds)
+    return build_components(
+        config, world, run_logger, setup, given, seconds_prepare=seconds, cluster=cluster
+    )
 
 
 def build_components(
@@ -164,6 +182,7 @@ def build_components(
     given: Given,
     *,
     seconds_prepare: float,
+    cluster: "ClusterHandles | None" = None,
 ) -> TrainerComponents:
     """Build everything. User errors are found before the model is loaded.
 
@@ -209,6 +228,7 @@ def build_components(
         record=record,
         total_steps=total_steps,
         seconds_prepare=seconds_prepare,
+        cluster=cluster,
     )
 
 

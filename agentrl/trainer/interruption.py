@@ -34,6 +34,20 @@ to every rank, and torchrun forwards it."""
 _EXITING = b"exiting immediately: nothing more was saved\n"
 
 
+_listening: "list[Interruption]" = []
+_stop_requested = threading.Event()
+
+
+def request_stop() -> None:
+    """Stop the run of this process as SIGTERM does, from any thread; also one that starts later.
+
+    A rank on a Ray cluster does not run on the main thread and gets no signals.
+    """
+    _stop_requested.set()
+    for interruption in list(_listening):
+        interruption.request()
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and every rank knows it."""
 
@@ -64,10 +78,16 @@ class Interruption:
         """Handle the signals during the block.
 
         A signal that the process ignores stays ignored: a shell starts background jobs so. Outside
-        of the main thread Python cannot handle signals, and the block changes nothing.
+        of the main thread Python cannot handle signals: `request_stop` takes their part.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield self
+            _listening.append(self)
+            if _stop_requested.is_set():
+                self.request()
+            try:
+                yield self
+            finally:
+                _listening.remove(self)
             return
         # getsignal returns None for a handler that was not set from Python: it cannot be restored.
         numbers = [
@@ -126,6 +146,10 @@ class Interruption:
         """
         if self._world.max([float(self._asked_at is not None)])[0]:
             raise Interrupted
+
+    def request(self) -> None:
+        """Stop as SIGTERM does; may be called by any thread."""
+        self._on_signal(signal.SIGTERM, None)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from agentrl.config.schema.agent import AgentConfig
+from agentrl.config.schema.cluster import ClusterConfig, PoolConfig
 from agentrl.config.schema.engine import (
     EngineConfig,
     WeightSyncConfig,
@@ -255,6 +256,9 @@ class RolloutConfig(Section):
     `data.max_response_length`."""
     max_concurrent_requests: int = Field(default=256, ge=1)
     """Most requests in flight on one rank."""
+    num_workers: int | None = Field(default=None, ge=1)
+    """Processes that drive the requests of a batch, spread over the nodes of a Ray cluster (verl:
+    `agent.num_workers`). null: each training rank drives its own requests."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Most seconds of one request; null: no limit."""
     seed: Seed = 0
@@ -322,6 +326,14 @@ class TrainerConfig(Section):
     """Folder for all training rollouts, as JSONL; null: they are not saved."""
     validation_data_dir: UserPath | None = None
     """Folder for all validation rollouts, as JSONL; null: they are not saved."""
+    nnodes: int = Field(default=1, ge=1)
+    """Nodes of a Ray cluster that train. Under torchrun, its own arguments decide."""
+    n_gpus_per_node: int = Field(default=1, ge=1)
+    """Training ranks on each node, one for each device. With more than one rank in all, the run
+    uses Ray, unless it runs under torchrun. With `device: cpu` a device is one CPU."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often the training ranks of a run on Ray are started again, from the last checkpoint,
+    after one of them was lost. 0: the run ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: an accelerator if there is one."""
     collective_timeout_s: float = Field(default=1800.0, gt=0)
@@ -355,6 +367,35 @@ class RunConfig(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
     prepare: PrepareConfig = PrepareConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def pools(self) -> list[PoolConfig]:
+        """The pools of a run on Ray: the declared ones, or one for all roles."""
+        return self.cluster.pools or [
+            PoolConfig(
+                name="main",
+                nodes=self.trainer.nnodes,
+                devices_per_node=self.trainer.n_gpus_per_node,
+                roles=["train", "engine", "rollout"],
+            )
+        ]
+
+    @property
+    def num_ranks(self) -> int:
+        """Training ranks that the run file asks for; torchrun's own number replaces it."""
+        pools = (pool for pool in self.pools if "train" in pool.roles)
+        return sum(pool.nodes * pool.devices_per_node for pool in pools)
+
+    @property
+    def asks_for_cluster(self) -> bool:
+        """Whether the run uses Ray, unless it runs under torchrun."""
+        return (
+            bool(self.cluster.pools)
+            or self.cluster.address is not None
+            or self.num_ranks > 1
+            or (self.rollout.num_workers or 1) > 1
+        )
 
     @property
     def prepares_its_policy(self) -> bool:

@@ -1,0 +1,418 @@
+"""The driver of a run on Ray: it places processes, supervises them, and ends them. No tensors.
+
+A rank that dies, or sends no heartbeat, ends its group; the group is started again from the last
+checkpoint as often as `trainer.max_restarts` allows. Ray replaces rollout workers and servers by
+itself; the driver reports it. Ctrl-C and SIGTERM ask the ranks to stop, which they do as under
+torchrun: tools are released and the last completed step is saved. All actors belong to the driver's
+job, so Ray ends them when the driver ends, also after kill -9.
+"""
+
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from agentrl.cluster.connection import connected, forwarded_variables, list_nodes
+from agentrl.cluster.handles import ClusterHandles, RemoteHost
+from agentrl.cluster.host import HostInfo, HostSpec
+from agentrl.cluster.logs import RunLogs
+from agentrl.cluster.monitor import Monitor, Snapshot
+from agentrl.cluster.placement import PlacedPool, place
+from agentrl.cluster.pools import check_pools, device_kind, make_pools
+from agentrl.cluster.ranks import RankEnd, RankFailure, RankPlace
+from agentrl.config.schema.cluster import Role
+from agentrl.config.schema.run import RunConfig
+from agentrl.errors import ClusterError
+
+MONITOR = "agentrl:"
+"""Start of the name of a run's monitor; the run's id follows."""
+GRACE_S = 20.0
+"""Seconds that the other ranks have to end after one was lost, so that the cause is found."""
+_POLL_S = 0.5
+
+
+class StopRequest:
+    """SIGINT and SIGTERM of the driver. The first one asks the ranks to stop; while no rank works,
+    and for the second Ctrl-C, it raises `KeyboardInterrupt`.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self.is_waited_for = False
+        """Whether ranks work, which the request stops."""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals during the block."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) not in (signal.SIG_IGN, None)
+        ]
+        before = [(number, signal.signal(number, self._on_signal)) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if not self.is_waited_for or (self.is_made and number == signal.SIGINT):
+            raise KeyboardInterrupt
+        self.is_made = True
+
+
+@dataclass(slots=True)
+class ClusterRun:
+    """A run with its pools reserved."""
+
+    config: RunConfig
+    run_id: str
+    pools: Mapping[str, PlacedPool]
+    monitor: Any
+    logs: RunLogs
+    stop: StopRequest
+    say: Callable[[str], None]
+    environment: Mapping[str, str]
+    directory: str | None
+    seen: dict[str, HostInfo] = field(default_factory=dict[str, HostInfo])
+    """The last known process of each name."""
+
+    def start_workers(
+        self, factory: str, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> list[RemoteHost]:
+        """Start the rollout workers, spread over the nodes with the role. Returns at once.
+
+        Args:
+            factory: The class, `module:name`.
+            arguments: Returns the arguments of the worker with an index. They are used again if
+                Ray replaces the worker.
+        """
+        hosts: list[RemoteHost] = []
+        for placed in self._with_role("rollout"):
+            for node, count in enumerate(placed.pool.workers):
+                for _ in range(count):
+                    index = len(hosts)
+                    spec = self._spec("rollout", index, placed, factory, arguments(index))
+                    host = placed.start(spec, self.monitor, node=node, num_cpus=1, max_restarts=-1)
+                    hosts.append(host)
+        return hosts
+
+    def start_servers(
+        self,
+        factory: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        *,
+        devices_per_server: int,
+    ) -> list[RemoteHost]:
+        """Start engine servers in the pools with the role. Returns at once.
+
+        In a pool that also trains, a server reserves no device: it shares those of the ranks.
+
+        Args:
+            factory: The class, `module:name`.
+            arguments: Returns the arguments of the server with an index.
+            devices_per_server: Devices of one server (`tp_size`).
+        """
+        hosts: list[RemoteHost] = []
+        for placed in self._with_role("engine"):
+            num_devices = 0 if "train" in placed.pool.roles else devices_per_server
+            for node in range(placed.pool.nodes):
+                for _ in range(placed.pool.devices_per_node // devices_per_server):
+                    index = len(hosts)
+                    spec = self._spec("engine", index, placed, factory, arguments(index))
+                    host = placed.start(
+                        spec, self.monitor, node=node, num_devices=num_devices, max_restarts=-1
+                    )
+                    hosts.append(host)
+        return hosts
+
+    def await_started(self, hosts: Sequence[RemoteHost]) -> list[HostInfo]:
+        """Wait until processes have made their objects.
+
+        Raises:
+            ClusterError: naming the process that died or did not start in time, with the last lines
+                of its log; or the shortfall if a node has left the cluster.
+        """
+        limit = self.config.cluster.start_timeout_s
+        end = time.monotonic() + limit
+        waiting = {host.actor.describe.remote(): host for host in hosts}
+        while waiting:
+            ready, _ = ray.wait(list(waiting), timeout=_POLL_S)
+            for reference in ready:
+                host = waiting.pop(reference)
+                try:
+                    self.seen[host.name] = ray.get(reference)
+                except RayError as error:
+                    raise self._lost(host, error) from error
+            if not ready:
+                check_pools([one.pool for one in self.pools.values()], list_nodes())
+            if waiting and time.monotonic() > end:
+                host = next(iter(waiting.values()))
+                raise ClusterError(
+                    f"{host.name} did not start within {limit:g} s",
+                    key="cluster.start_timeout_s",
+                    last_lines=self._tail(host.name),
+                )
+        return [self.seen[host.name] for host in hosts]
+
+    def train(
+        self, factory: str, arguments: tuple[Any, ...], handles: ClusterHandles
+    ) -> RankEnd:
+        """Run all ranks to their end, and start them again if some are lost and that is allowed.
+
+        Args:
+            factory: The class, `module:name`, with `free_port()`, `run(place, handles) -> RankEnd`
+                and `stop()`.
+            arguments: Its arguments.
+            handles: The other processes of the run.
+
+        Returns:
+            The end of the main rank.
+
+        Raises:
+            ClusterError: if a rank is lost once too often.
+            AgentRLError: the error of a rank.
+            KeyboardInterrupt: if the run was asked to stop.
+        """
+        restarts = self.config.trainer.max_restarts
+        for attempt in range(restarts + 1):
+            hosts = self._start_ranks(factory, arguments)
+            try:
+                ends = self._run_ranks(hosts, handles)
+            finally:
+                self._end(hosts)
+            lost = [(host, end) for host, end in zip(hosts, ends, strict=True) if _is_lost(end)]
+            if self.stop.is_made:
+                raise KeyboardInterrupt(*([ends[0].text] if ends[0].text else []))
+            failed = [end for end in ends if end.kind == "failed"]
+            if failed:
+                raise RankFailure(failed[0])
+            if not lost:
+                return ends[0]
+            error = self._describe_lost(lost)
+            if attempt == restarts:
+                error.details["restarts"] = f"{attempt} of trainer.max_restarts={restarts}"
+                raise error
+            self.say(f"{error}\nrestart {attempt + 1} of {restarts} from the last checkpoint")
+        raise AssertionError("unreachable")
+
+    def _start_ranks(self, factory: str, arguments: tuple[Any, ...]) -> list[RemoteHost]:
+        hosts: list[RemoteHost] = []
+        for placed in self._with_role("train"):
+            on_gpu = placed.pool.device_kind == "GPU"
+            for node in range(placed.pool.nodes):
+                for _ in range(placed.pool.devices_per_node):
+                    spec = self._spec("train", len(hosts), placed, factory, arguments)
+                    host = placed.start(
+                        spec, self.monitor, node=node, num_devices=1, num_cpus=int(on_gpu)
+                    )
+                    hosts.append(host)
+        self.await_started(hosts)
+        return hosts
+
+    def _run_ranks(self, hosts: Sequence[RemoteHost], handles: ClusterHandles) -> list[RankEnd]:
+        call_timeout_s = self.config.cluster.call_timeout_s
+        port = hosts[0].call_and_wait("free_port", timeout_s=call_timeout_s)
+        address = self.seen[hosts[0].name].address
+        handles = ClusterHandles(handles.workers, handles.servers, tuple(hosts), call_timeout_s)
+        running: dict[Any, int] = {}
+        for rank, host in enumerate(hosts):
+            place = RankPlace(
+                rank=rank, world_size=len(hosts), local_rank=0, address=address, port=port
+            )
+            running[host.actor.call.remote("run", place, handles)] = rank
+        self.monitor.announce.remote({"state": "training"})
+        self.stop.is_waited_for = True
+        try:
+            return self._supervise(hosts, running)
+        finally:
+            self.stop.is_waited_for = False
+
+    def _supervise(self, hosts: Sequence[RemoteHost], running: dict[Any, int]) -> list[RankEnd]:
+        """Wait for the end of all ranks; end those that cannot go on."""
+        ends: list[RankEnd | None] = [None] * len(hosts)
+        limit: float | None = None
+        is_asked = False
+        watched = time.monotonic()
+        while running:
+            ready, _ = ray.wait(list(running), timeout=_POLL_S)
+            for reference in ready:
+                rank = running.pop(reference)
+                ends[rank] = end = _end_of(reference)
+                if end.kind in ("failed", "lost"):
+                    # The others learn of it from the end of the process, as under torchrun.
+                    _kill(hosts[rank])
+                    wait_s = GRACE_S if end.kind == "lost" else self.config.cluster.stop_timeout_s
+                    limit = min(limit or float("inf"), time.monotonic() + wait_s)
+            if self.stop.is_made and not is_asked:
+                is_asked = True
+                for host in hosts:
+                    host.actor.control.remote("stop")
+                limit = time.monotonic() + self.config.cluster.stop_timeout_s
+            if time.monotonic() - watched > self.config.cluster.heartbeat_s:
+                watched = time.monotonic()
+                self._watch({hosts[rank].name: hosts[rank] for rank in running.values()})
+            if limit is not None and time.monotonic() > limit:
+                for rank in running.values():
+                    _kill(hosts[rank])
+                    ends[rank] = RankEnd("lost", "did not end in time", 1, is_cause=False)
+                break
+        return [end or RankEnd("lost", "was ended", 1, is_cause=False) for end in ends]
+
+    def _watch(self, ranks: Mapping[str, RemoteHost]) -> None:
+        """Report replaced processes, and end ranks that send no heartbeat any more."""
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return
+        limit = self.config.cluster.heartbeat_timeout_s
+        for name, beat in snapshot.beats.items():
+            before = self.seen.get(name)
+            if before is not None and before.process != beat.info.process:
+                self.say(f"{before} was lost and replaced: {beat.info}\n{self._tail(name)}")
+            self.seen[name] = beat.info
+            silent_s = snapshot.now - beat.received
+            if name in ranks and silent_s > limit:
+                self.say(f"{beat.info} has sent no heartbeat for {silent_s:.0f} s: it is ended")
+                _kill(ranks[name])
+
+    def _snapshot(self) -> Snapshot | None:
+        with suppress(RayError):
+            return ray.get(self.monitor.snapshot.remote(), timeout=_POLL_S * 4)
+        return None
+
+    def _with_role(self, role: Role) -> Iterator[PlacedPool]:
+        return (placed for placed in self.pools.values() if role in placed.pool.roles)
+
+    def _spec(
+        self, role: Role, index: int, placed: PlacedPool, factory: str, arguments: tuple[Any, ...]
+    ) -> HostSpec:
+        prefix = {"train": "rank", "rollout": "rollout", "engine": "server"}[role]
+        return HostSpec(
+            name=f"{prefix}_{index}",
+            role=role,
+            pool=placed.pool.name,
+            factory=factory,
+            arguments=arguments,
+            environment=self.environment,
+            directory=self.directory,
+            log_folder=str(self.logs.folder),
+            run_id=self.run_id,
+            heartbeat_s=self.config.cluster.heartbeat_s,
+        )
+
+    def _end(self, hosts: Sequence[RemoteHost]) -> None:
+        for host in hosts:
+            _kill(host)
+
+    def _tail(self, name: str) -> str:
+        return self.logs.tail(name)
+
+    def _lost(self, host: RemoteHost, error: RayError) -> ClusterError:
+        info = self.seen.get(host.name)
+        return ClusterError(
+            f"{info or host.name} died",
+            reason=_reason(error),
+            log=self.logs.path(host.name),
+            last_lines="\n" + self._tail(host.name),
+        )
+
+    def _describe_lost(self, lost: Sequence[tuple[RemoteHost, RankEnd]]) -> ClusterError:
+        causes = [pair for pair in lost if pair[1].is_cause] or list(lost)
+        host, end = causes[0]
+        self.monitor.forget.remote(host.name, end.text)
+        more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
+        return ClusterError(
+            f"training rank {self.seen.get(host.name, host.name)} was lost{more}",
+            reason=end.text,
+            log=self.logs.path(host.name),
+            last_lines="\n" + self._tail(host.name),
+        )
+
+
+@contextmanager
+def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[ClusterRun]:
+    """Connect to the cluster and reserve the pools of a run; everything ends with the block.
+
+    Args:
+        config: The run's configuration.
+        say: Prints a line for the user.
+
+    Raises:
+        ClusterError: if there is no cluster, or it has too little for the run.
+        ConfigError: for a wrong key of `cluster`.
+    """
+    environment = forwarded_variables(config.cluster.runtime_env.env_vars)
+    run_id = f"{config.trainer.experiment_name}-{uuid.uuid4().hex[:8]}"
+    stop = StopRequest()
+    on_cpus = make_pools(config, "CPU") if config.trainer.device != "cuda" else []
+    min_cpus = sum(pool.nodes * pool.bundle.get("CPU", 0.0) for pool in on_cpus)
+    with stop.listening(), connected(config.cluster, min_cpus=min_cpus) as cluster:
+        say(cluster)
+        pools = make_pools(config, device_kind(config, list_nodes()))
+        placed = place(pools, timeout_s=config.cluster.placement_timeout_s, say=say)
+        monitor = (
+            ray.remote(Monitor)
+            .options(name=MONITOR + run_id, num_cpus=0, max_restarts=-1, max_task_retries=1)
+            .remote()
+        )
+        limit = config.cluster.call_timeout_s
+        folder = config.trainer.default_local_dir.absolute()
+        facts = {
+            "run_id": run_id,
+            "folder": str(folder),
+            "pools": [str(pool) for pool in pools],
+            "started": time.time(),
+            "state": "starting",
+        }
+        ray.get(monitor.announce.remote(facts), timeout=limit)
+        logs = RunLogs(
+            folder / "logs", run_id, lambda: ray.get(monitor.take_logs.remote(), timeout=limit)
+        )
+        for pool in pools:
+            say(f"pool {pool}")
+        logs.start(echo="rank_0")
+        directory = None if config.cluster.runtime_env.working_dir else str(Path.cwd())
+        try:
+            yield ClusterRun(
+                config, run_id, placed, monitor, logs, stop, say, environment, directory
+            )
+        finally:
+            for one in placed.values():
+                with suppress(Exception):
+                    one.release()
+            logs.close()
+
+
+def _end_of(reference: Any) -> RankEnd:
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        if isinstance(error, RayActorError):
+            return RankEnd("lost", _reason(error), 1)
+        return RankEnd("failed", _reason(error), 1)
+
+
+def _is_lost(end: RankEnd) -> bool:
+    return end.kind == "lost"
+
+
+def _kill(host: RemoteHost) -> None:
+    with suppress(RayError):
+        ray.kill(host.actor, no_restart=True)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:600]
