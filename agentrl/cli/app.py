@@ -111,8 +111,8 @@ _TRAIN_HELP = (
     "Train a policy as a run file says.\n\n"
     "What its `prepare` section names and is missing (problems, a small policy, its warm-up) is "
     "made first. A run that was stopped resumes from its last complete checkpoint.\n\n"
-    "On several devices: trainer.n_gpus_per_node=8 trainer.nnodes=4 (a Ray cluster, docs/cluster.md),"
-    " or torchrun --nproc-per-node 2 -m agentrl train FILE"
+    "On several devices: trainer.n_gpus_per_node=8 trainer.nnodes=4 (docs/cluster.md), or"
+    " torchrun --nproc-per-node 2 -m agentrl train FILE"
 )
 _ROLLOUT_HELP = (
     "Show whole conversations token by token, with mask and rewards, without training.\n\n"
@@ -128,7 +128,8 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
     if uses_cluster(file.config):
         from agentrl.commands.train_on_cluster import train_on_cluster
 
-        return train_on_cluster(file)
+        train_on_cluster(file)
+        return
     with importing():
         from agentrl.commands.train import train_from_file
 

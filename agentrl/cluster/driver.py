@@ -28,7 +28,7 @@ from agentrl.cluster.logs import RunLogs
 from agentrl.cluster.monitor import Monitor, Snapshot
 from agentrl.cluster.placement import PlacedPool, place
 from agentrl.cluster.pools import check_pools, device_kind, make_pools
-from agentrl.cluster.ranks import RankEnd, RankFailure, RankPlace
+from agentrl.cluster.ranks import RankEnd, RankFailedError, RankPlace
 from agentrl.config.schema.cluster import Role
 from agentrl.config.schema.run import RunConfig
 from agentrl.errors import ClusterError
@@ -168,9 +168,7 @@ class ClusterRun:
                 )
         return [self.seen[host.name] for host in hosts]
 
-    def train(
-        self, factory: str, arguments: tuple[Any, ...], handles: ClusterHandles
-    ) -> RankEnd:
+    def train(self, factory: str, arguments: tuple[Any, ...], handles: ClusterHandles) -> RankEnd:
         """Run all ranks to their end, and start them again if some are lost and that is allowed.
 
         Args:
@@ -199,7 +197,7 @@ class ClusterRun:
                 raise KeyboardInterrupt(*([ends[0].text] if ends[0].text else []))
             failed = [end for end in ends if end.kind == "failed"]
             if failed:
-                raise RankFailure(failed[0])
+                raise RankFailedError(failed[0])
             if not lost:
                 return ends[0]
             error = self._describe_lost(lost)
@@ -363,11 +361,9 @@ def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[C
         say(cluster)
         pools = make_pools(config, device_kind(config, list_nodes()))
         placed = place(pools, timeout_s=config.cluster.placement_timeout_s, say=say)
-        monitor = (
-            ray.remote(Monitor)
-            .options(name=MONITOR + run_id, num_cpus=0, max_restarts=-1, max_task_retries=1)
-            .remote()
-        )
+        actor_class: Any = ray.remote(Monitor)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 1}
+        monitor = actor_class.options(name=MONITOR + run_id, **options).remote()
         limit = config.cluster.call_timeout_s
         folder = config.trainer.default_local_dir.absolute()
         facts = {

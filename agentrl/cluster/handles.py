@@ -49,9 +49,7 @@ class RemoteHost:
         except RayActorError as error:
             raise self._died(method, error) from error
 
-    def call_and_wait(
-        self, method: str, *arguments: Any, timeout_s: float, **keywords: Any
-    ) -> Any:
+    def call_and_wait(self, method: str, *arguments: Any, timeout_s: float, **keywords: Any) -> Any:
         """Call a method of the hosted object and wait for its result; see `call`."""
         return self._wait(self.actor.call.remote(method, *arguments, **keywords), method, timeout_s)
 

@@ -93,7 +93,7 @@ class Host:
         self._directory = enter_directory(spec.directory)
         self._monitor = monitor
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"agentrl-{spec.name}")
-        context = ray.get_runtime_context()
+        context: Any = ray.get_runtime_context()
         devices = context.get_accelerator_ids().get("GPU", [])
         self.info = HostInfo(
             name=spec.name,

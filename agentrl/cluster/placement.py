@@ -48,13 +48,13 @@ class PlacedPool:
         """
         gpus = num_devices if self.pool.device_kind == "GPU" else 0
         cpus = num_cpus + (num_devices if self.pool.device_kind == "CPU" else 0)
-        actor = ray.remote(Host).options(
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={"control": 100})(Host).options(
             num_cpus=cpus,
             num_gpus=gpus,
             max_restarts=max_restarts,
             max_task_retries=0,
             max_concurrency=MAX_CALLS,
-            concurrency_groups={"control": 100},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=node
             ),

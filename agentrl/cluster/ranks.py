@@ -43,7 +43,7 @@ class RankPlace:
         }
 
 
-class RankFailure(AgentRLError, RuntimeError):
+class RankFailedError(AgentRLError, RuntimeError):
     """A rank ended with an error. The rank has printed it."""
 
     def __init__(self, end: RankEnd) -> None:

@@ -22,14 +22,14 @@ def train_on_cluster(file: RunFile) -> None:
     require_package("ray", extra="cluster", what="a run on several devices")
     from agentrl.cluster.driver import open_cluster
     from agentrl.cluster.handles import ClusterHandles
-    from agentrl.cluster.ranks import RankFailure
+    from agentrl.cluster.ranks import RankFailedError
 
     config = with_absolute_paths(file.config)
     with open_cluster(config, say=_say) as run:
         sent = replace(file, config=config).without_plugins()
         try:
             run.train(RANK, (sent,), ClusterHandles())
-        except RankFailure as failure:
+        except RankFailedError as failure:
             sys.exit(failure.exit_code)
 
 

@@ -205,7 +205,7 @@ def test_a_hint_is_the_key_of_the_nearest_section_or_none(key: str, meant: str |
     assert nearest_key(key) == meant
 
 
-LISTED = {"functions"}
+LISTED = {"functions", "pools"}
 """Keys whose value is a list of sections."""
 
 
@@ -232,7 +232,7 @@ def test_unused_keys_an_unknown_key_is_refused_with_the_nearest_known_one(key, d
     wrong = f"{key.removesuffix(leaf)}{leaf[:place]}{letter}{leaf[place:]}"
     with pytest.raises(ConfigError) as caught:
         parse_config(nested(wrong, 1))
-    shown = wrong.replace("functions.", "functions[0].")
+    shown = wrong.replace("functions.", "functions[0].").replace("pools.", "pools[0].")
     matches = [line for line in str(caught.value).splitlines() if f"{shown}: unknown key" in line]
     assert len(matches) == 1
     assert "did you mean" in matches[0]

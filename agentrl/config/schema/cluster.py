@@ -23,7 +23,7 @@ class PoolConfig(Section):
     """CPUs that are reserved on each node in addition to the devices; null: one for each GPU and
     one for each rollout worker."""
     resources: dict[str, float] = Field(default_factory=dict[str, float])
-    """Custom resources of Ray that each node must have, such as `{accelerator_type:H100: 0.001}`."""
+    """Custom resources of Ray that each node must have: `{accelerator_type:H100: 0.001}`."""
     roles: list[Role] = Field(min_length=1)
     """What runs in it. train: a training rank on each device. engine: SGLang servers; with `train`
     in the same pool they share the devices (sleep and wake). rollout: rollout workers."""
