@@ -96,6 +96,8 @@ class ChatCall:
     """A request for one completion."""
 
     messages: Sequence[SentMessage]
+    previous_reply: str = ""
+    """`reply_id` of the reply that `messages` follow, if they are not the whole history."""
     tools: Sequence[OpenAIFunctionToolSchema] = ()
     model: str = ""
     """Name of the model that the client asked for. It is echoed and has no effect."""
@@ -114,6 +116,8 @@ class ChatCall:
     parameters rule; a differing value is reported."""
     ignored: tuple[str, ...] = ()
     """Further fields that were sent and have no effect."""
+    echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields that the dialect repeats in its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

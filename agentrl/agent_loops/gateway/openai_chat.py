@@ -130,7 +130,7 @@ class OpenAIChat:
                 {
                     "index": 0,
                     "message": written,
-                    "logprobs": _write_log_probs(reply) if call.logprobs else None,
+                    "logprobs": write_log_probs(reply) if call.logprobs else None,
                     "finish_reason": reply.outcome,
                 }
             ],
@@ -163,7 +163,7 @@ class OpenAIChat:
             yield chunk({"tool_calls": [opened]})
             for piece in cut_text(made.text):
                 yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-        extra = {"logprobs": _write_log_probs(reply)} if call.logprobs else {}
+        extra = {"logprobs": write_log_probs(reply)} if call.logprobs else {}
         yield chunk({}, reply.outcome, **extra)
         if call.stream_usage:
             yield Event({**head, "choices": [], "usage": _write_usage(reply)})
@@ -205,7 +205,8 @@ def _write_call(call: SentCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _write_log_probs(reply: ChatReply) -> dict[str, Any]:
+def write_log_probs(reply: ChatReply) -> dict[str, Any]:
+    """Return the sampled tokens with their log-probabilities, as OpenAI writes them."""
     pairs = zip(reply.token_texts, reply.log_probs, strict=True)
     content = [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}

@@ -16,9 +16,11 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from agentrl.agent_loops.gateway.anthropic_messages import AnthropicMessages
 from agentrl.agent_loops.gateway.calls import CallError, ChatReply
 from agentrl.agent_loops.gateway.dialect import Dialect, Event
 from agentrl.agent_loops.gateway.openai_chat import OpenAIChat
+from agentrl.agent_loops.gateway.openai_responses import OpenAIResponses
 from agentrl.agent_loops.gateway.sessions import GatewaySession, GatewaySettings, PendingCall
 from agentrl.agent_loops.gateway.trajectory import Trajectory
 from agentrl.engines.protocol import CompletionSource
@@ -33,7 +35,11 @@ MAX_ENDED_KEYS = 65_536
 """Ended keys that are remembered, so that their calls get 410 instead of 401."""
 MAX_HEADER_BYTES = 16 << 10
 
-DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat()}
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": OpenAIChat(),
+    "/v1/responses": OpenAIResponses(),
+    "/v1/messages": AnthropicMessages(),
+}
 """Each route of completions, and its dialect."""
 
 
@@ -216,15 +222,10 @@ class Gateway:
                 await _send(request, response)
                 pending.confirm()
                 return response
-            except CallError as error:
-                return _respond_error(dialect, error)
-            except (asyncio.CancelledError, ConnectionError, web.HTTPException):
+            except (ConnectionError, web.HTTPException):
                 raise
-            except Exception as error:
-                # A defect of the gateway or of a plug-in. It costs this call, not the server.
-                logger.exception("a call of a client failed")
-                what = f"{type(error).__name__}: {error}"
-                return _respond_error(dialect, CallError(what, status=500, code="internal_error"))
+            except Exception as error:  # noqa: BLE001 - an error costs the call, not the server
+                return _respond_error(dialect, _as_call_error(error))
 
         return handle
 
@@ -246,9 +247,10 @@ class Gateway:
                 await response.write(b": waiting for the policy\n\n")
                 await asyncio.wait([waiting], timeout=self.settings.ping_interval_s)
             try:
-                events = dialect.stream(waiting.result(), pending.call)
-            except CallError as error:
-                await response.write(Event(dialect.write_error(error), "error").encode())
+                events = list(dialect.stream(waiting.result(), pending.call))
+            except Exception as error:  # noqa: BLE001 - the status is sent, so it becomes an event
+                refused = _as_call_error(error)
+                await response.write(Event(dialect.write_error(refused), "error").encode())
                 await response.write_eof()
                 return response
             for event in events:
@@ -259,7 +261,7 @@ class Gateway:
             return response
         finally:
             waiting.cancel()
-            with suppress(asyncio.CancelledError, CallError):
+            with suppress(asyncio.CancelledError, Exception):
                 await waiting
 
     def _find_session(self, request: web.Request) -> GatewaySession:
@@ -335,12 +337,21 @@ class Gateway:
 
 
 def _dialect_of(request: web.Request) -> Dialect:
-    """Return the dialect of the client that sends a request which has no dialect by its route."""
-    return DIALECTS.get(request.path, DIALECTS["/v1/chat/completions"])
+    """Return the dialect of a client on a route that all dialects share."""
+    is_anthropic = "anthropic-version" in request.headers
+    return DIALECTS["/v1/messages" if is_anthropic else "/v1/chat/completions"]
 
 
 def _headers(reply: ChatReply) -> dict[str, str]:
     return {"x-agentrl-ignored": ", ".join(reply.unmet)} if reply.unmet else {}
+
+
+def _as_call_error(error: Exception) -> CallError:
+    """Return the error that a client gets; a defect is logged."""
+    if isinstance(error, CallError):
+        return error
+    logger.error("a call of a client failed", exc_info=error)
+    return CallError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
 
 
 def _respond_error(dialect: Dialect, error: CallError) -> web.Response:

@@ -140,6 +140,7 @@ class Trajectory:
         self._sequences: list[TokenSequence] = []
         self._tree = HistoryTree[Point](lambda point: point.is_free)
         self._nodes: dict[Point, Node[Point]] = {}
+        self._replies: dict[str, Node[Point]] = {}
         self._opened: dict[Node[Point], list[TokenSequence]] = {}
         self._num_running = 0
         self._num_completions = 0
@@ -197,7 +198,7 @@ class Trajectory:
 
     def _plan(self, call: ChatCall) -> _Plan:
         """Choose the sequence of a call. Nothing is awaited, so calls cannot choose the same."""
-        match = self._tree.match(call.messages, call.tools)
+        match = self._tree.match(self._whole_history(call), call.tools)
         for difference, number in match.differences.items():
             self.counts[str(difference)] += number
         for node in match.nearest.path():
@@ -209,6 +210,30 @@ class Trajectory:
             except TemplateError:
                 self.counts["unrenderable_delta"] += 1
         return self._plan_prompt(match, call.tools)
+
+    def _whole_history(self, call: ChatCall) -> Sequence[SentMessage]:
+        """Return the messages of a call, after those of the reply that they follow, if any.
+
+        System messages are not taken over: a call has its own.
+
+        Raises:
+            CallError: If there is no such reply.
+        """
+        if not call.previous_reply:
+            return call.messages
+        node = self._replies.get(call.previous_reply)
+        if node is None:
+            raise CallError(
+                f"no response resp_{call.previous_reply} of this key",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        before = [one.message for one in node.path() if one.message is not None][::-1]
+        is_system = [message.role == "system" for message in call.messages]
+        head = [m for m, own in zip(call.messages, is_system, strict=True) if own]
+        kept = [m for m in before if m.role != "system"]
+        rest = [m for m, own in zip(call.messages, is_system, strict=True) if not own]
+        return [*head, *kept, *rest]
 
     def _plan_delta(
         self, match: Match[Point], node: Node[Point], tools: Sequence[OpenAIFunctionToolSchema]
@@ -467,7 +492,8 @@ class Trajectory:
         reply = self._reply(
             read, completion, call, num_input=len(record.input_ids) - turn.num_tokens
         )
-        self._nodes[point] = self._tree.add_completion(plan.after, reply.message, point)
+        node = self._tree.add_completion(plan.after, reply.message, point)
+        self._nodes[point] = self._replies[reply.reply_id] = node
         return reply, point
 
     def _record_end(self, record: AsyncRolloutRequest, turn: Turn, call: ChatCall) -> None:
