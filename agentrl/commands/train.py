@@ -16,12 +16,13 @@ from agentrl.cluster.ranks import RankEnd, RankPlace
 from agentrl.commands.run_file import RunFile
 from agentrl.config import RunConfig, naming_origin
 from agentrl.config.problems import naming_file
+from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.errors import AgentRLError, ConfigError, RankError
 from agentrl.trainer.components import check_names_and_engine, prepare_components
 from agentrl.trainer.interruption import request_stop
 from agentrl.trainer.metrics.run_logger import RunLogger
 from agentrl.trainer.setup.huggingface import quiet_libraries
-from agentrl.trainer.setup.plugins import Plugins
+from agentrl.trainer.setup.plugins import Given, Plugins
 from agentrl.trainer.setup.preflight import check_run, claim_prepared, with_absolute_paths
 from agentrl.trainer.setup.prepare import prepare_run
 from agentrl.trainer.state.summary import Summary
@@ -86,13 +87,27 @@ def train_from_file(file: RunFile, cluster: "ClusterHandles | None" = None) -> S
     """
     with open_run(file) as run:
         components = prepare_components(
-            run.config, run.world, run.run_logger, run.plugins, cluster=cluster
+            run.config,
+            run.world,
+            run.run_logger,
+            run.plugins,
+            Given(servers=find_servers(run.config, cluster)),
+            cluster=cluster,
         )
         trainer = Trainer(run.config, components)
         with freeze_objects():
             summary = trainer.fit()
         run.run_logger.info(summary.describe(trainer.folder))
         return summary
+
+
+def find_servers(config: RunConfig, cluster: "ClusterHandles | None") -> ServerDirectory | None:
+    """Return the directory of the SGLang servers that the cluster starts; None if it has none."""
+    if cluster is None or not cluster.servers:
+        return None
+    from agentrl.cluster.servers import RayServers
+
+    return RayServers(cluster.servers, shares_devices=config.servers_share_devices)
 
 
 class TrainingRank:

@@ -2,12 +2,19 @@
 
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from agentrl.commands.run_file import RunFile
+from agentrl.config import RunConfig
 from agentrl.plugins.environment import require_package
 from agentrl.trainer.setup.preflight import with_absolute_paths
 
+if TYPE_CHECKING:
+    from agentrl.cluster.driver import ClusterRun
+    from agentrl.cluster.handles import RemoteHost
+
 RANK = "agentrl.commands.train:TrainingRank"
+SERVER = "agentrl.cluster.servers:HostedServer"
 
 
 def train_on_cluster(file: RunFile) -> None:
@@ -28,9 +35,29 @@ def train_on_cluster(file: RunFile) -> None:
     with open_cluster(config, say=_say) as run:
         sent = replace(file, config=config).without_plugins()
         try:
-            run.train(RANK, (sent,), ClusterHandles())
+            servers = start_servers(run, config)
+            run.train(RANK, (sent,), ClusterHandles(servers=tuple(servers)))
         except RankFailedError as failure:
             sys.exit(failure.exit_code)
+
+
+def start_servers(run: "ClusterRun", config: RunConfig) -> "list[RemoteHost]":
+    """Start the processes of the SGLang servers, if the cluster has them. They wait for the ranks,
+    which know the model: `prepare` may make it first.
+    """
+    engine = config.rollout.engine
+    if not config.has_own_servers:
+        return []
+    tp_size = engine.sglang.tp_size
+    limit_s = engine.sglang_server.start_timeout_s
+    arguments: list[tuple[Any, ...]] = []
+    for pool in config.pools:
+        if "engine" in pool.roles:
+            shares_gpus = "train" in pool.roles and config.trainer.device != "cpu"
+            for _ in range(pool.nodes):
+                for first in range(0, pool.devices_per_node - tp_size + 1, tp_size):
+                    arguments.append((limit_s, first if shares_gpus else None, tp_size))
+    return run.start_servers(SERVER, arguments.__getitem__, devices_per_server=tp_size)
 
 
 def _say(text: str) -> None:

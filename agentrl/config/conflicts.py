@@ -165,6 +165,25 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, reason, f"at most {whole:g}")
 
 
+def _own_servers(config: RunConfig) -> Iterator[Problem]:
+    tp_size = config.rollout.engine.sglang.tp_size
+    pools = [pool for pool in config.pools if "engine" in pool.roles]
+    if not any(pool.devices_per_node >= tp_size for pool in pools):
+        yield Problem(
+            "cluster.pools",
+            f"no pool has the role engine and {tp_size} devices on a node",
+            "a pool for the SGLang servers, or addresses in rollout.engine.sglang_server.addresses",
+        )
+    for pool in pools:
+        if pool.devices_per_node % tp_size:
+            yield Problem(
+                "rollout.engine.sglang.tp_size",
+                f"{tp_size} does not divide the {pool.devices_per_node} devices of a node of the "
+                f"pool {pool.name}",
+                "a divisor: a server uses devices of one node",
+            )
+
+
 def _engine(config: RunConfig) -> Iterator[Problem]:
     engine, rollout = config.rollout.engine, config.rollout
     if engine.name == "scripted" and not engine.scripted.answers:
@@ -172,8 +191,10 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
     if engine.name.startswith("sglang") and rollout.deterministic:
         reason = f"is true, and the engine {engine.name} chooses itself which requests run together"
         yield Problem("rollout.deterministic", reason, "rollout.engine.name=transformers")
-    if engine.name == "sglang_server" and not engine.sglang_server.addresses:
-        expected = "the addresses that `agentrl serve` prints"
+    if config.has_own_servers:
+        yield from _own_servers(config)
+    elif engine.name == "sglang_server" and not engine.sglang_server.addresses:
+        expected = "the addresses that `agentrl serve` prints, or a run on Ray (cluster.pools)"
         yield Problem("rollout.engine.sglang_server.addresses", "is empty", expected)
     for key, top_k in (("top_k", rollout.top_k), ("val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k == 0 or top_k < -1:

@@ -398,6 +398,21 @@ class RunConfig(Section):
         )
 
     @property
+    def has_own_servers(self) -> bool:
+        """Whether the run's cluster starts its SGLang servers."""
+        engine = self.rollout.engine
+        return (
+            self.asks_for_cluster
+            and engine.name == "sglang_server"
+            and not engine.sglang_server.addresses
+        )
+
+    @property
+    def servers_share_devices(self) -> bool:
+        """Whether servers of the cluster and training ranks use the same devices, in turns."""
+        return any({"train", "engine"} <= set(pool.roles) for pool in self.pools)
+
+    @property
     def prepares_its_policy(self) -> bool:
         """Whether `prepare` makes the model's folder, with weights and tokenizer."""
         made = (self.prepare.tiny_policy, self.prepare.sft)

@@ -16,6 +16,8 @@ class ServerReport:
     """Such as `http://10.0.0.7:41234`; None: it answers no calls now."""
     problem: str = ""
     """Why it has no address."""
+    has_failed: bool = False
+    """Whether it has ended by itself, or could not start."""
     is_lost: bool = False
     """Whether it will not be started again."""
     has_needs: bool = True

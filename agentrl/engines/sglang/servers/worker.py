@@ -24,6 +24,7 @@ LOG_LINES = 20
 """Lines of the log that a report has."""
 _LOG_TAIL_BYTES = 16_384
 END_TIMEOUT_S = 30.0
+_STANDARD_ERROR = "/proc/self/fd/2"
 
 Planner = Callable[[SGLangNeeds, ServeOptions], list[ServerPlan]]
 
@@ -36,7 +37,7 @@ class ServerWorker:
 
     Args:
         host: The address of this machine at which other nodes reach it.
-        log_path: The file of the server's output.
+        log_path: The file of the server's output; None: where this process's standard error goes.
         devices: Environment variables that choose its devices; empty: those of this process.
         start_timeout_s: Seconds from the start until it must answer.
         on_end: Called once from another thread when the server has ended by itself or did not
@@ -48,7 +49,7 @@ class ServerWorker:
         self,
         *,
         host: str,
-        log_path: Path,
+        log_path: Path | None = None,
         devices: Mapping[str, str] | None = None,
         start_timeout_s: float = READY_TIMEOUT_S,
         on_end: Callable[[str], None] | None = None,
@@ -84,8 +85,11 @@ class ServerWorker:
 
     def log_lines(self, count: int = LOG_LINES) -> tuple[str, ...]:
         """Return the last lines of its log."""
+        path = self._log_path or Path(os.path.realpath(_STANDARD_ERROR))
+        if not path.is_file():
+            return ()
         try:
-            with self._log_path.open("rb") as log:
+            with path.open("rb") as log:
                 log.seek(0, os.SEEK_END)
                 log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
                 text = log.read().decode(errors="replace")
@@ -109,7 +113,9 @@ class ServerWorker:
             problem = asyncio.run(self._supervise(needs))
         except (AgentRLError, OSError) as error:
             problem = str(error)
-        self._report = ServerReport(address=None, problem=problem, log_lines=self.log_lines())
+        self._report = ServerReport(
+            address=None, problem=problem, has_failed=True, log_lines=self.log_lines()
+        )
         if self._on_end is not None and not self._is_ended:
             self._on_end(problem)
 
@@ -123,7 +129,8 @@ class ServerWorker:
         [plan] = self._plan(needs, ServeOptions(host=self._host))
         arguments = dict(plan.arguments) | {"weight_version": UNFIT_VERSION}
         environment = dict(plan.environment) | self._devices
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self._log_path is not None:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
         server = LocalServer(
             replace(plan, arguments=arguments, environment=environment),
             log_path=self._log_path,

@@ -68,7 +68,7 @@ def gone(problem: str = "its process ended with -9", **fields: Any) -> ServerRep
 class Clients:
     """Engines on the servers of a directory, which are closed with the test."""
 
-    def __init__(self, directory: FakeDirectory) -> None:
+    def __init__(self, directory: Any) -> None:
         self.directory = directory
         self.repairs = RecordingTransport()
         self._engines: list[SGLangServerEngine] = []
