@@ -28,6 +28,7 @@ LIGHT_MODULES = (
     "agentrl.config",
     "agentrl.data",
     "agentrl.cli",
+    "agentrl.cluster",
 )
 NAMES = {
     "agentrl": ["DataProto", "load_config", "parse_config", "Trainer"],
@@ -50,6 +51,10 @@ NAMES = {
     "agentrl.algorithms": [
         "register_adv_est", "get_adv_estimator_fn", "register_policy_loss", "get_policy_loss_fn",
         "kl_penalty", "agg_loss",
+    ],
+    "agentrl.cluster": [
+        "Dispatch", "Execute", "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup",
+        "ResourcePool", "Worker", "WorkerGroup", "create_colocated_worker_cls", "register",
     ],
     "agentrl.collate": ["generate_sequences"],
     "agentrl.config": ["RunConfig"],

@@ -29,8 +29,27 @@ MODULES: dict[str, str] = {
     ),
     "protocol": (
         "protocol: DataProto DataProtoItem pad_dataproto_to_divisor unpad_dataproto; "
+        "cluster: DataProtoConfig DataProtoFuture; "
         "compat.data: all_gather_data_proto collate_fn=collate_items fold_batch_dim "
         "unfold_batch_dim union_numpy_dict union_tensor_dict"
+    ),
+    "single_controller.base": "cluster: ClassWithInitArgs ResourcePool Worker WorkerGroup",
+    "single_controller.base.decorator": (
+        "cluster.dispatch: Dispatch Execute MAGIC_ATTR collect_all_to_all "
+        "collect_dp_compute=collect_all_to_all collect_dp_compute_data_proto dispatch_all_to_all "
+        "dispatch_dp_compute dispatch_dp_compute_data_proto "
+        "dispatch_dp_compute_data_proto_with_func dispatch_one_to_all get_predefined_dispatch_fn "
+        "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode update_dispatch_mode"
+    ),
+    "single_controller.base.worker": "cluster: Worker",
+    "single_controller.base.worker_group": "cluster: ClassWithInitArgs ResourcePool WorkerGroup",
+    "single_controller.ray": (
+        "cluster: RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls "
+        "create_colocated_worker_cls_fused"
+    ),
+    "single_controller.ray.base": (
+        "cluster: RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls "
+        "create_colocated_worker_cls_fused merge_resource_pool"
     ),
     "tools.base_tool": (
         "tools: BaseTool OpenAIFunctionToolSchema ToolResponse; tools.from_verl: rollout_trace_op"
@@ -70,6 +89,7 @@ MODULES: dict[str, str] = {
     ),
     "utils.model": "compat.data: compute_position_id_with_mask",
     "utils.py_functional": "compat.tools: append_to_dict",
+    "utils.ray_utils": "cluster.ray_groups: parallel_put",
     "utils.reward_score": (
         "compat.scoring: default_compute_score _default_compute_score=default_compute_score"
     ),

@@ -31,10 +31,14 @@ from agentrl.protocol.columns import (
     unfold_chunks,
     union_facts,
 )
+from agentrl.protocol.pickling import Packed, pack_tensors, unpack_tensors
 from agentrl.protocol.saving import read_columns, write_columns
 
 Rows = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 """A selection of rows: their indices, or a boolean for each row."""
+
+AUTO_PADDING = "_verl_auto_padding"
+"""Key of `meta_info`: worker groups may pad the batch; the name is verl's."""
 
 
 @dataclass
@@ -75,8 +79,16 @@ class DataProto:
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        *,
+        auto_padding: bool = False,
     ) -> "DataProto":
         """Make a batch from columns.
+
+        Args:
+            tensors: Tensors by name, each `[B, ...]`.
+            non_tensors: Objects by name, B each.
+            meta_info: Facts about the whole batch.
+            auto_padding: Worker groups may pad the batch to a multiple of their ranks.
 
         Raises:
             DataError: If the columns have different numbers of rows.
@@ -88,18 +100,24 @@ class DataProto:
             for key, tensor in tensors.items():
                 check_rows(key, tuple(tensor.shape), num_rows)
             batch = TensorDict(dict(tensors), batch_size=[num_rows])
-        return cls(batch, columns, dict(meta_info or {}))
+        facts = dict(meta_info or {})
+        if auto_padding:
+            facts[AUTO_PADDING] = True
+        return cls(batch, columns, facts)
 
     @classmethod
     def from_single_dict(
         cls,
         data: Mapping[str, torch.Tensor | np.ndarray | Sequence[Any]],
         meta_info: Mapping[str, Any] | None = None,
+        *,
+        auto_padding: bool = False,
     ) -> "DataProto":
         """Make a batch from tensors and objects in one mapping."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         others = {key: value for key, value in data.items() if key not in tensors}
-        return cls.from_dict(tensors, cast("Mapping[str, Sequence[Any]]", others), meta_info)
+        columns = cast("Mapping[str, Sequence[Any]]", others)
+        return cls.from_dict(tensors, columns, meta_info, auto_padding=auto_padding)
 
     def check_consistency(self) -> None:
         """Check that every column has the same number of rows.
@@ -119,6 +137,9 @@ class DataProto:
         if self.batch is not None:
             return self.batch.batch_size[0]
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (pack_tensors(self.batch), self.non_tensor_batch, self.meta_info)
 
     @overload
     def __getitem__(self, rows: int) -> DataProtoItem: ...
@@ -416,6 +437,12 @@ class DataProto:
             DataError: If the file is damaged or of another format.
         """
         return DataProto.from_dict(*read_columns(filepath))
+
+
+def _unpickle(
+    packed: Packed | TensorDict | None, columns: dict[str, np.ndarray], facts: dict[str, Any]
+) -> DataProto:
+    return DataProto(unpack_tensors(packed), columns, facts)
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
