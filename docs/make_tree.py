@@ -11,6 +11,7 @@ answers.py config protocol messages.py atomic_io.py validation_messages.py error
 OUTSIDE = {
     "configs/tool_config/": "tools of the bundled examples, as YAML",
     "configs/interaction_config/": "interactions of the bundled examples",
+    "examples/agents/": "agents of users: an agent loop, programs, frameworks",
     "examples/gsm8k_multiturn/": "the quick start, and the real GSM8K with a real model",
     "examples/tau_bench/": "an existing environment: 16 tools, 115 tasks, a simulated user",
     "benchmarks/": "measurements, as ratios of two things in one run",

@@ -21,6 +21,7 @@ LIGHT_MODULES = (
     "agentrl.tools",
     "agentrl.interactions",
     "agentrl.rollout",
+    "agentrl.agent_loops",
     "agentrl.rewards",
     "agentrl.sandbox",
     "agentrl.clients.chat",
@@ -43,6 +44,11 @@ NAMES = {
         "AsyncRolloutRequest", "RequestState", "StopReason", "FinishReason", "TRANSITIONS",
         "RolloutManager",
     ],
+    "agentrl.agent_loops": [
+        "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AsyncLLMServerManager",
+        "DictConfigWrap", "SingleTurnAgentLoop", "TokenOutput", "ToolListWrap", "register",
+    ],
+    "agentrl.trainer.agent_loop_manager": ["AgentLoopManager", "AgentLoopWorker"],
     "agentrl.engines": [
         "Engine", "Completion", "FinishReason", "SamplingParams", "TransformersEngine",
         "ScriptedEngine",
@@ -62,7 +68,12 @@ NAMES = {
     "agentrl.rollout.tool_parsers": ["ToolParser", "register_tool_parser"],
 }  # fmt: skip
 """Public names, by module."""
-NO_EXPORT_LIST = ("agentrl.collate", "agentrl.config", "agentrl.data")
+NO_EXPORT_LIST = (
+    "agentrl.trainer.agent_loop_manager",
+    "agentrl.collate",
+    "agentrl.config",
+    "agentrl.data",
+)
 PUBLIC_NAMES = [(module_name, name) for module_name, names in NAMES.items() for name in names]
 METHODS = {
     "agentrl.tools.BaseTool": [

@@ -5,10 +5,12 @@ returns token sequences. What it returns is checked: see `agentrl.agent_loops.re
 """
 
 import asyncio
+import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from agentrl.agent_loops.output import AgentLoopOutput
@@ -234,7 +236,10 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[0] * len(new)], log_probs
 
     def _follow(
-        self, messages: list[Message], tools: list[OpenAIFunctionToolSchema], last: Sequence[int]
+        self,
+        messages: list[Message],
+        tools: Sequence[OpenAIFunctionToolSchema],
+        last: Sequence[int],
     ) -> list[int]:
         template = self.server_manager.template
         return template.encode_delta(messages, last_ids=last, tools=tools).ids
@@ -270,10 +275,16 @@ def read_messages(messages: Sequence[Any]) -> list[Message]:
     ]
 
 
-def _read_tools(tools: Sequence[Any] | None) -> list[OpenAIFunctionToolSchema]:
-    return [
-        one
-        if isinstance(one, OpenAIFunctionToolSchema)
-        else OpenAIFunctionToolSchema.model_validate(one)
+def _read_tools(tools: Sequence[Any] | None) -> tuple[OpenAIFunctionToolSchema, ...]:
+    """Read schemas that are dicts or objects. Equal schemas become the same objects."""
+    plain = [
+        one.to_template() if isinstance(one, OpenAIFunctionToolSchema) else one
         for one in tools or ()
     ]
+    return _read_schemas(json.dumps(plain)) if plain else ()
+
+
+@lru_cache(maxsize=256)
+def _read_schemas(text: str) -> tuple[OpenAIFunctionToolSchema, ...]:
+    """Read schemas from JSON once: a template prepares each new object again."""
+    return tuple(OpenAIFunctionToolSchema.model_validate(one) for one in json.loads(text))

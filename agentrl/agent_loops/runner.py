@@ -22,7 +22,7 @@ from agentrl.agent_loops.recording import (
 )
 from agentrl.agent_loops.registry import LoopEntry
 from agentrl.agent_loops.server_manager import AsyncLLMServerManager
-from agentrl.agent_loops.views import config_view, tokenizer_view
+from agentrl.agent_loops.views import config_view, tokenizer_view, tool_view
 from agentrl.config.schema.run import RunConfig
 from agentrl.engines.protocol import CompletionSource, FinishReason
 from agentrl.errors import AgentError, EngineError, Fault, TransitionError
@@ -132,7 +132,7 @@ class AgentLoopRunner:
                 "data_config": DictConfigWrap(view.data),
                 "dataset_config": view.data,
                 "hf_model_type": None,
-                "tools": ToolListWrap(list(context.tools)),
+                "tools": ToolListWrap([tool_view(tool) for tool in context.tools]),
             }
         return self._shared
 

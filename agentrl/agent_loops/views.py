@@ -1,12 +1,15 @@
-"""What loops that were written for verl read: its configuration tree and its tokenizer."""
+"""What loops that were written for verl read: its configuration tree, its tokenizer, its tools."""
 
 import copy
+import inspect
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from agentrl.config.schema.run import RunConfig
+from agentrl.plugins.call import call_method
 from agentrl.rollout.tool_parsers import ToolParser, get_tool_parser, tool_parser_names
+from agentrl.tools.base import BaseTool, ToolResult
 
 
 def config_view(config: RunConfig, *, parser: ToolParser) -> DictConfig:
@@ -70,4 +73,27 @@ def tokenizer_view(tokenizer: Any, *, chat_template: str | None = None) -> Any:
         return apply(view, conversation, *args, **kwargs)
 
     view.apply_chat_template = apply_chat_template
+    return view
+
+
+def tool_view(tool: BaseTool) -> BaseTool:
+    """Return a tool whose `execute` returns `(response, reward, metrics)`, as loops of verl expect.
+
+    It has the class and the attributes of the tool, and shares its state.
+    """
+    kind: Any = type(tool)
+    parameters_of = inspect.signature(tool.execute).parameters.values()
+    takes_data = any(p.name == "agent_data" or p.kind is p.VAR_KEYWORD for p in parameters_of)
+
+    async def execute(
+        self: BaseTool, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float, dict[str, Any]]:
+        if not takes_data:  # verl 0.9.1 passes its state to every tool
+            kwargs.pop("agent_data", None)
+        returned = await call_method(tool.execute, instance_id, parameters, **kwargs)
+        result = ToolResult.of(returned, tool=tool.name)
+        return result.response, result.reward or 0.0, result.metrics or {}
+
+    view = object.__new__(type(kind.__name__, (kind,), {"execute": execute}))
+    view.__dict__ = tool.__dict__
     return view

@@ -20,6 +20,23 @@ __path__: list[str] = []
 _PREFIX = f"{__name__}."
 
 MODULES: dict[str, str] = {
+    "experimental.agent_loop": (
+        "agent_loops: AgentLoopBase AgentLoopOutput AsyncLLMServerManager SingleTurnAgentLoop; "
+        "compat.agent_loops: get_trajectory_info; trainer.agent_loop_manager: AgentLoopManager "
+        "AgentLoopWorker"
+    ),
+    "experimental.agent_loop.agent_loop": (
+        "agent_loops: AgentLoopBase AgentLoopMetrics AgentLoopOutput AsyncLLMServerManager "
+        "DictConfigWrap LLMServerClient=AsyncLLMServerManager TokenOutput ToolListWrap "
+        "_DummyConfig=DictConfigWrap register; compat.agent_loops: get_trajectory_info; "
+        "trainer.agent_loop_manager: AgentLoopManager AgentLoopWorker"
+    ),
+    "experimental.agent_loop.single_turn_agent_loop": "agent_loops: SingleTurnAgentLoop",
+    "experimental.agent_loop.tool_parser": "compat.agent_loops: FunctionCall ToolParser",
+    "experimental.agent_loop.utils": (
+        "compat.agent_loops: add_generation_prompt_for_gpt_oss build_gpt_oss_tool_response_text "
+        "format_gpt_oss_tool_response_manually resolve_config_path"
+    ),
     "interactions.base": "compat.interactions: BaseInteraction",
     "interactions.gsm8k_interaction": "compat.interactions: Gsm8kInteraction",
     "interactions.weather_interaction": "compat.interactions: WeatherInteraction",
@@ -54,6 +71,9 @@ MODULES: dict[str, str] = {
     "tools.base_tool": (
         "tools: BaseTool OpenAIFunctionToolSchema ToolResponse; tools.from_verl: rollout_trace_op"
     ),
+    "tools.function_tool": (
+        "compat.agent_loops: FunctionTool normalize_function_tool_return; tools: function_tool"
+    ),
     "tools.geo3k_tool": "compat.tools: Geo3kTool",
     "tools.gsm8k_tool": "compat.tools: Gsm8kTool",
     "tools.image_zoom_in_tool": "compat.tools: ImageZoomInTool",
@@ -72,7 +92,7 @@ MODULES: dict[str, str] = {
     "tools.utils.mcp_clients.McpClientManager": "compat.tools: ClientManager MCPClientManager",
     "tools.utils.search_r1_like_utils": "compat.tools: DEFAULT_TIMEOUT perform_single_search_batch",
     "tools.utils.tool_registry": (
-        "compat.tools: get_tool_class; tools: initialize_tools_from_config"
+        "compat.tools: get_tool_class; compat.agent_loops: initialize_tools_from_config"
     ),
     "trainer.ppo.core_algos": (
         "algorithms: *; compat.algorithms: AdvantageEstimator "
@@ -88,8 +108,11 @@ MODULES: dict[str, str] = {
         "compat.data: process_image=refuse_image process_video=refuse_image"
     ),
     "utils.model": "compat.data: compute_position_id_with_mask",
+    "utils.import_utils": "compat.agent_loops: resolve_config_path",
+    "utils.profiler": "compat.agent_loops: simple_timer",
+    "utils.profiler.performance": "compat.agent_loops: simple_timer",
     "utils.py_functional": "compat.tools: append_to_dict",
-    "utils.ray_utils": "cluster.ray_groups: parallel_put",
+    "utils.ray_utils": "cluster.ray_groups: parallel_put; compat.agent_loops: get_event_loop",
     "utils.reward_score": (
         "compat.scoring: default_compute_score _default_compute_score=default_compute_score"
     ),
@@ -120,6 +143,8 @@ MODULES: dict[str, str] = {
     "utils.torch_functional": "algorithms.masked: masked_mean masked_sum masked_var masked_whiten",
     "workers.config": "compat.algorithms: ActorConfig",
     "workers.config.actor": "compat.algorithms: ActorConfig",
+    "workers.rollout.llm_server": "agent_loops: LLMServerClient=AsyncLLMServerManager",
+    "workers.rollout.replica": "agent_loops: TokenOutput",
     "workers.reward_manager": (
         "compat.scoring: AbstractRewardManager get_reward_manager_cls register; rewards: "
         "BatchRewardManager NaiveRewardManager PrimeRewardManager"

@@ -92,12 +92,38 @@ def rollout_mode(value: Any, tree: Tree, row: KeyMapping) -> Mapped:
     return Mapped(settings, (_IN_SYNC if is_sync else _IN_ASYNC) if settings else "")
 
 
+_AGENT = "rollout.agent"
+_NO_LOOPS = "verl's sync rollout is the request state machine and runs no agent loops"
+
+
+def default_agent_loop(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Take the agent loop that the user chose.
+
+    verl's default samples one turn. Without a choice agentrl's state machine drives the requests,
+    which does the same if there are no tools.
+    """
+    if not tree.is_given(f"{ROLLOUT}.agent.default_agent_loop"):
+        return Mapped()
+    if not is_async(tree):
+        return Ignored(_NO_LOOPS)
+    return Mapped({f"{_AGENT}.default_agent_loop": value})
+
+
+def agent_loop_config_path(value: Any, tree: Tree, row: KeyMapping) -> Mapped | Ignored:
+    """Take the file of agent loops."""
+    if value is None:
+        return Mapped()
+    if not is_async(tree):
+        return Ignored(_NO_LOOPS)
+    return Mapped({f"{_AGENT}.agent_loop_config_path": value})
+
+
 _MIXED = (
     "a turn with a call that cannot be read ends the request, even if another call of it can be"
 )
 _IN_SYNC = f"as in verl, a row is shown only the tools of its tools_kwargs; {_MIXED}"
 _IN_ASYNC = (
-    f"a row has every tool of the run, whatever its agent_name; {_MIXED}; every call of a turn is "
+    f"a row has every tool of the run; {_MIXED}; every call of a turn is "
     "executed, and verl drops those beyond max_parallel_calls (1 by default)"
 )
 

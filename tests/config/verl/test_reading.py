@@ -616,6 +616,19 @@ def test_agent_loops_have_tools_without_being_enabled_and_read_keys_of_their_own
     assert read({**loops, f"{R}.multi_turn.format": "json"}).rollout.multi_turn.format == "json"
 
 
+def test_agent_loops_of_the_user_are_taken_under_async_alone():
+    keys = {
+        f"{R}.agent.agent_loop_config_path": "loops.yaml",
+        f"{R}.agent.default_agent_loop": "mine",
+    }
+    agent = read({f"{R}.mode": "async", **keys}).rollout.agent
+    assert (agent.default_agent_loop, agent.agent_loop_config_path) == ("mine", Path("loops.yaml"))
+    assert read({f"{R}.mode": "async"}).rollout.agent.default_agent_loop == "tool_agent"
+    assert read(keys).rollout.agent.agent_loop_config_path is None
+    dropped = [item.key for item in report_of(keys).dropped]
+    assert sorted(dropped) == sorted(keys)
+
+
 def test_where_verl_cuts_no_observation_the_response_is_the_limit():
     changes = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "t.yaml"}
     assert read(changes).rollout.multi_turn.max_tool_response_length == 512

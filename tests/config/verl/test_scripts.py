@@ -333,7 +333,6 @@ def test_a_trainer_is_known_by_its_file_if_no_key_says_so():
         ({f"{M}.lora.rank": 32}, "Megatron's LoRA"),
         ({"reward_model.enable": True}, "reward_model.model.path is missing"),
         ({"reward.reward_model.enable": True}, "such as reward.model.path"),
-        ({f"{R}.agent.agent_loop_config_path": "agent.yaml"}, "no custom agent loops"),
     ],
 )
 def test_what_is_not_here_is_refused_in_one_sentence(changes: dict[str, Any], message: str):
