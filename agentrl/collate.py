@@ -1,6 +1,6 @@
 """Collate finished requests into a `DataProto`: the first tensors are made here.
 
-Shapes: B requests, P tokens of the longest prompt, T of the longest response, L = P + T.
+Shapes: B sequences, P tokens of the longest prompt, T of the longest response, L = P + T.
 
 ==================== ============== ===========================================================
 tensor               shape, dtype   what
@@ -21,15 +21,18 @@ tensor               shape, dtype   what
                                     only if the run has a reward model
 `in_baseline`        [B] bool       whether the statistics of the group count the row
 `batch_data_id`      [B] int64      index of the prompt in the global batch
+`trajectory_ids`     [B] int64      the same for the sequences of one request, and for no others
 ==================== ============== ===========================================================
 
-Objects: `uid` (the group), `request_id`, `stop_reason`, `messages` (dicts), `reward_scores`,
-`reward_extra_info`, `reward_index` (the token that has the trajectory's reward; None if nothing is
-trained), `data_source`, `ground_truth`, `extra_info`, and the row's own columns. If a column has
-one of these names, it is left out.
+Objects: `uid` (the group), `request_id` (of the sequence), `stop_reason`, `messages` (dicts),
+`reward_scores`, `reward_extra_info`, `reward_index` (the token that has the trajectory's reward;
+None if another row has it, or nothing is trained), `data_source`, `ground_truth`, `extra_info`, and
+the row's own columns. If a column has one of these names, it is left out.
 
-Every request has a row. The row of a failed request has a mask of zeros and is not in the baseline
-of its group. If a request has no prompt, one token of padding replaces it.
+A request has a row for each of its sequences: those of its branches, then its own. Most requests
+have one. All rows of a trajectory have its `in_baseline`, rewards and columns; conversation, tokens
+and stop reason are the sequence's own. The rows of a failed request have a mask of zeros and are
+not in the baseline of its group. If a request has no prompt, one token of padding replaces it.
 """
 
 import json
@@ -45,6 +48,7 @@ import torch
 
 from agentrl.config.schema.reward import RewardConfig
 from agentrl.config.schema.run import DataConfig
+from agentrl.config.schema.training import SegmentCredit
 from agentrl.data.rows import RowReader
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
@@ -64,8 +68,11 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """The numbers of one request."""
+    """The numbers of one sequence."""
 
+    request: AsyncRolloutRequest
+    """The request of the trajectory."""
+    sequence: AsyncRolloutRequest
     prompt_ids: "array[int]"
     response_ids: "array[int]"
     loss_mask: bytes
@@ -81,42 +88,52 @@ def collate(
     *,
     pad_token_id: int,
     reward: RewardConfig = TRAJECTORY_ALONE,
+    segment_credit: SegmentCredit = "trajectory",
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> DataProto:
-    """Make one row of tensors from each finished request, in order.
+    """Make one row of tensors from each sequence of each finished request, in order.
 
     Args:
         requests: Scored requests. The batch of a rank without work has no rows.
         pad_token_id: Token id of padding.
         reward: How rewards are combined, and on which trained tokens they are placed.
+        segment_credit: Which sequences of a trajectory are trained.
         prompt_width: P, for batches that are concatenated; None: length of the longest prompt.
         response_width: T; None: length of the longest response.
 
     Raises:
         DataError: If a request has not ended, or does not fit into a width.
     """
-    rows = [_read_request(request, pad_token_id, reward) for request in requests]
-    ids = [request.request_id for request in requests]
+    rows = [
+        row
+        for request in requests
+        for row in _read_request(request, pad_token_id, reward, segment_credit)
+    ]
+    ids = [row.sequence.request_id for row in rows]
     prompt_width = _width("prompt", [len(row.prompt_ids) for row in rows], prompt_width, ids)
     response_width = _width(
         "response", [len(row.response_ids) for row in rows], response_width, ids
     )
     tensors = _layout(rows, pad_token_id, prompt_width, response_width)
-    tensors["in_baseline"] = torch.tensor([r.in_baseline for r in requests], dtype=torch.bool)
+    owners = [row.request for row in rows]
+    tensors["in_baseline"] = torch.tensor([r.in_baseline for r in owners], dtype=torch.bool)
     if reward.model is not None:
-        tensors["rm_scores"] = _place_rm_scores(requests, tensors["response_mask"], reward)
-    indices = [request.batch_data_id for request in requests]
+        tensors["rm_scores"] = _place_rm_scores(rows, tensors["response_mask"], reward)
+    indices = [request.batch_data_id for request in owners]
     tensors["batch_data_id"] = torch.tensor(indices, dtype=torch.int64)
+    trajectories = [_number(request.request_id.encode()) for request in owners]
+    tensors["trajectory_ids"] = torch.tensor(trajectories, dtype=torch.int64)
     names = dict.fromkeys(name for request in requests for name in request.columns)
-    columns = {name: [request.columns.get(name) for request in requests] for name in names}
-    return DataProto.from_dict(tensors, columns | _own_columns(requests, rows))
+    columns = {name: [request.columns.get(name) for request in owners] for name in names}
+    return DataProto.from_dict(tensors, columns | _own_columns(rows))
 
 
 def widest(requests: Sequence[AsyncRolloutRequest]) -> tuple[int, int]:
     """Return the lengths of the longest prompt and of the longest response, at least 1 each."""
-    prompts = [request.num_prompt_tokens for request in requests]
-    responses = [request.num_response_tokens for request in requests]
+    sequences = [one for request in requests for one in request.sequences]
+    prompts = [one.num_prompt_tokens for one in sequences]
+    responses = [one.num_response_tokens for one in sequences]
     return max([1, *prompts]), max([1, *responses])
 
 
@@ -156,11 +173,38 @@ async def generate_sequences(
     return batch
 
 
-def _read_request(request: AsyncRolloutRequest, pad_token_id: int, reward: RewardConfig) -> _Row:
+def _read_request(
+    request: AsyncRolloutRequest,
+    pad_token_id: int,
+    reward: RewardConfig,
+    segment_credit: SegmentCredit,
+) -> list[_Row]:
     if not request.is_finished:
         raise DataError(f"the request {request.request_id} is still {request.state}")
-    num_tokens, turns = request.num_response_tokens, request.turns
-    prompt_ids, response_ids = array("Q", request.prompt_ids), array("Q", request.response_ids)
+    only_last = segment_credit == "final"
+    placements = place_rewards(request, reward, only_last=only_last).by_sequence()
+    return [
+        _read_sequence(
+            one,
+            request,
+            pad_token_id,
+            placement,
+            is_trained=request.is_trained and one.is_trained and (one is request or not only_last),
+        )
+        for one, placement in zip(request.sequences, placements, strict=True)
+    ]
+
+
+def _read_sequence(
+    sequence: AsyncRolloutRequest,
+    request: AsyncRolloutRequest,
+    pad_token_id: int,
+    placement: RewardPlacement,
+    *,
+    is_trained: bool,
+) -> _Row:
+    num_tokens, turns = sequence.num_response_tokens, sequence.turns
+    prompt_ids, response_ids = array("Q", sequence.prompt_ids), array("Q", sequence.response_ids)
     states = compute_turn_states(turns, prompt_ids, response_ids)
     versions = [
         (turn.start + span.start, turn.start + span.end, span.version)
@@ -168,16 +212,18 @@ def _read_request(request: AsyncRolloutRequest, pad_token_id: int, reward: Rewar
         for span in turn.weight_versions
     ]
     return _Row(
+        request=request,
+        sequence=sequence,
         prompt_ids=prompt_ids or array("Q", [pad_token_id]),
         response_ids=response_ids,
-        loss_mask=bytes(request.loss_mask if request.is_trained else num_tokens),
-        log_probs=struct.pack(f"{num_tokens}f", *request.rollout_log_probs),
+        loss_mask=bytes(sequence.loss_mask if is_trained else num_tokens),
+        log_probs=struct.pack(f"{num_tokens}f", *sequence.rollout_log_probs),
         spans={
             "turn_ids": [(turn.start, turn.end, turn.index) for turn in turns],
             "state_ids": [(turn.start, turn.end, state) for turn, state in states],
             "policy_versions": versions,
         },
-        placement=place_rewards(request, reward),
+        placement=placement,
     )
 
 
@@ -232,9 +278,17 @@ def _write(
 
 
 def _place_rm_scores(
-    requests: Sequence[AsyncRolloutRequest], response_mask: torch.Tensor, reward: RewardConfig
+    rows: Sequence[_Row], response_mask: torch.Tensor, reward: RewardConfig
 ) -> torch.Tensor:
-    scores = [combine_rewards(one, reward).of(Source.REWARD_MODEL) for one in requests]
+    """Place each trajectory's score on the last trained token of its last trained row."""
+    is_trained = response_mask.any(dim=1).tolist()
+    last_rows = {id(row.request): index for index, row in enumerate(rows) if is_trained[index]}
+    scores = [
+        combine_rewards(row.request, reward).of(Source.REWARD_MODEL)
+        if last_rows.get(id(row.request)) == index
+        else 0.0
+        for index, row in enumerate(rows)
+    ]
     positions = torch.arange(1, response_mask.shape[1] + 1)
     last = (response_mask * positions).amax(dim=1)  # 0: no token is trained
     is_last = (positions == last[:, None]) & (last[:, None] > 0)
@@ -251,15 +305,14 @@ def _width(what: str, lengths: Sequence[int], width: int | None, request_ids: Se
     return max(longest, 1) if width is None else width
 
 
-def _own_columns(
-    requests: Sequence[AsyncRolloutRequest], rows: Sequence[_Row]
-) -> dict[str, list[Any]]:
+def _own_columns(rows: Sequence[_Row]) -> dict[str, list[Any]]:
+    requests, sequences = [row.request for row in rows], [row.sequence for row in rows]
     return {
         "uid": [request.uid for request in requests],
-        "request_id": [request.request_id for request in requests],
-        "stop_reason": [str(request.stop_reason) for request in requests],
-        "messages": [[m.to_template() for m in request.messages] for request in requests],
-        "multi_modal_data": [request.multi_modal_data for request in requests],
+        "request_id": [one.request_id for one in sequences],
+        "stop_reason": [str(one.stop_reason) for one in sequences],
+        "messages": [[m.to_template() for m in one.messages] for one in sequences],
+        "multi_modal_data": [one.multi_modal_data for one in sequences],
         "reward_scores": [request.reward_scores for request in requests],
         "reward_extra_info": [request.reward_extra_info for request in requests],
         "reward_index": [row.placement.index for row in rows],
@@ -300,9 +353,13 @@ def compute_turn_states(
             shown = response_ids[previous.end if previous else 0 : turn.start]
             seen = shown if previous and shown else prompt_ids + response_ids[: turn.start]
             content = _declared_state(previous) or b"tokens " + seen.tobytes()
-            number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
-            states.append((turn, number))
+            states.append((turn, _number(content)))
     return states
+
+
+def _number(content: bytes) -> int:
+    """Hash to 63 bits, equal in every process and every run."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
 def _declared_state(turn: Turn | None) -> bytes:

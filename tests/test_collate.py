@@ -29,6 +29,7 @@ def test_a_conversation_is_laid_out_token_by_token():
     data = collate([first, second], pad_token_id=PAD)
     rows = {key: tensor.tolist() for key, tensor in data.batch.items()}
     states = rows.pop("state_ids")
+    assert len(set(rows.pop("trajectory_ids"))) == 2
     assert [[state >= 0 for state in row] for row in states] == [
         [True, True, False, False, True], [True, False, False, False, False],
     ]  # fmt: skip

@@ -70,7 +70,7 @@ class LossScale:
         """Count the whole mini-batch's mask `[B, T]`, of rows with the weights `[B]`."""
         return cls(
             batch_num_tokens=int(mask.bool().sum()),
-            global_batch_size=round(float(_count_per_row(mask.bool(), row_weights).sum())),
+            global_batch_size=round(float(count_sequences(mask.bool(), row_weights).sum())),
             dp_size=dp_size,
             loss_scale_factor=loss_scale_factor,
             row_weights=row_weights,
@@ -156,7 +156,7 @@ def agg_loss(
     """
     mask = loss_mask.bool()
     sums = torch.where(mask, loss_mat, 0.0).sum(dim=-1)
-    per_row = _count_per_row(mask, row_weights)
+    per_row = count_sequences(mask, row_weights)
     match loss_agg_mode:
         case "token-mean":
             loss = sums.sum() / _denominator(batch_num_tokens, mask, dp_size)
@@ -207,7 +207,7 @@ def compute_row_weights(mask: torch.Tensor, trajectory_ids: torch.Tensor) -> tor
     return tokens.double() / totals[trajectory].clamp(min=1)
 
 
-def _count_per_row(mask: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
+def count_sequences(mask: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
     """Return each row's share of a sequence, `[B]`: 0 for a row without a trained token."""
     counted = mask.any(dim=-1)
     if row_weights is None:

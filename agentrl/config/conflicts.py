@@ -28,6 +28,8 @@ from agentrl.errors import did_you_mean
 
 Check = Callable[[RunConfig], Iterator[Problem]]
 _FUNCTIONS = "reward.functions"
+BY_ROW = frozenset({"gspo", "luspo", "geo_mean", "geo_mean_verl", "vespo", "bypass_mode"})
+"""Bundled losses of which a token's loss depends on the other tokens of its row."""
 _CUSTOM = "reward.custom_reward_function"
 
 
@@ -137,6 +139,26 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
     if tiny is not None and longest > tiny.max_position_embeddings:
         reason = f"{tiny.max_position_embeddings} positions cannot hold {_sum(config)}"
         yield Problem("prepare.tiny_policy.max_position_embeddings", reason, f">= {longest}")
+
+
+def _compaction(config: RunConfig) -> Iterator[Problem]:
+    compaction = config.rollout.multi_turn.compaction
+    if compaction is None:
+        return
+    key, longest = "rollout.multi_turn.compaction", longest_sequence(config)
+    needed = compaction.trigger_tokens + compaction.max_summary_tokens
+    if needed >= longest:
+        reason = (
+            f"{compaction.trigger_tokens} and {compaction.max_summary_tokens} tokens of a summary "
+            f"do not fit into {_sum(config)}"
+        )
+        expected = f"less than {max(1, longest - compaction.max_summary_tokens)}"
+        yield Problem(f"{key}.trigger_tokens", reason, expected)
+    loss = config.actor.policy_loss.loss_mode
+    if loss in BY_ROW and config.algorithm.segment_credit == "trajectory":
+        reason = f"is {loss}, which takes a ratio of a sequence, and {key} makes several of one"
+        expected = "a loss of single tokens, or algorithm.segment_credit: final"
+        yield Problem("actor.policy_loss.loss_mode", reason, expected)
 
 
 def _sum(config: RunConfig) -> str:
@@ -263,7 +285,14 @@ def _function(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
                 yield Problem(f"{key}.reward_kwargs.{name}", reason, "a value")
 
 
-_GENERATION: tuple[Check, ...] = (_lengths, _budgets, _engine, _tiny_policy, find_scoring_problems)
+_GENERATION: tuple[Check, ...] = (
+    _lengths,
+    _compaction,
+    _budgets,
+    _engine,
+    _tiny_policy,
+    find_scoring_problems,
+)
 VALIDATION_CHECKS: tuple[Check, ...] = (_val_files, _resume, *_GENERATION)
 """The checks under `trainer.val_only`."""
 CHECKS: Mapping[Purpose, tuple[Check, ...]] = {

@@ -11,13 +11,16 @@ tokens).
                                      `ended_by` is not `budget`)
              - length_penalty      * sampled tokens / data.max_response_length
 
+If the trajectory has several sequences, the turns, calls and sampled tokens of all its trained
+sequences count; the overlong punishment is that of the sequence in which the trajectory ended.
+
 No weight multiplies bonuses and penalties. Nothing here changes a request: the scorer's number,
 `success` and `acc` stay as the scorer returned them, so validation and `rollout/reward` contain no
 bonus.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -141,20 +144,21 @@ def _of_trajectory(request: AsyncRolloutRequest, config: RewardConfig) -> Iterat
         yield RewardPart(Source.OVERLONG, weights.trajectory * _overlong(request, config))
     if config.model is not None and request.rm_score is not None:
         yield RewardPart(Source.REWARD_MODEL, config.model.weight * request.rm_score)
-    yield RewardPart(Source.TOOL, weights.tool * math.fsum(request.tool_rewards.values()))
+    rewards = (value for one in counted_sequences(request) for value in one.tool_rewards.values())
+    yield RewardPart(Source.TOOL, weights.tool * math.fsum(rewards))
 
 
 def _overlong(request: AsyncRolloutRequest, config: RewardConfig) -> float:
     buffer, budget = config.overlong_buffer, request.budgets.max_response_tokens
     if not buffer.enable:
         return 0.0
-    return compute_overlong_reward(count_sampled_tokens(request), budget, buffer)
+    return compute_overlong_reward(count_sampled_tokens(request.turns), budget, buffer)
 
 
 def _of_turns(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
     """A turn either made calls or was answered by the interaction: its calls show which."""
     weights = config.weights
-    for turn in request.turns:
+    for turn in _turns_of(request):
         if not turn.calls:
             yield RewardPart(Source.INTERACTION, weights.interaction * (turn.reward or 0.0), turn)
         for call in turn.calls:
@@ -163,7 +167,8 @@ def _of_turns(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[Re
 
 
 def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[RewardPart]:
-    calls = ((turn, call) for turn in request.turns for call in turn.calls)
+    turns = _turns_of(request)
+    calls = ((turn, call) for turn in turns for call in turn.calls)
     answered = ((turn, call) for turn, call in calls if call.outcome == CallOutcome.OK)
     for turn, call in islice(answered, config.max_bonus_calls):
         yield RewardPart(Source.TOOL_CALL_BONUS, config.tool_call_bonus, turn, call)
@@ -171,8 +176,19 @@ def _of_bonuses(request: AsyncRolloutRequest, config: RewardConfig) -> Iterator[
     is_out_of_budget = last is not None and last.metadata.get("ended_by") == "budget"
     if request.stop_reason is StopReason.INTERACTION_ENDED and not is_out_of_budget:
         yield RewardPart(Source.INTERACTION_BONUS, config.interaction_bonus, last)
-    share = count_sampled_tokens(request) / request.budgets.max_response_tokens
+    share = count_sampled_tokens(turns) / request.budgets.max_response_tokens
     yield RewardPart(Source.LENGTH_PENALTY, -config.length_penalty * share)
+
+
+def counted_sequences(request: AsyncRolloutRequest) -> Sequence[AsyncRolloutRequest]:
+    """Return the sequences of which rewards count: not those of delegates that failed."""
+    if not request.branches:
+        return (request,)
+    return [one for one in request.sequences if one is request or one.is_trained]
+
+
+def _turns_of(request: AsyncRolloutRequest) -> Sequence[Turn]:
+    return [turn for one in counted_sequences(request) for turn in one.turns]
 
 
 def compute_overlong_reward(
@@ -200,10 +216,10 @@ def compute_overlong_reward(
     return -share * config.penalty_factor if share else 0.0
 
 
-def count_sampled_tokens(request: AsyncRolloutRequest) -> int:
-    """Count the tokens of a request that the policy sampled, including those of excluded turns.
+def count_sampled_tokens(turns: Sequence[Turn]) -> int:
+    """Count the tokens that the policy sampled, including those of excluded turns.
 
     Observed tokens do not count: the policy did not write a tool's long result, and no observed
     token may change a return (observations are invisible).
     """
-    return sum(turn.num_tokens for turn in request.turns if turn.role == "assistant")
+    return sum(turn.num_tokens for turn in turns if turn.role == "assistant")

@@ -25,6 +25,10 @@ If a turn has no trained token (it was excluded, or it is a reply), its reward g
 trained token before it; if there is none, to the first trained token. So the parts always sum to
 the combined reward. If a request has no trained token, nothing is placed, and `index` is None.
 
+If a trajectory has several sequences, they are placed on as one: the trained tokens of all
+sequences, in their order. So the trajectory's reward is, under `last_token`, on the last trained
+token of the sequence in which the trajectory ended.
+
 Batches store rewards of tokens in float32, and group-relative estimators compare their sums. With
 plain rounding, equal rewards of responses of different lengths would differ in their last digits,
 and the estimator would train on the difference (equal rewards train nothing). So the parts are
@@ -35,8 +39,8 @@ import math
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from dataclasses import dataclass, field
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 from agentrl.config.schema.reward import Placement, RewardConfig
@@ -49,7 +53,7 @@ class PlacedReward(NamedTuple):
     """A reward on a token."""
 
     position: int
-    """Index into the response."""
+    """Index into the response; with several sequences, into their responses one after the other."""
     value: float
     """A float32 number."""
 
@@ -66,21 +70,47 @@ class RewardPlacement:
     """The last token with a part of the trajectory's reward; None if nothing is trained."""
     moved_turns: tuple[int, ...] = ()
     """Turns that have their reward on a token of another turn."""
+    starts: tuple[int, ...] = (0,)
+    """Position of the first response token of each sequence."""
+
+    def by_sequence(self) -> "list[RewardPlacement]":
+        """Return the placed rewards of each sequence, with positions in its own response."""
+        if len(self.starts) == 1:
+            return [self]
+        found: list[RewardPlacement] = []
+        for start, end in pairwise((*self.starts, math.inf)):
+            inside = [one for one in self.rewards if start <= one.position < end]
+            is_inside = self.index is not None and start <= self.index < end
+            placed = RewardPlacement(
+                combined=self.combined,
+                rewards=tuple(PlacedReward(at - int(start), value) for at, value in inside),
+                index=self.index - int(start) if self.index is not None and is_inside else None,
+            )
+            found.append(placed)
+        return found
 
 
 def place_rewards(
-    request: AsyncRolloutRequest, config: RewardConfig = TRAJECTORY_ALONE
+    request: AsyncRolloutRequest,
+    config: RewardConfig = TRAJECTORY_ALONE,
+    *,
+    only_last: bool = False,
 ) -> RewardPlacement:
     """Combine a finished request's rewards and place them on its trained tokens.
+
+    Args:
+        request: A finished request.
+        config: Weights, bonuses, penalties and the placement.
+        only_last: Whether only the sequence in which the trajectory ended is trained.
 
     Example:
         A response of four tokens, of which `[1, 1, 0, 1]` are trained, with the reward 1: under
         `last_token` it is `(PlacedReward(3, 1.0),)`; under `uniform` a third on each of 0, 1, 3.
     """
     reward = combine_rewards(request, config)
-    trained = _TrainedTokens.of(request)
+    trained = _TrainedTokens.of(request, only_last=only_last)
     if not trained.tokens:
-        return RewardPlacement(combined=reward.total)
+        return RewardPlacement(combined=reward.total, starts=trained.starts)
     place, decay = _PLACEMENTS[config.placement], config.placement_decay
     attached = place(_Target(trained, trained.tokens, None, None, decay)).tokens[-1]
     placed, moved = {attached: 0.0}, dict[int, None]()
@@ -98,6 +128,7 @@ def place_rewards(
         rewards=tuple(PlacedReward(token, exact[token]) for token in sorted(exact)),
         index=attached,
         moved_turns=tuple(moved),
+        starts=trained.starts,
     )
 
 
@@ -106,24 +137,45 @@ class _TrainedTokens:
     """The trained tokens of a request, and the turns and calls that they belong to."""
 
     tokens: Sequence[int]
-    """Positions in the response, in order."""
+    """Positions in the response, in order; those of several sequences follow each other."""
     turns: Sequence[Turn]
+    starts: tuple[int, ...] = (0,)
+    """Position of the first response token of each sequence."""
+    shifts: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By `id` of a turn: the start of its sequence, if that is not 0."""
 
     @classmethod
-    def of(cls, request: AsyncRolloutRequest) -> "_TrainedTokens":
-        mask = request.loss_mask if request.is_trained else []
-        return cls(list(compress(range(len(mask)), mask)), request.turns)
+    def of(cls, request: AsyncRolloutRequest, *, only_last: bool) -> "_TrainedTokens":
+        if not request.branches:
+            mask = request.loss_mask if request.is_trained else []
+            return cls(list(compress(range(len(mask)), mask)), request.turns)
+        tokens, starts, shifts = list[int](), [0], dict[int, int]()
+        for one in request.sequences:
+            is_trained = one is request or (one.is_trained and not only_last)
+            mask = one.loss_mask if request.is_trained and is_trained else []
+            tokens += [starts[-1] + at for at in compress(range(len(mask)), mask)]
+            shifts |= {id(turn): starts[-1] for turn in one.turns}
+            starts.append(starts[-1] + one.num_response_tokens)
+        turns = [turn for one in request.sequences for turn in one.turns]
+        return cls(tokens, turns, tuple(starts[:-1]), shifts)
 
     def between(self, start: int, end: int) -> Sequence[int]:
         return self.tokens[bisect_left(self.tokens, start) : bisect_left(self.tokens, end)]
 
     def of_turn(self, turn: Turn | None) -> Sequence[int]:
         """Return the trained tokens of a turn; for None, those of the trajectory."""
-        return self.tokens if turn is None else self.between(turn.start, turn.end)
+        if turn is None:
+            return self.tokens
+        shift = self.shifts.get(id(turn), 0)
+        return self.between(shift + turn.start, shift + turn.end)
 
     def of_call(self, turn: Turn, call: CallRecord) -> Sequence[int]:
         """Return the trained tokens of a call; those of its turn if they are unknown."""
-        return (call.span and self.between(*call.span)) or self.of_turn(turn)
+        if call.span is None:
+            return self.of_turn(turn)
+        shift = self.shifts.get(id(turn), 0)
+        start, end = call.span
+        return self.between(shift + start, shift + end) or self.of_turn(turn)
 
     def of_calls(self) -> Sequence[int]:
         """Return the trained tokens of all calls, each once."""
@@ -132,7 +184,8 @@ class _TrainedTokens:
 
     def nearest(self, turn: Turn) -> int:
         """Return the last trained token before a turn; if there is none, the first one."""
-        return self.tokens[max(bisect_left(self.tokens, turn.start) - 1, 0)]
+        start = self.shifts.get(id(turn), 0) + turn.start
+        return self.tokens[max(bisect_left(self.tokens, start) - 1, 0)]
 
 
 class _Shares(NamedTuple):

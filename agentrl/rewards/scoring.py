@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import groupby
 from numbers import Number
 from typing import Any, NamedTuple, SupportsFloat, cast
 
@@ -67,13 +66,14 @@ def make_extra_info(request: AsyncRolloutRequest) -> dict[str, Any]:
         (rewards of turns), `tool_rewards` (rewards of single calls), `rollout_reward_scores`
         (`calc_reward` of each tool by name, and `user_turn_rewards`), `stop_reason`, `messages`.
     """
-    calls = [call for turn in request.turns for call in turn.calls]
+    turns = [turn for turn in request.trajectory_turns if not turn.is_compaction]
+    calls = [call for turn in turns for call in turn.calls]
     return copy.deepcopy(request.extra_info) | {
-        "num_turns": 1 + sum(1 for _ in groupby(turn.role for turn in request.turns)),
+        "num_turns": request.num_turns,
         "num_tool_calls": dict(
             Counter(call.name for call in calls if call.outcome == CallOutcome.OK)
         ),
-        "turn_scores": [turn.reward for turn in request.turns if turn.reward is not None],
+        "turn_scores": [turn.reward for turn in turns if turn.reward is not None],
         "tool_rewards": [call.reward for call in calls if call.reward is not None],
         "rollout_reward_scores": request.reward_scores,
         "stop_reason": None if request.stop_reason is None else str(request.stop_reason),

@@ -14,18 +14,21 @@ from dataclasses import replace
 from functools import cache
 from typing import Literal
 
+from agentrl.config.schema.run import CompactionConfig
 from agentrl.engines.protocol import Completion, CompletionSource, FinishReason
 from agentrl.errors import DataError, EngineError, Fault, TemplateError, TransitionError, text_of
 from agentrl.interactions.registry import select_interaction
 from agentrl.interactions.session import InteractionSession
 from agentrl.messages import CallOutcome, Message
 from agentrl.plugins.cancellation import is_cancelled, wait_despite_cancellation
+from agentrl.rollout.compaction import continue_from_summary, media_of
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.failures import describe_failure, find_fault
 from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
+from agentrl.rollout.templates.delta import EncodedDelta
 from agentrl.rollout.tool_calls import CheckedCalls, raise_tool_failure, read_turn, skip_calls
 from agentrl.rollout.tool_parsers.base import Span
 from agentrl.tools.registry import select_tools
@@ -92,6 +95,11 @@ class _Run:
         self.call_spans: list[Span | None] = []
         self.texts: list[Callable[[], str]] = []
         """Return the text of each part of the ledger. The token check calls them."""
+        self.opening: list[Message] = []
+        """The messages of the first prompt."""
+        self.opening_of_sequence: list[Message] = []
+        """The messages of the current sequence's prompt."""
+        self.num_compactions = 0
 
     async def drive(self) -> None:
         """Follow the states to an end within the wall clock, then collect the tools' rewards."""
@@ -110,7 +118,7 @@ class _Run:
                 raise
             return self.fail(StopReason.WALL_CLOCK, error)
         self.request.tool_rewards = await self.tools.calc_rewards()
-        return self._check_tokens()
+        return self._check_tokens(self.request)
 
     async def _handle(self, state: RequestState) -> NextStep:
         match state:
@@ -157,8 +165,8 @@ class _Run:
         self.request.release_failures = messages
         self.request.metrics["release_failures"] = float(len(messages))
 
-    def _check_tokens(self) -> None:
-        request = self.request
+    def _check_tokens(self, request: AsyncRolloutRequest) -> None:
+        """Compare the current sequence, which has ended, with its conversation."""
         try:
             self.context.check_tokens(request, lambda: [text() for text in self.texts])
         except Exception as error:  # noqa: BLE001 - a broken check must not fail the request
@@ -175,6 +183,7 @@ class _Run:
         request = self.request
         prompt = await self.context.encode_prompt(request)
         request.begin(prompt.ids)
+        self.opening = self.opening_of_sequence = [*request.messages]
         self.texts.append(lambda: prompt.text)
         request.num_cut_prompt_tokens += prompt.num_cut
         if request.num_tokens_left <= 0:
@@ -230,6 +239,9 @@ class _Run:
     # RUNNING
 
     async def _generate(self) -> NextStep:
+        turns = self.request.turns
+        if turns and turns[-1].is_compaction and (ends := await self._compact()):
+            return ends
         started = time.monotonic()
         completion = await self._complete()
         turn = self._append_completion(completion, time.monotonic() - started)
@@ -240,9 +252,11 @@ class _Run:
             raise EngineAbortError("the engine aborted the call")
         return step
 
-    async def _complete(self) -> Completion:
+    async def _complete(self, max_tokens: int | None = None) -> Completion:
         request = self.request
         limit = request.max_next_tokens
+        if max_tokens is not None:
+            limit = min(max_tokens, request.num_tokens_left)
         completion = await self.source.generate(
             request.input_ids,
             replace(request.sampling, max_new_tokens=limit, seed=turn_seed(request)),
@@ -309,6 +323,45 @@ class _Run:
         turn.calls = records
         for call, span in zip(records, self.call_spans, strict=True):
             call.span = span and (turn.start + span[0], turn.start + span[1])
+
+    async def _compact(self) -> StopReason | None:
+        """Have the policy write a summary, and begin the next sequence with it.
+
+        Returns:
+            The limit that ends the request, if the summary or the next prompt does not fit.
+        """
+        request, settings = self.request, self.context.settings.compaction
+        assert settings is not None  # an instruction was appended
+        started = time.monotonic()
+        completion = await self._complete(settings.max_summary_tokens)
+        turn = self._append_completion(completion, time.monotonic() - started)
+        turn.is_compaction = True
+        self._record_calls(turn, skip_calls(self.calls))
+        if turn.finish_reason is FinishReason.ABORT:
+            raise EngineAbortError("the engine aborted the call")
+        if turn.cut in ("response", "model"):
+            return request.nearest_limit
+        turn.cut = turn.cut and "summary"
+        *history, _, summary = request.messages[len(self.opening_of_sequence) :]
+        return await self._begin_next(history, summary.text, settings)
+
+    async def _begin_next(
+        self, history: Sequence[Message], summary: str, settings: CompactionConfig
+    ) -> StopReason | None:
+        request, template = self.request, self.context.template
+        messages = continue_from_summary(self.opening, history, summary, settings)
+        planned = template.plan_prompt(messages, request.tool_schemas)
+        ids = await template.encode_planned(planned)
+        if len(ids) >= request.budgets.max_model_len:
+            return StopReason.MODEL_LENGTH
+        media = media_of(messages, self.opening, request.multi_modal_data)
+        self._check_tokens(request.set_aside("compaction", messages))
+        request.begin(ids)
+        request.add_media(media)
+        self.texts = [lambda: planned.text]
+        self.opening_of_sequence = messages
+        self.num_compactions += 1
+        return None
 
     # TOOL_CALLING
 
@@ -380,19 +433,41 @@ class _Run:
         Returns:
             Their turn. None if they do not fit; nothing is appended then.
         """
-        request, template = self.request, self.context.template
-        planned = template.plan_delta(messages, tools=request.tool_schemas)
-        outside = await template.queue.encode(planned.outside)
-        delta = planned.encode(self.last_ids, outside)
+        request = self.request
+        delta = await self._encode_delta(messages)
         if len(delta.ids) >= request.num_tokens_left:
             return None
+        shown, end = [*messages], len(delta.ids)
+        if (instruction := self._instruction(end)) is not None:
+            asking = await self._encode_delta([*messages, instruction])
+            if len(asking.ids) < request.num_tokens_left:
+                delta, shown = asking, [*messages, instruction]
+                end = min(at for index, at, _ in delta.message_spans if index == len(messages))
         self.texts.append(lambda: delta.written().text)
-        request.messages.extend(messages)
+        request.messages.extend(shown)
         calls = request.turns[-1].calls
-        for index, start, end in delta.message_spans:
-            if role == "tool":
-                calls[index].num_tokens += end - start
-        return request.append_observed(delta.ids, role=role, seconds=seconds)
+        for index, first, last in delta.message_spans:
+            if role == "tool" and index < len(messages):
+                calls[index].num_tokens += last - first
+        turn = request.append_observed(delta.ids[:end], role=role, seconds=seconds)
+        if end < len(delta.ids):
+            request.append_observed(delta.ids[end:], role="user").is_compaction = True
+        return turn
+
+    async def _encode_delta(self, messages: Sequence[Message]) -> EncodedDelta:
+        template = self.context.template
+        planned = template.plan_delta(messages, tools=self.request.tool_schemas)
+        return planned.encode(self.last_ids, await template.queue.encode(planned.outside))
+
+    def _instruction(self, num_observed: int) -> Message | None:
+        """Return the message that asks for a summary, if an observation passes the trigger."""
+        request, settings = self.request, self.context.settings.compaction
+        if settings is None or self.num_compactions >= settings.max_compactions:
+            return None
+        num_tokens = request.num_prompt_tokens + request.num_response_tokens + num_observed
+        if num_tokens < settings.trigger_tokens:
+            return None
+        return Message(role="user", content=settings.instruction)
 
 
 @cache

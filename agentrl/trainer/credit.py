@@ -10,8 +10,10 @@
 
 Advantages are computed from all samples: a rejected sample is scored like the others and stays in
 its group's baseline; it is only not trained. (With `advantages: kept` the rejection comes right
-after the correction, so that only kept samples are compared.) With several ranks each rank computes
-the whole batch, in the order of a single rank, and keeps its own rows.
+after the correction, so that only kept samples are compared.) A trajectory of several rows is one
+sample: its rows are joined before, and the results are split after (`join_trajectories`). With
+several ranks each rank computes the whole batch, in the order of a single rank, and keeps its own
+rows.
 """
 
 import inspect
@@ -36,6 +38,7 @@ from agentrl.algorithms.kl import (
 )
 from agentrl.algorithms.losses.registry import needs_summary
 from agentrl.algorithms.masked import WHITENING_EPSILON, masked_var
+from agentrl.algorithms.trajectories import TRAJECTORY_IDS, join_trajectories
 from agentrl.algorithms.value_loss import compute_explained_variance
 from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import AlgorithmConfig
@@ -224,6 +227,14 @@ class Credit:
             self.kl_ctrl.value = state.get("kl_coef", self.kl_ctrl.value)
 
     def _compute_whole(self, data: DataProto) -> dict[str, float]:
+        if (joined := join_trajectories(data)) is None:
+            return self._compute_trajectories(data)
+        metrics = self._compute_trajectories(joined.data)
+        joined.copy_back(data, COMPUTED)
+        return metrics
+
+    def _compute_trajectories(self, data: DataProto) -> dict[str, float]:
+        """Compute the columns of a batch in which each trajectory is one row."""
         compares_kept = self.correction.advantages == "kept"
         kept, metrics = self._correct(data)
         if kept is not None and compares_kept:
@@ -272,7 +283,7 @@ class Credit:
     def _columns(self, batch: DataProto) -> tuple[list[str], list[str]]:
         """Name the tensors and object columns that `_compute_whole` reads."""
         tensors, objects = columns_read(batch, self.config)
-        read = {*tensors, "token_level_scores", "response_mask"}
+        read = {*tensors, "token_level_scores", "response_mask", TRAJECTORY_IDS}
         if not self.correction.bypass_mode:
             read |= {*(CORRECTED if self.correction.reads_turns else CORRECTED[:2])}
         if self.config.use_kl_in_reward:

@@ -291,7 +291,7 @@ def find_signal(
     with world.raise_on_all_ranks():
         for request in requests:
             # Estimators do not count a member without a trained token either.
-            if request.in_baseline and any(request.loss_mask):
+            if request.in_baseline and any(any(one.loss_mask) for one in request.sequences):
                 value = read_metric(request, config.metric, reward)
                 mine.append(GroupMember(request.batch_data_id, value))
     return find_differing_groups(world.gather_flat(mine))

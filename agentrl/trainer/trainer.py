@@ -289,6 +289,7 @@ class Trainer:
             requests,
             pad_token_id=self.components.setup.pad_token_id,
             reward=self.config.reward,
+            segment_credit=self.config.algorithm.segment_credit,
             prompt_width=prompt_width,
             response_width=response_width,
         )

@@ -12,7 +12,7 @@ from agentrl.algorithms.losses.registry import (
     with_summary,
 )
 from agentrl.config.schema.training import ActorConfig
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.protocol import DataProto
 from agentrl.workers.batches import PolicyRows, read_groups, read_padded_rows
 from agentrl.workers.log_probs import TokenScores
@@ -96,6 +96,8 @@ class Actor:
         Raises:
             DataError: without `old_log_probs`, if there are several optimizer steps or if the loss
                 reads them before the forward pass.
+            ConfigError: if several rows of a trajectory are trained, and the loss takes a ratio of
+                the row.
         """
         rows = PolicyRows.read(batch, with_reference=self.config.use_kl_loss)
         if rows.old_log_probs is None and needs_summary(self.config):
@@ -104,12 +106,26 @@ class Actor:
                 expected=f"log-probabilities before the update, of which the loss "
                 f"{self.config.policy_loss.loss_mode} needs a summary",
             )
+        self._refuse_split_trajectories(rows)
         params = self._params(temperature)
         return self.updater.update(
             rows,
             lambda rows: PolicyObjective(rows, self.policy, self.config, params),
             keeps_outputs=rows.old_log_probs is None,
         )
+
+    def _refuse_split_trajectories(self, rows: PolicyRows) -> None:
+        """Refuse rows that the loss would weigh by their number. Every rank raises."""
+        name = self.config.policy_loss.loss_mode
+        if not policy_loss_facts(name).by_row:
+            return
+        if self.updater.world.max([float(rows.has_split_trajectory())])[0]:
+            raise ConfigError(
+                f"the loss {name!r} takes a ratio of each sequence, and a trajectory has several "
+                "sequences (compaction, sub-agents, rewritten history)",
+                key="actor.policy_loss.loss_mode",
+                expected="a loss of single tokens, or algorithm.segment_credit: final",
+            )
 
     @property
     def optimizer(self) -> PolicyOptimizer:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.aggregation import compute_row_weights
+from agentrl.algorithms.trajectories import TRAJECTORY_IDS
 from agentrl.errors import DataError
 from agentrl.protocol import DataProto
 from agentrl.workers.distributed import World
@@ -52,6 +53,11 @@ class UpdateRows:
     def response_mask(self) -> Tensor:
         """`[B, T]`, 1 on trained tokens."""
         return self.padded.response_mask
+
+    def has_split_trajectory(self) -> bool:
+        """Whether several rows of a trajectory have trained tokens."""
+        weights = self.row_weights
+        return weights is not None and bool(((weights > 0) & (weights < 1)).any())
 
     def move(self, exchange: RowExchange) -> Self:
         """Return the rows that this rank computes. A collective."""
@@ -168,7 +174,7 @@ def read_shared_columns(batch: DataProto) -> dict[str, Any]:
         DataError: for the first missing column.
     """
     padded = read_padded_rows(batch)
-    mask, trajectories = padded.response_mask, _optional(batch, "trajectory_ids")
+    mask, trajectories = padded.response_mask, _optional(batch, TRAJECTORY_IDS)
     count = len(padded.input_ids)
     uids = read_groups(batch)
     request_ids = batch.non_tensor_batch.get("request_id", np.arange(count))

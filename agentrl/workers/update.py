@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.aggregation import LossScale
+from agentrl.algorithms.aggregation import LossScale, count_sequences
 from agentrl.config.schema.training import UpdateConfig
 from agentrl.errors import DataError
 from agentrl.workers.batches import UpdateRows, split_micro_batches, split_mini_batches
@@ -464,20 +464,21 @@ class Updater:
         """
         rows = objective.rows
         mask, weights = rows.response_mask.bool(), rows.row_weights
-        mine = LossScale.of(mask[index], row_weights=None if weights is None else weights[index])
+        own_weights = None if weights is None else weights[index]
         is_computed, has_signal = objective.find_computed(), objective.find_signal()
         computed = [row for row in index if is_computed[row]]
         share = float(self.world.reports_rows)
         counts = (
-            mine.batch_num_tokens,
-            mine.global_batch_size,
+            int(mask[index].sum()),
+            # Not rounded: another rank may compute the other rows of a trajectory.
+            float(count_sequences(mask[index], own_weights).sum()),
             int(mask[computed].sum()),
             sum(has_signal[row] for row in index),
         )
         tokens, sequences, measured, signals = self.world.sum([share * count for count in counts])
         scale = LossScale(
             batch_num_tokens=int(tokens),
-            global_batch_size=int(sequences),
+            global_batch_size=round(sequences),
             num_measured_tokens=int(measured),
             dp_size=self.world.size,
             loss_scale_factor=float(self.response_budget),

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
+from agentrl.algorithms.trajectories import TRAJECTORY_IDS, join_trajectories
 from agentrl.config.schema.training import AlgorithmConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins.registry import Registry
@@ -39,6 +40,8 @@ class EstimatorFacts(NamedTuple):
     reads: frozenset[str] | None
     """Keys of the run file that it reads; None: unknown."""
     reward_unit: RewardUnit
+    by_position: bool = False
+    """Whether it compares tokens by their positions in rows, masked tokens included."""
 
 
 _ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", key="algorithm.adv_estimator")
@@ -50,6 +53,7 @@ def register_adv_est(
     *,
     reads: Iterable[str] | None = None,
     reward_unit: RewardUnit = "token",
+    by_position: bool = False,
 ) -> Callable[[F], F]:
     """Decorate an estimator, so that `algorithm.adv_estimator` finds it under this name.
 
@@ -61,6 +65,8 @@ def register_adv_est(
             Settings that are arguments themselves need no declaration. None: if it takes `config`,
             what it reads is unknown, and no setting is reported as unused.
         reward_unit: What it sums rewards over.
+        by_position: Whether it compares tokens by their positions in rows, masked tokens included.
+            Then it refuses trajectories of several rows.
 
     Raises:
         ConfigError: if another estimator has the name.
@@ -69,7 +75,7 @@ def register_adv_est(
     def put(function: F) -> F:
         registered = _ESTIMATORS.register(name_or_enum)(function)
         name = str(name_or_enum.value) if isinstance(name_or_enum, Enum) else name_or_enum
-        _FACTS[name] = _read_facts(function, reads, reward_unit)
+        _FACTS[name] = _read_facts(function, reads, reward_unit)._replace(by_position=by_position)
         return registered
 
     return put
@@ -133,7 +139,7 @@ def columns_read(data: DataProto, config: AlgorithmConfig) -> ColumnNames:
     whole = parameters.keys() & {"batch", "non_tensor_batch"}
     if whole or _takes_everything(parameters.values()):
         return ColumnNames(tensors, list(data.non_tensor_batch))
-    wanted = {*parameters, "token_level_scores", "response_mask"}
+    wanted = {*parameters, "token_level_scores", "response_mask", TRAJECTORY_IDS}
     if "token_level_rewards" in tensors:
         wanted -= {"token_level_scores"} - parameters.keys()
     objects = ["uid"] if "index" in parameters and "uid" in data.non_tensor_batch else []
@@ -144,16 +150,29 @@ def compute_advantage(data: DataProto, config: AlgorithmConfig) -> DataProto:
     """Add `advantages` and `returns` to a scored batch, by the configured estimator.
 
     If the batch has no `token_level_rewards` (no KL was subtracted), they are
-    `token_level_scores`.
+    `token_level_scores`. The rows of one trajectory are one row for the estimator
+    (`join_trajectories`).
 
     Raises:
-        ConfigError: for an unknown estimator, for an argument that the batch does not have, and
-            for a result of another shape.
+        ConfigError: for an unknown estimator, for an argument that the batch does not have, for a
+            result of another shape, and for trajectories of several rows if the estimator compares
+            tokens by position.
     """
     if data.batch is None:
         raise ConfigError("cannot compute advantages: the batch has no tensors")
     if "token_level_rewards" not in data.batch:
         data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    if (joined := join_trajectories(data)) is not None:
+        if estimator_facts(config.adv_estimator).by_position:
+            raise ConfigError(
+                f"{config.adv_estimator!r} compares tokens by their positions in sequences, and a "
+                "trajectory has several sequences (compaction, sub-agents, rewritten history)",
+                key="algorithm.adv_estimator",
+                expected="another estimator, such as tir_optimal_token_baseline",
+            )
+        compute_advantage(joined.data, config)
+        joined.copy_back(data, ("advantages", "returns"))
+        return data
     function = get_adv_estimator_fn(config.adv_estimator)
     settings = {name: getattr(config, name) for name in type(config).model_fields}
     groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}

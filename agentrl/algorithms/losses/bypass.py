@@ -17,7 +17,7 @@ from agentrl.config.schema.training import ActorConfig
 from agentrl.errors import ConfigError
 
 
-@register_policy_loss("bypass_mode", reads=DUAL_CLIP, only_advantages=True)
+@register_policy_loss("bypass_mode", reads=DUAL_CLIP, only_advantages=True, by_row=True)
 def compute_policy_loss_bypass_mode(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

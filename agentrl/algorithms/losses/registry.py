@@ -81,6 +81,8 @@ class LossFacts(NamedTuple):
     """Keys of the run file that it reads; None: unknown."""
     only_advantages: bool
     """Whether a row in which every advantage is 0 has the loss 0 and the gradient 0."""
+    by_row: bool = False
+    """Whether a token's loss depends on the other tokens of its row."""
 
 
 _POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor.policy_loss")
@@ -96,6 +98,7 @@ def register_policy_loss(
     summarise: SummaryFn | None = None,
     reads: Iterable[str] | None = None,
     only_advantages: bool = False,
+    by_row: bool = False,
 ) -> Callable[[F], F]:
     """Decorate a policy loss, so that `actor.policy_loss` finds it under `name`.
 
@@ -109,6 +112,9 @@ def register_policy_loss(
         only_advantages: Whether a row in which every advantage is 0 has the loss 0 and the gradient
             0, and changes nothing in the loss of other rows. The update then computes no such row,
             if no other term needs it.
+        by_row: Whether a token's loss depends on the other tokens of its row, as a ratio of the
+            sequence does. The update then refuses trajectories of which several rows are trained:
+            the number of rows would have an effect.
 
     Raises:
         ConfigError: if another loss has the name, or the function does not take `scale` (without
@@ -123,7 +129,7 @@ def register_policy_loss(
             )
         registered = _POLICY_LOSSES.register(name)(function)
         keys = None if reads is None else frozenset(f"actor.{key}" for key in reads)
-        _FACTS[name] = LossFacts(loss_agg_mode, summarise, keys, only_advantages)
+        _FACTS[name] = LossFacts(loss_agg_mode, summarise, keys, only_advantages, by_row)
         return registered
 
     return put

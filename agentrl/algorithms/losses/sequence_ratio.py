@@ -1,7 +1,7 @@
 """Losses on the ratio of a whole sequence. Shapes: B sequences, T response positions.
 
-The ratio is taken over the trained tokens of one *row*. If a trajectory has several rows, each has
-a ratio of its own; `LossScale.row_weights` joins their weights, not their ratios.
+The ratio is taken over the trained tokens of one row. If several rows of a trajectory are trained,
+the ratios would depend on their number: the update refuses them (`by_row`).
 """
 
 import torch
@@ -27,7 +27,9 @@ def _compute_gspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     return losses, x.clip_metrics(clipped)
 
 
-@register_token_loss("gspo", reads=CLIP, default_mode="seq-mean-token-mean", only_advantages=True)
+@register_token_loss(
+    "gspo", reads=CLIP, default_mode="seq-mean-token-mean", only_advantages=True, by_row=True
+)
 def compute_policy_loss_gspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Clip the ratio of the sequence: the geometric mean of its tokens' ratios (GSPO).
 
@@ -45,7 +47,9 @@ def compute_policy_loss_gspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     return _compute_gspo(x)
 
 
-@register_token_loss("luspo", reads=CLIP, loss_agg_mode="seq-mean-token-sum", only_advantages=True)
+@register_token_loss(
+    "luspo", reads=CLIP, loss_agg_mode="seq-mean-token-sum", only_advantages=True, by_row=True
+)
 def compute_policy_loss_luspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Multiply GSPO's loss of each sequence by its length, so that length has no cost (LUSPO).
 
@@ -59,7 +63,7 @@ def compute_policy_loss_luspo(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
 
 
 @register_token_loss(
-    "geo_mean", reads=CLIP, default_mode="seq-mean-token-mean", only_advantages=True
+    "geo_mean", reads=CLIP, default_mode="seq-mean-token-mean", only_advantages=True, by_row=True
 )
 def compute_policy_loss_geo_mean(x: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """Clip each token's log-ratio, then take the geometric mean over the sequence (GMPO).

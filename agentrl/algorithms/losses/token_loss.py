@@ -102,6 +102,7 @@ def register_token_loss(
     default_mode: LossAggMode = "token-mean",
     summarise: SummaryFn | None = None,
     only_advantages: bool = False,
+    by_row: bool = False,
 ) -> Callable[[TokenLoss], PolicyLossFn]:
     """Make a policy loss from a loss per token, and register it.
 
@@ -112,6 +113,7 @@ def register_token_loss(
         default_mode: The aggregation of a call without `loss_agg_mode`.
         summarise: See `register_policy_loss`. Without a scale, the rows are the whole mini-batch.
         only_advantages: See `register_policy_loss`.
+        by_row: See `register_policy_loss`.
     """
     mode = loss_agg_mode or default_mode
 
@@ -143,6 +145,7 @@ def register_token_loss(
             summarise=summarise,
             reads=reads,
             only_advantages=only_advantages,
+            by_row=by_row,
         )
         return register(policy_loss)
 

@@ -155,7 +155,7 @@ def compute_policy_loss_sapo(x: LossInputs) -> Losses:
     return -x.advantages * gate, x.clip_metrics(torch.zeros_like(x.mask))
 
 
-@register_token_loss("vespo", reads=_VESPO, only_advantages=True)
+@register_token_loss("vespo", reads=_VESPO, only_advantages=True, by_row=True)
 def compute_policy_loss_vespo(x: LossInputs) -> Losses:
     """Weight each sequence's policy gradient by a kernel of its whole ratio, without clip (VESPO).
 

@@ -265,7 +265,7 @@ def _register_token_baseline(name: str, compare: Callable[..., torch.Tensor]) ->
         )
         return relative.to(dtype), returns.to(dtype)
 
-    register_adv_est(name)(estimator)
+    register_adv_est(name, by_position=compare is _compare_by_position)(estimator)
 
 
 _register_token_baseline("optimal_token_baseline_verl", _compare_by_position)

@@ -48,7 +48,7 @@ def compute_policy_loss_sapo_verl(
     )  # fmt: skip
 
 
-@register_policy_loss("geo_mean_verl", reads=CLIP)
+@register_policy_loss("geo_mean_verl", reads=CLIP, by_row=True)
 def compute_policy_loss_geo_mean_verl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

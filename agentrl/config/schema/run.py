@@ -142,6 +142,29 @@ class ModelConfig(Section):
         return self.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})
 
 
+class CompactionConfig(Section):
+    """Replacement of a long history by a summary that the policy writes, and that is trained."""
+
+    trigger_tokens: int = Field(ge=1)
+    """Ask for a summary when prompt, response and the next observation have this many tokens
+    together. After the trigger the observation, the instruction and the summary must still fit into
+    `data.max_response_length` and the model's length."""
+    instruction: str = Field(
+        min_length=1,
+        default="Your context is almost full. Write a summary of the work so far: what was asked, "
+        "what you found, and what remains to be done. It replaces the conversation after the task.",
+    )
+    """The user message that asks for the summary."""
+    heading: str = "Summary of the work so far:"
+    """The line before the summary, in the last user message of the prompt."""
+    max_summary_tokens: int = Field(default=512, ge=1)
+    """Most sampled tokens of a summary; a longer one is cut, and the cut is recorded."""
+    keep_turns: int = Field(default=0, ge=0)
+    """Last turns of the policy, with their results, that follow the summary word by word."""
+    max_compactions: int = Field(default=16, ge=1)
+    """Most summaries of one trajectory; the sequence after the last one ends at its limits."""
+
+
 class MultiTurnConfig(Section):
     """Tools, simulated users and the budgets of a conversation."""
 
@@ -197,6 +220,8 @@ class MultiTurnConfig(Section):
     is a multiple of this; an answer without such a call ends the request."""
     interaction_prob: float = Field(default=1.0, ge=0, le=1)
     """Probability that the interaction gets an answer (drawn from the request's seed)."""
+    compaction: CompactionConfig | None = None
+    """Replacement of a long history by a summary; null: a sequence ends at its limits."""
     tokenization_sanity_check_mode: Literal["disable", "strict", "ignore_strippable"] = (
         "ignore_strippable"
     )

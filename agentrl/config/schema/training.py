@@ -11,6 +11,7 @@ LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]  # fmt: skip
+SegmentCredit = Literal["trajectory", "final"]
 KlLossType = Literal[
     "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl",
     "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+",
@@ -233,6 +234,10 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = "grpo"
     """Name of a registered advantage estimator."""
+    segment_credit: SegmentCredit = "trajectory"
+    """Credit of a trajectory with several sequences (compaction, sub-agents, rewritten history).
+    `trajectory`: the estimator reads all of them, one after the other, as one response; `final`:
+    only the sequence in which the trajectory ended is trained."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of later rewards, per token or per turn, as the estimator counts."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -58,13 +58,15 @@ def rollout_metrics(requests: Requests) -> MetricDict:
         return {}
     scored = [r.reward for r in requests if r.in_baseline and r.reward is not None]
     cut = [request.stop_reason in _CUT_BY_LENGTH for request in requests]
+    sequences = [one for request in requests for one in request.sequences]
     return {
         "rollout/num_requests": SumMetric(float(len(requests))),
         **mean_max_min("rollout/reward", scored),
-        **mean_max_min("prompt_length", [r.num_prompt_tokens for r in requests]),
-        **mean_max_min("response_length", [r.num_response_tokens for r in requests]),
+        **mean_max_min("prompt_length", [one.num_prompt_tokens for one in sequences]),
+        **mean_max_min("response_length", [one.num_response_tokens for one in sequences]),
         "response_length/clip_ratio": MeanMetric.of(cut),
         **_turn_metrics(requests),
+        **_branch_metrics(requests),
         **tool_metrics(requests),
         **_end_metrics(requests),
         **_token_metrics(requests),
@@ -74,7 +76,7 @@ def rollout_metrics(requests: Requests) -> MetricDict:
 
 
 def _turn_metrics(requests: Requests) -> MetricDict:
-    turns = [turn for request in requests for turn in request.turns]
+    turns = [turn for request in requests for one in request.sequences for turn in one.turns]
     sampled = [turn for turn in turns if turn.role == "assistant"]
     cut_calls = [call for call in calls_of(requests) if call.num_cut_tokens]
     counts = {
@@ -91,6 +93,17 @@ def _turn_metrics(requests: Requests) -> MetricDict:
         **mean_max_min("rollout/tokens_per_turn", [turn.num_tokens for turn in sampled]),
         **mean_p95_max("rollout/turn_seconds", [turn.seconds for turn in sampled]),
         **{f"rollout/{name}/mean": MeanMetric(n, len(requests)) for name, n in counts.items()},
+    }
+
+
+def _branch_metrics(requests: Requests) -> MetricDict:
+    """Count the sequences of trajectories, by cause; nothing if every trajectory has one."""
+    causes = Counter(one.branch_cause for request in requests for one in request.branches)
+    if not causes:
+        return {}
+    return {
+        **mean_max_min("rollout/sequences", [len(request.sequences) for request in requests]),
+        **{f"rollout/branches/{c}": SumMetric(float(causes[c])) for c in causes if c is not None},
     }
 
 
@@ -115,15 +128,16 @@ def _end_metrics(requests: Requests) -> MetricDict:
 
 def _token_metrics(requests: Requests) -> MetricDict:
     """Fraction of trained response tokens, and of input tokens served by a prefix cache."""
-    sampled = [(r, turn) for r in requests for turn in r.turns if turn.role == "assistant"]
+    rows = [(one, request) for request in requests for one in request.sequences]
+    sampled = [(one, turn) for one, _ in rows for turn in one.turns if turn.role == "assistant"]
     counts = {
         "mask_ones_ratio": (
-            sum(sum(r.loss_mask) for r in requests if r.is_trained),
-            sum(r.num_response_tokens for r in requests),
+            sum(sum(one.loss_mask) for one, r in rows if r.is_trained and one.is_trained),
+            sum(one.num_response_tokens for one, _ in rows),
         ),
         "cached_tokens_frac": (
             sum(turn.cached_tokens for _, turn in sampled),
-            sum(r.num_prompt_tokens + turn.start for r, turn in sampled),
+            sum(one.num_prompt_tokens + turn.start for one, turn in sampled),
         ),
     }
     return {f"rollout/{name}": MeanMetric(n, of) for name, (n, of) in counts.items() if of}
@@ -135,7 +149,8 @@ def _version_metrics(requests: Requests) -> MetricDict:
     def versions(turns: Sequence[Turn]) -> set[int]:
         return {span.version for turn in turns for span in turn.weight_versions}
 
-    found = [of_request for request in requests if (of_request := versions(request.turns))]
+    turns = ([turn for one in request.sequences for turn in one.turns] for request in requests)
+    found = [of_request for of_turns in turns if (of_request := versions(of_turns))]
     if not found:
         return {}
     widths = [max(of_request) - min(of_request) for of_request in found]
@@ -163,7 +178,8 @@ def _check_metrics(requests: Requests) -> MetricDict:
 
 def calls_of(requests: Requests) -> Iterator[CallRecord]:
     """Iterate over all calls, malformed and skipped ones too."""
-    return (call for request in requests for turn in request.turns for call in turn.calls)
+    sequences = (one for request in requests for one in request.sequences)
+    return (call for one in sequences for turn in one.turns for call in turn.calls)
 
 
 def tool_metrics(requests: Requests) -> MetricDict:
@@ -179,7 +195,7 @@ def tool_metrics(requests: Requests) -> MetricDict:
     # model makes up cannot fill the log with columns.
     by_tool: dict[str, list[CallRecord]] = defaultdict(list)
     for request in requests:
-        known = {schema.name for schema in request.tool_schemas}
+        known = {schema.name for one in request.sequences for schema in one.tool_schemas}
         for call in calls_of([request]):
             if call.outcome not in NEVER_RAN:
                 by_tool[call.name if call.name in known else "unknown"].append(call)

@@ -45,7 +45,11 @@ class _Record(BaseModel):
 
 
 class TrajectorySummary(_Record):
-    """The most important facts of a trajectory, all derived from the request."""
+    """The most important facts of a trajectory, all derived from the request.
+
+    Turns and calls are those of the request's counts. Response tokens are those of all sequences;
+    `num_prompt_tokens` and `reward_index` are of the sequence in which the trajectory ended.
+    """
 
     num_turns: int
     """Turns as the request counts them, the prompt included."""
@@ -60,22 +64,29 @@ class TrajectorySummary(_Record):
     reward_index: int | None
     """Response token with the trajectory's reward under `placement: last_token`: the last trained
     one. None if no token is trained."""
+    num_sequences: int = 1
+    """Sequences of the trajectory: the request and its branches."""
 
     @classmethod
     def of(cls, request: AsyncRolloutRequest) -> Self:
         """Derive the summary of `request`."""
         mask = request.loss_mask if request.is_trained else [0] * request.num_response_tokens
         trained = [index for index, is_trained in enumerate(mask) if is_trained]
+        num_tokens, num_trained = len(mask), len(trained)
+        for one in request.branches:
+            num_tokens += one.num_response_tokens
+            num_trained += sum(one.loss_mask) if request.is_trained and one.is_trained else 0
         return cls(
             num_turns=request.num_turns,
             num_assistant_turns=request.num_assistant_turns,
             num_user_turns=request.num_user_turns,
             num_tool_calls=request.num_tool_calls,
             num_prompt_tokens=request.num_prompt_tokens,
-            num_response_tokens=len(mask),
-            num_trained_tokens=len(trained),
-            mask_ones_ratio=len(trained) / len(mask) if mask else 0.0,
+            num_response_tokens=num_tokens,
+            num_trained_tokens=num_trained,
+            mask_ones_ratio=num_trained / num_tokens if num_tokens else 0.0,
             reward_index=trained[-1] if trained else None,
+            num_sequences=len(request.sequences),
         )
 
 
@@ -87,6 +98,8 @@ class SkipNote(_Record):
     not_finite: dict[str, list[int]]
     """By quantity (`log_probs`, `advantages`, ...): the response tokens at which it was not finite.
     `loss` and `gradient` have no tokens: they are those of the row's micro-batch."""
+    request_id: str | None = None
+    """The sequence with these tokens; None in older files, of trajectories with one sequence."""
 
 
 class SavedTrajectory(_Record):
@@ -281,14 +294,16 @@ class RolloutFiles:
         if not skipped:
             return
         path = rollout_path(self._config.default_local_dir / SKIPPED, step)
-        own = {request.request_id: request for request in requests}
+        own = {one.request_id: request for request in requests for one in request.sequences}
         lines: list[_Line] = []
         for index, one in enumerate(skipped):
             self._run_logger.info(f"step {step}: {one.describe()}; the rows to blame: {path}")
             for number, row in enumerate(one.rows):
                 if row.request_id in own:
                     tokens = {name: list(at) for name, at in row.not_finite.items()}
-                    note = SkipNote(mini_batch=one.mini_batch, not_finite=tokens)
+                    note = SkipNote(
+                        mini_batch=one.mini_batch, not_finite=tokens, request_id=row.request_id
+                    )
                     line = to_line(own[row.request_id], step, note, reward=self._reward)
                     lines.append(_Line((index, number), line))
         self._save(path, lines, "the rows to blame")

@@ -16,6 +16,7 @@ from agentrl.algorithms import (
     with_summary,
 )
 from agentrl.algorithms.aggregation import compute_row_weights
+from agentrl.config.conflicts import BY_ROW
 from agentrl.config.schema.training import ActorConfig, LossAggMode
 from tests.fakes.naive_losses import BUDGET, Batch, config_of, invariant_losses, make_batch
 from tests.fakes.tensors import masks
@@ -153,7 +154,14 @@ def test_layout_is_invisible_without_a_scale_the_rows_are_the_whole_mini_batch(n
     torch.testing.assert_close(without, given)
 
 
-@pytest.mark.parametrize("name", [name for name in invariant_losses() if name not in BY_SEQUENCE])
+def test_losses_with_a_ratio_of_the_row_say_so():
+    by_row = {name for name in policy_loss_names() if policy_loss_facts(name).by_row}
+    assert by_row == BY_SEQUENCE | {"geo_mean_verl"} == BY_ROW
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in [*invariant_losses(), "sapo_verl"] if name not in BY_SEQUENCE]
+)
 @settings(deadline=None, max_examples=30)
 @given(mask=masks(), seed=st.integers(0, 99), mode=st.sampled_from(MODES), data=st.data())
 def test_layout_is_invisible_how_many_rows_a_trajectory_is_split_into_changes_nothing(

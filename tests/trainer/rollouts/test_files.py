@@ -92,6 +92,7 @@ def test_a_line_is_complete_and_says_what_follows_from_it(tmp_path):
         "num_trained_tokens": 9,
         "mask_ones_ratio": 0.75,
         "reward_index": 11,
+        "num_sequences": 1,
     }
     assert line["request"]["reward"] == 1.0
     assert [turn["role"] for turn in line["request"]["turns"]] == ["assistant", "tool", "assistant"]
