@@ -151,6 +151,17 @@ class ClusterError(AgentRLError, RuntimeError):
     """
 
 
+class WorkerLostError(AgentRLError, ConnectionError):
+    """A process of the cluster ended, was restarted, or did not answer within its time limit.
+
+    What it did for the caller is lost; another process may do it again.
+    """
+
+
+class WorkerLateError(WorkerLostError):
+    """A process of the cluster did not answer within its time limit: it hangs, or is overloaded."""
+
+
 class RolloutError(AgentRLError, RuntimeError):
     """Too much of a batch failed (details: `reasons`, `expected`)."""
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 RANK = "agentrl.commands.train:TrainingRank"
 SERVER = "agentrl.cluster.servers:HostedServer"
+WORKER = "agentrl.trainer.rollout_worker:RolloutWorker"
 
 
 def train_on_cluster(file: RunFile) -> None:
@@ -36,7 +37,9 @@ def train_on_cluster(file: RunFile) -> None:
         sent = replace(file, config=config).without_plugins()
         try:
             servers = start_servers(run, config)
-            run.train(RANK, (sent,), ClusterHandles(servers=tuple(servers)))
+            workers = run.start_workers(WORKER, lambda index: (f"rollout worker {index}",))
+            handles = ClusterHandles(workers=tuple(workers), servers=tuple(servers))
+            run.train(RANK, (sent,), handles)
         except RankFailedError as failure:
             sys.exit(failure.exit_code)
 

@@ -142,6 +142,11 @@ def make_reward_manager(config: RewardConfig, scorer: ScoreFn | None = None) -> 
     return made if is_streaming else ScoreAfterRollout(made, config)
 
 
+def scores_alone(rewards: RewardManager) -> bool:
+    """Whether a manager scores each request without the others, so that any process may do it."""
+    return isinstance(rewards, NaiveRewardManager) and rewards.scores_alone
+
+
 class ScoreAfterRollout:
     """Scores after the rollout, even if the manager could score earlier.
 
@@ -283,6 +288,8 @@ class NaiveRewardManager:
     """
 
     mode = ExecutionMode.THREAD
+    scores_alone = True
+    """Whether a score depends on its own request only. A rollout worker may compute it then."""
 
     def __init__(self, compute_score: ScoreFn, config: RewardConfig) -> None:
         self._compute_score, self._config = compute_score, config
@@ -363,6 +370,8 @@ class BatchRewardManager(NaiveRewardManager):
         compute_score: The scorer of batches with its `reward_kwargs` bound.
         config: Time-out of one call, rate limit, concurrency.
     """
+
+    scores_alone = False
 
     def scoring(self, requests: Sequence[AsyncRolloutRequest]) -> _GroupScoring:
         """Open the scoring of one batch; see `StreamingRewardManager.scoring`."""

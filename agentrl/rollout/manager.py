@@ -208,11 +208,22 @@ class RolloutManager:
         failure = self._rollout.failure
         retries = failure.max_retries if failure.policy == "retry" else 0
         fresh = request.model_copy(deep=True) if retries else request
-        done = await self._run(request, self.context, source)
+        done = await self.drive_once(request, source)
         while can_be_retried(done) and done.attempt < retries:
             fresh = next_attempt(fresh)
-            done = await self._run(fresh.model_copy(deep=True), self.context, source)
+            done = await self.drive_once(fresh.model_copy(deep=True), source)
         return done
+
+    async def drive_once(
+        self, request: AsyncRolloutRequest, source: CompletionSource
+    ) -> AsyncRolloutRequest:
+        """Drive one pending request to its end, without retries (see `RunRequest`).
+
+        Args:
+            request: The request.
+            source: Generates its completions.
+        """
+        return await self._run(request, self.context, source)
 
     def apply_failure_policy(
         self, finished: Sequence[AsyncRolloutRequest], summary: FailureSummary | None = None

@@ -1,7 +1,8 @@
 """Build the objects that the training loop uses, cheap checks first."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,18 @@ from agentrl.config.schema.run import RunConfig
 from agentrl.config.schema.training import ActorConfig, UpdateConfig
 from agentrl.data.order import DataOrder
 from agentrl.engines import Engine
+from agentrl.engines.sglang.servers.directory import ServerDirectory
 from agentrl.errors import ConfigError, MissingExtraError
 from agentrl.rewards import get_reward_manager
+from agentrl.rewards.managers import scores_alone
 from agentrl.rewards.rendering import ConversationEncoder
 from agentrl.rollout.manager import RolloutManager
 from agentrl.rollout.tool_parsers import get_tool_parser
 from agentrl.trainer.credit import Credit, estimator_requires, needs_old_log_probs
 from agentrl.trainer.interruption import NestableRunner
 from agentrl.trainer.metrics.run_logger import RunLogger
+from agentrl.trainer.rollout_messages import WorkerSettings
+from agentrl.trainer.rollout_pool import RolloutPool, WorkerScores
 from agentrl.trainer.rollouts.files import RolloutFiles
 from agentrl.trainer.sampling import StepSampler
 from agentrl.trainer.setup.datasets import RunData, load_run_data, prompt_encoder
@@ -91,6 +96,8 @@ class TrainerComponents:
     credit: Credit
     engine: Engine
     manager: RolloutManager
+    rollout_pool: RolloutPool | None
+    """The rollout workers that run the requests; None: this process does."""
     sampler: StepSampler
     files: RolloutFiles
     record: DataRecord
@@ -170,7 +177,7 @@ def prepare_components(
     if config.rollout.deterministic:
         choose_exact_kernels(world.device)
     return build_components(
-        config, world, run_logger, setup, given, seconds_prepare=seconds, cluster=cluster
+        config, world, run_logger, setup, given, now=now, seconds_prepare=seconds, cluster=cluster
     )
 
 
@@ -181,6 +188,7 @@ def build_components(
     setup: RolloutSetup,
     given: Given,
     *,
+    now: datetime | None,
     seconds_prepare: float,
     cluster: "ClusterHandles | None" = None,
 ) -> TrainerComponents:
@@ -208,7 +216,11 @@ def build_components(
     engine_name = type(engine).__name__ if given.engine else describe_engine(config)
     work = f"{len(data.train)} training rows, {total_steps} steps"
     run_logger.info(f"{describe_policy(policy)}; engine: {engine_name}; {work}")
-    manager = make_manager(config, setup, engine)
+    pool = start_pool(config, world, setup, engine, cluster, given.servers, now=now)
+    manager = make_manager(config, setup, engine, None if pool is None else pool.run)
+    if pool is not None and scores_alone(setup.plugins.rewards):
+        scores = WorkerScores(pool, setup.plugins.rewards)
+        setup = replace(setup, plugins=replace(setup.plugins, rewards=scores))
     is_before_update = needs_old_log_probs(config) or has_dropout(policy.lm)
     return TrainerComponents(
         world=world,
@@ -223,6 +235,7 @@ def build_components(
         credit=Credit(config.algorithm, world, is_before_update=is_before_update),
         engine=engine,
         manager=manager,
+        rollout_pool=pool,
         sampler=StepSampler(config, manager, world, run_logger, num_batches=num_batches),
         files=RolloutFiles(config, world, run_logger),
         record=record,
@@ -230,6 +243,47 @@ def build_components(
         seconds_prepare=seconds_prepare,
         cluster=cluster,
     )
+
+
+def start_pool(
+    config: RunConfig,
+    world: World,
+    setup: RolloutSetup,
+    engine: Engine,
+    cluster: "ClusterHandles | None",
+    servers: ServerDirectory | None,
+    *,
+    now: datetime | None,
+) -> RolloutPool | None:
+    """Let the rollout workers build what they need; None without workers.
+
+    Raises:
+        AgentRLError: if a worker cannot be built on its machine.
+    """
+    if cluster is None or not cluster.workers:
+        return None
+    from agentrl.cluster.rollout_workers import connect_workers
+
+    workers = connect_workers(
+        cluster.workers,
+        call_timeout_s=config.rollout.worker_timeout_s,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+    # Rounds of calls are a rank's: it collects those of all workers.
+    asks_servers = choose_engine(config) == "sglang_server" and not config.rollout.deterministic
+    settings = WorkerSettings(
+        config=config,
+        now=now,
+        max_model_len=engine.max_model_len,
+        asks_servers=asks_servers,
+        directory=servers,
+        version=0,
+        silence_s=config.rollout.worker_timeout_s,
+    )
+    pool = RolloutPool(workers, settings, tools=setup.plugins.tools, rank=world.rank)
+    with world.raise_on_all_ranks(), NestableRunner() as runner:
+        runner.run(pool.open())
+    return pool
 
 
 def check_checkpoint(config: RunConfig, updaters: Iterable[Updater], total_steps: int) -> None:

@@ -339,6 +339,8 @@ class Trainer:
         self.policy_version = self.step
         with self._timer("sync_weights"):
             self._runner.run(self.engine_sync.sync(self.policy_version))
+        if (pool := self.components.rollout_pool) is not None:
+            pool.use_version(self.policy_version)
 
     def validate(self) -> dict[str, float]:
         """Roll out and score every validation set; return the metrics over all ranks."""
@@ -455,6 +457,8 @@ class Trainer:
 
     async def _release(self) -> None:
         try:
+            if (pool := self.components.rollout_pool) is not None:
+                await pool.close()
             await self.components.setup.plugins.shutdown()
         finally:
             await self.components.engine.close()

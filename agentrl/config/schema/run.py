@@ -282,8 +282,12 @@ class RolloutConfig(Section):
     max_concurrent_requests: int = Field(default=256, ge=1)
     """Most requests in flight on one rank."""
     num_workers: int | None = Field(default=None, ge=1)
-    """Processes that drive the requests of a batch, spread over the nodes of a Ray cluster (verl:
-    `agent.num_workers`). null: each training rank drives its own requests."""
+    """Processes that drive the requests of all ranks, spread over the nodes of a Ray cluster (verl:
+    `agent.num_workers`): tools, parsers, templates and scorers. null: each training rank drives its
+    own requests."""
+    worker_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds without an answer after which a rollout worker counts as hanging. It is replaced, and
+    its requests begin again on others. Read if `num_workers` is set."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Most seconds of one request; null: no limit."""
     seed: Seed = 0

@@ -12,7 +12,7 @@ from agentrl.config.schema.run import MultiTurnConfig, RunConfig
 from agentrl.engines.protocol import Engine
 from agentrl.rollout.context import RolloutContext, choose_parser
 from agentrl.rollout.fitting import PromptEncoder, TextFitter
-from agentrl.rollout.manager import RolloutManager
+from agentrl.rollout.manager import RolloutManager, RunRequest
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_check
 from agentrl.rollout.templates import (
@@ -126,8 +126,16 @@ def _format(config: RunConfig, plugins: Plugins) -> str | None:
     return config.rollout.multi_turn.format or (None if plugins.tools else _UNUSED_PARSER)
 
 
-def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> RolloutManager:
+def make_manager(
+    config: RunConfig, setup: RolloutSetup, engine: Engine, run: RunRequest | None = None
+) -> RolloutManager:
     """Make the rollout manager from engine and plug-ins.
+
+    Args:
+        config: The run's configuration.
+        setup: Template, parser, plug-ins.
+        engine: Generates the completions.
+        run: Drives one request; None: the agent that the configuration or the row names.
 
     Raises:
         ConfigError: if `rollout.agent` names an agent that does not exist.
@@ -154,7 +162,7 @@ def make_manager(config: RunConfig, setup: RolloutSetup, engine: Engine) -> Roll
         ).encode,
         check_tokens=make_token_check(setup.template, turns),
     )
-    run = make_run(config, setup.tokenizer)
+    run = run or make_run(config, setup.tokenizer)
     return RolloutManager(context, config.rollout, config.data, run)
 
 

@@ -97,6 +97,50 @@ def connect(
     )
 
 
+class NoTransport:
+    """The transport of a client that only generates: a rank sends the weights."""
+
+    async def send(
+        self, participants: UpdateParticipants, named_tensors: Iterable[NamedTensor]
+    ) -> SyncFigures:
+        """Refuse to send.
+
+        Raises:
+            EngineError: Always.
+        """
+        raise EngineError("this client of the servers only generates: a rank sends the weights")
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def connect_client(
+    settings: SGLangServerConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    directory: ServerDirectory | None = None,
+    *,
+    max_model_len: int,
+) -> SGLangServerEngine:
+    """Make an engine that generates on the servers of a run, and never updates them.
+
+    Args:
+        settings: Addresses and timeouts.
+        tokenizer: For stop strings.
+        directory: The servers of the run's cluster, which a rank has started; None: those of
+            `settings`.
+        max_model_len: Most tokens of a sequence.
+    """
+    return SGLangServerEngine(
+        settings,
+        decoder_of(tokenizer),
+        max_model_len=max_model_len,
+        transport=NoTransport(),
+        pool=ServerPool(
+            settings, max_model_len=max_model_len, report=logger.warning, directory=directory
+        ),
+    )
+
+
 class ChangingTransport:
     """A transport that is chosen again when the servers have changed.
 
