@@ -72,6 +72,7 @@ def rollout_metrics(requests: Requests) -> MetricDict:
         **_token_metrics(requests),
         **_version_metrics(requests),
         **_check_metrics(requests),
+        **_agent_loop_metrics(requests),
     }
 
 
@@ -170,6 +171,17 @@ def _check_metrics(requests: Requests) -> MetricDict:
     return {
         "rollout/tokenization_differences/mean": MeanMetric.of(different),
         "rollout/tokenization_differences_frac": MeanMetric.of([n > 0 for n in different]),
+    }
+
+
+def _agent_loop_metrics(requests: Requests) -> MetricDict:
+    """Calls of agent loops, and what they sampled and did not train; for each request."""
+    driven = [r.metrics for r in requests if "agent_loop/calls" in r.metrics]
+    names = ("calls", "unused_calls", "dropped_tokens", "masked_tokens")
+    return {
+        f"agent_loop/{name}/mean": MeanMetric.of([one[f"agent_loop/{name}"] for one in driven])
+        for name in names
+        if driven
     }
 
 

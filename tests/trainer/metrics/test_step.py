@@ -154,6 +154,17 @@ def test_what_the_token_check_was_not_drawn_for_counts_as_nothing():
     assert "rollout/tokenization_differences_frac" not in rollout_metrics([make_tool_request()])
 
 
+def test_agent_loops_report_what_they_sampled_and_did_not_train():
+    own = {"calls": 3.0, "unused_calls": 1.0, "dropped_tokens": 4.0, "masked_tokens": 2.0}
+    driven = make_tool_request()
+    driven.metrics |= {f"agent_loop/{name}": value for name, value in own.items()}
+    found = rollout_metrics([driven, make_tool_request()])
+    assert {name: found[f"agent_loop/{name}/mean"] for name in own} == own
+    assert not any(
+        name.startswith("agent_loop/") for name in rollout_metrics([make_tool_request()])
+    )
+
+
 def test_versions_differences_and_cache():
     request = start_request()
     append_answer(request, "abcd", version=3)
