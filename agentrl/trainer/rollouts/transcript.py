@@ -126,34 +126,60 @@ def read_transcript(
         config: How rewards are combined and placed on tokens.
     """
     placement = place_rewards(request, config)
-    num_prompt, num_response = request.num_prompt_tokens, request.num_response_tokens
-    ends = [num_prompt, *(num_prompt + turn.end for turn in request.turns)]
-    texts = decode_pieces(request.input_ids, decode, breaks=ends)
-    is_left_out = request.is_finished and not request.is_trained
-    mask = [0] * num_response if is_left_out else request.loss_mask
-    share = f" ({sum(mask) / num_response:.0%})" if num_response else ""
+    sections: list[Section] = []
+    num_response = num_trained = 0
+    for one, part in zip(request.sequences, placement.by_sequence(), strict=True):
+        is_left_out = request.is_finished and not (request.is_trained and one.is_trained)
+        mask = [0] * one.num_response_tokens if is_left_out else one.loss_mask
+        num_response, num_trained = num_response + len(mask), num_trained + sum(mask)
+        prefix = _sequence_name(one) if request.branches else ""
+        sections += _read_sections(one, mask, dict(part.rewards), decode, prefix)
+    share = f" ({num_trained / num_response:.0%})" if num_response else ""
     title = _line(
         f"request {request.request_id}",
         f"sample {request.rollout_offset} of group {request.uid}",
-        _count(num_prompt, "prompt token"),
+        request.branches and _count(len(request.sequences), "sequence"),
+        _count(request.num_prompt_tokens, "prompt token"),
         _count(num_response, "response token"),
-        f"{sum(mask)} trained{share}",
+        f"{num_trained} trained{share}",
     )
+    end = read_end(request, combine_rewards(request, config), placement)
+    return Transcript(title, tuple(sections), end)
+
+
+def _sequence_name(one: AsyncRolloutRequest) -> str:
+    """Name a sequence by its id, its cause, and why it ended if it is a branch."""
+    cause = one.branch_cause and f"{one.branch_cause}: {one.stop_reason}"
+    return f"{one.request_id} ({cause or 'the last sequence'}) "
+
+
+def _read_sections(
+    request: AsyncRolloutRequest,
+    mask: Sequence[int],
+    rewards: dict[int, float],
+    decode: Decode,
+    prefix: str,
+) -> Iterator[Section]:
+    """Split one sequence into its prompt and its turns."""
+    num_prompt = request.num_prompt_tokens
+    ends = [num_prompt, *(num_prompt + turn.end for turn in request.turns)]
+    texts = decode_pieces(request.input_ids, decode, breaks=ends)
     prompt = tuple(
         TokenView(index, token_id, texts[index], TokenStatus.OBSERVED)
         for index, token_id in enumerate(request.prompt_ids)
     )
-    sections = [Section("prompt", _count(num_prompt, "token"), prompt)]
-    rewards = dict(placement.rewards)
+    yield Section(f"{prefix}prompt", _count(num_prompt, "token"), prompt)
     for turn in request.turns:
         tokens = tuple(
             _read_token(request, index, texts[num_prompt + index], turn, mask[index], rewards)
             for index in range(turn.start, turn.end)
         )
-        name, facts = _line(f"turn {turn.index}", turn.role), _turn_facts(turn, tokens)
-        sections.append(Section(name, facts, tokens, tuple(map(_call_note, turn.calls))))
-    end = read_end(request, combine_rewards(request, config), placement)
-    return Transcript(title, tuple(sections), end)
+        kind = turn.is_compaction and ("summary" if turn.role == "assistant" else "compaction")
+        name, facts = (
+            _line(f"{prefix}turn {turn.index}", turn.role, kind),
+            _turn_facts(turn, tokens),
+        )
+        yield Section(name, facts, tokens, tuple(map(_call_note, turn.calls)))
 
 
 def decode_pieces(ids: Sequence[int], decode: Decode, *, breaks: Sequence[int] = ()) -> list[str]:
@@ -277,6 +303,8 @@ def _reward_lines(
     tokens = [placed.position for placed in placement.rewards if placed.value]
     if placement.index is None:
         position = ", on no token: none is trained"
+    elif request.branches:
+        position = f", on {_count(len(tokens), 'token')} of {len(placement.starts)} sequences"
     elif len(tokens) > 1:
         position = f", on {len(tokens)} tokens, the last is response token {tokens[-1]}"
     else:
