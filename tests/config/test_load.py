@@ -38,6 +38,13 @@ def test_relative_paths_stay_relative_to_the_working_directory(run_file):
     assert not config.data.train_files[0].is_absolute()
 
 
+def test_an_address_of_an_object_store_is_not_taken_for_a_folder():
+    given = SMALL | {"trainer": {"default_local_dir": "s3://bucket/runs/x"}}
+    error = refusal(parse_config, given)
+    assert "trainer.default_local_dir: s3:// is not supported" in str(error)
+    assert "Mount the storage" in str(error)
+
+
 def test_overrides_win_and_are_read_as_yaml(run_file):
     path = run_file("data: {train_files: [a]}\nmodel: {path: p}\ntrainer: {seed: 1}\n")
     overrides = ["trainer.seed=2", "+actor.optim.lr=1e-5", "trainer.logger=[jsonl]", "data.seed=3"]

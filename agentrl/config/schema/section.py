@@ -1,12 +1,20 @@
 """The base class of the sections of a run file, and the types of their paths."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
+
 
 def _expand_home(path: Path) -> Path:
+    if (url := _URL.match(str(path))) is not None:
+        raise ValueError(
+            f"{url[1]}:// is not supported: agentrl reads and writes files. Mount the storage, and "
+            "give the path of its folder"
+        )
     try:
         return path.expanduser()
     except RuntimeError as error:
