@@ -1,0 +1,151 @@
+"""Clients that repeat, disconnect, flood or send garbage lose their own call or request only."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import ClientSession, ClientTimeout
+
+from agentrl.agent_loops.gateway import Gateway, GatewaySettings
+from agentrl.engines.scripted import ScriptedAnswer, ScriptedEngine
+from agentrl.rollout.states import RequestState, StopReason
+from tests.agent_loops.gateway.test_openai_chat import QUESTION, client
+from tests.fakes.gateway import Served, serve
+from tests.fakes.plugins import decode, make_context, make_request, tiny_tokenizer
+
+BODY: dict[str, Any] = {"model": "m", "messages": QUESTION}
+
+
+async def post(served: Served, body: Any, **headers: str) -> tuple[int, Any]:
+    """Send a body as it is; return status and answer."""
+    session = served.session
+    given = {"Authorization": f"Bearer {session.key}", **headers}
+    async with ClientSession() as http:
+        kind = {"data": body} if isinstance(body, bytes) else {"json": body}
+        url = f"{session.base_url}/chat/completions"
+        async with http.post(url, headers=given, **kind) as response:
+            return response.status, await response.json()
+
+
+async def test_a_call_that_timed_out_and_is_sent_again_is_sampled_once() -> None:
+    slow = ScriptedAnswer("Hello.", delay_s=0.4)
+    async with serve([slow, "Second."]) as served:
+        session = served.session
+        async with openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.key, timeout=0.25, max_retries=3
+        ) as api:
+            reply = await api.chat.completions.create(**BODY)
+        assert reply.choices[0].message.content == "Hello."
+    assert len(served.engine.calls) == 1
+    assert served.request.branches == []
+    assert [turn.excluded for turn in served.request.turns] == [None]
+    assert served.request.metrics["gateway/repeated_calls"] >= 1
+
+
+async def test_the_same_body_without_a_sign_of_a_repetition_is_another_sample() -> None:
+    async with serve([f"Answer {n}." for n in range(3)]) as served:
+        first, second = [(await post(served, BODY))[1] for _ in range(2)]
+        assert first["id"] != second["id"]
+        assert len(served.engine.calls) == 2
+        key = {"Idempotency-Key": "k1"}
+        one, other = [(await post(served, BODY, **key))[1] for _ in range(2)]
+        assert one == other
+    assert len(served.engine.calls) == 3
+    assert len(served.request.sequences) == 3
+
+
+async def test_a_completion_that_no_client_got_is_kept_and_not_trained() -> None:
+    slow = ScriptedAnswer("Never read.", delay_s=0.2)
+    async with serve(lambda ids, *_: slow if "2 + 3" in decode(ids) else "Read.") as served:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await post(served, BODY)
+        other = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert (await post(served, other))[0] == 200
+        await asyncio.sleep(0.2)
+    [branch] = served.request.branches
+    assert decode(branch.response_ids) == "Never read.<|im_end|>"
+    assert branch.turns[0].excluded == "not delivered to the agent"
+    assert decode(served.request.response_ids) == "Read.<|im_end|>"
+    assert sum(served.request.loss_mask) == len("Read.") + 1
+
+
+async def test_a_flood_is_refused_and_other_requests_go_on() -> None:
+    limits = GatewaySettings(max_concurrent_calls=4, max_calls=6, max_body_bytes=10_000)
+    engine = ScriptedEngine([ScriptedAnswer("Hi.", delay_s=0.1)], tokenizer=tiny_tokenizer())
+    context = make_context(engine)
+    async with Gateway(limits) as gateway:
+        noisy, quiet = make_request(), make_request()
+        async with gateway.session(noisy, context) as one, gateway.session(quiet, context) as two:
+            served = [Served(s, r, engine, gateway) for s, r in ((one, noisy), (two, quiet))]
+            sent = [post(served[0], BODY | {"user": str(n)}) for n in range(40)]
+            flood = asyncio.gather(*sent)
+            status, _ = await post(served[1], BODY)
+            assert status == 200
+            statuses = sorted(status for status, _ in await flood)
+            assert statuses == [200] * 4 + [429] * 36
+            more = [(await post(served[0], BODY | {"user": f"m{n}"}))[0] for n in range(3)]
+            assert more == [200, 200, 403]
+            assert (await post(served[1], b"x" * 20_000))[0] == 413
+            for garbage in (b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 3}'):
+                assert (await post(served[1], garbage))[0] == 400
+            assert (await post(served[1], BODY))[0] == 200
+    assert noisy.metrics["gateway/refused_calls"] == 37
+    assert len(quiet.sequences) == 2
+
+
+async def test_a_connection_without_headers_is_closed() -> None:
+    async with serve(["Hi."], settings=GatewaySettings(header_timeout_s=0.2)) as served:
+        host, port = served.gateway.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost")
+        async with asyncio.timeout(3):
+            assert await reader.read() == b""
+        writer.close()
+        assert (await post(served, BODY))[0] == 200
+
+
+async def test_a_stream_waits_with_comments() -> None:
+    limits = GatewaySettings(ping_interval_s=0.05)
+    slow = ScriptedAnswer("Hello.", delay_s=0.2)
+    async with serve([slow], settings=limits) as served, client(served) as api:
+        stream = await api.chat.completions.create(**BODY, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "Hello."
+    assert [turn.excluded for turn in served.request.turns] == [None]
+
+
+async def test_a_session_that_ends_cancels_its_calls_and_keeps_the_tokens() -> None:
+    is_asked = asyncio.Event()
+
+    def script(_ids: Any, _sampling: Any, request_id: str, _turn: int) -> ScriptedAnswer:
+        if "#" not in request_id:
+            return ScriptedAnswer("First.")
+        is_asked.set()
+        return ScriptedAnswer("Late.", delay_s=60)
+
+    async with serve(script) as served:
+        assert (await post(served, BODY))[0] == 200
+        late = asyncio.create_task(post(served, BODY | {"user": "again"}))
+        await is_asked.wait()
+    await asyncio.gather(late, return_exceptions=True)
+    assert served.request.metrics["gateway/cancelled_calls"] == 1
+    assert decode(served.request.response_ids) == "First.<|im_end|>"
+    served.request.finish(served.session.stop_reason)
+    assert served.request.stop_reason is StopReason.ANSWERED
+
+
+async def test_a_request_without_a_call_has_no_tokens() -> None:
+    async with serve(["Hi."]) as served:
+        environment = served.session.environment
+        assert environment["OPENAI_BASE_URL"] == f"{environment['ANTHROPIC_BASE_URL']}/v1"
+    assert served.request.state is RequestState.RUNNING
+    assert served.request.prompt_ids == []
+
+
+async def test_unknown_routes_are_named() -> None:
+    async with serve(["Hi."]) as served, ClientSession(timeout=ClientTimeout(5)) as http:
+        response = await http.post(f"{served.session.base_url}/embeddings")
+        assert response.status == 404
+        assert "/v1/chat/completions" in (await response.json())["error"]["message"]
