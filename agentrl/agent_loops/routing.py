@@ -7,6 +7,8 @@ and in rollout workers.
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.agent_loops.external import ExternalAgent
+from agentrl.agent_loops.gateway import Gateway
 from agentrl.agent_loops.registry import LoopEntry, load_agent_loops, registered_loops
 from agentrl.agent_loops.runner import AgentLoopRunner
 from agentrl.agent_loops.single_turn import SingleTurnAgentLoop
@@ -23,11 +25,13 @@ from agentrl.rollout.states import StopReason
 
 AGENT_NAME = "agent_name"
 """Column of a row that names its agent."""
+EXTERNAL = "external"
+"""Name of the agent of `rollout.agent.command` or `rollout.agent.python`."""
 SINGLE_TURN = "single_turn_agent"
 """Name of the bundled loop with one completion."""
 
 
-def make_run(config: RunConfig, tokenizer: Any) -> RunRequest:
+def make_run(config: RunConfig, tokenizer: Any) -> "AgentRouter":
     """Make the function that drives every request of a run.
 
     Args:
@@ -38,17 +42,15 @@ def make_run(config: RunConfig, tokenizer: Any) -> RunRequest:
         ConfigError: If the configured agent does not exist.
     """
     agent = config.rollout.agent
-    if agent.is_external:
-        key = "command" if agent.command is not None else "python"
-        raise ConfigError(
-            "agentrl has no gateway for external agents yet", key=f"rollout.agent.{key}"
-        )
     agents: dict[str, RunRequest] = {TOOL_AGENT: run_request}
     path = agent.agent_loop_config_path
     loops = {SINGLE_TURN: LoopEntry(SINGLE_TURN, SingleTurnAgentLoop), **registered_loops()}
     loops |= load_agent_loops(path) if path is not None else {}
     for name, entry in loops.items():
         agents[name] = AgentLoopRunner(entry, config, tokenizer)
+    if agent.is_external:
+        agents[EXTERNAL] = external = ExternalAgent(agent, Gateway())
+        return AgentRouter(agents, default=EXTERNAL, external=external)
     if agent.default_agent_loop not in agents:
         raise ConfigError(
             f"no agent is named {agent.default_agent_loop!r}"
@@ -65,9 +67,19 @@ class AgentRouter:
     Args:
         agents: Agents by name.
         default: Name of the agent of rows without the column `agent_name`.
+        external: The external agent of the run; `shutdown` ends it.
     """
 
-    def __init__(self, agents: Mapping[str, RunRequest], *, default: str) -> None:
+    name = "rollout.agent"
+
+    def __init__(
+        self,
+        agents: Mapping[str, RunRequest],
+        *,
+        default: str,
+        external: ExternalAgent | None = None,
+    ) -> None:
+        self._external = external
         self._agents = dict(agents)
         self._default = default
 
@@ -85,3 +97,8 @@ class AgentRouter:
             request.finish(StopReason.FAILED, describe_failure(error, Fault.LIMIT, turn=0))
             return request
         return await run(request, context, source)
+
+    async def shutdown(self) -> None:
+        """End what the agents share: the gateway, and what starts their programs."""
+        if self._external is not None:
+            await self._external.close()

@@ -154,6 +154,22 @@ class Failure(Record):
     traceback: str = ""
 
 
+class AgentRun(Record):
+    """How the program or function of an external agent ended, and what it printed."""
+
+    end: str
+    """`ok`, `error` (another exit code than 0, or an exception), `timeout`, `memory`, `cpu`,
+    `killed`."""
+    exit_code: int | None = None
+    seconds: float = 0.0
+    stdout: str = ""
+    """The first and the last part of it."""
+    stderr: str = ""
+    """The first and the last part of it; for a function, the end of the traceback."""
+    num_cut_bytes: int = 0
+    """Bytes of output that were thrown away while the program ran."""
+
+
 class TokenDifference(Record):
     """A difference between the ledger and the rendering of the whole conversation."""
 
@@ -225,6 +241,8 @@ class RequestFields(Record):
     """Score of the reward model, without its weight; None if there is none."""
     reward_extra_info: dict[str, Any] = Field(default_factory=dict[str, Any])
     """What the scorer returned besides the reward."""
+    agent_run: AgentRun | None = None
+    """For an external agent: how it ended, and what it printed."""
     tool_rewards: dict[str, float] = Field(default_factory=dict[str, float])
     """Result of `calc_reward` of each tool, called once at the end."""
     metrics: dict[str, float] = Field(default_factory=dict[str, float])

@@ -93,6 +93,7 @@ class Sandbox(Protocol):
         *,
         files: Mapping[str, str] | None = None,
         stdin: str = "",
+        env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
@@ -102,6 +103,7 @@ class Sandbox(Protocol):
             argv: The program and its arguments; `python` is the sandbox's interpreter.
             files: Texts by relative path.
             stdin: The text of its standard input.
+            env: Environment variables, besides those of the sandbox.
             timeout_s: Seconds; None for the configured value.
             max_output_bytes: Bytes of output to keep; None for the configured value.
 

@@ -212,12 +212,13 @@ class FusionSandbox:
         *,
         files: Mapping[str, str] | None = None,
         stdin: str = "",
+        env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
         """Run one program on the service; see `Sandbox.run_program`."""
         return await self.client.run(
-            _call("run_program", list(argv)),
+            _call("run_program", list(argv), env={**(env or {})}),
             timeout_s=timeout_s or self._timeout_s,
             stdin=stdin,
             files=files,

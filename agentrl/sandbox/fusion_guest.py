@@ -44,10 +44,10 @@ def run_shell(sources: list[str]) -> None:
     sys.exit(subprocess.run(["bash", "-c", sources[-1]], check=False).returncode)
 
 
-def run_program(argv: list[str]) -> None:
-    """Replace this process by a program."""
+def run_program(argv: list[str], *, env: dict[str, str]) -> None:
+    """Replace this process by a program, with further environment variables."""
     program = sys.executable if argv[0] in ("python", "python3") else argv[0]
-    os.execvp(program, [program, *argv[1:]])
+    os.execvpe(program, [program, *argv[1:]], {**os.environ, **env})
 
 
 def _execute(source: str, names: dict[str, Any], *, echo: bool) -> None:

@@ -43,13 +43,20 @@ class LocalSandbox:
         *,
         files: Mapping[str, str] | None = None,
         stdin: str = "",
+        env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:
         """Run one program in a new folder; see `Sandbox.run_program`."""
         if not argv:
             raise ValueError("argv is empty: a program was expected")
-        request = {"op": "program", "argv": [*argv], "stdin": stdin, "files": {**(files or {})}}
+        request = {
+            "op": "program",
+            "argv": [*argv],
+            "stdin": stdin,
+            "env": {**(env or {})},
+            "files": {**(files or {})},
+        }
         guest = await self.take()
         try:
             return await self.ask(guest, request, timeout_s, max_output_bytes)

@@ -27,6 +27,7 @@ class BusySandbox:
         *,
         files: Mapping[str, str] | None = None,
         stdin: str = "",
+        env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         max_output_bytes: int | None = None,
     ) -> Execution:

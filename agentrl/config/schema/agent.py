@@ -1,7 +1,11 @@
 """Keys of the agent that drives a request: the state machine, an agent loop, or a program."""
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import Field, model_validator
 
+from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.schema.section import Section, UserPath
 
 TOOL_AGENT = "tool_agent"
@@ -21,10 +25,35 @@ class AgentConfig(Section):
     loop_timeout_s: float = Field(default=600.0, gt=0)
     """Most seconds for which an agent loop may neither return nor call the policy (its tools, its
     environment). The time of completions does not count."""
-    command: list[str] | None = None
-    """Program and arguments of an agent that speaks to the gateway; one process per request."""
+    command: list[str] | None = Field(default=None, min_length=1)
+    """Program and arguments of an agent that speaks to the gateway; one process for each request.
+    `{base_url}`, `{anthropic_base_url}`, `{key}`, `{model}`, `{row}` (a file) and `{request_id}`
+    are replaced in the arguments; environment variables say the same (docs/agents.md)."""
     python: str | None = None
-    """`module:function` of an agent that speaks to the gateway."""
+    """`module:function` of an agent that speaks to the gateway. It is called with an `AgentRecord`
+    for each request; a plain function runs on a thread."""
+    isolation: Literal["thread", "process"] = "thread"
+    """process: each call of `python` has a process of its own, which can be killed. A thread that
+    hangs is abandoned."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Most seconds of one run of an external agent, its calls of the policy included.
+    `rollout.request_timeout_s` bounds it too."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Further environment variables of the agent's process."""
+    files: list[UserPath] = Field(default_factory=list[Path])
+    """Text files that are copied into the working folder of the agent's process."""
+    hidden_keys: tuple[str, ...] = ("ground_truth", "answer", "solution")
+    """Keys of a row, at any depth of `extra_info` and its other columns, that an external agent
+    does not see. It never sees the ground truth nor the arguments of tools and interactions."""
+    on_failure: Literal["fail", "score"] = "fail"
+    """How to treat a request of which the external agent crashed or was late. fail: the agent is at
+    fault, not the policy; the request is not trained (see `rollout.failure`). score: what was
+    sampled is scored and trained as if the agent had ended by itself, if it has called the policy.
+    """
+    sandbox: SandboxConfig | None = None
+    """Limits of the agent's process (memory, CPU seconds, output); null: of its output alone. The
+    provider must be `subprocess` with `trusted: true`: the isolating ones have no network, so that
+    an agent inside cannot reach the gateway."""
 
     @property
     def is_external(self) -> bool:
@@ -35,6 +64,12 @@ class AgentConfig(Section):
     def _choose_one_agent(self) -> "AgentConfig":
         if self.command is not None and self.python is not None:
             raise ValueError("`command` and `python` are both set; an agent is one of them")
+        if self.sandbox is not None and self.sandbox.provider != "subprocess":
+            raise ValueError(
+                f"`sandbox.provider` is {self.sandbox.provider}; sandboxes that isolate have no "
+                "network, and an agent inside cannot reach the gateway. Write `provider: "
+                "subprocess` with `trusted: true`, which sets limits alone"
+            )
         if self.is_external and self.default_agent_loop != TOOL_AGENT:
             raise ValueError(
                 "`default_agent_loop` and an external agent (`command`, `python`) are both set; a "

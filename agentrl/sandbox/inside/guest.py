@@ -70,7 +70,8 @@ class Guest:
         argv = request["argv"]
         try:
             write_files(request.get("files", {}))
-            program = Program(argv, request.get("stdin", ""), self._limits)
+            env = request.get("env", {})
+            program = Program(argv, request.get("stdin", ""), self._limits, env=env)
         except (OSError, ValueError) as error:
             return {"end": "error", "stderr": f"{argv[0]}: {describe(error)}\n", "exit_code": 127}
         reader = OutputReader(program.outputs, request["timeout_s"], request["max_output_bytes"])

@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from output_reader import TIMED_OUT, OutputReader, output_pipe
@@ -19,10 +19,14 @@ class Program:
         argv: The command line; `python` is this interpreter.
         stdin: The text of its standard input.
         limits: Its limits.
+        env: Environment variables, besides those of the guest.
     """
 
-    def __init__(self, argv: Sequence[str], stdin: str, limits: Limits) -> None:
+    def __init__(
+        self, argv: Sequence[str], stdin: str, limits: Limits, *, env: Mapping[str, str]
+    ) -> None:
         self._limits = limits
+        self._env = {**os.environ, **env}
         self._ended: tuple[int, resource.struct_rusage] | None = None
         out, far_out = output_pipe()
         err, far_err = output_pipe()
@@ -40,7 +44,7 @@ class Program:
         try:
             prepare_child(self._limits, source, out, err)
             os.closerange(3, 256)
-            os.execvp(argv[0], argv)
+            os.execvpe(argv[0], argv, self._env)
         except (OSError, ValueError) as error:
             os.write(2, f"{argv[0]}: {describe(error)}\n".encode(errors="replace"))
         finally:

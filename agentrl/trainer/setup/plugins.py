@@ -15,7 +15,7 @@ from agentrl.interactions import BaseInteraction, initialize_interactions_from_c
 from agentrl.interactions import registry as interaction_registry
 from agentrl.interactions.registry import default_name
 from agentrl.plugins import load_module
-from agentrl.plugins.call import shut_down
+from agentrl.plugins.call import HasShutdown, shut_down
 from agentrl.rewards import RewardManager, make_reward_manager
 from agentrl.rewards.loading import check_arguments
 from agentrl.rewards.scoring import ScoreFn
@@ -36,10 +36,12 @@ class Plugins:
     tools: list[BaseTool]
     interactions: dict[str, BaseInteraction]
     rewards: RewardManager
+    started: list[HasShutdown] = field(default_factory=list[HasShutdown])
+    """What the rollout starts besides: the gateway and the programs of agents."""
 
     async def shutdown(self) -> None:
         """Shut down every plug-in, even if another plug-in raises."""
-        await shut_down([*self.tools, *self.interactions.values()])
+        await shut_down([*self.started, *self.tools, *self.interactions.values()])
         await self.rewards.close()
 
 

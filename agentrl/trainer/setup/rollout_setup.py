@@ -162,7 +162,9 @@ def make_manager(
         ).encode,
         check_tokens=make_token_check(setup.template, turns),
     )
-    run = run or make_run(config, setup.tokenizer)
+    if run is None:
+        run = router = make_run(config, setup.tokenizer)
+        setup.plugins.started.append(router)
     return RolloutManager(context, config.rollout, config.data, run)
 
 
