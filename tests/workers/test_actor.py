@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.config.schema.training import OptimConfig
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.protocol import DataProto
 from agentrl.workers.actor import Actor
 from agentrl.workers.distributed import World
@@ -323,3 +323,12 @@ def test_infinities_of_both_signs_are_a_sum_that_is_not_finite(world: World):
     for value in (math.inf, -math.inf):
         sums.add({"loss": torch.tensor(value)})
     assert math.isnan(sums.totals(world)["loss"])
+
+
+def test_loss_with_a_ratio_of_the_row_refuses_split_trajectories(world: World):
+    actor = make_actor(make_policy(world), Layout(budget=30), policy_loss={"loss_mode": "gspo"})
+    batch = make_batch(random_rows(4))
+    mask = batch.batch["response_mask"]
+    batch.batch["trajectory_ids"] = torch.zeros(len(mask), dtype=torch.int64)
+    with pytest.raises(ConfigError, match="takes a ratio of each sequence"):
+        actor.update_policy(batch, temperature=1.0)
