@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.handles import RemoteHost
 from agentrl.errors import WorkerLateError, WorkerLostError
+
+_POLL_S = 0.5
+"""Seconds between two attempts to reach a worker that is starting again."""
 
 
 def connect_workers(
@@ -44,8 +47,23 @@ class ActorConnection:
         self._start_timeout_s = start_timeout_s
 
     async def open(self, session: str, settings: Any) -> Any:
-        """Open a session; a worker that was just started builds its plug-ins first."""
-        return await self._call("open", session, settings, timeout_s=self._start_timeout_s)
+        """Open a session; a worker that was just started builds its plug-ins first.
+
+        A worker that Ray is starting again is waited for.
+
+        Raises:
+            WorkerLostError: The worker will not be started again, or not in time.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._start_timeout_s
+        while True:
+            left_s = max(1.0, deadline - clock())
+            try:
+                return await self._call("open", session, settings, timeout_s=left_s)
+            except WorkerLostError as error:
+                if not error.details.get("is_restarting") or clock() > deadline:
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     async def send(self, session: str, messages: bytes) -> None:
         """Deliver messages."""
@@ -83,6 +101,9 @@ class ActorConnection:
             raise error.cause from None
         except RayActorError as error:
             reason = " ".join(str(error).split())[:300]
-            raise WorkerLostError(f"{self.name} died", reason=reason) from None
+            is_restarting = True if isinstance(error, ActorUnavailableError) else None
+            raise WorkerLostError(
+                f"{self.name} died", reason=reason, is_restarting=is_restarting
+            ) from None
         except RayError as error:
             raise WorkerLostError(f"{self.name} cannot be reached: {error}") from None
