@@ -4,7 +4,7 @@
 PYTHON ?= python
 SGLANG_PYTHON ?= .sglang/bin/python
 
-.PHONY: help lint format types test test-slow test-sglang coverage docs
+.PHONY: help lint format types test test-slow test-sglang test-chaos coverage docs
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test-slow:  ## Run the slow tests (half an hour on two busy cores).
 
 test-sglang:  ## Run the tests that start the real SGLang (half an hour on two busy cores).
 	$(SGLANG_PYTHON) -m pytest -m sglang
+
+test-chaos:  ## Kill processes of runs on Ray at five random instants of each kind.
+	AGENTRL_CHAOS_INSTANTS=5 $(PYTHON) -m pytest -n 0 -m slow tests/cluster/test_chaos.py
 
 coverage:  ## Run the everyday tests and print which lines they miss.
 	$(PYTHON) -m pytest -n logical --dist worksteal --cov=agentrl --cov-report=term-missing:skip-covered

@@ -1,0 +1,159 @@
+"""kill -9 of a rank and of the driver at random instants: the documented outcome each time.
+
+`AGENTRL_CHAOS_INSTANTS` (default 1) is the number of instants of each kind; `make test-chaos` takes
+five. `AGENTRL_CHAOS_SEED` repeats the instants of an earlier run, which prints its seed.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.fakes.ray_nodes import (
+    POOLS,
+    Nodes,
+    process_with_log,
+    ray_nodes,
+    wait_until,
+)
+from tests.fakes.runs import ROOT, read_lines, tiny_run, write_yaml
+
+pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+INSTANTS = int(os.environ.get("AGENTRL_CHAOS_INSTANTS", "1"))
+SEED = int(os.environ.get("AGENTRL_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
+STEPS = 12
+LIMIT_S = 240.0
+"""No run may take longer, whatever is killed."""
+GONE_S = 30.0
+"""After the end of a run, its processes have so long to end."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """Two nodes for training."""
+    with ray_nodes("train_node", "train_node") as nodes:
+        yield nodes
+
+
+class Run:
+    """A run in a process of its own."""
+
+    def __init__(self, nodes: Nodes, home: Path, folder: Path, **changes: Any) -> None:
+        self.folder, self.nodes = folder, nodes
+        sections: dict[str, Any] = {
+            "trainer__total_training_steps": STEPS,
+            "trainer__save_freq": 1,
+            "trainer__max_ckpt_to_keep": 2,
+            "trainer__max_restarts": 1,
+            "trainer__rollout_data_dir": str(folder / "rollouts"),
+            "trainer__collective_timeout_s": 300,
+            "cluster": {"address": nodes.address, "pools": POOLS, "heartbeat_timeout_s": 30},
+        } | changes
+        config = tiny_run(home, folder, **sections)
+        self.file = write_yaml(folder.with_suffix(".yaml"), config)
+        self.output = folder.with_suffix(".txt")
+        self.process = self.start()
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "agentrl", "train", str(self.file)]
+        with self.output.open("ab") as output:
+            return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+
+    def victim(self, name: str) -> psutil.Process:
+        log = self.folder / "logs" / f"{name}.log"
+        return wait_until(lambda: process_with_log(log), seconds=LIMIT_S)
+
+    def wait_for_step(self) -> None:
+        metrics = self.folder / "metrics.jsonl"
+
+        def has_step() -> bool:
+            assert self.process.poll() is None, self.output.read_text()
+            return metrics.is_file() and bool(read_lines(metrics))
+
+        wait_until(has_step, seconds=LIMIT_S)
+
+    def wait(self) -> int:
+        """Return the exit status. Nothing may be left after it."""
+        try:
+            status = self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"it hangs: {self.output.read_text()}") from None
+        deadline = time.monotonic() + GONE_S
+        while left := self.nodes.processes():
+            assert time.monotonic() < deadline, (left, self.output.read_text())
+            time.sleep(0.1)
+        return status
+
+    def samples(self) -> Counter[tuple[int, str, int]]:
+        """How often each sample was trained: (step, row, sample)."""
+        found: Counter[tuple[int, str, int]] = Counter()
+        for path in sorted((self.folder / "rollouts").glob("step_*.jsonl")):
+            for line in read_lines(path):
+                request = line["request"]
+                row = str(request["batch_data_id"])
+                found[line["step"], row, request["rollout_offset"]] += 1
+        return found
+
+    def check_samples(self) -> None:
+        """Every step has each of its samples once, and steps follow each other."""
+        found = self.samples()
+        assert set(found.values()) == {1}
+        per_step = Counter(step for step, _, _ in found)
+        assert per_step == dict.fromkeys(range(1, STEPS + 1), 8)
+        steps = [line["step"] for line in read_lines(self.folder / "metrics.jsonl")]
+        trained = [step for step in steps if step > 0]
+        assert sorted(set(trained)) == list(range(1, STEPS + 1))
+        assert len(trained) == len(set(trained))
+
+
+@pytest.fixture(params=range(INSTANTS))
+def instant(request: pytest.FixtureRequest) -> float:
+    """Seconds after the first step at which a process is killed."""
+    seconds = random.Random(f"{SEED} {request.node.name}").uniform(0, 3)
+    print(f"AGENTRL_CHAOS_SEED={SEED}: killed {seconds:.2f} s after the first step")
+    return seconds
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_one_restart(
+    nodes: Nodes, tiny_home: Path, tmp_path: Path, instant: float
+):
+    run = Run(nodes, tiny_home, tmp_path / "run")
+    run.wait_for_step()
+    time.sleep(instant)
+    run.victim("rank_1").kill()
+    assert run.wait() == 0, run.output.read_text()
+    text = run.output.read_text()
+    assert "training rank rank_1" in text
+    assert "restart 1 of 1 from the last checkpoint" in text
+    run.check_samples()
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_nothing_and_the_run_resumes(
+    nodes: Nodes, tiny_home: Path, tmp_path: Path, instant: float
+):
+    run = Run(nodes, tiny_home, tmp_path / "run")
+    run.wait_for_step()
+    time.sleep(instant)
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+    run.process = run.start()
+    assert run.wait() == 0, run.output.read_text()
+    run.check_samples()

@@ -1,0 +1,108 @@
+"""Several nodes of a Ray cluster on this machine, and the processes of a run on them."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.fakes.runs import ROOT
+
+STORE_BYTES = 80 * 1024**2
+MARK = "AGENTRL_TEST_CLUSTER"
+POOLS = [
+    {
+        "name": "train",
+        "nodes": 2,
+        "devices_per_node": 1,
+        "roles": ["train"],
+        "resources": {"train_node": 0.1},
+    }
+]
+SERVERS = {
+    "name": "serve",
+    "nodes": 1,
+    "devices_per_node": 1,
+    "roles": ["engine"],
+    "resources": {"serve_node": 0.1},
+}
+
+
+@dataclass
+class Nodes:
+    """A cluster. The first node runs nothing of a run; Ray's control process is on it."""
+
+    cluster: Any
+    mark: str
+    added: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, resource: str) -> Any:
+        """Add a node with two CPUs and a resource of its own."""
+        node = self.cluster.add_node(
+            num_cpus=2, object_store_memory=STORE_BYTES, resources={resource: 1}
+        )
+        self.added.append(node)
+        return node
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs belong to: every process that a host of this cluster has started."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                if wanted not in environment or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                name = " ".join(process.cmdline())
+                if any(part in name for part in ("ray::Host", "sglang::", "engines.sglang")):
+                    found.append(process)
+        return found
+
+
+@contextmanager
+def ray_nodes(*resources: str) -> Iterator[Nodes]:
+    """Start a cluster with a node for each name, each with an object store of its own."""
+    from ray.cluster_utils import Cluster
+
+    mark = uuid.uuid4().hex
+    os.environ |= {
+        MARK: mark,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    nodes = Nodes(Cluster(initialize_head=True, head_node_args=head), mark)
+    try:
+        for resource in resources:
+            nodes.add(resource)
+        yield nodes
+    finally:
+        nodes.cluster.shutdown()
+
+
+def process_with_log(log: Path) -> psutil.Process | None:
+    """Return the host that writes a log of the run folder."""
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            is_log = os.readlink(f"/proc/{process.pid}/fd/1") == str(log)
+            if is_log and "ray::" in " ".join(process.cmdline()):
+                return process
+    return None
+
+
+def wait_until(condition: Callable[[], Any], *, seconds: float) -> Any:
+    """Wait until something holds, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+    return found
