@@ -125,7 +125,7 @@ class Run:
 @pytest.fixture(params=range(INSTANTS))
 def instant(request: pytest.FixtureRequest) -> float:
     """Seconds after the first step at which a process is killed."""
-    seconds = random.Random(f"{SEED} {request.node.name}").uniform(0, 3)
+    seconds = random.Random(f"{SEED} {request.node.name}").uniform(0, 1.2)
     print(f"AGENTRL_CHAOS_SEED={SEED}: killed {seconds:.2f} s after the first step")
     return seconds
 
