@@ -357,7 +357,11 @@ def open_cluster(config: RunConfig, *, say: Callable[[str], None]) -> Iterator[C
     stop = StopRequest()
     on_cpus = make_pools(config, "CPU") if config.trainer.device != "cuda" else []
     min_cpus = sum(pool.nodes * pool.bundle.get("CPU", 0.0) for pool in on_cpus)
-    with stop.listening(), connected(config.cluster, min_cpus=min_cpus) as cluster:
+    with (
+        stop.listening(),
+        connected(config.cluster, min_cpus=min_cpus) as cluster,
+        stop.listening(),  # again: ray.init replaces the handler of SIGTERM
+    ):
         say(cluster)
         pools = make_pools(config, device_kind(config, list_nodes()))
         placed = place(pools, timeout_s=config.cluster.placement_timeout_s, say=say)

@@ -1,0 +1,228 @@
+"""Runs on Ray, each on a cluster of its own on this machine: results, Ctrl-C, lost processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.fakes.runs import ROOT, read_lines, tiny_run, write_yaml
+from tests.fakes.torchrun import ranks_of
+
+pytest.importorskip("ray")
+
+SCORES = """
+import os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if os.environ.get("RANK") == "1" and (HERE / "armed").exists():
+        (HERE / "reached").touch()
+        {deed}
+    return float(len(solution_str) % 5)
+"""
+KILL_ONCE = "(HERE / 'armed').unlink(); os.kill(os.getpid(), 9)"
+CLOCKS = ("timing_s/", "perf/", "weight_sync/")
+
+
+def run_file(home: Path, folder: Path, *, deed: str = "pass", **changes: Any) -> Path:
+    (folder / "score.py").write_text(SCORES.format(deed=deed))
+    run = tiny_run(
+        home,
+        folder / "run",
+        **{
+            "rollout__deterministic": True,
+            "rollout__n": 3,
+            "reward__custom_reward_function": {"path": f"{folder}/score.py"},
+            "trainer__val_before_train": False,
+            "trainer__save_freq": 1,
+            "trainer__n_gpus_per_node": 2,
+            "trainer__collective_timeout_s": 60,
+            "cluster__address": "local",
+            "cluster__object_store_bytes": 100_000_000,
+            "cluster__heartbeat_s": 0.5,
+        }
+        | changes,
+    )
+    return write_yaml(folder / "run.yaml", run)
+
+
+@pytest.fixture
+def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A short path for Ray's sockets; its processes have it on their command lines."""
+    folder = Path(f"/tmp/rt-{os.getpid()}-{time.time_ns() % 10**6}")
+    folder.mkdir()
+    yield folder
+    left = processes_of(folder)
+    for process in left:
+        process.kill()
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """The processes that inherited Ray's folder of one test."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAY_TMPDIR") == str(folder):
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def spawn(file: Path, ray_folder: Path, *changes: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentrl", "train", str(file), *changes],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(ray_folder),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def await_file(file: Path, process: "subprocess.Popen[str]", timeout_s: float = 120) -> None:
+    end = time.monotonic() + timeout_s
+    while not file.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{file} never came"
+        time.sleep(0.05)
+
+
+def await_none(folder: Path, timeout_s: float = 30) -> None:
+    end = time.monotonic() + timeout_s
+    while left := processes_of(folder):
+        assert time.monotonic() < end, [one.cmdline() for one in left]
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_two_ranks_on_ray_end_with_the_weights_of_torchrun(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path
+):
+    file = run_file(tiny_home, tmp_path)
+    process = spawn(file, ray_folder)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, out + err
+    other = f"trainer.default_local_dir={tmp_path}/other"
+    with ranks_of("agentrl", "train", str(file), other) as ranks:
+        outputs = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in outputs] == [0, 0], outputs
+    folders = (tmp_path / "run", tmp_path / "other")
+    one, two = (load_file(folder / "trained/model.safetensors") for folder in folders)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    one, two = (read_lines(folder / "metrics.jsonl") for folder in folders)
+    for of_one, of_two in zip(one, two, strict=True):
+        names = [name for name in of_one if not name.startswith(CLOCKS) and "seconds" not in name]
+        assert {name: of_one[name] for name in names} == {name: of_two[name] for name in names}
+    assert "2 steps in" in out
+    assert "pool main: 1 node x 2 CPU" in out
+    assert "2 steps in" in (tmp_path / "run/logs/rank_0.log").read_text()
+    assert (tmp_path / "run/logs/rank_1.log").exists()
+    await_none(ray_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_the_last_step_and_leaves_no_process(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path, number: signal.Signals
+):
+    file = run_file(tiny_home, tmp_path, deed="time.sleep(0.5)", trainer__save_freq=-1,
+                    trainer__total_training_steps=50)  # fmt: skip
+    process = spawn(file, ray_folder)
+    await_file(tmp_path / "run/metrics.jsonl", process)
+    while not (tmp_path / "run/metrics.jsonl").stat().st_size:  # the first step is not complete
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "interrupted" in out
+    assert [path.name[:11] for path in (tmp_path / "run/checkpoints").iterdir()] == ["global_step"]
+    await_none(ray_folder)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_the_run_and_is_named_with_its_log(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path
+):
+    file = run_file(tiny_home, tmp_path, deed=KILL_ONCE)
+    (tmp_path / "armed").touch()
+    process = spawn(file, ray_folder)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, out + err
+    assert "error: training rank rank_1 (process" in err
+    assert "last_lines" in err
+    assert "trainer.max_restarts=0" in err
+    await_none(ray_folder)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_is_replaced_and_the_run_resumes(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path
+):
+    # The second rank scores six rollouts of a step: it dies in the second step.
+    deed = (
+        "calls = HERE / 'calls'; calls.open('a').write('x')\n"
+        "        if calls.stat().st_size == 8: os.kill(os.getpid(), 9)"
+    )
+    file = run_file(tiny_home, tmp_path, deed=deed, trainer__max_restarts=1)
+    (tmp_path / "armed").touch()
+    process = spawn(file, ray_folder)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    assert "restart 1 of 1 from the last checkpoint" in out
+    assert "resumed from" in out
+    assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    await_none(ray_folder)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_process(tiny_home: Path, tmp_path: Path, ray_folder: Path):
+    deed = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    file = run_file(tiny_home, tmp_path, deed=f"{deed}; time.sleep(30)")
+    (tmp_path / "armed").touch()
+    process = spawn(file, ray_folder)
+    await_file(tmp_path / "reached", process)
+    assert len(processes_of(ray_folder)) > 3
+    process.kill()
+    process.communicate()
+    await_none(ray_folder, timeout_s=60)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_rank_is_printed_once_and_keeps_its_exit_code(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path
+):
+    file = run_file(tiny_home, tmp_path, data__max_prompt_length=8)
+    process = spawn(file, ray_folder)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, out + err
+    assert out.count("error:") == 1, out
+    assert "Traceback" not in out + err
+    await_none(ray_folder)
+
+
+@pytest.mark.slow
+def test_more_nodes_than_the_cluster_has_are_refused_at_once(
+    tiny_home: Path, tmp_path: Path, ray_folder: Path
+):
+    file = run_file(tiny_home, tmp_path, trainer__nnodes=3)
+    process = spawn(file, ray_folder)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, out + err
+    assert "pool main asks for 3 x (2 CPU), and 1 of 1 nodes has it" in err
+    await_none(ray_folder)
