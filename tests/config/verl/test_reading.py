@@ -191,7 +191,6 @@ CHOICES = {
     "data.filter_overlong_prompts_workers": ("data.filter_num_workers", 1),
     "reward_model.launch_reward_fn_async": ("reward.launch_reward_fn_async", False),
     "trainer.device": ("trainer.device", "cuda"),
-    "trainer.nnodes": ("trainer.nnodes", 1),
     "trainer.n_gpus_per_node": ("trainer.n_gpus_per_node", 8),
     "actor_rollout_ref.rollout.agent.num_workers": ("rollout.num_workers", 8),
     "actor_rollout_ref.nccl_timeout": ("trainer.collective_timeout_s", 600),
