@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.agent_loops.external import ExternalAgent
-from agentrl.agent_loops.gateway import Gateway
+from agentrl.agent_loops.gateway import Gateway, GatewaySettings
 from agentrl.agent_loops.registry import LoopEntry, load_agent_loops, registered_loops
 from agentrl.agent_loops.runner import AgentLoopRunner
 from agentrl.agent_loops.single_turn import SingleTurnAgentLoop
@@ -49,7 +49,8 @@ def make_run(config: RunConfig, tokenizer: Any) -> "AgentRouter":
     for name, entry in loops.items():
         agents[name] = AgentLoopRunner(entry, config, tokenizer)
     if agent.is_external:
-        agents[EXTERNAL] = external = ExternalAgent(agent, Gateway())
+        gateway = Gateway(GatewaySettings.of(agent.gateway))
+        agents[EXTERNAL] = external = ExternalAgent(agent, gateway)
         return AgentRouter(agents, default=EXTERNAL, external=external)
     if agent.default_agent_loop not in agents:
         raise ConfigError(

@@ -142,9 +142,13 @@ def may_use(config: RunConfig, *names: str) -> bool:
 
 
 CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
-    "has_no_tools": lambda c: not has_tools(c),
+    "has_no_tools": lambda c: not (has_tools(c) or c.rollout.agent.is_external),
+    "has_external_agent": lambda c: c.rollout.agent.is_external,
+    "has_no_external_agent": lambda c: not c.rollout.agent.is_external,
     "has_idle_tools": lambda c: why_no_call(c) is not None,
-    "calls_no_tool": lambda c: not has_tools(c) or why_no_call(c) is not None,
+    "calls_no_tool": lambda c: (
+        not (has_tools(c) or c.rollout.agent.is_external) or why_no_call(c) is not None
+    ),
     "runs_no_code": lambda c: not may_use(c, "code"),
     "scores_no_math": lambda c: not may_use(c, "math"),
     "has_bundled_loss": lambda c: chosen_loss(c) in method_facts().losses,

@@ -279,6 +279,25 @@ def test_unused_keys_a_key_without_effect_is_reported(key, sections):
     assert key in dead(**sections)
 
 
+def test_unused_keys_the_keys_that_an_external_agent_does_not_read_are_dead():
+    turns = {"tool_config_path": "t", "max_user_turns": 2, "on_malformed_call": "stop"}
+    read = {"max_tool_calls": 3, "max_assistant_turns": 5, "check_tool_arguments": False}
+    agent = {"command": ["a"], "isolation": "process", "gateway": {"max_calls": 3}}
+    found = dead(rollout={"multi_turn": turns | read, "agent": agent})
+    assert found == {f"rollout.multi_turn.{key}" for key in turns} | {"rollout.agent.isolation"}
+    masked = {"on_malformed_call": "mask", "format": "hermes"}
+    assert not dead(
+        rollout={"multi_turn": masked, "agent": {"python": "a:b", "timeout_s": 3}},
+        reward={"tool_call_bonus": 0.1},
+    )
+
+
+def test_unused_keys_of_external_agents_are_dead_without_one():
+    agent = {"timeout_s": 3, "on_failure": "score", "gateway": {"discarded": "train"}}
+    keys = {"timeout_s", "on_failure", "gateway.discarded"}
+    assert dead(rollout={"agent": agent}) == {f"rollout.agent.{key}" for key in keys}
+
+
 def test_greedy_validation_makes_its_sampling_keys_dead():
     val = {"data": {"val_files": "val.parquet"}}
     assert dead(**val, rollout={"val_kwargs": {"top_p": 0.9}}) == {"rollout.val_kwargs.top_p"}

@@ -6,40 +6,29 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field
 
 from agentrl.agent_loops.gateway.calls import CallError, ChatCall, ChatReply
 from agentrl.agent_loops.gateway.dialect import Body, read_body
-from agentrl.agent_loops.gateway.trajectory import Discarded, Point, Trajectory
+from agentrl.agent_loops.gateway.trajectory import Point, Trajectory
+from agentrl.config.schema.agent import GatewayConfig
 from agentrl.plugins.cancellation import wait_despite_cancellation
 from agentrl.rollout.states import StopReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings:
-    """Where the gateway listens, and its limits."""
+class GatewaySettings(GatewayConfig):
+    """The keys of `rollout.agent.gateway`, and where the gateway listens."""
 
     host: str = "127.0.0.1"
     port: int = 0
     """0: a free one."""
-    model_name: str = "policy"
-    """Name of the model in `GET /v1/models`, and in the environment of agents."""
-    max_body_bytes: int = 32 << 20
-    max_concurrent_calls: int = 32
-    """Calls of one key at the same time; a further one gets the status 429."""
-    max_calls: int = 1024
-    """Completions and failed calls of one request; a further call gets the status 403."""
-    max_connections: int = 4096
-    header_timeout_s: float = 20.0
-    """Seconds until a new connection has sent the headers of its first call."""
-    body_timeout_s: float = 60.0
-    """Seconds in which the body of a call must arrive."""
-    ping_interval_s: float = 10.0
-    """Seconds between the comments that keep a waiting stream alive."""
-    discarded: Discarded = "exclude"
-    """Training of completions that the agent sampled again and did not use."""
+
+    @classmethod
+    def of(cls, config: GatewayConfig, *, host: str = "127.0.0.1", port: int = 0) -> Self:
+        """Add an address to the keys of a run file."""
+        return cls(host=host, port=port, **config.model_dump())
 
 
 class _Reward(Body):

@@ -12,6 +12,32 @@ TOOL_AGENT = "tool_agent"
 """Name of the request state machine."""
 
 
+class GatewayConfig(Section):
+    """What the gateway trains and bounds. A call above a limit gets an error."""
+
+    discarded: Literal["exclude", "train"] = "exclude"
+    """Training of completions that the agent sampled again from the same history and did not use.
+    exclude: they are not in the loss, because the reward is that of another completion; train: for
+    agents that use all samples, such as a vote."""
+    model_name: str = Field(default="policy", min_length=1)
+    """Name of the model in `GET /v1/models` and in the environment of agents. Calls may name any.
+    """
+    max_calls: int = Field(default=1024, ge=1)
+    """Most calls of one request, those without a completion included."""
+    max_concurrent_calls: int = Field(default=32, ge=1)
+    """Most calls of one request at the same time."""
+    max_body_bytes: int = Field(default=32 << 20, ge=1)
+    """Most bytes of a call."""
+    max_connections: int = Field(default=4096, ge=1)
+    """Most connections of the gateway's process; above it, those that sent nothing are closed."""
+    header_timeout_s: float = Field(default=20.0, gt=0)
+    """Seconds until a new connection has sent the headers of its first call."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds in which the body of a call must arrive."""
+    ping_interval_s: float = Field(default=10.0, gt=0)
+    """Seconds between the comments that keep a waiting stream alive."""
+
+
 class AgentConfig(Section):
     """The agent that drives the requests of a run."""
 
@@ -54,6 +80,9 @@ class AgentConfig(Section):
     """Limits of the agent's process (memory, CPU seconds, output); null: of its output alone. The
     provider must be `subprocess` with `trusted: true`: the isolating ones have no network, so that
     an agent inside cannot reach the gateway."""
+
+    gateway: GatewayConfig = GatewayConfig()
+    """The HTTP server by which external agents call the policy (docs/gateway.md)."""
 
     @property
     def is_external(self) -> bool:

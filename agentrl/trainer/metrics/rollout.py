@@ -73,6 +73,7 @@ def rollout_metrics(requests: Requests) -> MetricDict:
         **_version_metrics(requests),
         **_check_metrics(requests),
         **_agent_loop_metrics(requests),
+        **_gateway_metrics(requests),
     }
 
 
@@ -182,6 +183,20 @@ def _agent_loop_metrics(requests: Requests) -> MetricDict:
         f"agent_loop/{name}/mean": MeanMetric.of([one[f"agent_loop/{name}"] for one in driven])
         for name in names
         if driven
+    }
+
+
+def _gateway_metrics(requests: Requests) -> MetricDict:
+    """Counts of the gateway, for each request that it served (docs/gateway.md).
+
+    Names of clients' options are left out, so that clients cannot fill the log with columns.
+    """
+    served = [r.metrics for r in requests if "gateway/sequences" in r.metrics]
+    names = {name for one in served for name in one if name.startswith("gateway/")}
+    return {
+        f"{name}/mean": MeanMetric.of([one.get(name, 0.0) for one in served])
+        for name in sorted(names)
+        if not name.startswith("gateway/ignored_")
     }
 
 

@@ -83,15 +83,27 @@ def probe_model(config: RunConfig, plugins: Plugins, *, now: datetime | None = N
     return ProbedModel(tokenizer, template, report)
 
 
-def make_rollout_setup(config: RunConfig, plugins: Plugins, probed: ProbedModel) -> RolloutSetup:
+def make_rollout_setup(
+    config: RunConfig, plugins: Plugins, probed: ProbedModel, *, serves_agents: bool = False
+) -> RolloutSetup:
     """Check a probed template against what the run needs.
+
+    Args:
+        config: The run's configuration.
+        plugins: Has the tools of the run.
+        probed: The model's tokenizer and template.
+        serves_agents: Whether agents speak to a gateway, also if `rollout.agent` names none.
 
     Raises:
         ConfigError: if no known tool-call format fits the template.
         TemplateError: if the template does not support what the run needs.
     """
     require(probed.report, template_needs(config, plugins))
-    parser = choose_parser(_format(config, plugins), probed.report)
+    format_name = _format(config, plugins)
+    serves_agents = serves_agents or config.rollout.agent.is_external
+    if serves_agents and not config.rollout.multi_turn.format and probed.report.call_example:
+        format_name = None  # agents bring tools of their own
+    parser = choose_parser(format_name, probed.report)
     parser.check_tools([tool.tool_schema for tool in plugins.tools])
     return RolloutSetup(
         tokenizer=probed.tokenizer,

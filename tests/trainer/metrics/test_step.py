@@ -154,6 +154,15 @@ def test_what_the_token_check_was_not_drawn_for_counts_as_nothing():
     assert "rollout/tokenization_differences_frac" not in rollout_metrics([make_tool_request()])
 
 
+def test_the_counts_of_the_gateway_are_means_of_the_requests_that_it_served():
+    one, other = make_tool_request(), make_tool_request()
+    one.metrics |= {"gateway/sequences": 2.0, "gateway/discarded": 1.0, "gateway/ignored_x": 1.0}
+    other.metrics |= {"gateway/sequences": 1.0}
+    found = rollout_metrics([one, other, make_tool_request()])
+    counts = {name: value for name, value in found.items() if name.startswith("gateway/")}
+    assert counts == {"gateway/sequences/mean": 1.5, "gateway/discarded/mean": 0.5}
+
+
 def test_agent_loops_report_what_they_sampled_and_did_not_train():
     own = {"calls": 3.0, "unused_calls": 1.0, "dropped_tokens": 4.0, "masked_tokens": 2.0}
     driven = make_tool_request()
