@@ -278,6 +278,34 @@ def serve(
     serve_from_file(run_file, overrides or [], options, say=say)
 
 
+_GATEWAY_HELP = (
+    "Serve a run file's policy to agents that you start by hand, until Ctrl-C.\n\n"
+    "Prints base URLs (OpenAI chat completions and responses, Anthropic messages) and the key of a "
+    "session. POST /sessions opens another one, DELETE /sessions/KEY ends one; both need the admin "
+    "key that is printed. Sessions are saved as rollouts when they end."
+)
+
+
+@app.command(help=_GATEWAY_HELP)
+def gateway(
+    run_file: RunFile,
+    out: Annotated[Path, _option("JSONL file to which ended sessions are appended.")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Serve the policy to agents."""
+    file = read_run_file(run_file, overrides or [], Purpose.ROLLOUT)
+    with importing():
+        from agentrl.commands.gateway import GatewayOptions, gateway_from_file
+
+    def say(text: str) -> None:
+        typer.echo(text)
+        sys.stdout.flush()
+
+    gateway_from_file(file, GatewayOptions(out=out, host=host, port=port), say=say)
+
+
 # Data.
 
 

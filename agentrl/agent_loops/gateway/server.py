@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
 
@@ -50,6 +50,7 @@ class Gateway:
 
     Args:
         settings: Where it listens, and its limits.
+        routes: Further routes of the server.
 
     Example:
         >>> async with Gateway() as gateway:
@@ -58,8 +59,11 @@ class Gateway:
         ...     request.finish(session.stop_reason)
     """
 
-    def __init__(self, settings: GatewaySettings | None = None) -> None:
+    def __init__(
+        self, settings: GatewaySettings | None = None, *, routes: Sequence[web.RouteDef] = ()
+    ) -> None:
         self.settings = settings or GatewaySettings()
+        self._routes = routes
         self._sessions: dict[str, GatewaySession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._starting = asyncio.Lock()
@@ -163,6 +167,7 @@ class Gateway:
         )
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._completion_handler(dialect))
+        app.router.add_routes(self._routes)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name}", self._show_model)
         app.router.add_post("/reward", self._take_reward)
