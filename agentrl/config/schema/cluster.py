@@ -42,7 +42,8 @@ class RuntimeEnvConfig(Section):
     working_dir: UserPath | None = None
     """A folder that is copied to every node and is the working directory there, for relative paths
     and for modules of users. null: nodes use the driver's working directory if they have it. Ray
-    refuses folders of more than 500 MiB; models and data files are copied without it."""
+    refuses folders of more than 500 MiB. Models and data files are not copied otherwise: their
+    paths must exist on every node that reads them."""
     excludes: list[str] = Field(default_factory=list[str])
     """Patterns of files in `working_dir` that are not copied, as in a `.gitignore`."""
     py_modules: list[UserPath] = Field(default_factory=list[UserPath])
