@@ -113,9 +113,9 @@ class WeightSyncConfig(Section):
     """Most bytes in transit at one time; a larger tensor is sent alone."""
     transport: WeightTransport = "auto"
     """tensor: in memory, on one machine; distributed: a process group of the main rank and the
-    servers; disk: a folder that both can read. auto: tensor on CPUs (its bytes are sent, to any machine);
-    on accelerators tensor if every server is on this machine and is known to see the trainer's
-    device, else distributed."""
+    servers; disk: a folder that both can read. auto: tensor on CPUs (its bytes are sent, to any
+    machine); on accelerators tensor if every server is on this machine and is known to see the
+    trainer's device, else distributed."""
     folder: UserPath | None = None
     """The folder of `disk`; null: `weights` in the run's folder."""
     max_attempts: int = Field(default=2, ge=1)
