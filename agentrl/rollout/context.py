@@ -33,6 +33,8 @@ class RolloutContext:
     check_tokens: Callable[[AsyncRolloutRequest, Callable[[], Sequence[str]]], None]
     """Compares a finished ledger with its conversation, and records the differences. The second
     argument returns the text of the ledger, part by part."""
+    is_deterministic: bool = False
+    """`rollout.deterministic`: the engine computes one call of each request at a time."""
 
 
 _FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "json")

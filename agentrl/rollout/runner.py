@@ -28,9 +28,11 @@ from agentrl.rollout.records import CallRecord, TokenDifference, Turn
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.seeding import should_interact, turn_seed
 from agentrl.rollout.states import RequestState, StopReason
+from agentrl.rollout.subagents import Subagents
 from agentrl.rollout.templates.delta import EncodedDelta
 from agentrl.rollout.tool_calls import CheckedCalls, raise_tool_failure, read_turn, skip_calls
 from agentrl.rollout.tool_parsers.base import Span
+from agentrl.tools.delegation import RUN_SUBAGENT
 from agentrl.tools.registry import select_tools
 from agentrl.tools.runtime.session import ToolSession
 
@@ -45,7 +47,11 @@ class EngineAbortError(EngineError):
 
 
 async def run_request(
-    request: AsyncRolloutRequest, context: RolloutContext, source: CompletionSource | None = None
+    request: AsyncRolloutRequest,
+    context: RolloutContext,
+    source: CompletionSource | None = None,
+    *,
+    num_levels: int | None = None,
 ) -> AsyncRolloutRequest:
     """Drive a request through its states, in place, and return it ended.
 
@@ -53,6 +59,7 @@ async def run_request(
         request: A pending request.
         context: Engine, template, parser, tools and interactions of the run.
         source: Generates the completions; None: the engine of the context.
+        num_levels: Levels of sub-agents that may be below the request; None: as the tools say.
 
     Raises:
         TransitionError: If the request is not pending.
@@ -61,7 +68,10 @@ async def run_request(
     """
     if request.state is not RequestState.PENDING:
         raise TransitionError(f"the request {request.request_id} is {request.state}, not pending")
-    run = _Run(request, context, source or context.engine)
+    source = source or context.engine
+    run = _Run(
+        request, context, source, Subagents(request, context, source, run_request, num_levels)
+    )
     started = time.monotonic()
     try:
         await run.drive()
@@ -83,11 +93,16 @@ class _Run:
     """One request while it runs: a handler for each state, its sessions, and the last turn."""
 
     def __init__(
-        self, request: AsyncRolloutRequest, context: RolloutContext, source: CompletionSource
+        self,
+        request: AsyncRolloutRequest,
+        context: RolloutContext,
+        source: CompletionSource,
+        subagents: Subagents,
     ) -> None:
         self.request = request
         self.context = context
         self.source = source
+        self.subagents = subagents
         self.tools = ToolSession({}, instance_id=request.request_id)
         self.interaction: InteractionSession | None = None
         self.last_ids: Sequence[int] = ()
@@ -147,6 +162,13 @@ class _Run:
     async def release(self) -> None:
         """Release the tools and finalize the interaction, also if this task is cancelled."""
         self.request.metrics["release_failures"] = 0.0
+        try:
+            await self.subagents.wait()
+        finally:
+            self.subagents.attach()
+            await self._release_plugins()
+
+    async def _release_plugins(self) -> None:
         if self.interaction or self.tools.needs_release:
             task = asyncio.create_task(self._release())
             await wait_despite_cancellation([task])
@@ -208,6 +230,7 @@ class _Run:
             tools_kwargs=request.tools_kwargs,
             timeout_s=context.settings.tool_timeout_s,
             max_parallel_calls=context.settings.max_parallel_calls,
+            offered={RUN_SUBAGENT: self.subagents.run},
         )
         for opening in await self.tools.create():
             shown = context.caller.show(opening.response, tool=opening.tool)
@@ -376,6 +399,7 @@ class _Run:
             self._record_calls(turn, skip_calls(self.calls))
             return self._refuse_calls(turn, error)
         found = await context.caller.answer(self.calls, self.tools)
+        self.subagents.attach()
         seconds = time.monotonic() - started
         self._record_calls(turn, [observation.record for observation in found])
         rewards = [call.reward for call in turn.calls if call.reward is not None]

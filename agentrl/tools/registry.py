@@ -13,6 +13,7 @@ from agentrl.plugins import load_class, load_module
 from agentrl.plugins.from_verl import VERL_TOOLS, name_translated, our_names, translate
 from agentrl.plugins.keys import add_place, read_entries
 from agentrl.tools.base import BaseTool
+from agentrl.tools.delegate_tool import DelegateTool
 from agentrl.tools.function_tool import MARK, FunctionTool
 from agentrl.tools.mcp.hub import Hub
 from agentrl.tools.mcp_tool import MCPTool, load_mcp_tools
@@ -104,13 +105,17 @@ def load_all_tools(
     """Load the tools of a YAML and of a module.
 
     Raises:
-        ConfigError: as the two loaders, and if both have a tool of the same name.
+        ConfigError: as the two loaders, if both have a tool of the same name, and if a
+            `DelegateTool` names a tool that the run does not have.
         PluginError: as the two loaders.
     """
     tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     if function_tool_path:
         tools = tools + load_function_tools(function_tool_path)
         refuse_duplicates(tools, file=function_tool_path)
+    for tool in tools:
+        if isinstance(tool, DelegateTool):
+            tool.check_tools(tools)
     return tools
 
 

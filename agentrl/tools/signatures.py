@@ -73,6 +73,14 @@ def create_arguments(
     return dict(create_kwargs)
 
 
+def named_arguments(create: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the offered arguments for which a tool's `create` has a parameter."""
+    if not offered:
+        return {}
+    parameters = inspect.signature(create).parameters
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
 def _construct(
     found: type[T], config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
 ) -> T:

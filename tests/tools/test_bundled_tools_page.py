@@ -9,6 +9,7 @@ import yaml
 
 from agentrl.config.schema.sandbox import SandboxConfig
 from agentrl.config.schema.section import Section
+from agentrl.tools.delegate_tool import DelegateToolConfig
 from agentrl.tools.http_tool import HttpToolConfig
 from agentrl.tools.mcp.servers import McpSection
 from agentrl.tools.python_tool import PythonTool, PythonToolConfig
@@ -32,6 +33,7 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
         ("Python", PythonToolConfig),
         ("Shell", SandboxToolConfig),
         ("Programs on a SandboxFusion service", SandboxFusionToolConfig),
+        ("Sub-agents", DelegateToolConfig),
         ("The keys of the sandbox", SandboxConfig),
     ],
 )

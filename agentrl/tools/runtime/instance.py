@@ -32,7 +32,7 @@ from agentrl.tools.base import BaseTool, ToolResult, read_reward
 from agentrl.tools.runtime.executors import MethodCall, make_executor
 from agentrl.tools.runtime.middleware import CallContext, UnavailableError, handler_of
 from agentrl.tools.runtime.settings import ToolSettings
-from agentrl.tools.signatures import create_arguments
+from agentrl.tools.signatures import create_arguments, named_arguments
 
 T = TypeVar("T")
 
@@ -109,16 +109,24 @@ class ToolInstance:
         instance_id: Given to `create`, which may return another.
         kwargs: The row's keywords for its methods.
         timeout_s: Seconds of one call, if the tool's config has no `timeout_s`.
+        offered: Arguments for a `create` that has a parameter of that name (see `ToolSession`).
     """
 
     def __init__(
-        self, tool: BaseTool, *, instance_id: str, kwargs: ToolKwargs, timeout_s: float
+        self,
+        tool: BaseTool,
+        *,
+        instance_id: str,
+        kwargs: ToolKwargs,
+        timeout_s: float,
+        offered: Mapping[str, Any] | None = None,
     ) -> None:
         settings = ToolSettings.of(type(tool), tool.config, key=f"{tool.name}.config")
         self.tool = tool
         self._kwargs = kwargs
         self._settings = settings
         self._timeout_s = settings.timeout_s or timeout_s
+        self._offered = offered if settings.isolation is ExecutionMode.INLINE else None
         self._executor = make_executor(tool, settings.isolation)
         self._request_id = self._instance_id = instance_id
         self._must_release = False
@@ -211,6 +219,7 @@ class ToolInstance:
 
     async def _create(self) -> ToolResponse:
         given = create_arguments(self.tool.create, self._kwargs.create_kwargs)
+        given |= named_arguments(self.tool.create, self._offered or {})
         call = self._call("create", **given)
         self._instance_id, response = await self._run(call, self._read_created)
         return response

@@ -32,6 +32,8 @@ class ToolSession:
         timeout_s: Seconds of one call of one method, if a tool's config has no `timeout_s`.
         max_parallel_calls: Calls that run at once. The others queue, and their time-outs start
             after the queue.
+        offered: Arguments for a `create` that has a parameter of that name. Tools on a thread or in
+            a process get none: they are not on the event loop of the request.
 
     Raises:
         DataError: for an unknown key in `tools_kwargs`.
@@ -54,6 +56,7 @@ class ToolSession:
         tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None = None,
         timeout_s: float = 30.0,
         max_parallel_calls: int = 8,
+        offered: Mapping[str, Any] | None = None,
     ) -> None:
         given = tools_kwargs or {}
         self._instances = {
@@ -62,6 +65,7 @@ class ToolSession:
                 instance_id=instance_id,
                 kwargs=ToolKwargs.of(name, given.get(name)),
                 timeout_s=timeout_s,
+                offered=offered,
             )
             for name, tool in tools.items()
         }

@@ -173,6 +173,7 @@ def make_manager(
             truncation=config.data.truncation,
         ).encode,
         check_tokens=make_token_check(setup.template, turns),
+        is_deterministic=config.rollout.deterministic,
     )
     if run is None:
         run = router = make_run(config, setup.tokenizer)
