@@ -1,5 +1,5 @@
 # Tasks for contributors: `make lint types test`. CONTRIBUTING.md says when to run which.
-# Activate the environment first: `pip install torch==2.13.0 -e ".[dev]"`.
+# Activate the environment first: `pip install torch==2.13.0 -e ".[dev,agents]"`.
 
 PYTHON ?= python
 SGLANG_PYTHON ?= .sglang/bin/python

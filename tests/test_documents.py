@@ -86,7 +86,7 @@ def test_commands_that_ci_takes_from_the_readme_are_marked() -> None:
     ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
     assert re.findall(r"^run_readme_command (\w+)$", ci, re.M) == ["test", "sglang"]
     assert "agentrl train examples/gsm8k_multiturn/quickstart.yaml" in readme_command("train")
-    assert '-e ".[dev]" && make test' in readme_command("test")
+    assert '-e ".[dev,agents]" && make test' in readme_command("test")
     assert '-e ".[sglang,dev]" && make test-sglang' in readme_command("sglang")
 
 
