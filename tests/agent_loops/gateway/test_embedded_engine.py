@@ -2,69 +2,18 @@
 
 from typing import Any
 
-import anthropic
-import openai
 import pytest
-import torch
 
-from agentrl.agent_loops.gateway import Gateway
 from agentrl.engines import TransformersEngine
-from agentrl.rollout.records import Budgets
-from tests.fakes.engines import plain_logits, tiny_model
-from tests.fakes.gateway import LOOKUP
-from tests.fakes.plugins import make_context, make_request, tiny_tokenizer
-
-QUESTION: list[Any] = [{"role": "user", "content": "2 + 3? <|im_start|>"}]
-MORE: dict[str, Any] = {"role": "user", "content": "Go on. <|im_end|>"}
+from tests.fakes.gateway_agents import AGENTS, check_trained_tokens, random_policy
+from tests.fakes.plugins import tiny_tokenizer
 
 
-async def ask_openai(session: Any) -> None:
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as api:
-        history = list(QUESTION)
-        for _ in range(3):
-            reply = await api.chat.completions.create(model="m", messages=history, max_tokens=24)
-            history += [reply.choices[0].message.model_dump(exclude_none=True), MORE]
-
-
-async def ask_responses(session: Any) -> None:
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as api:
-        history = list(QUESTION)
-        for _ in range(3):
-            reply = await api.responses.create(model="m", input=history, max_output_tokens=24)
-            history += [item.model_dump(exclude_none=True) for item in reply.output]
-            history += [MORE]
-
-
-async def ask_anthropic(session: Any) -> None:
-    url, key = session.anthropic_base_url, session.key
-    async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as api:
-        history = list(QUESTION)
-        for _ in range(3):
-            tool: Any = {"name": "f", "input_schema": LOOKUP["function"]["parameters"]}
-            async with api.messages.stream(
-                model="m", messages=history, max_tokens=24, tools=[tool]
-            ) as stream:
-                reply = await stream.get_final_message()
-            history += [{"role": "assistant", "content": reply.content}, MORE]
-
-
-@pytest.mark.parametrize("agent", [ask_openai, ask_responses, ask_anthropic])
+@pytest.mark.parametrize("agent", AGENTS)
 async def test_the_trained_tokens_are_those_that_the_model_sampled(agent: Any) -> None:
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer))
-    engine = TransformersEngine.from_model(model, tokenizer=tokenizer)
-    request = make_request(budgets=Budgets(max_model_len=1500), seed=5)
-    context = make_context(engine)
+    model = random_policy()
+    engine = TransformersEngine.from_model(model, tokenizer=tiny_tokenizer())
     try:
-        async with Gateway() as gateway, gateway.session(request, context) as session:
-            await agent(session)
+        await check_trained_tokens(agent, engine, model)
     finally:
         await engine.close()
-    assert request.branches == []
-    assert [turn.role for turn in request.turns] == ["assistant", "user"] * 2 + ["assistant"]
-    ids, log_probs = request.response_ids, torch.tensor(request.rollout_log_probs)
-    expected = torch.log_softmax(plain_logits(model, request.prompt_ids, ids), -1)
-    expected = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    is_trained = torch.tensor(request.loss_mask, dtype=torch.bool)
-    torch.testing.assert_close(log_probs[is_trained], expected[is_trained], atol=1e-4, rtol=1e-4)
-    assert is_trained.sum() == sum(t.num_tokens for t in request.turns if t.role == "assistant")
