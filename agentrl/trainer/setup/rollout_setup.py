@@ -127,6 +127,7 @@ def template_needs(config: RunConfig, plugins: Plugins) -> TemplateNeeds:
     return TemplateNeeds(
         tools=has_tools and by_role,
         interaction=bool(plugins.interactions) or (has_tools and not by_role),
+        compaction=config.rollout.multi_turn.compaction is not None,
         on_rewritten_history=config.model.on_rewritten_history,
         sanity_check=config.rollout.multi_turn.tokenization_sanity_check_mode,
     )

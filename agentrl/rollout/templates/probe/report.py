@@ -187,6 +187,8 @@ class TemplateNeeds:
     """Several calls of one turn may be answered."""
     interaction: bool = False
     """A user answers the policy."""
+    compaction: bool = False
+    """A user message that asks for a summary may follow tool results."""
     thoughts: bool | None = None
     """Whether the policy writes thoughts into its turns; None: if its template supports them."""
     on_rewritten_history: Literal["error", "keep"] = "error"
@@ -204,6 +206,7 @@ class TemplateNeeds:
             needed += [Capability.TOOLS, Capability.TOOL_RESULT, Capability.PROMPT_AFTER_TOOL]
         needed += [Capability.PARALLEL_RESULTS] if self.tools and self.parallel_results else []
         needed += [Capability.USER_AFTER_ASSISTANT] if self.interaction else []
+        needed += [Capability.USER_AFTER_TOOL] if self.tools and self.compaction else []
         return needed
 
     @property

@@ -18,6 +18,7 @@ from agentrl.rollout.templates import (
     probe_template,
     require,
 )
+from agentrl.rollout.templates.probe.report import CapabilityReport
 from tests.fakes.templates import (
     NAMES,
     assistant,
@@ -233,6 +234,18 @@ def test_parallel_results_are_refused_where_names_would_be_wrong() -> None:
     with pytest.raises(TemplateError, match="several tool results") as refused:
         require(load_report("gptoss"), TemplateNeeds(tools=True, parallel_results=True))
     assert refused.value.details["role"] == "tool"
+
+
+def test_compaction_needs_a_template_that_shows_a_user_after_a_tool() -> None:
+    found = load_report("qwen2_5")
+    needs = TemplateNeeds(tools=True, compaction=True)
+    require(found, needs)
+    refusal = CapabilityReport(Capability.USER_AFTER_TOOL, False, "roles must alternate")
+    others = [one for one in found.capabilities if one.capability is not refusal.capability]
+    report = replace(found, capabilities=(*others, refusal))
+    require(report, TemplateNeeds(tools=True))
+    with pytest.raises(TemplateError, match="does not support: user after a tool"):
+        require(report, needs)
 
 
 def test_rows_with_a_system_message_need_a_template_that_takes_one() -> None:
