@@ -167,17 +167,28 @@ class Bench:
     Args:
         tokenizer: Folder or hub name of a tokenizer with a chat template.
         sizes: How much work.
+        max_response_length: Budget of a request; None: the default.
+        max_tool_response_length: Budget of an observation; None: the default.
     """
 
-    def __init__(self, tokenizer: str, sizes: Sizes) -> None:
+    def __init__(
+        self,
+        tokenizer: str,
+        sizes: Sizes,
+        *,
+        max_response_length: int | None = None,
+        max_tool_response_length: int | None = None,
+    ) -> None:
         self.sizes = sizes
         self.tool = SearchTool()
+        data: dict[str, Any] = {"train_files": ["none.parquet"]}
+        rollout: dict[str, Any] = {"n": sizes.group, "max_concurrent_requests": sizes.requests}
+        if max_response_length is not None:
+            data["max_response_length"] = max_response_length
+        if max_tool_response_length is not None:
+            rollout["multi_turn"] = {"max_tool_response_length": max_tool_response_length}
         self._config = parse_config(
-            {
-                "data": {"train_files": ["none.parquet"]},
-                "model": {"path": tokenizer},
-                "rollout": {"n": sizes.group, "max_concurrent_requests": sizes.requests},
-            }
+            {"data": data, "model": {"path": tokenizer}, "rollout": rollout}
         )
         plugins = Plugins([self.tool], {}, make_reward_manager(RewardConfig()))
         probed = probe_model(self._config, plugins)
