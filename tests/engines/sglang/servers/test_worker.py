@@ -49,12 +49,17 @@ def make_worker(tmp_path: Path, ended: list[str]) -> Iterator[Callable[..., Serv
         worker.end()
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """The processes that this test has started; others may be from earlier tests."""
+    earlier = {process.pid for process in psutil.Process().children()}
+    return lambda: [one for one in psutil.Process().children() if one.pid not in earlier]
 
 
 def test_it_reports_its_address_when_it_answers_and_ends_without_a_report(
-    make_worker: Callable[..., ServerWorker], ended: list[str]
+    make_worker: Callable[..., ServerWorker],
+    ended: list[str],
+    children: Callable[[], list[psutil.Process]],
 ):
     worker = make_worker()
     assert not worker.report().has_needs
@@ -71,7 +76,9 @@ def test_it_reports_its_address_when_it_answers_and_ends_without_a_report(
 
 
 def test_a_killed_server_is_reported_with_the_last_lines_of_its_log(
-    make_worker: Callable[..., ServerWorker], ended: list[str]
+    make_worker: Callable[..., ServerWorker],
+    ended: list[str],
+    children: Callable[[], list[psutil.Process]],
 ):
     worker = make_worker()
     worker.start(NEEDS)
@@ -105,7 +112,11 @@ def test_a_server_that_does_not_start_reports_why(
     assert worker.report().log_lines == ("no memory for the weights",)
 
 
-def test_a_server_that_is_late_is_ended(make_worker: Callable[..., ServerWorker], ended: list[str]):
+def test_a_server_that_is_late_is_ended(
+    make_worker: Callable[..., ServerWorker],
+    ended: list[str],
+    children: Callable[[], list[psutil.Process]],
+):
     worker = make_worker(start_timeout_s=0.01)
     worker.start(NEEDS)
     wait_for(lambda: ended)
