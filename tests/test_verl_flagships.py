@@ -205,7 +205,7 @@ def small(home: Path, folder: Path) -> list[str]:
         "data.max_response_length=200", f"{A}.ppo_max_token_len_per_gpu=1000",
         f"{R}.max_model_len=1000", "rollout.multi_turn.max_tokens_per_turn=16",
         "rollout.engine.name=transformers", f"{A}.ulysses_sequence_parallel_size=1",
-        "trainer.total_training_steps=2", "trainer.plot=false",
+        "trainer.total_training_steps=2", "trainer.plot=false", "trainer.n_gpus_per_node=1",
         f"trainer.default_local_dir={folder / 'out'}", f"data.cache_dir={folder / 'cache'}",
     ]  # fmt: skip
 

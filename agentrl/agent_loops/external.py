@@ -21,6 +21,7 @@ from typing import Any, cast
 from agentrl.agent_loops.gateway import Gateway, GatewaySession
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.config.schema.sandbox import SandboxConfig
+from agentrl.config.secrets import is_secret_name
 from agentrl.engines.protocol import CompletionSource
 from agentrl.errors import AgentError, AgentRLError, ConfigError, Fault, PluginError, text_of
 from agentrl.messages import Message
@@ -179,7 +180,7 @@ class ExternalAgent:
         request.agent_reward = outcome.reward
         if session.error is not None:
             _fail(request, StopReason.FAILED, session.error)
-        elif session.stop_reason is not StopReason.ANSWERED:
+        elif session.stop_reason is not StopReason.ANSWERED and request.num_prompt_tokens:
             request.finish(session.stop_reason)
         elif (error := self._find_error(request, outcome)) is not None:
             _fail(request, StopReason.WALL_CLOCK if outcome.is_late else StopReason.FAILED, error)
@@ -190,9 +191,10 @@ class ExternalAgent:
         """Return the error of the agent that fails a request which met no limit."""
         if not request.num_prompt_tokens:
             return outcome.error or AgentError(
-                "the agent ended without a call of the policy",
+                "the agent ended without a completion of the policy",
                 output=_shorten(outcome.run.stderr, 400) or None,
-                expected="a call of chat completions, responses or messages at its base URL",
+                expected="a call of chat completions, responses or messages at its base URL, with "
+                "a prompt that fits the context",
             )
         return None if self._config.on_failure == "score" else outcome.error
 
@@ -201,22 +203,6 @@ class ExternalAgent:
         if isinstance(self._run, AgentProgram):
             await self._run.close()
         await self._gateway.close()
-
-    def _judge(self, request: AsyncRolloutRequest, outcome: _Outcome, *, has_called: bool) -> None:
-        """Fail a request that the gateway has completed, if the agent is at fault."""
-        if request.stop_reason is not StopReason.ANSWERED:
-            return
-        error = outcome.error
-        if not has_called:
-            error = error or AgentError(
-                "the agent ended without a call of the policy",
-                output=_shorten(outcome.run.stderr, 400) or None,
-                expected="a call of chat completions, responses or messages at its base URL",
-            )
-        elif self._config.on_failure == "score":
-            return
-        if error is not None:
-            _fail(request, StopReason.WALL_CLOCK if outcome.is_late else StopReason.FAILED, error)
 
 
 def _fail(request: AsyncRolloutRequest, reason: StopReason, error: BaseException) -> None:
@@ -246,6 +232,9 @@ def _make_record(session: GatewaySession, request_id: str, row: dict[str, Any]) 
 def visible_row(request: AsyncRolloutRequest, hidden_keys: Sequence[str]) -> dict[str, Any]:
     """Return the row as an external agent sees it, as plain JSON values.
 
+    Left out are the keys to hide, and texts and lists that are the ground truth. Numbers and the
+    items of longer lists are not compared: an index or a choice may be equal by chance.
+
     Args:
         request: A pending request.
         hidden_keys: Keys to remove, at any depth.
@@ -254,7 +243,8 @@ def visible_row(request: AsyncRolloutRequest, hidden_keys: Sequence[str]) -> dic
     truth = request.ground_truth
 
     def is_secret(key: str, value: Any) -> bool:
-        return key in hidden or (isinstance(value, str) and bool(value) and value == truth)
+        is_compared = isinstance(value, str | list) and bool(value)
+        return key in hidden or (is_compared and value in (truth, [truth]))
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -337,7 +327,12 @@ _NO_SANDBOX = SandboxConfig(
 
 
 def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    """Return the trainer's variables without those that `rollout.agent.env` must name: secrets."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_INHERITED and not is_secret_name(name)
+    }
 
 
 def _calling(path: str) -> list[str]:

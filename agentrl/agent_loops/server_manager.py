@@ -169,6 +169,7 @@ class AsyncLLMServerManager:
                 parameter that would make log-probabilities wrong, after the end of the request.
             EngineError: The engine failed.
         """
+        await asyncio.sleep(0)  # a loop that ignores errors must not block the event loop
         if self._is_closed or asyncio.get_running_loop() is not self._loop:
             raise AgentError(
                 "generate was called after the loop had returned"

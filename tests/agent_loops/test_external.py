@@ -15,11 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from agentrl.agent_loops import external
 from agentrl.agent_loops.external import AgentRecord, ExternalAgent, visible_row
 from agentrl.agent_loops.gateway import Gateway
 from agentrl.config.schema.agent import AgentConfig
 from agentrl.errors import ConfigError, EngineError, Fault, PluginError
 from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.records import Budgets
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.states import RequestState, StopReason
 from tests.fakes.plugins import make_context, make_engine, make_request
@@ -208,7 +210,7 @@ async def test_agent_that_never_calls_the_policy_fails(gateway, tmp_path):
     request = await run_program(gateway, tmp_path, "print('I know it already', file=sys.stderr)")
     assert request.error is not None
     assert request.error.fault is Fault.AGENT
-    assert "without a call of the policy" in request.error.message
+    assert "without a completion of the policy" in request.error.message
     assert "I know it already" in request.error.message
 
 
@@ -297,6 +299,21 @@ async def test_cancelled_request_kills_its_program(gateway, tmp_path):
             break
         await asyncio.sleep(0.05)
     assert not psutil.pid_exists(pid)
+
+
+async def test_first_prompt_that_does_not_fit_fails_the_request(gateway):
+    function = f"{__file__}:call"
+    request = make_request(budgets=Budgets(max_model_len=20))
+    await run(gateway, request=request, python=function)
+    assert request.stop_reason is StopReason.FAILED
+    assert not request.in_baseline
+
+
+def test_program_does_not_inherit_secrets(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-judge")
+    monkeypatch.setenv("PLAIN_NAME", "kept")
+    assert "JUDGE_API_KEY" not in external._inherited()
+    assert external._inherited()["PLAIN_NAME"] == "kept"
 
 
 def test_program_that_does_not_exist_is_an_error_at_start():

@@ -110,4 +110,5 @@ def test_invariants_hold_in_random_conversations() -> None:
 def test_invariants_hold_for_thirty_thousand_steps_of_the_runner() -> None:
     found = walk_many(range(1000, 6000))
     assert found["steps"] >= 30_000
-    assert set(map(str, StopReason)) <= found.keys()
+    ends = set(StopReason) - {StopReason.CONTINUED}  # a sequence that was set aside
+    assert set(map(str, ends)) <= found.keys()

@@ -193,15 +193,18 @@ def tidy(messages: Sequence[SentMessage]) -> tuple[list[SentMessage], Counter[Di
     """
     found: Counter[Difference] = Counter()
     tidied: list[SentMessage] = []
+    system_texts: set[str] = set()
     for message in messages:
         last = tidied[-1] if tidied else None
-        if message.role == "system" and any(_same_system(message, other) for other in tidied):
+        if message.role == "system" and message.text.strip() in system_texts:
             found[Difference.REPEATED_SYSTEM] += 1
         elif last and _is_continued(last, message):
             found[Difference.SPLIT_MESSAGE] += 1
             tidied[-1] = replace(last, calls=last.calls + message.calls)
         else:
             tidied.append(message)
+            if message.role == "system":
+                system_texts.add(message.text.strip())
     for start, end in list(_results(tidied)):
         calls = tidied[start - 1].calls
         order = {call.id: index for index, call in enumerate(calls)}
@@ -210,10 +213,6 @@ def tidy(messages: Sequence[SentMessage]) -> tuple[list[SentMessage], Counter[Di
         names = {call.id: call.name for call in calls}
         tidied[start:end] = [replace(m, name=names.get(m.call_id, m.name)) for m in results]
     return tidied, +found
-
-
-def _same_system(message: SentMessage, other: SentMessage) -> bool:
-    return other.role == "system" and other.text.strip() == message.text.strip()
 
 
 def _is_continued(first: SentMessage, second: SentMessage) -> bool:

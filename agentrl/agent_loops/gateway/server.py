@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ENDED_KEYS = 65_536
 """Ended keys that are remembered, so that their calls get 410 instead of 401."""
+_LARGE_BODY_BYTES = 256 << 10
+"""Larger bodies are parsed on a thread, so that they do not block the event loop."""
 MAX_HEADER_BYTES = 16 << 10
 
 DIALECTS: dict[str, Dialect] = {
@@ -217,16 +219,20 @@ class Gateway:
             try:
                 session = self._find_session(request)
                 body = await self._read(request)
-                call = dialect.read(body)
+                if len(body) > _LARGE_BODY_BYTES:
+                    call = await asyncio.to_thread(dialect.read, body)
+                else:
+                    call = dialect.read(body)
                 pending = session.start(call, body, request.headers)
-                if pending.call.stream:
-                    return await self._stream(request, dialect, pending)
-                reply = await pending.wait()
-                written = dialect.write(reply, pending.call)
-                response = web.json_response(written, headers=_headers(reply))
-                await _send(request, response)
-                pending.confirm()
-                return response
+                with pending.serving():
+                    if pending.call.stream:
+                        return await self._stream(request, dialect, pending)
+                    reply = await pending.wait()
+                    written = dialect.write(reply, pending.call)
+                    response = web.json_response(written, headers=_headers(reply))
+                    await _send(request, response)
+                    pending.confirm()
+                    return response
             except (ConnectionError, web.HTTPException):
                 raise
             except Exception as error:  # noqa: BLE001 - an error costs the call, not the server

@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Self
@@ -43,17 +44,22 @@ class PendingCall:
     task: asyncio.Task[tuple[ChatReply, Point]]
     idempotency_key: str | None
     num_clients: int = 0
-    """Connections that wait for the answer."""
+    """Connections that do not have the whole answer yet."""
     is_delivered: bool = False
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count a connection, until it has the whole answer or is closed."""
+        self.num_clients += 1
+        try:
+            yield
+        finally:
+            self.num_clients -= 1
 
     async def wait(self) -> ChatReply:
         """Wait for the reply. Cancelling this does not cancel the call."""
-        self.num_clients += 1
-        try:
-            reply, _ = await asyncio.shield(self.task)
-            return reply
-        finally:
-            self.num_clients -= 1
+        reply, _ = await asyncio.shield(self.task)
+        return reply
 
     def confirm(self) -> None:
         """Note that a client got the whole answer."""

@@ -201,7 +201,7 @@ class Trajectory:
         match = self._tree.match(self._whole_history(call), call.tools)
         for difference, number in match.differences.items():
             self.counts[str(difference)] += number
-        for node in match.nearest.path():
+        for node in (match.completion or match.nearest).path():
             if node.sampled is not None:
                 node.sampled.is_continued = True
         if match.completion is not None:

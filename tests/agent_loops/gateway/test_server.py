@@ -55,6 +55,25 @@ async def test_the_same_body_without_a_sign_of_a_repetition_is_another_sample() 
     assert len(served.request.sequences) == 3
 
 
+async def test_the_same_bodies_at_once_are_samples_of_their_own_also_as_streams() -> None:
+    body = BODY | {"stream": True}
+
+    async def read(http: ClientSession, url: str, key: str) -> str:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+            return await response.text()
+
+    answers = iter(range(100))
+    async with (
+        serve(lambda *_: ScriptedAnswer(f"Answer {next(answers)}.", delay_s=0.05)) as served,
+        ClientSession(timeout=ClientTimeout(20)) as http,
+    ):
+        session = served.session
+        reads = [read(http, session.base_url, session.key) for _ in range(8)]
+        await asyncio.gather(*reads)
+    assert session.counts["completions"] == 8
+
+
 async def test_a_completion_that_no_client_got_is_kept_and_not_trained() -> None:
     slow = ScriptedAnswer("Never read.", delay_s=0.2)
     async with serve(lambda ids, *_: slow if "2 + 3" in decode(ids) else "Read.") as served:

@@ -382,3 +382,12 @@ async def test_seeds_do_not_depend_on_the_order_of_calls() -> None:
         return {(decode(call.input_ids), call.sampling.seed) for call in played.engine.records}
 
     assert await play([0, 1, 1, 2]) == await play([2, 1, 0, 1])
+
+
+async def test_of_two_equal_samples_each_is_trained_if_both_are_continued() -> None:
+    played = Played(lambda index: ["Same.", "Same.", "Next one.", "Next two."][index])
+    reply = [await played.ask([user("q")]) for _ in range(2)][-1]
+    for _ in range(2):
+        await played.ask([user("q"), reply, user("check")])
+    turns = [turn for one in played.finish().sequences for turn in one.turns]
+    assert [turn.excluded for turn in turns if turn.role == "assistant"] == [None] * 4
