@@ -385,7 +385,7 @@ async def test_tokens_of_another_temperature_are_not_trained():
     ("params", "message"),
     [
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
-        ({"tempreature": 1.0}, "unknown sampling parameter 'tempreature'"),
+        ({"warmth": 1.0}, "unknown sampling parameter 'warmth'"),
         ({"n": 2}, "n is 2"),
     ],
 )

@@ -249,8 +249,8 @@ def test_mistakes_are_named_with_what_to_do_instead():
         group.direct()
     with pytest.raises(ConfigError, match=r"no start_worker_aliveness_check\n.*each call reports"):
         group.start_worker_aliveness_check()
-    with pytest.raises(AttributeError, match="'plian'"):
-        group.plian()
+    with pytest.raises(AttributeError, match="'broken'"):
+        group.broken()
     with pytest.raises(ConfigError, match="dispatch_mode is 'ONE_TO_ALL'"):
         register("ONE_TO_ALL")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="execute_mode is 0"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,9 +65,9 @@ class FakeSGLang:
         app.add_routes([web.route("*", "/{route:.+}", self._answer)])
         self._runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._socket = socket.create_server((self.host, self.port), backlog=128)
+        await web.SockSite(self._runner, self._socket).start()
+        self.port = self._socket.getsockname()[1]
 
     @property
     def address(self) -> str:
@@ -77,6 +78,9 @@ class FakeSGLang:
         server = self._runner.server
         if server is None:
             return
+        # asyncio leaks a connection that it has accepted and not yet attached when a server closes.
+        asyncio.get_running_loop().remove_reader(self._socket)
+        await asyncio.sleep(0)
         for _ in range(2):  # a connection may be accepted meanwhile, from another thread
             for connection in list(server.connections):
                 if connection.transport is not None:
